@@ -1,0 +1,3 @@
+"""Train LLM agents with reinforcement learning in JAX."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,125 @@
+"""The default configuration: every field, with a comment and a unit. Recipes in `configs/` change what differs."""
+
+from ml_collections import ConfigDict
+
+
+def default_config() -> ConfigDict:
+    """A complete, unlocked config. Recipes fill in what has no sensible default (`env`, `model.path`, `name`)."""
+    config = ConfigDict()
+    config.name = ""  # run name; the run folder is <runs>/<name>
+    config.runs = "runs"  # folder that holds run folders
+    config.seed = 0  # fixes tasks, initial weights and shuffles
+
+    # The policy's base model and the adapter that is trained on it.
+    config.model = ConfigDict()
+    config.model.path = ""  # Hugging Face folder with config.json, tokenizer.json and safetensors
+    config.model.dtype = "bfloat16"  # of the base weights and activations in the trainer
+    config.model.remat = "layer"  # none | layer: what the backward pass recomputes
+    config.model.nano = None  # shape of a nano base to build when path is missing (flowjax.models.nano), or None
+    config.policy = ConfigDict()
+    config.policy.name = "agent"
+    config.policy.train = "lora"  # lora | full
+    config.policy.lora = ConfigDict()
+    config.policy.lora.rank = 32
+    config.policy.lora.alpha = 32.0  # update is alpha / rank * B A (alpha / sqrt(rank) with rslora)
+    config.policy.lora.rslora = False
+    config.policy.lora.dropout = 0.0
+    config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+    # The world that episodes are played in.
+    config.env = ConfigDict()
+    config.env.module = ""  # dotted path of a module of flowjax.envs, or of one's own with the same functions
+    config.env.options = ConfigDict()  # keyword arguments of the module's make()
+    config.env.max_turns = 15
+    config.env.prompt = "instruct"  # instruct | compact: how the workflow words an observation
+    config.env.workers = 1  # processes that hold the environments
+    config.env.step_timeout_s = 10.0  # a step that takes longer loses its worker and its episode
+    config.env.train_tasks = 10_000  # number of distinct training tasks
+    config.workflow = "flowjax.workflows.single.play"  # dotted path of the episode function
+
+    # Episodes and the engine that answers them.
+    config.rollout = ConfigDict()
+    config.rollout.group_size = 8  # trajectories per task
+    config.rollout.max_concurrent_episodes = 128
+    config.rollout.temperature = 1.0
+    config.rollout.max_prompt_tokens = 1024
+    config.rollout.max_new_tokens = 256
+    config.rollout.episode_timeout_s = 300.0
+    config.engine = ConfigDict()
+    config.engine.python = ""  # interpreter that has vLLM; "" is the one running flowjax
+    config.engine.dtype = "bfloat16"  # serving precision
+    config.engine.port = 0  # 0 picks a free port on loopback
+    config.engine.tensor_parallel = 1
+    config.engine.max_model_tokens = 2048
+    config.engine.max_concurrent_sequences = 256
+    config.engine.kv_cache_bytes = 0  # CPU: bytes of key-value cache; 0 leaves it to vLLM
+    config.engine.gpu_memory_fraction = 0.85
+    config.engine.threads = 1  # CPU: threads of the engine's worker
+    config.engine.prompts_per_request = 64  # prompts sent in one HTTP request
+    config.engine.batch_window_s = 0.002  # longest wait for prompts to share a request
+    config.engine.request_timeout_s = 120.0
+    config.engine.start_timeout_s = 300.0
+    config.engine.max_restarts = 3  # restarts of a dead engine before the run gives up
+    config.engine.extra_args = ()  # further arguments of vLLM's server
+
+    # Tasks, groups, staleness.
+    config.dataflow = ConfigDict()
+    config.dataflow.port = 0  # 0 picks a free port on loopback
+    config.dataflow.max_staleness = 1  # versions a trained token may lag; 0 is synchronous
+    config.dataflow.lease_s = 120.0  # an episode not finished or renewed by then is leased again
+    config.dataflow.max_attempts = 3  # leases of one episode before it is given up
+    config.dataflow.keep_trajectories = True  # write trajectories/<step>.jsonl for the report
+
+    # Outcome -> reward -> advantage per turn -> loss. Names are looked up in the rooms of the same name.
+    config.reward = ConfigDict()
+    config.reward.components = ConfigDict({"success": 1.0})  # component name -> weight
+    config.credit = ConfigDict()
+    config.credit.name = "grpo"
+    config.credit.options = ConfigDict()
+    config.loss = ConfigDict()
+    config.loss.kind = "ppo"
+    config.loss.options = ConfigDict()
+    config.loss.options.clip_low = 0.2
+    config.loss.options.clip_high = 0.28
+    config.loss.kl_coefficient = 0.0  # of the KL to the base model (adapter off)
+    config.loss.entropy_coefficient = 0.0
+
+    # Training.
+    config.trainer = ConfigDict()
+    config.trainer.steps = 100  # batches to train on = versions to publish
+    config.trainer.groups_per_step = 16
+    config.trainer.updates_per_step = 1  # optimiser updates that one batch is split into
+    config.trainer.row_tokens = 2048  # longest packed row; shorter buckets are halves of it
+    config.trainer.micro_batch_rows = 8  # rows per forward-backward pass, over all devices
+    config.trainer.logprob_chunk_tokens = 1024  # trained tokens whose full-vocabulary logits exist at once
+    config.trainer.keep_checkpoints = 3  # newest checkpoints kept
+    config.trainer.keep_every_steps = 0  # also keep every n-th checkpoint; 0 keeps none
+    config.trainer.step_timeout_s = 1800.0  # longest wait for a batch before the trainer gives up
+    config.trainer.tensorboard = False
+    config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"
+    config.optimizer.learning_rate = 1e-5
+    config.optimizer.warmup_steps = 5  # optimiser updates of linear warm-up
+    config.optimizer.schedule = "constant"  # constant | cosine | linear, over the run's updates
+    config.optimizer.betas = (0.9, 0.95)
+    config.optimizer.weight_decay = 0.0
+    config.optimizer.clip_norm = 1.0
+    config.mesh = ConfigDict()  # devices per axis; -1 takes the rest
+    config.mesh.data = 1
+    config.mesh.fsdp = -1
+    config.mesh.tensor = 1
+
+    # Held-out evaluation.
+    config.eval = ConfigDict()
+    config.eval.tasks = 512  # held-out tasks, played once each
+    config.eval.temperature = 1.0
+    config.eval.every_steps = 0  # also evaluate during the run, every n steps; 0 only before and after
+
+    # Imitation of the world's scripted expert, which makes the nano base model.
+    config.warm_start = ConfigDict()
+    config.warm_start.steps = 1500  # batches
+    config.warm_start.batch_rows = 128  # states per batch
+    config.warm_start.learning_rate = 2e-3
+    config.warm_start.label_noise = 0.3  # share of expert labels replaced by a random legal action
+    config.warm_start.path_noise = 0.2  # share of random moves on the expert's path, so that odd states are seen
+    return config

