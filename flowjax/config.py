@@ -1,6 +1,13 @@
 """The default configuration: every field, with a comment and a unit. Recipes in `configs/` change what differs."""
 
+import json
+from pathlib import Path
+
 from ml_collections import ConfigDict
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message names the field, its value and the remedy."""
 
 
 def default_config() -> ConfigDict:
@@ -123,3 +130,26 @@ def default_config() -> ConfigDict:
     config.warm_start.label_noise = 0.3  # share of expert labels replaced by a random legal action
     config.warm_start.path_noise = 0.2  # share of random moves on the expert's path, so that odd states are seen
     return config
+
+
+def save_run(config: ConfigDict, run_dir: Path) -> None:
+    """Write the resolved config to `<run_dir>/config.json`."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.json").write_text(config.to_json(indent=2))
+
+
+def load_run(run_dir: Path) -> ConfigDict:
+    """The locked config of a run folder.
+
+    Raises:
+        ConfigError: there is no readable config.json.
+    """
+    path = run_dir / "config.json"
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): give the folder of a run that flowjax started") from error
+    config = default_config()
+    with config.unlocked():
+        config.update(saved)
+    return config.lock()
