@@ -41,6 +41,7 @@ def default_config() -> ConfigDict:
     config.env.prompt = "instruct"  # instruct | compact: how the workflow words an observation
     config.env.workers = 1  # processes that hold the environments
     config.env.step_timeout_s = 10.0  # a step that takes longer loses its worker and its episode
+    config.env.data_seed = 0  # fixes the training and held-out tasks, whatever config.seed is
     config.env.train_tasks = 10_000  # number of distinct training tasks
     config.workflow = "flowjax.workflows.single.play"  # dotted path of the episode function
 
@@ -79,7 +80,7 @@ def default_config() -> ConfigDict:
 
     # Outcome -> reward -> advantage per turn -> loss. Names are looked up in the rooms of the same name.
     config.reward = ConfigDict()
-    config.reward.components = ConfigDict({"success": 1.0})  # component name -> weight
+    config.reward.components = ConfigDict()  # component name -> weight; a recipe names them
     config.credit = ConfigDict()
     config.credit.name = "grpo"
     config.credit.options = ConfigDict()
@@ -121,6 +122,7 @@ def default_config() -> ConfigDict:
     config.eval.tasks = 512  # held-out tasks, played once each
     config.eval.temperature = 1.0
     config.eval.every_steps = 0  # also evaluate during the run, every n steps; 0 only before and after
+    config.eval.versions = ()  # evaluate these versions and train nothing (set by flowjax.evaluate)
 
     # Imitation of the world's scripted expert, which makes the nano base model.
     config.warm_start = ConfigDict()
