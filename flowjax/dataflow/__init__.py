@@ -1,0 +1,1 @@
+"""From tasks to batches: lease, group, reward, credit, buffer, serve; SQLite underneath, HTTP around it."""

@@ -1,0 +1,47 @@
+"""The dataflow role: `python -m flowjax.dataflow --run=<run folder>`."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from absl import app, flags, logging
+
+from flowjax.config import load_run
+from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.server import serve
+from flowjax.envs.base import load_world
+
+_RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
+
+
+async def _main(run_dir: Path) -> None:
+    config = load_run(run_dir)
+    world = load_world(config.env.module)
+    options = config.env.options.to_dict()
+    train = world.tasks("train", config.env.data_seed, **options)[: config.env.train_tasks]
+    flow = Flow(
+        config,
+        run_dir,
+        train_tasks=train.shuffle(config.seed).repeat(),
+        held_out_tasks=world.tasks("held_out", config.env.data_seed, **options),
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    port = urlsplit(json.loads((run_dir / "endpoints.json").read_text())["dataflow"]).port
+    logging.info("serving on 127.0.0.1:%s", port)
+    temperatures = {"train": config.rollout.temperature, "eval": config.eval.temperature}
+    await serve(flow, run_dir, port=port or 0, temperatures=temperatures, stop=stop)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    asyncio.run(_main(Path(_RUN.value)))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # credit is small: it must not take memory from the trainer's devices
+    app.run(main)

@@ -1,0 +1,83 @@
+"""A complete group -> rewards -> credit -> the token rows that a trainer sees."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowjax.credit.estimators import estimate
+from flowjax.credit.table import build_table
+from flowjax.records import Group, TokenRow, Trajectory
+from flowjax.rewards import trajectory_scores
+
+
+@dataclass(frozen=True, slots=True)
+class CreditedGroup:
+    """What a batch needs of a group: rows to train on, and sums for the log.
+
+    `totals` add up over groups: trajectories, turns, invalid_turns, reward, and one `reward/<component>` each.
+    """
+
+    rows: Sequence[TokenRow]
+    totals: Mapping[str, float]
+    oldest_version: int
+
+
+def credit_group(
+    group: Group, *, components: Mapping[str, float], estimator: str, options: Mapping[str, Any]
+) -> CreditedGroup:
+    """Reward and credit one group, and lay its turns out as token rows."""
+    scores, parts = trajectory_scores([group], components)
+    table = build_table([group], scores)
+    advantages = np.asarray(estimate(table, estimator, **options))
+    rows, start = [], 0
+    for trajectory in group.trajectories:
+        rows += token_rows(trajectory, advantages[start : start + len(trajectory.turns)])
+        start += len(trajectory.turns)
+    turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
+    totals = {
+        "episodes": len(group.trajectories),
+        "turns": len(turns),
+        "invalid_turns": sum(not turn.valid for turn in turns),
+        "reward": float(scores.sum()),
+        "success": sum(t.outcome.get("success", 0.0) for t in group.trajectories),
+        **{f"reward/{name}": float(values.sum()) for name, values in parts.items()},
+    }
+    return CreditedGroup(rows, totals, min((turn.version for turn in turns), default=0))
+
+
+def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray) -> list[TokenRow]:
+    """The turns of a trajectory as rows, one advantage per turn spread over its sampled tokens.
+
+    A turn whose prompt begins with exactly the tokens of its policy's row so far extends that row (append mode);
+    any other starts a new one (window mode).
+    """
+    open_rows: dict[str, list[tuple[np.ndarray, ...]]] = {}
+    closed: list[TokenRow] = []
+    for turn, advantage in zip(trajectory.turns, advantages, strict=True):
+        so_far = open_rows.get(turn.policy)
+        known = np.concatenate([part[0] for part in so_far]) if so_far else np.zeros(0, np.int32)
+        if so_far and not np.array_equal(turn.prompt_ids[: len(known)], known):
+            closed.append(_join(turn.policy, so_far))
+            so_far, known = None, known[:0]
+        prompt, sampled = turn.prompt_ids[len(known) :], turn.sampled_ids
+        nothing = np.zeros(len(prompt), np.float32)
+        spans = so_far or []
+        spans.append((prompt, nothing.astype(bool), nothing, nothing, np.full(len(prompt), -1, np.int32)))
+        spans.append(
+            (
+                sampled,
+                np.ones(len(sampled), bool),
+                turn.logprobs,
+                np.full(len(sampled), advantage, np.float32),
+                np.full(len(sampled), turn.version, np.int32),
+            )
+        )
+        open_rows[turn.policy] = spans
+    return closed + [_join(policy, spans) for policy, spans in open_rows.items()]
+
+
+def _join(policy: str, spans: Sequence[tuple[np.ndarray, ...]]) -> TokenRow:
+    tokens, sampled, logprobs, advantages, versions = (np.concatenate(column) for column in zip(*spans, strict=True))
+    return TokenRow(policy, tokens, sampled, logprobs, advantages, versions)

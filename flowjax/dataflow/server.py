@@ -1,0 +1,136 @@
+"""The dataflow's HTTP face: msgpack messages of `flowjax.records`, on loopback.
+
+    POST /lease         {worker, slots, kind?}               -> {leases, state: run | wait | done, retry_s}
+    POST /renew         {worker, lease_ids}                  -> {lost}
+    POST /trajectories  {worker, items: [{lease_id, trajectory}]} -> {accepted, duplicate}
+    POST /give_back     {worker, lease_ids, error}           -> {}
+    POST /versions      {worker, policy, serving, in_use}    -> {oldest_needed}
+    POST /batch         {policy, step}                       -> {state: run, rows, totals, dropped} | {state: wait}
+    POST /committed     {policy, version}                    -> {}
+    GET  /status                                             -> JSON counts
+
+`/lease` and `/batch` hold the answer for up to a second while there is nothing to give. A message that cannot be read
+or lacks a field is answered with 400 and {error}; nothing has changed then.
+"""
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from flowjax.dataflow.flow import Flow
+from flowjax.records import WireError, pack, unpack
+
+_HOLD_S = 1.0
+_POLL_S = 0.01
+MAX_BODY_BYTES = 256 * 1024 * 1024
+
+
+class Server:
+    """Routes to a `Flow`. Everything runs on one event loop, so a request sees a settled state."""
+
+    def __init__(self, flow: Flow, *, temperatures: dict[str, float]):
+        self._flow, self._temperatures = flow, temperatures
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for name in ("lease", "renew", "trajectories", "give_back", "versions", "batch", "committed"):
+            app.router.add_post(f"/{name}", _endpoint(getattr(self, f"_{name}")))
+        app.router.add_get("/status", self._status)
+        return app
+
+    async def _lease(self, message: dict[str, Any]) -> dict[str, Any]:
+        worker, slots, kind = str(message["worker"]), int(message["slots"]), message.get("kind")
+        leases = await _hold(lambda: self._flow.lease(worker, slots, kind) or (self._flow.finished or None)) or []
+        if leases is True:
+            return {"leases": [], "state": "done", "retry_s": 1.0}
+        described = [
+            {
+                **{field.name: getattr(lease, field.name) for field in dataclasses.fields(lease)},
+                "policy_version": lease.version,
+                "temperature": self._temperatures[lease.kind],
+            }
+            for lease in leases
+        ]
+        return {"leases": described, "state": "run" if leases else "wait", "retry_s": 0.0}
+
+    async def _renew(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"lost": self._flow.renew(message["lease_ids"])}
+
+    async def _trajectories(self, message: dict[str, Any]) -> dict[str, Any]:
+        counted = [self._flow.accept(item["lease_id"], item["trajectory"]) for item in message["items"]]
+        return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
+
+    async def _give_back(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._flow.give_back(message["lease_ids"], message["error"])
+        return {}
+
+    async def _versions(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"oldest_needed": self._flow.report_serving(int(message["serving"]))}
+
+    async def _batch(self, message: dict[str, Any]) -> dict[str, Any]:
+        step = int(message["step"])
+        served = await _hold(lambda: self._flow.batch(step))
+        if served is None:
+            return {"state": "wait"}
+        groups, dropped = served
+        totals: dict[str, float] = {}
+        for group in groups:
+            for name, value in group.totals.items():
+                totals[name] = totals.get(name, 0.0) + value
+        rows = [row for group in groups for row in group.rows]
+        return {"state": "run", "rows": rows, "totals": totals, "dropped": dropped}
+
+    async def _committed(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._flow.commit(int(message["version"]))
+        return {}
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response(self._flow.status())
+
+
+def _endpoint(
+    handle: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def respond(request: web.Request) -> web.Response:
+        try:
+            answer, status = await handle(unpack(await request.read())), 200
+        except (WireError, KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+            answer, status = {"error": f"{request.path}: {reason}"}, 400
+        return web.Response(body=pack(answer), status=status, content_type="application/msgpack")
+
+    return respond
+
+
+async def _hold(attempt: Callable[[], Any]) -> Any:
+    """`attempt()` as soon as it gives something, or None after a bounded wait."""
+    until = time.monotonic() + _HOLD_S
+    while not (result := attempt()) and time.monotonic() < until:
+        await asyncio.sleep(_POLL_S)
+    return result or None
+
+
+async def serve(flow: Flow, run_dir: Path, *, port: int, temperatures: dict[str, float], stop: asyncio.Event) -> None:
+    """Serve on loopback until `stop` is set, writing `status-dataflow.json` every second."""
+    runner = web.AppRunner(Server(flow, temperatures=temperatures).application(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    status_path = run_dir / "status-dataflow.json"
+    try:
+        while not stop.is_set():
+            partial = status_path.with_suffix(".tmp")
+            partial.write_text(json.dumps({**flow.status(), "time_s": time.time()}))
+            partial.replace(status_path)
+            try:
+                await asyncio.wait_for(stop.wait(), timeout=1.0)
+            except TimeoutError:
+                continue
+    finally:
+        await runner.cleanup()
+        flow.close()
