@@ -1,0 +1,1 @@
+"""Start, supervise and stop every role of a run from one config."""

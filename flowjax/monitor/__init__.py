@@ -1,0 +1,1 @@
+"""What a run tells about itself: metrics, their summary, the live screen."""

@@ -1,0 +1,121 @@
+"""`metrics.jsonl`: one JSON object a line, appended by several processes of a run and read while it grows."""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends `{"time_s", "kind", "step", ...}` lines to a run folder.
+
+    Every role may hold one: a line is one write under a lock, to the file that is there at that moment. A trainer that
+    resumes gives the step it resumes from; lines of later steps, which it will write again, are dropped.
+    """
+
+    def __init__(self, run_dir: Path, tensorboard: bool = False, resume_step: int | None = None):
+        self._path = Path(run_dir) / METRICS_FILE
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            _drop_later(self._path, resume_step)
+        self._board = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            purge_step = None if resume_step is None else resume_step + 1
+            self._board = SummaryWriter(str(self._path.parent / "tensorboard"), purge_step=purge_step)
+
+    def write(self, kind: str, step: int | None = None, **values: Any) -> None:
+        """Append one line; it is in the file when this returns."""
+        stamp = {} if step is None else {"step": int(step)}
+        plain = {name: _plain(value) for name, value in values.items()}
+        line = json.dumps({"time_s": round(time.time(), 3), "kind": kind, **stamp, **plain}) + "\n"
+        with _locked(self._path), self._path.open("ab", buffering=0) as file:
+            if _torn(self._path):
+                line = "\n" + line
+            file.write(line.encode())
+        if self._board is not None and step is not None:
+            for name, value in plain.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            self._board.flush()
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file (or of the run folder's); a torn line, the trace of a killed process, is left out."""
+    path = path / METRICS_FILE if path.is_dir() else path
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return list(parse_lines(data))
+
+
+def parse_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """The whole lines in `data` that hold a JSON object."""
+    for line in data.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            if line and isinstance(entry := json.loads(line), dict):
+                yield entry
+
+
+def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Score interval of a share: low and high, 95 % at z = 1.96; (0, 1) when nothing was counted.
+
+    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), Wilson (1927), eq. for p = successes / n.
+    """
+    if n <= 0:
+        return 0.0, 1.0
+    share = successes / n
+    scale = 1.0 + z * z / n
+    middle = (share + z * z / (2 * n)) / scale
+    half = z / scale * math.sqrt(share * (1.0 - share) / n + z * z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: a value that is not finite is written as its name, so that every reader takes the line."""
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        value = value.item()
+    elif hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return round(value, 8) if isinstance(value, float) and abs(value) >= 1e-3 else value
+
+
+def _torn(path: Path) -> bool:
+    """Whether the file ends in the middle of a line."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _drop_later(path: Path, step: int) -> None:
+    with _locked(path):
+        entries = read_metrics(path)
+        kept = [e for e in entries if e.get("kind") not in ("train", "eval") or e.get("step", 0) <= step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        partial.replace(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one process at a time; beside the file, because dropping lines replaces the file itself."""
+    with path.with_name(f".{path.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,98 @@
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from flowjax.monitor.metrics import METRICS_FILE, MetricsWriter, read_metrics, wilson
+
+
+def test_lines_come_back_in_order_with_their_kind_and_step(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write("train", step=1, loss=np.float32(0.5), episodes=np.int64(128))
+    writer.write("run", role="engine", text="started")
+    first, second = read_metrics(tmp_path)
+    assert (first["kind"], first["step"], first["loss"], first["episodes"]) == ("train", 1, 0.5, 128)
+    assert second["role"] == "engine"
+    assert "step" not in second
+    assert first["time_s"] <= second["time_s"]
+
+
+def test_a_value_that_is_not_finite_does_not_make_the_line_unreadable(tmp_path):
+    MetricsWriter(tmp_path).write("train", step=1, loss=math.nan, gradient_norm=math.inf)
+    text = (tmp_path / METRICS_FILE).read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["gradient_norm"] == "inf"
+
+
+def test_small_values_keep_their_digits(tmp_path):
+    MetricsWriter(tmp_path).write("train", step=1, mismatch_k3=1.23456789e-9)
+    assert read_metrics(tmp_path)[0]["mismatch_k3"] == 1.23456789e-9
+
+
+def test_torn_last_line_is_left_out_and_does_not_swallow_the_next(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write("train", step=1)
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert [e["step"] for e in read_metrics(tmp_path)] == [1]
+    writer.write("train", step=2)
+    assert [e["step"] for e in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_resuming_drops_later_steps_only(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write("run", text="start")
+    for step in range(1, 6):
+        writer.write("train", step=step)
+    writer.write("eval", step=0, success_rate=0.4)
+    writer.write("eval", step=5, success_rate=0.6)
+    resumed = MetricsWriter(tmp_path, resume_step=3)
+    resumed.write("train", step=4)
+    writer.write("run", text="a writer opened before the file was replaced")
+    entries = read_metrics(tmp_path)
+    assert [e["step"] for e in entries if e["kind"] == "train"] == [1, 2, 3, 4]
+    assert [e["step"] for e in entries if e["kind"] == "eval"] == [0]
+    assert [e["text"] for e in entries if e["kind"] == "run"][-1].startswith("a writer")
+
+
+def test_processes_append_at_once_and_one_replaces_the_file_without_losing_a_line(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from flowjax.monitor.metrics import MetricsWriter\n"
+        "writer = MetricsWriter(Path(sys.argv[1]))\n"
+        "for i in range(200): writer.write('run', text=sys.argv[2], i=i)\n"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name]) for name in ("a", "b")]
+    while any(child.poll() is None for child in children):
+        MetricsWriter(tmp_path, resume_step=0)
+    assert [child.returncode for child in children] == [0, 0]
+    entries = read_metrics(tmp_path)
+    for name in ("a", "b"):
+        assert [e["i"] for e in entries if e["text"] == name] == list(range(200))
+
+
+def test_no_file_is_no_metrics(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_tensorboard_events_are_written(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write("train", step=3, loss=0.25)
+    writer.close()
+    events = list((tmp_path / "tensorboard").glob("events.*"))
+    assert len(events) == 1
+    assert b"train/loss" in events[0].read_bytes()
+
+
+# Newcombe (1998), Statistics in Medicine 17, table I, method 3 (score without continuity correction).
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_equals_published_intervals(successes, n, low, high):
+    assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_without_observations_says_nothing():
+    assert wilson(0, 0) == (0.0, 1.0)
