@@ -1,0 +1,63 @@
+"""Sokoban with state-graph credit."""
+
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError, default_config
+
+
+def get_config(arg: str = "nano") -> ConfigDict:
+    """An agent that pushes boxes onto targets, one move per turn, with credit from the group's state graph.
+
+    nano       2 CPU cores     python -m flowjax.launch --config=configs/sokoban.py:nano
+    qwen3_8b   8 x A100 80 GB  python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b   (not run by us)
+    """
+    recipes = {"nano": _nano, "qwen3_8b": _qwen3_8b}
+    if arg not in recipes:
+        raise ConfigError(f"configs/sokoban.py has no variant {arg!r}: use one of {', '.join(recipes)}")
+    config = default_config()
+    config.env.module = "flowjax.envs.sokoban"
+    config.env.options = ConfigDict({"rows": 6, "columns": 6, "boxes": 1})
+    config.reward.components = ConfigDict({"success": 1.0})
+    config.credit.name = "rewardflow"
+    config.credit.options = ConfigDict({"gamma": 0.9})
+    recipes[arg](config)
+    return config
+
+
+def _nano(config: ConfigDict) -> None:
+    config.name = "sokoban-nano"
+    config.model.path = "models/nano-sokoban"
+    config.model.dtype = "float32"
+    config.model.remat = "none"
+    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
+    config.env.prompt = "compact"
+    config.engine.dtype = "float32"
+    config.engine.max_model_tokens = 64
+    config.engine.kv_cache_bytes = 256 * 1024**2
+    config.rollout.max_prompt_tokens = 46
+    config.rollout.max_new_tokens = 2
+    config.rollout.group_size = 8
+    config.trainer.groups_per_step = 16
+    config.trainer.steps = 60
+    config.trainer.updates_per_step = 2
+    config.trainer.row_tokens = 48
+    config.trainer.micro_batch_rows = 128
+    config.optimizer.learning_rate = 1e-3
+
+
+def _qwen3_8b(config: ConfigDict) -> None:
+    config.name = "sokoban-qwen3-8b"
+    config.model.path = "models/Qwen3-8B"
+    config.env.options.rows = config.env.options.columns = 8
+    config.policy.lora.rank = 64
+    config.policy.lora.alpha = 64.0
+    config.engine.tensor_parallel = 2
+    config.engine.max_model_tokens = 4096
+    config.rollout.max_prompt_tokens = 2048
+    config.rollout.max_new_tokens = 1024
+    config.rollout.max_concurrent_episodes = 256
+    config.trainer.groups_per_step = 32
+    config.trainer.steps = 200
+    config.trainer.row_tokens = 8192
+    config.trainer.micro_batch_rows = 8
+    config.optimizer.learning_rate = 2e-5

@@ -1,0 +1,1 @@
+"""The trainer: one visible loop (`loop.py`) over batches of token rows."""

@@ -1,0 +1,126 @@
+"""Token rows -> micro-batches of fixed shape.
+
+Several sequences share a row, told apart by segment ids, each with positions from 0. Rows come in a few lengths only
+(`row_tokens` and its halves), and the number of sampled tokens per row is a power of two, so that few shapes are ever
+compiled. A micro-batch of shorter rows has more of them: its number of token slots stays the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from flowjax.records import TokenRow
+
+_SHORTEST_ROW_TOKENS = 16
+
+
+class BatchError(ValueError):
+    """Rows that cannot be trained on; the message names the config field to change."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward-backward pass. Padding has segment 0, and mask False.
+
+    `places` are the indices, within their row, of the sampled tokens; a token is predicted from the place before it.
+    `sequences` number the sequences of the micro-batch from 0, for losses that average over a sequence first.
+    """
+
+    tokens: Int[np.ndarray, "rows tokens"]
+    positions: Int[np.ndarray, "rows tokens"]
+    segments: Int[np.ndarray, "rows tokens"]
+    places: Int[np.ndarray, "rows sampled"]
+    mask: Bool[np.ndarray, "rows sampled"]
+    behaviour_logprobs: Float[np.ndarray, "rows sampled"]
+    advantages: Float[np.ndarray, "rows sampled"]
+    versions: Int[np.ndarray, "rows sampled"]
+    sequences: Int[np.ndarray, "rows sampled"]
+
+
+def row_buckets(row_tokens: int) -> list[int]:
+    """Allowed row lengths, longest first: `row_tokens` halved while it stays even and not below 16."""
+    buckets = [row_tokens]
+    while buckets[-1] % 2 == 0 and buckets[-1] // 2 >= _SHORTEST_ROW_TOKENS:
+        buckets.append(buckets[-1] // 2)
+    return buckets
+
+
+def pack(rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int) -> list[MicroBatch]:
+    """Pack sequences into as few micro-batches as first-fit-decreasing finds.
+
+    Raises:
+        BatchError: a sequence is longer than `row_tokens`, or no token was sampled at all.
+    """
+    longest = max((len(row.tokens) for row in rows), default=0)
+    if longest > row_tokens:
+        raise BatchError(f"a sequence has {longest} tokens, but config.trainer.row_tokens is {row_tokens}: raise it")
+    if not any(row.sampled.any() for row in rows):
+        raise BatchError("the batch has no sampled token to train on: check config.rollout.max_new_tokens")
+    bins = _first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)
+    fullest = max(sum(len(rows[index].tokens) for index in members) for members in bins)
+    tokens = min(bucket for bucket in row_buckets(row_tokens) if bucket >= fullest)
+    sampled = max(sum(int(rows[index].sampled.sum()) for index in members) for members in bins)
+    sampled = 1 << max(sampled - 1, 0).bit_length()
+    count = micro_batch_rows * (row_tokens // tokens)
+    return [
+        _lay_out(
+            [[rows[index] for index in members] for members in bins[start : start + count]], count, tokens, sampled
+        )
+        for start in range(0, len(bins), count)
+    ]
+
+
+def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices per bin. Bins are found by the room they have left, so equal lengths cost constant time each."""
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        need = lengths[index]
+        room = min((room for room, open_bins in by_room.items() if room >= need and open_bins), default=None)
+        if room is None:
+            bins.append([])
+            chosen, room = len(bins) - 1, capacity
+        else:
+            chosen = by_room[room].pop()
+        bins[chosen].append(index)
+        by_room.setdefault(room - need, []).append(chosen)
+    return bins
+
+
+def _lay_out(bins: Sequence[Sequence[TokenRow]], rows: int, tokens: int, sampled: int) -> MicroBatch:
+    def empty(width: int, dtype: type) -> np.ndarray:
+        return np.zeros((rows, width), dtype)
+
+    batch = MicroBatch(
+        tokens=empty(tokens, np.int32),
+        positions=empty(tokens, np.int32),
+        segments=empty(tokens, np.int32),
+        places=np.ones((rows, sampled), np.int32),
+        mask=empty(sampled, np.bool_),
+        behaviour_logprobs=empty(sampled, np.float32),
+        advantages=empty(sampled, np.float32),
+        versions=np.full((rows, sampled), -1, np.int32),
+        sequences=empty(sampled, np.int32),
+    )
+    sequence = 0
+    for index, members in enumerate(bins):
+        start = filled = 0
+        for segment, row in enumerate(members, start=1):
+            span = slice(start, start + len(row.tokens))
+            batch.tokens[index, span] = row.tokens
+            batch.positions[index, span] = np.arange(len(row.tokens))
+            batch.segments[index, span] = segment
+            places = np.flatnonzero(row.sampled)
+            to = slice(filled, filled + len(places))
+            batch.places[index, to] = start + places
+            batch.mask[index, to] = True
+            batch.behaviour_logprobs[index, to] = row.logprobs[places]
+            batch.advantages[index, to] = row.advantages[places]
+            batch.versions[index, to] = row.versions[places]
+            batch.sequences[index, to] = sequence
+            start, filled, sequence = span.stop, to.stop, sequence + 1
+    return batch
