@@ -1,0 +1,1 @@
+"""Language models: configuration, decoder, LoRA, sharding, Hugging Face folders, nano models."""

@@ -1,0 +1,246 @@
+"""Hugging Face model folders: safetensors straight into sharded arrays, and merged models back out. No torch."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from safetensors.numpy import save_file
+
+from flowjax.models.config import ModelConfig, ModelError, hf_config, read_config
+from flowjax.models.decoder import Decoder, Remat, base_specs, init_adapter, make_placement
+from flowjax.models.lora import ALL_TARGETS, Lora, hf_module, merge
+from flowjax.models.params import ParamSpec
+from flowjax.models.sharding import ShardingRules
+
+SHARD_BYTES = 4 * 2**30
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_OUTER = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+_LAYER = {
+    "input_norm": "input_layernorm.weight",
+    "ffn_norm": "post_attention_layernorm.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+}
+
+
+def hf_names(name: str, config: ModelConfig) -> list[str]:
+    """The Hugging Face tensors that make up our parameter `name`: one, or one per layer."""
+    if name in _OUTER:
+        return [_OUTER[name]]
+    if name in _LAYER:
+        return [f"model.layers.{layer}.{_LAYER[name]}" for layer in range(config.layers)]
+    target, suffix = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+    return [f"{hf_module(target, layer)}.{suffix}" for layer in range(config.layers)]
+
+
+def _transposed(name: str) -> bool:
+    return name in ALL_TARGETS or name == "lm_head"
+
+
+class TensorFolder:
+    """The tensors of a folder's safetensors files, read slice by slice."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            files = json.loads(index.read_text())["weight_map"]
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+            if not paths:
+                raise ModelError(
+                    f"{folder} has no *.safetensors file: download the model in safetensors format "
+                    "(PyTorch .bin files are not read)"
+                )
+            files = {name: path.name for path in paths for name in self._open(path).keys()}  # noqa: SIM118 (not a mapping)
+        self._files: dict[str, str] = files
+        self._handles: dict[str, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor that `index` cuts out."""
+        return self._slice(name)[index]
+
+    def _slice(self, name: str) -> Any:
+        file = self._files[name]
+        if file not in self._handles:
+            self._handles[file] = self._open(self.folder / file)
+        return self._handles[file].get_slice(name)
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        try:
+            return safetensors.safe_open(str(path), framework="np")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ModelError(f"{path} cannot be read ({error}): download it again") from error
+
+
+def load_decoder(
+    folder: str | Path,
+    *,
+    lora: Lora | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | None = None,
+    remat: Remat = "layer",
+    key: jax.Array | None = None,
+) -> Decoder:
+    """The model of a Hugging Face folder, with a fresh adapter if `lora` is given.
+
+    Each device's part of each parameter is read by itself: host memory holds one such part at a time.
+
+    Raises:
+        ModelError: the folder, a tensor or a shape is not what config.json promises, or the mesh does not divide it.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    specs = base_specs(config, dtype)
+    tensors = TensorFolder(folder)
+    _check_tensors(tensors, specs, config)
+    placement = make_placement(config, mesh, rules)
+    key = jax.random.key(0) if key is None else key
+    decoder = nnx.eval_shape(
+        lambda: Decoder(config, lora=lora, dtype=dtype, remat=remat, key=key, mesh=mesh, rules=rules)
+    )
+    for name, spec in specs.items():
+        sharding = placement.of(spec.axes) if placement else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        array = jax.make_array_from_callback(
+            spec.shape, sharding, lambda index, name=name, spec=spec: _read_part(tensors, name, spec, config, index)
+        )
+        param = decoder.layers[name] if name in decoder.layers else getattr(decoder, name)
+        param.set_value(array)
+    if lora is not None:
+        for target, parts in init_adapter(config, lora, key, placement).items():
+            for part, array in parts.items():
+                decoder.adapter[target][part].set_value(array)
+    return decoder
+
+
+def _check_tensors(tensors: TensorFolder, specs: dict[str, ParamSpec], config: ModelConfig) -> None:
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, spec in specs.items():
+        names = hf_names(name, config)
+        shape = spec.shape if name in _OUTER else spec.shape[1:]
+        wanted |= dict.fromkeys(names, shape[::-1] if _transposed(name) else shape)
+    missing = sorted(name for name in wanted if name not in tensors)
+    if missing:
+        raise ModelError(
+            f"{tensors.folder} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}: "
+            "the download is incomplete, or config.json belongs to another model"
+        )
+    for name, shape in wanted.items():
+        if tensors.shape(name) != shape:
+            raise ModelError(
+                f"{tensors.folder}: {name} has shape {tensors.shape(name)}, and config.json makes it {shape}: "
+                "config.json belongs to another model"
+            )
+    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    unknown = sorted(n for n in tensors.names() - set(wanted) - ignored if not n.endswith("rotary_emb.inv_freq"))
+    if unknown:
+        raise ModelError(
+            f"{tensors.folder} has {len(unknown)} tensors that a {config.architecture} model does not use, such as "
+            f"{unknown[0]}: adapters must be merged, and quantised models are not supported"
+        )
+
+
+def _read_part(tensors: TensorFolder, name: str, spec: ParamSpec, config: ModelConfig, index: Any) -> np.ndarray:
+    """One device's part of a parameter: `index` is in our layout, stacked and [in, out]."""
+    names = hf_names(name, config)
+    dtype = np.dtype(spec.dtype)
+    if name not in _OUTER:
+        names, index = names[index[0]], index[1:]
+    file_index = index[::-1] if _transposed(name) else index
+    shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, spec.shape[-len(index) :], strict=True))
+    part = np.empty((len(names), *shape), dtype)
+    for i, hf_name in enumerate(names):
+        values = tensors.read(hf_name, file_index)
+        part[i] = values.T if _transposed(name) else values
+    return part[0] if name in _OUTER else part
+
+
+def merged_tensors(decoder: Decoder, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:
+    """(Hugging Face name, tensor) of the base with the adapter merged in, in float32 and then cast once."""
+    config, lora = decoder.config, decoder.lora
+    for name in base_specs(config, dtype):
+        param = decoder.layers[name] if name in decoder.layers else getattr(decoder, name)
+        array = param.get_value()
+        for layer, hf_name in enumerate(hf_names(name, config)):
+            values = np.asarray(array if name in _OUTER else array[layer])
+            if lora is not None and name in decoder.adapter:
+                a, b = (np.asarray(decoder.adapter[name][part].get_value()[layer]) for part in ("a", "b"))
+                values = merge(values, a, b, lora.scale)
+            values = values.astype(np.dtype(dtype))
+            yield hf_name, np.ascontiguousarray(values.T if _transposed(name) else values)
+
+
+def save_decoder(
+    decoder: Decoder, folder: str | Path, *, dtype: DTypeLike | None = None, tokenizer: str | Path | None = None
+) -> None:
+    """Write the decoder, its adapter merged in, as a Hugging Face folder; copy the tokenizer's files if it is given.
+
+    `dtype` is that of the decoder unless stated. Files hold at most `SHARD_BYTES` of tensors, in memory one at a time.
+    """
+    folder, dtype = Path(folder), np.dtype(decoder.dtype if dtype is None else dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    files = _write_shards(merged_tensors(decoder, dtype), folder)
+    if len(set(files.values())) > 1:
+        total = decoder.config.parameter_count() * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (folder / "config.json").write_text(json.dumps(hf_config(decoder.config, dtype.name), indent=2))
+    for name in TOKENIZER_FILES if tokenizer is not None else ():
+        source = Path(tokenizer or "") / name
+        if source.exists() and source.resolve() != (folder / name).resolve():
+            shutil.copyfile(source, folder / name)
+
+
+def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> dict[str, str]:
+    """Write safetensors files; returns the file of each tensor. One file alone is called model.safetensors."""
+    shards: list[list[str]] = []
+    pending: dict[str, np.ndarray] = {}
+
+    def flush() -> None:
+        shards.append(list(pending))
+        save_file(pending, str(folder / f"part-{len(shards)}.safetensors"), metadata={"format": "pt"})
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and sum(x.nbytes for x in pending.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        pending[name] = tensor
+    flush()
+    files = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{number}.safetensors").rename(folder / file)
+        files |= dict.fromkeys(names, file)
+    return files
