@@ -1,0 +1,129 @@
+"""Stands between the supervisor and one role, so that nothing the role started outlives the supervisor.
+
+Run as a file, with the standard library only: `python -I -S guard.py <pipe> <command...>`. The supervisor holds the
+other end of the pipe and never writes: when it closes, by intent or because the supervisor was killed, every
+descendant is killed at once. SIGTERM is passed on to the role alone, which stops what it started in its own order; what is
+left once the role has gone is asked to go, then killed. The exit status is the role's, 128 + n for signal n.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LEFTOVERS_GRACE_S = 2.0
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux only; elsewhere the process group is all there is to hold on to."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _descendants() -> list[int]:
+    """Every process below this one, those that left its session included: orphans come back to a subreaper."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            after_name = entry.read_text().rpartition(")")[2].split()
+            if after_name[0] != "Z":
+                children.setdefault(int(after_name[1]), []).append(int(entry.parent.name))
+    found, seeds = [], [os.getpid()]
+    while seeds:
+        below = children.get(seeds.pop(), [])
+        found += below
+        seeds += below
+    return found
+
+
+def _signal_all(number: int) -> bool:
+    """Signal every descendant. Returns whether there was one."""
+    pids = _descendants()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return bool(pids)
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    """Process and wait status of every child that has ended, adopted ones included."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def _kill_everything() -> None:
+    while _signal_all(signal.SIGKILL):
+        list(_reaped())
+        time.sleep(0.01)
+
+
+def _clear_leftovers() -> None:
+    """What the role left behind: a shared-memory tracker leaves by itself, a worker may have to be told."""
+    until = time.monotonic() + _LEFTOVERS_GRACE_S
+    _signal_all(signal.SIGTERM)
+    while _descendants() and time.monotonic() < until:
+        list(_reaped())
+        time.sleep(0.02)
+    _kill_everything()
+
+
+def _start(argv: list[str]) -> int:
+    guard = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os._exit(128 + signal.SIGKILL)
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        os.write(2, f"cannot run {argv[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+def main() -> int:
+    supervisor, argv = int(sys.argv[1]), sys.argv[2:]
+    os.set_inheritable(supervisor, False)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    terminate: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: terminate.append(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    role = _start(argv)
+    while True:
+        for pid, status in _reaped():
+            if pid == role:
+                _clear_leftovers()
+                return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        while terminate:
+            os.kill(role, terminate.pop())
+        readable, _, _ = select.select([supervisor, woken], [], [])
+        if woken in readable:
+            os.read(woken, 4096)
+        if supervisor in readable:
+            _kill_everything()
+            return 128 + signal.SIGKILL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""Roles as supervised child processes: logs, health, restarts, an orderly stop, no orphans."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from flowjax.monitor.roles import RoleState
+
+_GUARD = Path(__file__).with_name("guard.py")
+_POLL_S = 0.1
+_HEALTH_EVERY_S = 1.0
+_SETTLED_S = 30.0  # a role without a health check counts as up once it has lived this long
+_DEAF_S = 120.0  # a role that was up and has not answered for this long is killed
+USER_MISTAKE = 2  # exit status of a role that its config does not allow to run: starting it again changes nothing
+
+
+@dataclass(frozen=True)
+class Role:
+    """One child process of a run. `finite` roles end by themselves with status 0; for the others every end is a failure."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    health: Callable[[], Awaitable[bool]] | None = None
+    restarts: int = 0
+    start_timeout_s: float = 300.0
+    finite: bool = False
+
+
+class RoleFailed(Exception):
+    """A role has failed for good. `report` names it, its exit status and the log to read."""
+
+    def __init__(self, role: str, status: int, log: Path, reason: str):
+        super().__init__(f"{role}: {reason}")
+        self.role, self.status, self.log, self.reason = role, status, log, reason
+
+    def report(self, lines: int = 20) -> str:
+        tail = "\n".join(f"    {line}" for line in _tail(self.log, lines))
+        return f"{self.role} has failed: {self.reason}\n  the end of {self.log}:\n{tail}\n  the whole log: {self.log}"
+
+
+class Supervisor:
+    """Starts roles and keeps them up until it is told to stop. `on_event(role, event, text)` hears what happens."""
+
+    def __init__(
+        self,
+        logs: Path,
+        *,
+        on_event: Callable[[str, str, str], None] = lambda role, event, text: None,
+        backoff_s: float = 1.0,
+        settled_s: float = _SETTLED_S,
+        deaf_s: float = _DEAF_S,
+    ):
+        self._logs, self._on_event = logs, on_event
+        self._backoff_s, self._settled_s, self._deaf_s = backoff_s, settled_s, deaf_s
+        self.states: dict[str, RoleState] = {}
+        self._children: dict[str, _Child] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._stopping: set[str] = set()
+        self._hurried = False
+        self._failed: asyncio.Future[RoleFailed] = asyncio.get_running_loop().create_future()
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def start(self, role: Role) -> None:
+        """Start `role` and keep it up."""
+        self.states[role.name] = RoleState(role.name)
+        self._stopping.discard(role.name)
+        self._keepers[role.name] = asyncio.create_task(self._keep(role), name=role.name)
+
+    async def until(self, condition: Awaitable[object]) -> None:
+        """Wait for `condition` while all roles are kept up.
+
+        Raises:
+            RoleFailed: a role failed for good first.
+        """
+        waiting = asyncio.ensure_future(condition)
+        try:
+            await asyncio.wait({waiting, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                raise self._failed.result()
+            await waiting
+        finally:
+            waiting.cancel()
+
+    async def ended(self, name: str) -> None:
+        """Wait until the finite role `name` has ended well."""
+        while self.states[name].phase != "done":
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self, *waves: Sequence[str], grace_s: float = 20.0) -> None:
+        """SIGTERM, then after `grace_s` SIGKILL: first the roles of each wave together, then all others."""
+        for wave in (*waves, [name for name in self._keepers if not any(name in names for names in waves)]):
+            names = [name for name in wave if name in self._keepers]
+            await asyncio.gather(*(self._stop_one(name, grace_s) for name in names))
+
+    def kill(self) -> None:
+        """Kill everything now; a `stop` under way ends at once."""
+        self._hurried = True
+        for child in self._children.values():
+            child.kill()
+
+    async def _stop_one(self, name: str, grace_s: float) -> None:
+        self._stopping.add(name)
+        keeper, child, state = self._keepers[name], self._children.get(name), self.states[name]
+        if child is not None and child.poll() is None:
+            state.phase = "stopping"
+            child.terminate()
+            until = time.monotonic() + grace_s
+            while child.poll() is None and time.monotonic() < until and not self._hurried:
+                await asyncio.sleep(_POLL_S / 2)
+            if child.poll() is None:
+                self._on_event(name, "kill", f"did not stop within {grace_s:.0f} s" if not self._hurried else "hurried")
+                child.kill()
+                await child.gone()
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        if state.phase not in ("done", "failed"):
+            state.phase = "stopped"
+
+    async def _keep(self, role: Role) -> None:
+        state = self.states[role.name]
+        log = self._logs / f"{role.name}.log"
+        ever_up = False
+        while True:
+            child = self._children[role.name] = _Child(role, log)
+            state.phase, state.pid, state.started_s = "starting", child.pid, time.time()
+            self._on_event(role.name, "restart" if state.restarts else "start", f"process {child.pid}")
+            status, reason = await self._watch(role, child, state)
+            ever_up = ever_up or state.phase == "up"
+            if role.name in self._stopping:
+                return
+            if role.finite and status == 0:
+                state.phase = "done"
+                self._on_event(role.name, "done", "")
+                return
+            # What has never come up is unlikely to come up at the third attempt.
+            allowed = role.restarts if ever_up else min(role.restarts, 1)
+            if status == USER_MISTAKE or state.restarts >= allowed:
+                state.phase, state.detail = "failed", reason
+                self._on_event(role.name, "failed", reason)
+                if not self._failed.done():
+                    self._failed.set_result(RoleFailed(role.name, status, log, reason))
+                return
+            state.phase, state.detail = "waiting", reason
+            self._on_event(role.name, "down", reason)
+            await asyncio.sleep(min(self._backoff_s * 2**state.restarts, 30.0))
+            state.restarts += 1
+
+    async def _watch(self, role: Role, child: "_Child", state: RoleState) -> tuple[int, str]:
+        """Follow one process to its end. Returns its exit status and why it ended, in words."""
+        started = heard = time.monotonic()
+        next_check, cause = started, ""
+        while (status := child.poll()) is None:
+            await asyncio.sleep(_POLL_S)
+            now = time.monotonic()
+            if role.health is None:
+                if state.phase == "starting" and now - started > self._settled_s:
+                    state.phase = "up"
+                continue
+            if now < next_check or cause:
+                continue
+            next_check = now + (_HEALTH_EVERY_S if state.phase == "up" else _HEALTH_EVERY_S / 4)
+            if await role.health():
+                heard = now
+                if state.phase == "starting":
+                    state.phase = "up"
+                    self._on_event(role.name, "up", f"after {now - started:.1f} s")
+            elif state.phase == "starting" and now - started > role.start_timeout_s:
+                cause = f"was not healthy within {role.start_timeout_s:.0f} s"
+                child.kill()
+            elif state.phase == "up" and now - heard > self._deaf_s:
+                cause = f"did not answer for {self._deaf_s:.0f} s"
+                child.kill()
+        return status, cause or describe_status(status)
+
+
+class _Child:
+    """A role's process below its guard, in a session of its own."""
+
+    def __init__(self, role: Role, log: Path):
+        watched, self._pipe = os.pipe()
+        with log.open("ab", buffering=0) as output:
+            _write_header(output, role)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_GUARD), str(watched), *role.argv],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **role.env},
+                    pass_fds=(watched,),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(watched)
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit status, None while running. What is left of the group goes before its number can be used again."""
+        if self._process.returncode is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if ended is None:
+                return None
+            self._kill_group()
+            self._process.wait()
+            self._close_pipe()
+        status = self._process.returncode
+        return 128 - status if status < 0 else status
+
+    def terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Have the guard kill all it can see, wherever that hides."""
+        self._close_pipe()
+
+    async def gone(self, timeout_s: float = 2.0) -> None:
+        """Wait for the end after `kill`; a guard that does not manage is killed with its group."""
+        until = time.monotonic() + timeout_s
+        while self.poll() is None:
+            if time.monotonic() > until:
+                self._kill_group()
+            await asyncio.sleep(0.02)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _close_pipe(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+
+async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bool:
+    """Whether an HTTP server answers `GET path` with a status below 400."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                await writer.drain()
+                status = (await reader.readline()).split()
+            finally:
+                writer.close()
+        return len(status) > 1 and status[1].isdigit() and int(status[1]) < 400
+    except (OSError, TimeoutError):
+        return False
+
+
+def describe_status(status: int) -> str:
+    """An exit status in words."""
+    if status > 128:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(status - 128).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return f"killed by {name}{hint}"
+    return f"exit status {status}"
+
+
+def _write_header(output: BinaryIO, role: Role) -> None:
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    output.write(f"--- {stamp} starting {role.name}: {' '.join(role.argv)}\n".encode())
+
+
+def _tail(path: Path, lines: int, most_bytes: int = 64 * 1024) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+            return file.read().decode(errors="replace").splitlines()[-lines:]
+    except OSError as error:
+        return [f"({error})"]

@@ -1,0 +1,315 @@
+"""Real child processes that spawn children of their own."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, answers
+
+
+def role(tmp_path: Path, name: str, body: str, **options) -> Role:
+    script = tmp_path / f"{name}.py"
+    script.write_text("import os, signal, subprocess, sys, time\nfrom pathlib import Path\n" + textwrap.dedent(body))
+    return Role(name, [sys.executable, str(script)], env={"HERE": str(tmp_path)}, **options)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, timeout_s: float = 15.0):
+    until = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.02)
+    return value
+
+
+async def wait_until(condition, timeout_s: float = 15.0):
+    until = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < until, "waited too long"
+        await asyncio.sleep(0.02)
+    return value
+
+
+def pids_in(folder: Path, count: int) -> list[int]:
+    files = sorted(folder.glob("*.pid"))
+    return [int(f.read_text()) for f in files] if len(files) == count and all(f.read_text() for f in files) else []
+
+
+# A role with a child that ignores SIGTERM, and a grandchild that leaves its session, as daemons do.
+FAMILY = """
+here = Path(os.environ["HERE"])
+sleeper = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n" \\
+          "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", sleeper, str(here / "child.pid")])
+subprocess.Popen([sys.executable, "-c", sleeper, str(here / "daemon.pid")], start_new_session=True)
+(here / "role.pid").write_text(str(os.getpid()))
+"""
+FOREVER = "\nwhile True: time.sleep(1)\n"
+
+
+def test_restart_then_end(tmp_path):
+    events = []
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.01)
+        supervisor.start(
+            role(
+                tmp_path,
+                "worker",
+                """
+                count = Path(os.environ["HERE"]) / "count"
+                count.write_text(count.read_text() + "x" if count.exists() else "x")
+                print("attempt", len(count.read_text()))
+                sys.exit(0 if len(count.read_text()) == 2 else 3)
+                """,
+                restarts=2,
+                finite=True,
+            )
+        )
+        await supervisor.until(supervisor.ended("worker"))
+        assert supervisor.states["worker"].restarts == 1
+        await supervisor.stop()
+
+    asyncio.run(main())
+    assert (tmp_path / "count").read_text() == "xx"
+    log = (tmp_path / "logs" / "worker.log").read_text()
+    assert log.count("starting worker") == 2
+    assert "attempt 1" in log
+    assert "attempt 2" in log
+    assert [event for _, event, _ in events] == ["start", "down", "restart", "done"]
+    assert events[1][2] == "exit status 3"
+
+
+def test_giving_up_names_role_status_and_log(tmp_path):
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, settled_s=0.05)
+        body = "for i in range(30): print('line', i)\nprint('no such device', file=sys.stderr)\ntime.sleep(.3)\nsys.exit(7)"
+        supervisor.start(role(tmp_path, "engine", body, restarts=2))
+        supervisor.start(role(tmp_path, "other", FOREVER))
+        with pytest.raises(RoleFailed) as failure:
+            await supervisor.until(asyncio.sleep(60))
+        assert supervisor.states["engine"].restarts == 2
+        assert supervisor.states["engine"].phase == "failed"
+        await supervisor.stop(grace_s=5)
+        assert supervisor.states["other"].phase == "stopped"
+        return failure.value
+
+    failure = asyncio.run(main())
+    report = failure.report()
+    assert (failure.role, failure.status) == ("engine", 7)
+    assert "engine has failed: exit status 7" in report
+    assert str(tmp_path / "logs" / "engine.log") in report
+    assert "no such device" in report
+    assert "line 29" in report
+    assert "line 10\n" not in report
+    assert (tmp_path / "logs" / "engine.log").read_text().count("no such device") == 3
+
+
+@pytest.mark.parametrize(("status", "runs"), [(2, 1), (1, 2)])
+def test_what_never_came_up_is_not_tried_to_the_last(tmp_path, status, runs):
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01)
+        supervisor.start(role(tmp_path, "engine", f"print('no'); sys.exit({status})", restarts=10))
+        with pytest.raises(RoleFailed):
+            await supervisor.until(asyncio.sleep(60))
+
+    asyncio.run(main())
+    assert (tmp_path / "logs" / "engine.log").read_text().splitlines().count("no") == runs
+
+
+def test_a_command_that_does_not_exist_is_named(tmp_path):
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01)
+        supervisor.start(Role("engine", ["/no/such/python", "-m", "x"]))
+        with pytest.raises(RoleFailed) as failure:
+            await supervisor.until(asyncio.sleep(60))
+        return failure.value.report()
+
+    assert "cannot run /no/such/python: No such file or directory" in asyncio.run(main())
+
+
+def test_orderly_stop_lets_a_role_finish_and_clears_its_children(tmp_path):
+    body = (
+        FAMILY
+        + """
+def finish(number, frame):
+    time.sleep(0.3)
+    (here / "finished").write_text("yes")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, finish)
+(here / "ready").write_text("")
+"""
+        + FOREVER
+    )
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs")
+        supervisor.start(role(tmp_path, "rollout", body))
+        await wait_until(lambda: (tmp_path / "ready").exists() and pids_in(tmp_path, 3))
+        pids = pids_in(tmp_path, 3)
+        await supervisor.stop(grace_s=10)
+        return pids, supervisor.states["rollout"].phase
+
+    pids, phase = asyncio.run(main())
+    assert (tmp_path / "finished").read_text() == "yes"
+    assert phase == "stopped"
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_role_that_ignores_sigterm_is_killed_after_the_grace_and_waves_keep_their_order(tmp_path):
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY + FOREVER
+    stopped = []
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *event: stopped.append(event))
+        supervisor.start(role(tmp_path, "trainer", stubborn))
+        supervisor.start(role(tmp_path, "dataflow", "print('here')" + FOREVER))
+        pids = await wait_until(lambda: pids_in(tmp_path, 3))
+        started = time.monotonic()
+        stop = asyncio.create_task(supervisor.stop(("trainer",), grace_s=0.5))
+        await asyncio.sleep(0.2)
+        assert supervisor.states["dataflow"].phase != "stopped"
+        await stop
+        assert time.monotonic() - started < 8
+        return pids
+
+    pids = asyncio.run(main())
+    assert ("trainer", "kill", "did not stop within 0 s") in [(r, e, t) for r, e, t in stopped]
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_kill_ends_a_stop_under_way(tmp_path):
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs")
+        supervisor.start(
+            role(tmp_path, "trainer", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY + FOREVER)
+        )
+        pids = await wait_until(lambda: pids_in(tmp_path, 3))
+        stop = asyncio.create_task(supervisor.stop(grace_s=60))
+        await asyncio.sleep(0.3)
+        supervisor.kill()
+        await asyncio.wait_for(stop, 5)
+        return pids
+
+    assert not any(alive(pid) for pid in asyncio.run(main()))
+
+
+def test_killed_role_takes_its_children_along_before_it_is_restarted(tmp_path):
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, settled_s=0.1)
+        supervisor.start(role(tmp_path, "engine", FAMILY + FOREVER, restarts=3))
+        first = await wait_until(lambda: pids_in(tmp_path, 3))
+        await wait_until(lambda: supervisor.states["engine"].phase == "up")
+        os.kill(int((tmp_path / "role.pid").read_text()), signal.SIGKILL)
+        await wait_until(lambda: supervisor.states["engine"].restarts == 1)
+        assert not any(alive(pid) for pid in first)
+        assert supervisor.states["engine"].detail.startswith("killed by SIGKILL")
+        second = await wait_until(lambda: (pids := pids_in(tmp_path, 3)) and not set(pids) & set(first) and pids)
+        await supervisor.stop(grace_s=5)
+        return second
+
+    assert not any(alive(pid) for pid in asyncio.run(main()))
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "guard"])
+def test_nothing_is_orphaned_when_a_keeper_is_killed(tmp_path, victim):
+    role(tmp_path, "engine", FAMILY + FOREVER)
+    supervising = tmp_path / "supervising.py"
+    supervising.write_text(
+        textwrap.dedent(f"""
+        import asyncio, sys
+        from pathlib import Path
+        from flowjax.launch.supervisor import Role, Supervisor
+        async def main():
+            supervisor = Supervisor(Path({str(tmp_path)!r}) / "logs")
+            supervisor.start(Role("engine", [sys.executable, {str(tmp_path / "engine.py")!r}], env={{"HERE": {str(tmp_path)!r}}}))
+            await supervisor.until(asyncio.sleep(600))
+        asyncio.run(main())
+        """)
+    )
+    keeper = subprocess.Popen([sys.executable, str(supervising)], stderr=subprocess.DEVNULL)
+    try:
+        pids = wait_for(lambda: pids_in(tmp_path, 3))
+        role_pid = int((tmp_path / "role.pid").read_text())
+        guard = int(Path(f"/proc/{role_pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert guard not in (1, keeper.pid)
+        os.kill(keeper.pid if victim == "supervisor" else guard, signal.SIGKILL)
+        if victim == "guard":  # its process group goes; only what left the group on purpose can stay
+            pids = [pid for pid in pids if pid != int((tmp_path / "daemon.pid").read_text())]
+        wait_for(lambda: not any(alive(pid) for pid in pids), 5)
+    finally:
+        keeper.kill()
+        keeper.wait()
+        if alive(daemon := int((tmp_path / "daemon.pid").read_text())):
+            os.kill(daemon, signal.SIGKILL)
+
+
+def test_health_marks_up_and_a_role_that_goes_deaf_is_restarted(tmp_path):
+    healthy = tmp_path / "healthy"
+    events = []
+
+    async def health() -> bool:
+        return healthy.exists()
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *e: events.append(e), backoff_s=0.01, deaf_s=0.5)
+        supervisor.start(role(tmp_path, "engine", FOREVER, restarts=1, health=health))
+        await asyncio.sleep(0.5)
+        assert supervisor.states["engine"].phase == "starting"
+        healthy.write_text("")
+        await wait_until(lambda: supervisor.states["engine"].phase == "up")
+        healthy.unlink()
+        await wait_until(lambda: supervisor.states["engine"].restarts == 1)
+        await supervisor.stop()
+
+    asyncio.run(main())
+    assert any(event == "down" and "did not answer" in text for _, event, text in events)
+
+
+def test_a_role_that_is_not_healthy_in_time_is_given_up(tmp_path):
+    async def never() -> bool:
+        return False
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01)
+        supervisor.start(role(tmp_path, "engine", FOREVER, health=never, start_timeout_s=0.3))
+        with pytest.raises(RoleFailed, match="was not healthy within"):
+            await supervisor.until(asyncio.sleep(60))
+
+    asyncio.run(main())
+
+
+def test_answers_tells_a_serving_port_from_a_silent_and_a_closed_one():
+    async def main():
+        async def ok(reader, writer):
+            line = await reader.readline()
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" if b"/health" in line else b"HTTP/1.1 503 Busy\r\n\r\n")
+            writer.close()
+
+        async def silent(reader, writer):
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(ok, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            assert await answers("127.0.0.1", port, "/health")
+            assert not await answers("127.0.0.1", port, "/busy")
+        assert not await answers("127.0.0.1", port, "/health")
+        async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            assert not await answers("127.0.0.1", port, "/health", timeout_s=0.2)
+
+    asyncio.run(main())
