@@ -1,0 +1,198 @@
+"""The ledger's transitions: every episode ends once, every batch is the same batch whenever it is asked for."""
+
+import numpy as np
+import pytest
+
+from flowjax.dataflow.ledger import Ledger
+from flowjax.records import Task, Trajectory, Turn
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(tmp_path, clock) -> Ledger:
+    return Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
+
+
+def add(ledger: Ledger, position: int, members: int = 2) -> str:
+    group_id = f"train-{position:08d}"
+    task = Task(f"task-{position}", "toy", position, {"level": [1, 2]})
+    ledger.add_group(group_id, task, list(range(members)), kind="train", position=position)
+    return group_id
+
+
+def played(lease, *, status="ok", version=0) -> Trajectory:
+    ids = np.array([1, 2], np.int32)
+    turn = Turn("agent", version, ids, ids[:1], np.zeros(1, np.float32), "stop", 1, 2, 0.0, True, True)
+    return Trajectory(lease.trajectory_id, lease.group_id, lease.task.task_id, lease.seed, (turn,), {}, status)
+
+
+def play_all(ledger: Ledger) -> list[str]:
+    settled = []
+    for lease in ledger.lease("w", 1000):
+        settled += ledger.accept(lease.lease_id, played(lease))[1]
+    return settled
+
+
+def test_a_group_is_settled_when_its_last_episode_is_in(ledger):
+    group_id = add(ledger, 0, members=3)
+    leases = ledger.lease("w", 10)
+    assert [lease.seed for lease in leases] == [0, 1, 2]
+    assert ledger.accept(leases[0].lease_id, played(leases[0])) == (True, [])
+    assert ledger.accept(leases[2].lease_id, played(leases[2])) == (True, [])
+    assert ledger.accept(leases[1].lease_id, played(leases[1])) == (True, [group_id])
+    group = ledger.group(group_id)
+    assert [trajectory.seed for trajectory in group.trajectories] == [0, 1, 2]
+    assert group.task == Task("task-0", "toy", 0, {"level": [1, 2]})
+
+
+def test_a_trajectory_counts_once(ledger):
+    add(ledger, 0)
+    lease = ledger.lease("w", 1)[0]
+    assert ledger.accept(lease.lease_id, played(lease))[0]
+    assert not ledger.accept(lease.lease_id, played(lease))[0]
+    assert ledger.count_episodes() == {"done": 1, "waiting": 1}
+
+
+def test_a_leased_episode_is_not_leased_again_until_its_deadline(ledger, clock):
+    add(ledger, 0, members=1)
+    first = ledger.lease("dead", 1)[0]
+    assert ledger.lease("other", 1) == []
+    clock.now_s += 10.5
+    ledger.expire()
+    second = ledger.lease("other", 1)[0]
+    assert second.trajectory_id == first.trajectory_id
+    assert second.lease_id != first.lease_id
+    # The dead worker was only slow: its episode counts, and the other's is the duplicate.
+    assert ledger.accept(first.lease_id, played(first))[0]
+    assert not ledger.accept(second.lease_id, played(second))[0]
+
+
+def test_renewing_puts_the_deadline_off_and_names_lost_leases(ledger, clock):
+    add(ledger, 0, members=1)
+    lease = ledger.lease("w", 1)[0]
+    clock.now_s += 8.0
+    assert ledger.renew([lease.lease_id, "unknown"]) == ["unknown"]
+    clock.now_s += 8.0
+    ledger.expire()
+    assert ledger.count_episodes() == {"leased": 1}
+
+
+def test_failed_episodes_are_played_again_then_quarantined_and_the_group_goes_on_short(ledger):
+    group_id = add(ledger, 0)
+    good, bad = ledger.lease("w", 2)
+    assert ledger.accept(good.lease_id, played(good)) == (True, [])
+    assert ledger.accept(bad.lease_id, played(bad, status="env_error")) == (True, [])
+    again = ledger.lease("w", 2)
+    assert [lease.trajectory_id for lease in again] == [bad.trajectory_id]
+    assert ledger.accept(again[0].lease_id, played(again[0], status="timeout")) == (True, [group_id])
+    assert ledger.count_episodes() == {"done": 1, "quarantined": 1}
+    assert len(ledger.group(group_id).trajectories) == 1
+
+
+def test_a_failure_reported_under_a_lost_lease_does_not_end_the_new_one(ledger, clock):
+    add(ledger, 0, members=1)
+    first = ledger.lease("slow", 1)[0]
+    clock.now_s += 11
+    ledger.expire()
+    second = ledger.lease("w", 1)[0]
+    assert ledger.accept(first.lease_id, played(first, status="timeout")) == (False, [])
+    assert ledger.accept(second.lease_id, played(second))[0]
+
+
+def test_a_group_without_any_trajectory_is_dropped(ledger):
+    group_id = add(ledger, 0, members=1)
+    for _ in range(2):
+        lease = ledger.lease("w", 1)[0]
+        _, settled = ledger.accept(lease.lease_id, played(lease, status="env_error"))
+    assert settled == [group_id]
+    assert ledger.count_groups("train") == {"dropped": 1}
+
+
+def test_giving_back_does_not_use_up_an_attempt_unless_it_failed(ledger):
+    add(ledger, 0, members=1)
+    for _ in range(5):
+        lease = ledger.lease("draining", 1)[0]
+        ledger.give_back([lease.lease_id], "", count_attempt=False)
+    assert len(ledger.lease("w", 1)) == 1
+
+
+def test_the_same_step_gets_the_same_batch_also_after_a_restart(ledger, tmp_path, clock):
+    for position in range(4):
+        add(ledger, position)
+    play_all(ledger)
+    assert ledger.assign(0, 2, usable=lambda _: True) == ["train-00000000", "train-00000001"]
+    assert ledger.assign(1, 2, usable=lambda _: True) == ["train-00000002", "train-00000003"]
+    ledger.close()
+    reopened = Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
+    assert reopened.assign(1, 2, usable=lambda _: True) == ["train-00000002", "train-00000003"]
+    assert len(reopened.group("train-00000002").trajectories) == 2
+
+
+def test_batches_of_a_lost_checkpoint_are_handed_out_again(ledger):
+    for position in range(4):
+        add(ledger, position)
+    play_all(ledger)
+    first = ledger.assign(0, 2, usable=lambda _: True)
+    second = ledger.assign(1, 2, usable=lambda _: True)
+    assert ledger.assign(0, 2, usable=lambda _: True) == first
+    assert ledger.assign(1, 2, usable=lambda _: True) == second
+
+
+def test_too_few_groups_leave_everything_as_it_was(ledger):
+    add(ledger, 0)
+    play_all(ledger)
+    assert ledger.assign(0, 2, usable=lambda _: True) is None
+    assert ledger.ready("train") == ["train-00000000"]
+
+
+def test_unusable_groups_are_dropped_not_served(ledger):
+    for position in range(3):
+        add(ledger, position)
+    play_all(ledger)
+    assert ledger.assign(0, 2, usable=lambda group_id: group_id != "train-00000000") == [
+        "train-00000001",
+        "train-00000002",
+    ]
+    assert ledger.count_groups("train") == {"assigned": 2, "dropped": 1}
+
+
+def test_closing_batches_forgets_only_older_ones(ledger):
+    for position in range(2):
+        add(ledger, position)
+    play_all(ledger)
+    ledger.assign(0, 1, usable=lambda _: True)
+    ledger.assign(1, 1, usable=lambda _: True)
+    ledger.close_batches(1)
+    assert ledger.count_groups("train") == {"assigned": 1, "closed": 1}
+    assert ledger.group("train-00000000").trajectories == ()
+    assert len(ledger.group("train-00000001").trajectories) == 2
+
+
+def test_evaluation_is_leased_before_training(ledger):
+    add(ledger, 0, members=1)
+    ledger.add_group("eval-0-0", Task("held-out", "toy", 0), [0], kind="eval", position=0, version=0)
+    assert [lease.kind for lease in ledger.lease("w", 5)] == ["eval", "train"]
+    assert ledger.eval_versions("open") == [0]
+
+
+def test_a_failing_transaction_leaves_no_trace(ledger):
+    add(ledger, 0)
+
+    def broken(_: str) -> bool:
+        raise RuntimeError("credit failed")
+
+    play_all(ledger)
+    with pytest.raises(RuntimeError, match="credit failed"):
+        ledger.assign(0, 1, usable=broken)
+    assert ledger.count_groups("train") == {"ready": 1}
