@@ -126,6 +126,7 @@ def default_config() -> ConfigDict:
 
     # Imitation of the world's scripted expert, which makes the nano base model.
     config.warm_start = ConfigDict()
+    config.warm_start.states = 60_000  # demonstrated states
     config.warm_start.steps = 1500  # batches
     config.warm_start.batch_rows = 128  # states per batch
     config.warm_start.learning_rate = 2e-3

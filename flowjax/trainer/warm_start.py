@@ -1,0 +1,128 @@
+"""The nano base model: `python -m flowjax.trainer.warm_start --run=<run folder>`.
+
+A tokenizer of the world's own words and a small random decoder, trained through the ordinary loop to imitate the
+world's scripted expert. The expert is made noisy on purpose: a share of its labels is replaced by random legal actions,
+so that the base knows the way but does not walk it reliably, which is what reinforcement learning then has to mend.
+"""
+
+import itertools
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError, load_run
+from flowjax.envs.base import World, WorldError, load_world
+from flowjax.envs.demonstrations import demonstrations
+from flowjax.models.config import ModelError
+from flowjax.models.hf import save_decoder
+from flowjax.models.nano import create_nano
+from flowjax.models.sharding import make_mesh
+from flowjax.monitor.metrics import MetricsWriter
+from flowjax.records import TokenRow
+from flowjax.trainer.loop import train
+from flowjax.trainer.sources import FixedSource
+from flowjax.workflows.codec import Codec
+
+_RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
+
+
+def build_base(config: ConfigDict, run_dir: Path) -> None:
+    """Write the base model to `config.model.path`; the folder appears only once it is complete.
+
+    Raises:
+        ConfigError: `config.model.nano` names no shape.
+    """
+    if config.model.nano is None:
+        raise ConfigError(f"config.model.path {config.model.path} is missing and config.model.nano gives no shape")
+    folder = Path(config.model.path)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    world = load_world(config.env.module)
+    model = create_nano(world.vocabulary(), partial, key=jax.random.key(config.seed), **config.model.nano.to_dict())
+    started_s = time.perf_counter()
+    rows = imitation_rows(config, world, Codec(partial))
+    logging.info("%d expert states in %.1f s", len(rows), time.perf_counter() - started_s)
+    settings = _supervised(config)
+    batches = _batches(rows, settings.warm_start.batch_rows, np.random.default_rng(config.seed))
+    trained = train(
+        settings,
+        model,
+        FixedSource(batches),
+        mesh=make_mesh(**settings.mesh.to_dict()),
+        metrics=MetricsWriter(run_dir / "warm_start"),
+        on_step=_report,
+    )
+    save_decoder(trained, partial)
+    partial.rename(folder)
+
+
+def imitation_rows(config: ConfigDict, world: World, codec: Codec) -> list[TokenRow]:
+    """The expert's states and (noisy) actions, `config.warm_start.states` of them, as rows to imitate."""
+    options = config.env.options.to_dict()
+    tasks = world.tasks("train", config.env.data_seed, **options)[: config.env.train_tasks]
+    pairs = demonstrations(
+        world,
+        tasks,
+        options=options,
+        path_noise=config.warm_start.path_noise,
+        label_noise=config.warm_start.label_noise,
+        max_turns=config.env.max_turns,
+        style=config.env.prompt,
+        rng=np.random.default_rng(config.seed),
+    )
+    pairs = itertools.islice(pairs, config.warm_start.states)
+    return [_row(codec.encode(messages), codec.encode_reply(reply)) for messages, reply in pairs]
+
+
+def _row(prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> TokenRow:
+    tokens = np.array([*prompt_ids, *reply_ids], np.int32)
+    sampled = np.arange(len(tokens)) >= len(prompt_ids)
+    nothing = np.zeros(len(tokens), np.float32)
+    return TokenRow("expert", tokens, sampled, nothing, sampled.astype(np.float32), np.where(sampled, 0, -1))
+
+
+def _batches(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator) -> Iterator[list[TokenRow]]:
+    """Endless shuffled epochs."""
+    while True:
+        order = rng.permutation(len(rows))
+        for start in range(0, len(rows) - batch_rows + 1, batch_rows):
+            yield [rows[index] for index in order[start : start + batch_rows]]
+
+
+def _supervised(config: ConfigDict) -> ConfigDict:
+    """The run's config, with the objective, the optimiser and the length of the warm start."""
+    settings = ConfigDict(config.to_dict())
+    settings.loss.update({"kind": "cross_entropy", "kl_coefficient": 0.0, "entropy_coefficient": 0.0})
+    settings.loss.options = ConfigDict()
+    settings.rollout.temperature = 1.0
+    settings.trainer.update({"steps": config.warm_start.steps, "updates_per_step": 1})
+    settings.trainer.micro_batch_rows = config.warm_start.batch_rows
+    settings.optimizer.update(
+        {"learning_rate": config.warm_start.learning_rate, "schedule": "cosine", "warmup_steps": 50}
+    )
+    return settings
+
+
+def _report(line: dict[str, float]) -> None:
+    if line["step"] % 100 == 0:
+        logging.info("step %d loss %.4f", line["step"], line["loss"])
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    run_dir = Path(_RUN.value)
+    try:
+        build_base(load_run(run_dir), run_dir)
+    except (ConfigError, ModelError, WorldError) as error:
+        sys.exit(f"warm start: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main)
