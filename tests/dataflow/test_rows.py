@@ -1,0 +1,45 @@
+"""Turns become rows: window turns one each, append turns one together, advantages where the tokens were sampled."""
+
+import numpy as np
+
+from flowjax.dataflow.rows import token_rows
+from flowjax.records import Trajectory, Turn
+
+
+def turn(prompt: list[int], sampled: list[int], policy: str = "agent", version: int = 1) -> Turn:
+    logprobs = -np.arange(1, len(sampled) + 1, dtype=np.float32)
+    ids = (np.array(prompt, np.int32), np.array(sampled, np.int32))
+    return Turn(policy, version, *ids, logprobs, "stop", 0, 1, 0.0, True, False)
+
+
+def rows(*turns: Turn, advantages: list[float]):
+    return token_rows(Trajectory("t", "g", "task", 0, turns, {}), advantages)
+
+
+def test_window_turns_are_rows_of_their_own():
+    first, second = rows(turn([1, 2], [3, 4]), turn([1, 9], [5], version=2), advantages=[0.5, -1.0])
+    assert first.tokens.tolist() == [1, 2, 3, 4]
+    assert first.sampled.tolist() == [False, False, True, True]
+    assert first.advantages.tolist() == [0, 0, 0.5, 0.5]
+    assert first.logprobs.tolist() == [0, 0, -1, -2]
+    assert second.tokens.tolist() == [1, 9, 5]
+    assert second.versions.tolist() == [-1, -1, 2]
+
+
+def test_a_turn_that_continues_the_tokens_extends_the_row():
+    (row,) = rows(turn([1, 2], [3]), turn([1, 2, 3, 7, 8], [4, 5], version=2), advantages=[1.0, 2.0])
+    assert row.tokens.tolist() == [1, 2, 3, 7, 8, 4, 5]
+    assert row.sampled.tolist() == [False, False, True, False, False, True, True]
+    assert row.advantages.tolist() == [0, 0, 1, 0, 0, 2, 2]
+    assert row.versions.tolist() == [-1, -1, 1, -1, -1, 2, 2]
+
+
+def test_a_conversation_whose_tokens_differ_anywhere_starts_a_new_row():
+    first, second = rows(turn([1, 2], [3]), turn([1, 2, 4, 7], [5]), advantages=[1.0, 2.0])
+    assert first.tokens.tolist() == [1, 2, 3]
+    assert second.tokens.tolist() == [1, 2, 4, 7, 5]
+
+
+def test_policies_keep_rows_of_their_own():
+    got = rows(turn([1], [2], "a"), turn([1], [3], "b"), turn([1, 2, 5], [6], "a"), advantages=[1.0, 2.0, 3.0])
+    assert {(row.policy, tuple(row.tokens.tolist())) for row in got} == {("a", (1, 2, 5, 6)), ("b", (1, 3))}

@@ -1,0 +1,99 @@
+"""Packing: every token of every sequence arrives once, beside the numbers that belong to it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowjax.records import TokenRow
+from flowjax.trainer.batch import BatchError, pack, row_buckets
+
+
+def row(length: int, sampled_places: list[int], start: int = 100) -> TokenRow:
+    sampled = np.zeros(length, bool)
+    sampled[sampled_places] = True
+    values = np.arange(start, start + length, dtype=np.float32)
+    return TokenRow(
+        "agent",
+        np.arange(start, start + length, dtype=np.int32),
+        sampled,
+        np.where(sampled, -values, 0).astype(np.float32),
+        np.where(sampled, values / 7, 0).astype(np.float32),
+        np.where(sampled, start, -1).astype(np.int32),
+    )
+
+
+def unpacked(micro_batches) -> dict[int, tuple]:
+    """First token of each sequence -> its tokens and the (token, log-prob, advantage, version) of its sampled ones."""
+    found = {}
+    for batch in micro_batches:
+        for index in range(len(batch.tokens)):
+            for segment in range(1, batch.segments[index].max() + 1):
+                where = np.flatnonzero(batch.segments[index] == segment)
+                assert (np.diff(where) == 1).all()
+                np.testing.assert_array_equal(batch.positions[index, where], np.arange(len(where)))
+                tokens = batch.tokens[index, where]
+                inside = batch.mask[index] & np.isin(batch.places[index], where)
+                assert len(set(batch.sequences[index, inside].tolist())) == 1
+                places = batch.places[index, inside]
+                assert (places > where[0]).all()
+                sampled = zip(
+                    batch.tokens[index, places].tolist(),
+                    batch.behaviour_logprobs[index, inside].tolist(),
+                    batch.advantages[index, inside].tolist(),
+                    batch.versions[index, inside].tolist(),
+                    strict=True,
+                )
+                assert tokens[0] not in found
+                found[int(tokens[0])] = (tokens.tolist(), list(sampled))
+    return found
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(2, 32), min_size=1, max_size=40), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_packing_loses_nothing_and_mixes_nothing(lengths, micro_batch_rows, random):
+    rows = [
+        row(length, sorted(random.sample(range(1, length), random.randint(1, length - 1))), start=100 * (i + 1))
+        for i, length in enumerate(lengths)
+    ]
+    found = unpacked(pack(rows, row_tokens=32, micro_batch_rows=micro_batch_rows))
+    assert len(found) == len(rows)
+    for original in rows:
+        tokens, sampled = found[int(original.tokens[0])]
+        assert tokens == original.tokens.tolist()
+        places = np.flatnonzero(original.sampled)
+        columns = (original.tokens, original.logprobs, original.advantages, original.versions)
+        assert sampled == [tuple(column[place].item() for column in columns) for place in places]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(2, 64), min_size=1, max_size=60))
+def test_few_shapes_and_constant_slots(lengths):
+    batches = pack([row(length, [length - 1]) for length in lengths], row_tokens=64, micro_batch_rows=4)
+    for batch in batches:
+        assert batch.tokens.size == 4 * 64
+        assert batch.tokens.shape[1] in row_buckets(64)
+        width = batch.mask.shape[1]
+        assert width & (width - 1) == 0
+
+
+def test_first_fit_decreasing_fills_rows():
+    batches = pack([row(n, [1]) for n in (10, 22, 30, 2, 16, 16)], row_tokens=32, micro_batch_rows=3)
+    assert len(batches) == 1
+    assert (batches[0].segments > 0).sum() == 96  # 3 rows without a hole
+
+
+def test_middle_spans_of_a_multi_turn_row_keep_its_whole_length():
+    batch = pack([row(12, [3, 4, 8, 11])], row_tokens=16, micro_batch_rows=1)[0]
+    assert (batch.segments[0] == 1).sum() == 12
+    assert batch.places[0, batch.mask[0]].tolist() == [3, 4, 8, 11]
+
+
+def test_a_sequence_longer_than_a_row_is_refused_with_both_numbers():
+    with pytest.raises(BatchError, match=r"33 tokens.*row_tokens is 32"):
+        pack([row(33, [1])], row_tokens=32, micro_batch_rows=1)
+
+
+def test_a_batch_without_sampled_tokens_is_refused():
+    with pytest.raises(BatchError, match="no sampled token"):
+        pack([row(8, [])], row_tokens=32, micro_batch_rows=1)
