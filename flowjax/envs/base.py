@@ -1,0 +1,132 @@
+"""What every world offers, and how one is found by its dotted path."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from flowjax.records import Status, Task
+
+if TYPE_CHECKING:
+    import grain
+
+Split = Literal["train", "held_out"]
+Style = Literal["instruct", "compact"]
+Message = Mapping[str, str]  # {"role": ..., "content": ...}
+
+
+class WorldError(ValueError):
+    """A world, or an option of one, that cannot be used; the message names it and the remedy."""
+
+
+class EnvDied(RuntimeError):
+    """The environment of an episode is gone; `status` is what the episode's trajectory gets."""
+
+    def __init__(self, message: str, status: Status):
+        super().__init__(message)
+        self.status: Status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the agent may see, and the 64-bit key of the canonical state behind it."""
+
+    text: str
+    legal_actions: tuple[str, ...]
+    state_key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The world's answer to one action. `outcome` names the world's `OUTCOMES`, up to date after every step."""
+
+    observation: Observation
+    reward: float
+    terminal: bool
+    valid: bool
+    outcome: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """An earlier turn as a prompt shows it; `turn` counts from 1. `action` is "" where the reply named none."""
+
+    turn: int
+    observation: str
+    action: str
+
+
+class Env(Protocol):
+    """One environment. Equal task, seed and actions give equal answers, in every process."""
+
+    def reset(self, task: Task, seed: int) -> Observation: ...
+
+    def step(self, action: str) -> Step:
+        """Take `action`. One that is not legal ("" stands for an unreadable reply) is answered with `valid=False`."""
+        ...
+
+
+class Session(Protocol):
+    """An environment as an episode sees it: somewhere else, and it may die (`EnvDied`)."""
+
+    async def reset(self, task: Task, seed: int) -> Observation: ...
+
+    async def step(self, action: str) -> Step: ...
+
+
+class World(Protocol):
+    """The functions of a world module. Options are keyword arguments, the same for `make` and `tasks`."""
+
+    OUTCOMES: tuple[str, ...]
+
+    def make(self, **options: Any) -> Env: ...
+
+    def tasks(self, split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]": ...
+
+    def expert(self, env: Env) -> str: ...
+
+    def vocabulary(self) -> tuple[str, ...]: ...
+
+    def prompt(self, observation: Observation, history: Sequence[Past], style: Style) -> list[Message]: ...
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None: ...
+
+
+_OFFERED = ("make", "tasks", "expert", "vocabulary", "prompt", "parse_action")
+
+
+def load_world(module: str) -> World:
+    """The world module at a dotted path.
+
+    Raises:
+        WorldError: it cannot be imported, or something that every world offers is missing.
+    """
+    try:
+        world = importlib.import_module(module)
+    except (ImportError, ValueError) as error:
+        raise WorldError(
+            f"env.module is {module!r}, which cannot be imported ({error}): give the dotted path of a world module, "
+            "for example flowjax.envs.sokoban"
+        ) from error
+    missing = [name for name in _OFFERED if not callable(getattr(world, name, None))]
+    outcomes = getattr(world, "OUTCOMES", ())
+    if not isinstance(outcomes, tuple) or "success" not in outcomes:
+        missing.append('OUTCOMES (a tuple of names with "success" among them)')
+    if missing:
+        raise WorldError(f"env.module is {module!r}, which lacks {', '.join(missing)}: a world module offers them all")
+    return cast(World, world)
+
+
+def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:
+    """The legal action that a reply names: in its last `<action>` pair, or as the whole of a reply without tags."""
+    text = reply.lower()
+    end = text.rfind("</action>")
+    if end >= 0:
+        start = text.rfind("<action>", 0, end)
+        if start < 0:
+            return None
+        text = text[start + len("<action>") : end]
+    elif "<action>" in text:
+        return None
+    action = text.strip()
+    return action if action in legal else None

@@ -1,0 +1,156 @@
+"""Sokoban: push every box onto a target. State: walls, targets, boxes and player."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowjax.envs.base import Message, Observation, Past, Split, Step, Style, WorldError, tagged_action
+from flowjax.envs.sokoban_levels import Shape, generate
+from flowjax.envs.sokoban_rooms import (
+    DIRECTIONS,
+    SYMBOLS,
+    Position,
+    Room,
+    best_direction,
+    grid,
+    key,
+    move,
+    parse,
+    solved,
+)
+from flowjax.records import Task
+
+if TYPE_CHECKING:
+    import grain
+
+OUTCOMES = ("success", "boxes_on_target")
+STEP_REWARD, BOX_REWARD, FINISH_REWARD = -0.1, 1.0, 10.0
+TASKS = 1 << 31  # length of a task source; slice it
+ROW_END = "/"  # of a compact prompt
+
+RULES = """You are playing Sokoban. Push every box onto a target.
+
+Symbols: # wall, _ empty floor, O target, X box, √ box on a target, P you, S you on a target.
+Moving towards a box pushes it one cell, if the cell behind it is free. Boxes can only be pushed, never pulled, and only
+one at a time; walls stop you and the boxes. A box in a corner is stuck for good unless the corner is a target."""
+INSTRUCTION = """Your actions are: up, down, left, right.
+First reason step by step about the next move inside <think> </think>. Then give one action inside <action> </action>."""
+
+
+class Sokoban:
+    """One level at a time. A task carries its level in `payload["level"]`, or else its seed generates one."""
+
+    def __init__(self, shape: Shape):
+        self._shape = shape
+        self._room: Room | None = None
+        self._position = Position(0, 0)
+
+    @property
+    def room(self) -> Room:
+        if self._room is None:
+            raise RuntimeError("the environment has not been reset")
+        return self._room
+
+    @property
+    def position(self) -> Position:
+        return self._position
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        level = task.payload.get("level")
+        self._room, self._position = parse(level) if level else generate(np.random.default_rng(task.seed), self._shape)
+        return self._observe()
+
+    def step(self, action: str) -> Step:
+        room, before = self.room, self._position
+        if solved(room, before):
+            return Step(self._observe(), 0.0, True, False, self._outcome())
+        if action not in DIRECTIONS:
+            return Step(self._observe(), STEP_REWARD, False, False, self._outcome())
+        after = self._position = move(room, before, DIRECTIONS.index(action))
+        gained = (after.boxes & room.targets).bit_count() - (before.boxes & room.targets).bit_count()
+        finished = solved(room, after)
+        reward = STEP_REWARD + BOX_REWARD * gained + FINISH_REWARD * finished
+        return Step(self._observe(), reward, finished, True, self._outcome())
+
+    def effective_actions(self) -> tuple[str, ...]:
+        """The actions that would change the state."""
+        return tuple(d for i, d in enumerate(DIRECTIONS) if move(self.room, self._position, i) != self._position)
+
+    def _observe(self) -> Observation:
+        lines = grid(self.room, self._position)
+        text = "\n".join("\t".join(f" {symbol} " for symbol in line) for line in lines)
+        return Observation(text, DIRECTIONS, key(self.room, self._position))
+
+    def _outcome(self) -> dict[str, float]:
+        room, boxes = self.room, self._position.boxes
+        share = (boxes & room.targets).bit_count() / boxes.bit_count()
+        return {"success": float(solved(room, self._position)), "boxes_on_target": share}
+
+
+def _shape(rows: int = 6, columns: int | None = None, **options: Any) -> Shape:
+    try:
+        return Shape(rows, rows if columns is None else columns, **options)
+    except TypeError as error:
+        raise WorldError(
+            f"env.options {sorted(options)}: Sokoban's are rows, columns, boxes, search_depth, min_moves ({error})"
+        ) from error
+
+
+def make(**options: Any) -> Sokoban:
+    """Options: rows, columns (as rows), boxes, search_depth, min_moves; see `Shape`."""
+    return Sokoban(_shape(**options))
+
+
+class _LevelSource:
+    """The index-th level of a split, generated when asked for."""
+
+    def __init__(self, split: Split, data_seed: int, shape: Shape):
+        self._split, self._data_seed, self._shape = split, data_seed, shape
+
+    def __call__(self, index: int) -> Task:
+        shape = self._shape
+        room, position = generate(np.random.default_rng([self._data_seed, index]), shape, self._split)
+        name = f"{shape.rows}x{shape.columns}x{shape.boxes}-{self._split}-{self._data_seed}-{index}"
+        return Task(f"sokoban-{name}", "sokoban", index, {"level": "\n".join(grid(room, position))})
+
+
+def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
+    """Levels without end: any index, in any order, in any process. Train and held-out rooms differ by content."""
+    import grain  # imports jax, which processes that only hold environments do without
+
+    if split not in ("train", "held_out"):
+        raise WorldError(f"split is {split!r}: give train or held_out")
+    return grain.MapDataset.range(TASKS).map(_LevelSource(split, data_seed, _shape(**options)))
+
+
+def expert(env: Sokoban) -> str:
+    """First move of a shortest solution. Where the level can no longer be solved: any move that changes something."""
+    return DIRECTIONS[best_direction(env.room, env.position)]
+
+
+def vocabulary() -> tuple[str, ...]:
+    return (*SYMBOLS, ROW_END, *DIRECTIONS, "none")
+
+
+def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
+    """One user message. Compact: earlier turns, each closed by its action ("none" for an unreadable reply), and the
+    grid; every symbol a word, rows ended by a slash."""
+    if style == "compact":
+        words = [f"{_compact(past.observation)} {past.action or 'none'}" for past in history]
+        return [{"role": "user", "content": " ".join([*words, _compact(observation.text)])}]
+    past = [f"[Observation {p.turn}: '\n{p.observation}\n', Action {p.turn}: '{p.action or 'none'}']" for p in history]
+    parts = [RULES]
+    if history:
+        parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n" + "\n".join(past))
+    parts.append(f"The grid now:\n{observation.text}")
+    parts.append(INSTRUCTION)
+    return [{"role": "user", "content": "\n\n".join(parts)}]
+
+
+def _compact(text: str) -> str:
+    return " ".join(text.replace("\n", f" {ROW_END} ").split())
+
+
+def parse_action(reply: str, legal: tuple[str, ...]) -> str | None:
+    return tagged_action(reply, legal)

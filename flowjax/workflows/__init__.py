@@ -1,0 +1,1 @@
+"""Episodes as async functions over named agents."""
