@@ -24,7 +24,7 @@ USER_MISTAKE = 2  # exit status of a role that its config does not allow to run:
 
 @dataclass(frozen=True)
 class Role:
-    """One child process of a run. `finite` roles end by themselves with status 0; for the others every end is a failure."""
+    """One child process of a run. A `finite` role ends by itself with status 0; for others every end is a failure."""
 
     name: str
     argv: Sequence[str]
@@ -205,14 +205,14 @@ class _Child:
 
     def poll(self) -> int | None:
         """Exit status, None while running. What is left of the group goes before its number can be used again."""
-        if self._process.returncode is None:
+        status = self._process.returncode
+        if status is None:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is None:
                 return None
             self._kill_group()
-            self._process.wait()
+            status = self._process.wait()
             self._close_pipe()
-        status = self._process.returncode
         return 128 - status if status < 0 else status
 
     def terminate(self) -> None:

@@ -96,7 +96,12 @@ def test_restart_then_end(tmp_path):
 def test_giving_up_names_role_status_and_log(tmp_path):
     async def main():
         supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, settled_s=0.05)
-        body = "for i in range(30): print('line', i)\nprint('no such device', file=sys.stderr)\ntime.sleep(.3)\nsys.exit(7)"
+        body = """
+        for i in range(30): print("line", i)
+        print("no such device", file=sys.stderr)
+        time.sleep(0.3)
+        sys.exit(7)
+        """
         supervisor.start(role(tmp_path, "engine", body, restarts=2))
         supervisor.start(role(tmp_path, "other", FOREVER))
         with pytest.raises(RoleFailed) as failure:
@@ -232,10 +237,11 @@ def test_nothing_is_orphaned_when_a_keeper_is_killed(tmp_path, victim):
         textwrap.dedent(f"""
         import asyncio, sys
         from pathlib import Path
+        HERE = Path({str(tmp_path)!r})
         from flowjax.launch.supervisor import Role, Supervisor
         async def main():
-            supervisor = Supervisor(Path({str(tmp_path)!r}) / "logs")
-            supervisor.start(Role("engine", [sys.executable, {str(tmp_path / "engine.py")!r}], env={{"HERE": {str(tmp_path)!r}}}))
+            supervisor = Supervisor(HERE / "logs")
+            supervisor.start(Role("engine", [sys.executable, str(HERE / "engine.py")], env={{"HERE": str(HERE)}}))
             await supervisor.until(asyncio.sleep(600))
         asyncio.run(main())
         """)

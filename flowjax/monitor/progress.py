@@ -1,0 +1,101 @@
+"""What is known of a run's progress: its metrics file and status files, read again and again as they grow."""
+
+import json
+import os
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowjax.monitor.metrics import METRICS_FILE, parse_lines
+
+RECENT_STEPS = 10
+_SUMMED = ("episodes", "turns", "trained_tokens", "row_tokens", "wait_s", "step_s", "save_s", "total_s")
+
+
+class Progress:
+    """A run's metrics folded up, cheap to bring up to date: only what was appended is read."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = Path(run_dir)
+        self._offset, self._inode, self._rest = 0, -1, b""
+        self._clear()
+
+    def _clear(self) -> None:
+        self.train: list[dict[str, Any]] = []
+        self.evals: dict[int, dict[str, Any]] = {}
+        self.warm_start: dict[str, Any] = {}
+        self.totals: dict[str, float] = {name: 0.0 for name in _SUMMED}
+
+    def update(self) -> list[dict[str, Any]]:
+        """Read on. Returns the entries that are new."""
+        try:
+            with (self.run_dir / METRICS_FILE).open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:  # replaced by a trainer that resumed at an earlier step
+                    self._clear()
+                    self._offset, self._inode, self._rest = 0, inode, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        whole, newline, rest = (self._rest + data).rpartition(b"\n")
+        self._rest = rest
+        entries = list(parse_lines(whole)) if newline else []
+        self._fold(entries)
+        return entries
+
+    def _fold(self, entries: Iterable[dict[str, Any]]) -> None:
+        for entry in entries:
+            kind = entry.get("kind")
+            if kind == "train":
+                self.train.append(entry)
+                for name in _SUMMED:
+                    self.totals[name] += number(entry, name) or 0.0
+            elif kind == "eval":
+                self.evals[entry.get("step", 0)] = entry
+            elif kind == "warm_start":
+                self.warm_start = entry
+
+    @property
+    def step(self) -> int:
+        return self.train[-1].get("step", 0) if self.train else 0
+
+    def recent(self, name: str) -> float | None:
+        """Mean of a metric over the last steps."""
+        values = [value for entry in self.train[-RECENT_STEPS:] if (value := number(entry, name)) is not None]
+        return statistics.fmean(values) if values else None
+
+    def last(self, name: str) -> float | None:
+        return number(self.train[-1], name) if self.train else None
+
+    def success(self) -> float | None:
+        """Share of the episodes of the last steps that succeeded."""
+        entries = [e for e in self.train[-RECENT_STEPS:] if number(e, "success_rate") is not None]
+        episodes = sum(e.get("episodes", 1.0) for e in entries)
+        return sum(e["success_rate"] * e.get("episodes", 1.0) for e in entries) / episodes if episodes else None
+
+    def remaining_s(self, steps: int) -> float | None:
+        """Time to the last step at the pace of the last ones; the first, which compiles, tells little."""
+        paced = deque((number(e, "total_s") for e in self.train[1:]), maxlen=2 * RECENT_STEPS)
+        values = [value for value in paced if value is not None]
+        return statistics.median(values) * (steps - self.step) if values else None
+
+    def eval_at(self, step: int) -> dict[str, Any] | None:
+        return self.evals.get(step)
+
+
+def read_status(run_dir: Path, role: str) -> Mapping[str, Any]:
+    """`status-<role>.json`; empty when it is not there."""
+    try:
+        status = json.loads((run_dir / f"status-{role}.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def number(entry: Mapping[str, Any], name: str) -> float | None:
+    value = entry.get(name)
+    return value if isinstance(value, int | float) else None

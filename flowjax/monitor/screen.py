@@ -1,0 +1,226 @@
+"""One live screen of a run, plain lines where there is no terminal, and the table at the end."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flowjax.monitor.progress import Progress, number, read_status
+from flowjax.monitor.roles import RoleState
+
+_COLOURS = {"up": "green", "done": "green", "starting": "yellow", "waiting": "yellow", "failed": "bold red"}
+_WIDE = 120  # columns of a terminal that has room for two figures side by side
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Screen:
+    """Follows a run folder. Call `refresh` two to four times a second, `close` at the end.
+
+    On a terminal it is one screen that redraws itself; elsewhere every step, evaluation and event is a line.
+    """
+
+    def __init__(self, run_dir: Path, *, steps: int, states: Mapping[str, RoleState], console: Console):
+        self.progress = Progress(run_dir)
+        self._run_dir, self._steps, self._states, self._console = run_dir, steps, states, console
+        self._started_s = time.time()
+        self._live: Live | None = None
+        self.progress.update()  # what a resumed run did before is known, but not told again
+        if console.is_terminal:
+            self._live = Live(self.render(), console=console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def refresh(self) -> None:
+        for entry in self.progress.update():
+            told = self._live is None or entry.get("kind") == "eval"
+            if told and (line := plain_line(entry, self.progress, self._steps)):
+                self.say(line)
+        if self._live is not None:
+            self._live.update(self.render(), refresh=True)
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the screen."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.refresh()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def render(self) -> RenderableType:
+        parts = [self._bar(), self._numbers(), self._roles()]
+        return Panel(Group(*parts), title=f"flowjax · {self._run_dir}", subtitle="Ctrl-C stops", padding=(0, 1))
+
+    def _bar(self) -> RenderableType:
+        progress, warm = self.progress, self.progress.warm_start
+        warming = (state := self._states.get("warm_start")) is not None and state.phase != "done"
+        done, of = (int(warm.get("step", 0)), int(warm.get("steps", 0))) if warming else (progress.step, self._steps)
+        remaining = number(warm, "remaining_s") if warming else progress.remaining_s(self._steps)
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        label = f"{'warm start' if warming else 'step'} {done}/{of or '-'}"
+        times = f"{clock(time.time() - self._started_s)} gone, {clock(remaining)} left"
+        row.add_row(Text(label, "bold"), ProgressBar(total=max(of, 1), completed=done), times)
+        return row
+
+    def _numbers(self) -> RenderableType:
+        pairs = figures(self.progress, read_status(self._run_dir, "rollout"), read_status(self._run_dir, "dataflow"))
+        columns = 2 if self._console.width >= _WIDE else 1
+        table = Table.grid(padding=(0, 2), expand=True)
+        for _ in range(columns):
+            table.add_column(style="dim", no_wrap=True)
+            table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for start in range(0, len(pairs), columns):
+            table.add_row(*(text for pair in pairs[start : start + columns] for text in pair))
+        return table
+
+    def _roles(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        for name, state in self._states.items():
+            since = (
+                clock(time.time() - state.started_s) if state.started_s and state.phase in ("up", "starting") else ""
+            )
+            restarts = f"{state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
+            colour = _COLOURS.get(state.phase, "dim")
+            table.add_row(
+                name, Text(f"● {state.phase}", colour), since, Text(restarts, "yellow"), Text(state.detail, "dim")
+            )
+        return table
+
+
+def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of what the screen shows; "-" for what is not known yet."""
+    history = [value for entry in progress.train if (value := number(entry, "success_rate")) is not None]
+    newest = max(progress.evals, default=0)
+    version = count({**dataflow, **rollout}, "serving_version", "version")
+    sampled, trained = number(rollout, "sampled_tokens_per_s"), progress.recent("tokens_per_s")
+    lag, lag_most = progress.recent("staleness_mean"), progress.last("staleness_max")
+    k3, most = progress.recent("mismatch_k3"), progress.last("mismatch_max")
+    return [
+        ("success", f"{percent(progress.success())}  {sparkline(history, 24)}"),
+        ("reward", fixed(progress.recent("reward_mean"))),
+        ("held out, before", interval(progress.eval_at(0))),
+        ("held out, latest", interval(progress.eval_at(newest) if newest else None)),
+        ("episodes/s", f"{fixed(number(rollout, 'episodes_per_s'), 1)}, {count(rollout, 'in_flight')} in flight"),
+        ("tokens/s", f"{fixed(sampled, 0)} sampled, {fixed(trained, 0)} trained"),
+        ("staleness", f"{fixed(lag, 2)}, at most {fixed(lag_most, 0)}"),
+        ("mismatch k3", f"{scientific(k3)}, log-prob off by {scientific(most)} at most"),
+        ("seconds a step", phases(progress)),
+        ("ready to train", f"{count(dataflow, 'ready_groups')} groups, engine at version {version}"),
+    ]
+
+
+def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
+    """One metrics entry in words; empty for what is not told."""
+    kind = entry.get("kind")
+    if kind == "train":
+        return (
+            f"step {entry.get('step')}/{steps}  success {percent(number(entry, 'success_rate'))}"
+            f"  reward {fixed(number(entry, 'reward_mean'))}  staleness {fixed(number(entry, 'staleness_mean'), 2)}"
+            f"  k3 {scientific(number(entry, 'mismatch_k3'))}  {fixed(number(entry, 'total_s'), 1)} s"
+            f" (wait {fixed(number(entry, 'wait_s'), 1)}, step {fixed(number(entry, 'step_s'), 1)},"
+            f" save {fixed(number(entry, 'save_s'), 2)})  {clock(progress.remaining_s(steps))} left"
+        )
+    if kind == "eval":
+        return f"held out, version {entry.get('version', entry.get('step'))}: success {interval(entry)}"
+    if kind == "warm_start":
+        return f"warm start {entry.get('step')}/{entry.get('steps', '-')}  loss {fixed(number(entry, 'loss'))}"
+    if kind == "run":
+        return f"{entry.get('role', 'run')}: {entry.get('event', '')} {entry.get('text', '')}".rstrip()
+    return ""
+
+
+def summary(progress: Progress, *, steps: int, wall_s: float) -> RenderableType:
+    """What a finished run comes to."""
+    table = Table(title=f"{progress.run_dir}", title_justify="left", show_header=False, title_style="bold")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    before, after = progress.eval_at(0), progress.eval_at(steps)
+    totals = progress.totals
+    per_step = max(len(progress.train), 1)
+    spent_s = totals["total_s"]
+    table.add_row("held-out success before", interval(before))
+    table.add_row("held-out success after", interval(after))
+    if (first := number(before or {}, "success_rate")) is not None and (
+        last := number(after or {}, "success_rate")
+    ) is not None:
+        table.add_row("difference", f"{100 * (last - first):+.1f} points")
+    table.add_row("steps", f"{progress.step}, {count(totals, 'episodes')} episodes, {count(totals, 'turns')} turns")
+    table.add_row("episodes/s", fixed(totals["episodes"] / spent_s if spent_s else None, 1))
+    table.add_row(
+        "tokens/s",
+        f"{fixed(totals['row_tokens'] / spent_s if spent_s else None, 0)} read, "
+        f"{fixed(totals['trained_tokens'] / spent_s if spent_s else None, 0)} sampled and trained",
+    )
+    names = {"wait_s": "wait for episodes", "step_s": "compute", "save_s": "save"}
+    each = ", ".join(f"{label} {totals[name] / per_step:.2f}" for name, label in names.items())
+    table.add_row("seconds per step", f"{spent_s / per_step:.2f} ({each})")
+    for step, entry in sorted(progress.evals.items()):
+        table.add_row(f"evaluation of version {step}", f"{fixed(number(entry, 'seconds'), 1)} s")
+    k3 = [value for entry in progress.train if (value := number(entry, "mismatch_k3")) is not None]
+    table.add_row(
+        "sampler-trainer mismatch, k3",
+        f"{scientific(sum(k3) / len(k3) if k3 else None)} mean, {scientific(max(k3, default=None))} worst step",
+    )
+    table.add_row("wall time", clock(wall_s))
+    return table
+
+
+def phases(progress: Progress) -> str:
+    """Where the seconds of a step go."""
+    names = {"wait_s": "wait", "step_s": "step", "save_s": "save"}
+    parts = [f"{label} {fixed(progress.recent(name), 1)}" for name, label in names.items()]
+    return f"{fixed(progress.recent('total_s'), 1)} = {' + '.join(parts)}"
+
+
+def interval(entry: Mapping[str, Any] | None) -> str:
+    """Success of an evaluation with its 95 % interval."""
+    if entry is None:
+        return "-"
+    low, high = number(entry, "low"), number(entry, "high")
+    return (
+        f"{percent(number(entry, 'success_rate'))} [{fixed(100 * low if low is not None else None, 1)}, "
+        f"{fixed(100 * high if high is not None else None, 1)}] of {entry.get('episodes', '-')}"
+    )
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last `width` points of a curve as bars, scaled to what is shown."""
+    shown = values[-width:]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    span = high - low
+    return "".join(_BARS[int((value - low) / span * (len(_BARS) - 1)) if span else 0] for value in shown)
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def fixed(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def scientific(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def count(entry: Mapping[str, Any], *names: str) -> str:
+    """The first of these that is known, as a whole number."""
+    return next((f"{int(value):,}" for name in names if (value := number(entry, name)) is not None), "-")
+
+
+def clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
