@@ -1,0 +1,233 @@
+"""Checkpoints of one policy. A committed checkpoint *is* the publication of its version: nothing else announces it.
+
+A step folder holds three items, each readable without the others: `adapter` (what the engine needs), `optimizer` and
+`data` (JSON: counters, iterator and random state).
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from flowjax.weights.quiet import quiet_orbax
+
+PyTree = Any
+_COMMIT_MARKER = "commit_success.txt"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read; the message names the path and the remedy."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held, on the devices that were asked for."""
+
+    adapter: PyTree
+    optimizer: PyTree
+    data: dict[str, Any]
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """Steps published in `directory`, ascending. Cheap enough to poll: one listing, no manager.
+
+    Orbax writes into a folder of another name, puts the marker there and renames it last (where renames are not atomic
+    it writes in place and the marker alone commits), so a numbered folder with a marker is complete.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if entry.name.isdecimal()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(name) for name in names if (directory / name / _COMMIT_MARKER).exists())
+
+
+def read_adapter(directory: Path, step: int) -> dict[str, Any]:
+    """The adapter of a committed step as nested dicts of host arrays, whatever devices it was saved from.
+
+    Raises:
+        CheckpointError: there is no such step or it cannot be read.
+    """
+    path = _committed_path(directory, step) / "adapter"
+    handler = ocp.PyTreeCheckpointHandler()
+    with _readable(path):
+        metadata: Any = handler.metadata(path)
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
+        return _unboxed(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=on_host)))
+
+
+class Checkpoints:
+    """Saves and restores the checkpoints of one policy; one writer per directory.
+
+    Keeps the newest `keep` steps and every step divisible by `keep_every` (0: none of those).
+    """
+
+    def __init__(self, directory: Path, *, keep: int = 3, keep_every: int = 0) -> None:
+        self.directory = Path(directory).absolute()
+        self._keep = keep
+        self._keep_every = keep_every
+        quiet_orbax()
+        with _writable(self.directory):
+            self._remove_unfinished()
+            self._manager = self._open()
+
+    def save(self, step: int, adapter: PyTree, optimizer: PyTree, data: dict[str, Any]) -> None:
+        """Copy the state off the devices and return; writing goes on in the background until the step commits.
+
+        A failure in the background is raised by the next `save`, `wait` or `close`.
+        """
+        self.wait()
+        trees = {"adapter": adapter, "optimizer": optimizer}
+        items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
+        with self._saving():
+            self._manager.save(step, args=ocp.args.Composite(data=ocp.args.JsonSave(data), **items))
+
+    def wait(self) -> None:
+        """Return when the last save is committed.
+
+        Raises:
+            CheckpointError: it failed; earlier checkpoints are as they were.
+        """
+        with self._saving():
+            self._manager.wait_until_finished()
+
+    def restore(self, step: int, *, adapter: PyTree, optimizer: PyTree) -> Restored:
+        """The whole checkpoint, shaped and placed like `adapter` and `optimizer` (arrays or ShapeDtypeStructs).
+
+        Raises:
+            CheckpointError: there is no such step, it cannot be read, or it has another shape.
+        """
+        path = _committed_path(self.directory, step)
+        with _readable(path):
+            saved: Any = ocp.JsonCheckpointHandler().restore(path / "data", args=ocp.args.JsonRestore())
+            return Restored(
+                _restore_like(path / "adapter", adapter), _restore_like(path / "optimizer", optimizer), saved
+            )
+
+    def restore_adapter(self, step: int, adapter: PyTree) -> PyTree:
+        """Only the adapter, shaped and placed like `adapter`; the optimizer is not read.
+
+        Raises:
+            CheckpointError: as `restore`.
+        """
+        path = _committed_path(self.directory, step) / "adapter"
+        with _readable(path):
+            return _restore_like(path, adapter)
+
+    def committed_steps(self) -> list[int]:
+        return committed_steps(self.directory)
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None before the first."""
+        return max(self.committed_steps(), default=None)
+
+    def rewind(self, step: int) -> None:
+        """Forget every checkpoint after `step`: what a run that resumes there would otherwise collide with."""
+        self.wait()
+        for later in self.committed_steps():
+            if later > step:
+                self._manager.delete(later)
+
+    def close(self) -> None:
+        self.wait()
+        self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> ocp.CheckpointManager:
+        return ocp.CheckpointManager(
+            self.directory,
+            item_handlers={
+                "adapter": ocp.PyTreeCheckpointHandler(),
+                "optimizer": ocp.PyTreeCheckpointHandler(),
+                "data": ocp.JsonCheckpointHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep, keep_period=self._keep_every or None, lightweight_initialize=True
+            ),
+        )
+
+    def _remove_unfinished(self) -> None:
+        """Sweep what a killed writer left; Orbax refuses to write a step whose unfinished folder still lies there."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        committed = {str(step) for step in self.committed_steps()}
+        for entry in self.directory.iterdir():
+            if entry.name.split(".")[0].isdecimal() and entry.name not in committed:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            with _writable(self.directory):
+                yield
+        except CheckpointError:
+            self._remove_unfinished()
+            self._manager = self._open()  # the old manager would raise the same error again
+            raise
+
+
+def _restore_like(path: Path, tree: PyTree) -> PyTree:
+    if not jax.tree.leaves(tree):  # an optimizer without state, which Orbax would not have saved
+        return tree
+    args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
+    return ocp.PyTreeCheckpointHandler().restore(path, args=args)
+
+
+def _unboxed(tree: Any) -> Any:
+    """Flax variables are saved as `{"value": array}`; their arrays are what a reader without the model wants."""
+    if not isinstance(tree, dict):
+        return tree
+    return tree["value"] if set(tree) == {"value"} else {key: _unboxed(child) for key, child in tree.items()}
+
+
+def _committed_path(directory: Path, step: int) -> Path:
+    path = Path(directory).absolute() / str(step)
+    if not (path / _COMMIT_MARKER).exists():
+        steps = committed_steps(directory)
+        found = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
+        raise CheckpointError(f"there is no committed checkpoint of step {step} in {directory}: {found}")
+    return path
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    quiet_orbax()
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read ({_first_line(error)}): resume from another step of its folder, or give "
+            "a model and policy.lora of the shape it was saved with"
+        ) from error
+
+
+@contextmanager
+def _writable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if "No space left on device" in str(error):
+            free_bytes = shutil.disk_usage(directory).free
+            remedy = f"only {free_bytes:,} bytes are free: make room, or lower trainer.keep_checkpoints, then --resume"
+        else:
+            remedy = "see that the folder is on a working disk and may be written to, then --resume"
+        raise CheckpointError(
+            f"a checkpoint in {directory} could not be written; earlier ones are intact. {remedy} "
+            f"({_first_line(error)})"
+        ) from error
+
+
+def _first_line(error: Exception, limit: int = 300) -> str:
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return text if len(text) <= limit else text[:limit] + "..."

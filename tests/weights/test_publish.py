@@ -1,0 +1,215 @@
+"""Checkpoints: what is committed is complete, what fails says why and harms nothing else."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flowjax.weights.publish import CheckpointError, Checkpoints, committed_steps, read_adapter
+
+
+def small_adapter(value: float, leaves: int = 3) -> dict:
+    return {f"layer_{i}": {"a": jnp.full((4, 8), value + i), "b": jnp.full((8, 4), -value)} for i in range(leaves)}
+
+
+def save(checkpoints: Checkpoints, step: int) -> None:
+    adapter = small_adapter(float(step))
+    checkpoints.save(step, adapter=adapter, optimizer=optax.adam(1e-3).init(adapter), data={"step": step})
+
+
+def test_restores_what_was_saved_in_the_asked_structure(tmp_path):
+    adapter = small_adapter(2.0)
+    optimizer = optax.tree_utils.tree_map_params(optax.adam(1e-3), lambda x: x + 3.0, optax.adam(1e-3).init(adapter))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, adapter=adapter, optimizer=optimizer, data={"iterator": {"position": 17}})
+        checkpoints.wait()
+        abstract = jax.eval_shape(lambda: (adapter, optimizer))
+        restored = checkpoints.restore(5, adapter=abstract[0], optimizer=abstract[1])
+    assert jax.tree.structure(restored.optimizer) == jax.tree.structure(optimizer)
+    jax.tree.map(np.testing.assert_array_equal, (restored.adapter, restored.optimizer), (adapter, optimizer))
+    assert restored.data == {"iterator": {"position": 17}}
+
+
+def test_restores_onto_the_shardings_asked_for(tmp_path):
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    with Checkpoints(tmp_path) as checkpoints:
+        save(checkpoints, 0)
+        checkpoints.wait()
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), small_adapter(0.0))
+        restored = checkpoints.restore_adapter(0, wanted)
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(restored))
+
+
+def test_adapter_is_readable_without_model_or_optimizer(tmp_path):
+    class LoraParam(nnx.Param):
+        pass
+
+    state = nnx.State({"q_proj": {"a": LoraParam(jnp.arange(6.0).reshape(2, 3))}})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, adapter=state, optimizer={}, data={})
+    assert not (tmp_path / "1" / "optimizer").exists()
+    adapter = read_adapter(tmp_path, 1)
+    assert set(adapter) == {"q_proj"}
+    np.testing.assert_array_equal(adapter["q_proj"]["a"], np.arange(6.0).reshape(2, 3))
+
+
+def test_keeps_the_newest_and_every_nth(tmp_path):
+    with Checkpoints(tmp_path, keep=2, keep_every=4) as checkpoints:
+        for step in range(8):
+            save(checkpoints, step)
+    assert committed_steps(tmp_path) == [0, 4, 6, 7]
+
+
+def test_rewind_allows_saving_the_same_steps_again(tmp_path):
+    with Checkpoints(tmp_path, keep=5) as checkpoints:
+        for step in range(4):
+            save(checkpoints, step)
+        checkpoints.rewind(1)
+        assert checkpoints.committed_steps() == [0, 1]
+        save(checkpoints, 2)
+        checkpoints.wait()
+        assert checkpoints.latest() == 2
+
+
+def test_a_save_is_not_disturbed_by_donating_its_arrays(tmp_path):
+    update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0.0 - 1.0, tree), donate_argnums=0)
+    adapter = {f"layer_{i}": jnp.full((256, 256), 7.0) for i in range(16)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, adapter=adapter, optimizer={}, data={})
+        jax.block_until_ready(update(adapter))
+    assert all((array == 7.0).all() for array in read_adapter(tmp_path, 0).values())
+
+
+WRITER = """
+import sys, optax, jax.numpy as jnp
+from pathlib import Path
+from flowjax.weights.publish import Checkpoints
+adapter = {f"layer_{i}": jnp.full((64, 64), float(i)) for i in range(24)}
+checkpoints = Checkpoints(Path(sys.argv[1]), keep=100)
+step = (checkpoints.latest() or 0) + 1
+while True:
+    checkpoints.save(step, adapter=adapter, optimizer=optax.adam(1e-3).init(adapter), data={"step": step})
+    print(step, flush=True)
+    step += 1
+"""
+
+
+def test_kill_during_save_leaves_only_complete_steps(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(4):
+        process.stdout.readline()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not list(tmp_path.glob("*tmp*/*")):
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+    steps = committed_steps(tmp_path)
+    assert steps
+    assert list(tmp_path.glob("*tmp*")), "killed between two saves: the test has to hit one in progress"
+    for step in steps:
+        adapter = read_adapter(tmp_path, step)
+        assert [adapter[f"layer_{i}"][0, 0] for i in range(24)] == list(range(24))
+    with Checkpoints(tmp_path, keep=100) as checkpoints:
+        assert checkpoints.committed_steps() == steps
+        save(checkpoints, steps[-1] + 1)
+    assert committed_steps(tmp_path) == [*steps, steps[-1] + 1]
+
+
+READ_DAMAGED = """
+import sys, time, jax.numpy as jnp
+from pathlib import Path
+from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
+folder = Path(sys.argv[1])
+like = {f"layer_{i}": {"a": jnp.zeros((4, 8)), "b": jnp.zeros((8, 4))} for i in range(3)}
+for read in (lambda: read_adapter(folder, 3), lambda: Checkpoints(folder).restore_adapter(3, like)):
+    try:
+        read()
+    except CheckpointError as error:
+        print(error)
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
+def test_damaged_checkpoint_is_named_with_a_remedy_and_without_traces(tmp_path, damage):
+    with Checkpoints(tmp_path) as checkpoints:
+        save(checkpoints, 3)
+    largest = max((tmp_path / "3" / "adapter").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    if damage == "truncate":
+        largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    else:
+        shutil.rmtree(largest.parent)
+    done = subprocess.run([sys.executable, "-c", READ_DAMAGED, str(tmp_path)], capture_output=True, text=True)
+    messages = done.stdout.splitlines()
+    assert len(messages) == 2
+    for message in messages:
+        assert str(tmp_path / "3" / "adapter") in message and "resume from another step" in message
+    assert "Traceback" not in done.stderr
+
+
+def test_another_shape_and_a_missing_step_are_refused(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        save(checkpoints, 0)
+        checkpoints.wait()
+        with pytest.raises(CheckpointError, match=r"policy\.lora"):
+            checkpoints.restore_adapter(0, jax.tree.map(lambda x: jnp.zeros((9, 9)), small_adapter(0.0)))
+        with pytest.raises(CheckpointError, match=r"no committed checkpoint of step 4 .* it has 0"):
+            checkpoints.restore_adapter(4, small_adapter(0.0))
+
+
+FILL_THE_DISK = """
+import resource, signal, sys, jax.numpy as jnp, numpy as np
+from pathlib import Path
+from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
+folder = Path(sys.argv[1])
+if sys.argv[2] == "limit":  # no private mount here: let writes of big files fail instead
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+checkpoints = Checkpoints(folder / "checkpoints", keep=100)
+def adapter(step):
+    noise = np.random.default_rng(step).normal(size=(256, 256))
+    return {"a": jnp.asarray(noise), "b": jnp.full((4, 4), float(step))}
+checkpoints.save(0, adapter=adapter(0), optimizer={}, data={})
+checkpoints.wait()
+if sys.argv[2] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    for step in range(1, 60):
+        checkpoints.save(step, adapter=adapter(step), optimizer={}, data={})
+except CheckpointError as error:
+    print("MESSAGE", error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+(folder / "ballast").unlink(missing_ok=True)
+steps = checkpoints.committed_steps()
+assert all(read_adapter(checkpoints.directory, step)["b"][0, 0] == step for step in steps)
+checkpoints.save(100, adapter=adapter(100), optimizer={}, data={})
+checkpoints.close()
+print("KEPT", steps, "AFTERWARDS", checkpoints.latest())
+"""
+
+
+def test_full_disk_is_said_once_and_earlier_checkpoints_stay(tmp_path):
+    mount = (
+        f"mount -t tmpfs -o size=4m tmpfs {tmp_path} && dd if=/dev/zero of={tmp_path}/ballast bs=1M count=1 status=none"
+    )
+    can_mount = subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode == 0
+    script = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path), "mount" if can_mount else "limit"]
+    command = ["unshare", "-rm", "sh", "-c", mount + ' && exec "$@"', "sh", *script] if can_mount else script
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    message, kept = done.stdout.splitlines()
+    assert message.startswith("MESSAGE") and "earlier ones are intact" in message and "--resume" in message
+    assert "bytes are free" in message or not can_mount
+    assert kept.startswith("KEPT [0") and kept.endswith("AFTERWARDS 100")
+    assert "Traceback" not in done.stderr
