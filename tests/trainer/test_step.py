@@ -1,0 +1,126 @@
+"""The update does not depend on how its rows are laid out: packed or not, in one micro-batch or in many."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flowjax.models.decoder import Decoder
+from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.nano import nano_config
+from flowjax.records import TokenRow
+from flowjax.trainer.batch import pack
+from flowjax.trainer.step import make_update
+
+CONFIG = nano_config(40, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
+LORA = Lora(rank=4, alpha=8.0, rslora=False, targets=("q_proj", "v_proj", "down_proj"))
+
+
+@pytest.fixture(scope="module")
+def split():
+    model = Decoder(CONFIG, lora=LORA, dtype=jnp.float32, remat="none", key=jax.random.key(0))
+    graph, trained, frozen = nnx.split(model, LoraParam, ...)
+    noise = jax.tree.map(lambda leaf: leaf + 0.05 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape), trained)
+    return graph, noise, frozen
+
+
+def rows(count: int = 12) -> list[TokenRow]:
+    """Multi-turn rows of several lengths, with two sampled spans each."""
+    rng = np.random.default_rng(1)
+    made = []
+    for index in range(count):
+        length = int(rng.integers(6, 16))
+        sampled = np.zeros(length, bool)
+        sampled[[2, length - 2, length - 1]] = True
+        tokens = rng.integers(0, 43, length).astype(np.int32)
+        logprobs = np.where(sampled, rng.normal(-3.8, 0.1, length), 0).astype(np.float32)
+        advantages = np.where(sampled, rng.normal(), 0).astype(np.float32)
+        made.append(TokenRow("agent", tokens, sampled, logprobs, advantages, np.where(sampled, index % 2, -1)))
+    return made
+
+
+def functions(graph, **changes):
+    settings = {
+        "kind": "ppo",
+        "options": {"clip_low": 0.2, "clip_high": 0.28},
+        "kl_coefficient": 0.1,
+        "entropy_coefficient": 0.01,
+        "temperature": 1.3,
+        "chunk_tokens": 16,
+    }
+    return make_update(graph, optax.sgd(1.0), **(settings | changes))
+
+
+def gradient(split, *, row_tokens: int, micro_batch_rows: int, **changes):
+    graph, trained, frozen = split
+    update, sums = functions(graph, **changes), None
+    for batch in pack(rows(), row_tokens=row_tokens, micro_batch_rows=micro_batch_rows):
+        sums = update.add(trained, frozen, batch, sums)
+    stepped, _, metrics = update.apply(jax.tree.map(jnp.copy, trained), optax.sgd(1.0).init(trained), sums)
+    moved = jax.tree.map(lambda before, after: before - after, trained, stepped)
+    return moved, jax.device_get(metrics)
+
+
+def assert_close(one, other, *, atol=1e-5):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("row_tokens", "micro_batch_rows"), [(64, 2), (16, 12), (16, 3), (16, 1)])
+def test_layout_changes_neither_gradient_nor_metrics(split, row_tokens, micro_batch_rows):
+    expected = gradient(split, row_tokens=16, micro_batch_rows=16)  # one micro-batch, one sequence a row
+    got = gradient(split, row_tokens=row_tokens, micro_batch_rows=micro_batch_rows)
+    assert_close(got[0], expected[0])
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(got[1][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert expected[1]["gradient_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+def test_chunks_of_log_probs_change_nothing(split, chunk_tokens):
+    expected = gradient(split, row_tokens=16, micro_batch_rows=16)
+    got = gradient(split, row_tokens=16, micro_batch_rows=16, chunk_tokens=chunk_tokens)
+    assert_close(got[0], expected[0])
+
+
+def test_log_probs_match_an_unpacked_full_softmax(split):
+    graph, trained, frozen = split
+    model, update = nnx.merge(graph, trained, frozen), functions(graph)
+    for batch in pack(rows(), row_tokens=64, micro_batch_rows=2):
+        got = np.asarray(update.logprobs(trained, frozen, batch))
+        for index in range(len(batch.tokens)):
+            for segment in range(1, batch.segments[index].max() + 1):
+                where = np.flatnonzero(batch.segments[index] == segment)
+                tokens = jnp.asarray(batch.tokens[index, where])[None]
+                ones = jnp.ones_like(tokens)
+                hidden = model(tokens, jnp.arange(len(where))[None], ones)
+                logits = np.asarray((hidden @ model.head())[0] / 1.3, np.float64)
+                expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+                for column in np.flatnonzero(batch.mask[index] & np.isin(batch.places[index], where)):
+                    place = batch.places[index, column] - where[0]
+                    np.testing.assert_allclose(
+                        got[index, column], expected[place - 1, int(tokens[0, place])], atol=1e-5
+                    )
+
+
+def test_a_non_finite_gradient_changes_nothing_and_is_counted(split):
+    graph, trained, frozen = split
+    update, optimizer = functions(graph), optax.sgd(1.0)
+    broken = rows(3)
+    broken[0].advantages[broken[0].sampled] = np.nan
+    sums = update.add(trained, frozen, pack(broken, row_tokens=16, micro_batch_rows=4)[0], None)
+    stepped, _, metrics = update.apply(jax.tree.map(jnp.copy, trained), optimizer.init(trained), sums)
+    assert metrics["skipped"] == 1.0
+    assert_close(stepped, trained, atol=0)
+
+
+def test_the_base_is_the_reference_policy(split):
+    """With the adapter's B at zero the policy is the base: its KL to the reference is zero, with noise it is not."""
+    graph, trained, frozen = split
+    zeros = jax.tree.map(jnp.zeros_like, trained)
+    batch = pack(rows(), row_tokens=16, micro_batch_rows=16)[0]
+    update = functions(graph)
+    assert float(update.add(zeros, frozen, batch, None).values["reference_kl"]) == pytest.approx(0.0, abs=1e-6)
+    assert float(update.add(trained, frozen, batch, None).values["reference_kl"]) > 1e-4
