@@ -35,7 +35,8 @@ Symbols: # wall, _ empty floor, O target, X box, √ box on a target, P you, S y
 Moving towards a box pushes it one cell, if the cell behind it is free. Boxes can only be pushed, never pulled, and only
 one at a time; walls stop you and the boxes. A box in a corner is stuck for good unless the corner is a target."""
 INSTRUCTION = """Your actions are: up, down, left, right.
-First reason step by step about the next move inside <think> </think>. Then give one action inside <action> </action>."""
+First reason step by step about the next move inside <think> </think>, then give one action inside
+<action> </action>."""
 
 
 class Sokoban:
@@ -106,7 +107,8 @@ class _LevelSource:
     """The index-th level of a split, generated when asked for."""
 
     def __init__(self, split: Split, data_seed: int, shape: Shape):
-        self._split, self._data_seed, self._shape = split, data_seed, shape
+        self._split: Split = split
+        self._data_seed, self._shape = data_seed, shape
 
     def __call__(self, index: int) -> Task:
         shape = self._shape

@@ -1,0 +1,89 @@
+"""An agent: messages in, one reply of one policy out, with the exact tokens that made it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from flowjax.envs.base import Message
+
+UNVERSIONED = -1  # version of replies from a model that is not a published policy
+
+
+class Sampled(Protocol):
+    """What the engine answers; `model` is the name it served, `<policy>@<version>` for a published policy."""
+
+    @property
+    def sampled_ids(self) -> Sequence[int] | np.ndarray: ...
+
+    @property
+    def logprobs(self) -> Sequence[float] | np.ndarray: ...
+
+    @property
+    def finish_reason(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+
+class Generate(Protocol):
+    """Sample one completion of a prompt."""
+
+    async def __call__(self, prompt_ids: list[int]) -> Sampled: ...
+
+
+class Tokens(Protocol):
+    """The part of a codec that agents need."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """One completion, as text and as tokens. `generate_s` is the wait for the engine, queues included."""
+
+    text: str
+    prompt_ids: Int[np.ndarray, "prompt"]
+    sampled_ids: Int[np.ndarray, "sampled"]
+    logprobs: Float[np.ndarray, "sampled"]
+    finish_reason: str
+    policy: str
+    version: int
+    generate_s: float
+
+
+def served_version(model: str) -> tuple[str, int]:
+    """Policy and version of an engine's model name; the whole name and UNVERSIONED if it is not a published policy."""
+    policy, separator, version = model.rpartition("@")
+    return (policy, int(version)) if separator and version.isdecimal() else (model, UNVERSIONED)
+
+
+class Agent:
+    """Speaks for whatever policy `generate` samples from."""
+
+    def __init__(self, codec: Tokens, generate: Generate):
+        self._codec, self._generate = codec, generate
+
+    async def act(self, messages: Sequence[Message]) -> Reply:
+        """One reply to `messages`. The codec's `PromptTooLong` passes through."""
+        prompt_ids = self._codec.encode(messages)
+        started_s = time.perf_counter()
+        sampled = await self._generate(prompt_ids)
+        generate_s = time.perf_counter() - started_s
+        sampled_ids = np.asarray(sampled.sampled_ids, np.int32)
+        policy, version = served_version(sampled.model)
+        return Reply(
+            text=self._codec.decode(sampled_ids.tolist()),
+            prompt_ids=np.asarray(prompt_ids, np.int32),
+            sampled_ids=sampled_ids,
+            logprobs=np.asarray(sampled.logprobs, np.float32),
+            finish_reason=sampled.finish_reason,
+            policy=policy,
+            version=version,
+            generate_s=generate_s,
+        )

@@ -1,0 +1,106 @@
+"""Messages to token ids and back, by the tokenizer and chat template of a model folder."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from flowjax.envs.base import Message
+
+
+class CodecError(ValueError):
+    """A model folder without a usable tokenizer or chat template; the message names the remedy."""
+
+
+class PromptTooLong(Exception):
+    """A prompt over the limit; the episode ends here, truncated."""
+
+    def __init__(self, tokens: int, limit: int):
+        super().__init__(f"prompt of {tokens} tokens is over rollout.max_prompt_tokens={limit}")
+        self.tokens, self.limit = tokens, limit
+
+
+class Codec:
+    """The tokenizer of one model folder.
+
+    Rendering a chat template costs more than a nano model's tokens, so its text around the contents is kept for every
+    sequence of roles where the template proves to copy contents unchanged.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_prompt_tokens: int | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ):
+        if not Path(folder).is_dir():
+            raise CodecError(f"model.path {folder} is not a folder: give a Hugging Face folder with tokenizer.json")
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise CodecError(f"model.path {folder} has no readable tokenizer ({error}): add tokenizer.json") from error
+        if not self._tokenizer.chat_template:
+            raise CodecError(f"the tokenizer in model.path {folder} has no chat_template: use a chat model's tokenizer")
+        self._limit = max_prompt_tokens
+        self._options = dict(template_options or {})
+        self._frame = functools.lru_cache(maxsize=64)(self._make_frame)
+
+    @property
+    def eos_token_id(self) -> int:
+        return self._tokenizer.eos_token_id
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the prompt, up to where the assistant's reply begins.
+
+        Raises:
+            PromptTooLong: they are more than the codec's limit.
+        """
+        ids = self._tokenize(self._text(messages))
+        if self._limit is not None and len(ids) > self._limit:
+            raise PromptTooLong(len(ids), self._limit)
+        return ids
+
+    def encode_reply(self, reply: str) -> list[int]:
+        """Token ids of a complete reply, end-of-sequence included."""
+        return [*self._tokenize(reply), self.eos_token_id]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of sampled tokens, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self._tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        frame = self._frame(tuple(message["role"] for message in messages))
+        if frame is None:
+            return self._render(messages)
+        pieces = [frame[0]]
+        for message, after in zip(messages, frame[1:], strict=True):
+            pieces += message["content"], after
+        return "".join(pieces)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **self._options
+        )
+
+    def _make_frame(self, roles: tuple[str, ...]) -> tuple[str, ...] | None:
+        """The template's text before, between and after the contents; None where it changes contents.
+
+        Templates rewrite assistant turns (they drop earlier reasoning), so sequences with one are always rendered.
+        """
+        if not set(roles) <= {"system", "user"}:
+            return None
+        contents = [f" \n<content {i}>\n " for i in range(len(roles))]
+        text = self._render([{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)])
+        pieces = []
+        for content in contents:
+            before, found, text = text.partition(content)
+            if not found:
+                return None
+            pieces.append(before)
+        return (*pieces, text)

@@ -1,0 +1,90 @@
+"""One agent plays one environment, each turn a prompt of its own with a short window of the past."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flowjax.envs.base import EnvDied, Observation, Past, Session, Step, Style, World
+from flowjax.records import Status, Task, Turn
+from flowjax.workflows.agent import Agent, Reply
+from flowjax.workflows.codec import PromptTooLong
+
+OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own
+DEFAULT_HISTORY: Mapping[Style, int] = {"instruct": 2, "compact": 0}
+AGENT = "agent"  # its name among the agents
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an episode is played. `history` is the number of past turns shown, None for the style's default."""
+
+    world: World
+    max_turns: int = 15
+    prompt: Style = "instruct"
+    history: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode. `outcome` is that of the turns played, whatever the status."""
+
+    turns: list[Turn]
+    outcome: dict[str, float]
+    status: Status
+    error: str = ""
+
+
+async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agent], options: Options) -> Played:
+    """Play `task` until it ends or `options.max_turns` actions are taken.
+
+    A reply that names no legal action is a turn like any other: the world answers "" with `valid=False`. When the
+    prompt grows too long or the environment dies, the turns so far come back with that status; errors of the engine
+    pass through.
+    """
+    world = options.world
+    window = DEFAULT_HISTORY[options.prompt] if options.history is None else options.history
+    past: list[Past] = []
+    turns: list[Turn] = []
+    outcome = dict.fromkeys(world.OUTCOMES, 0.0)
+    status: Status = "ok"
+    error = ""
+    try:
+        observation = await env.reset(task, seed)
+        for number in range(1, options.max_turns + 1):
+            shown = past[-window:] if window > 0 else []
+            reply = await agents[AGENT].act(world.prompt(observation, shown, options.prompt))
+            action = world.parse_action(reply.text, observation.legal_actions) or ""
+            started_s = time.perf_counter()
+            step = await env.step(action)
+            turns.append(_turn(reply, observation, step, env_s=time.perf_counter() - started_s))
+            past.append(Past(number, observation.text, action))
+            observation = step.observation
+            outcome.update(step.outcome)
+            if step.terminal:
+                break
+    except PromptTooLong as too_long:
+        status, error = "truncated", str(too_long)
+    except EnvDied as died:
+        status, error = died.status, str(died)
+    outcome["turns"] = float(len(turns))
+    outcome["invalid_actions"] = float(sum(not turn.valid for turn in turns))
+    outcome["env_return"] = float(sum(turn.env_reward for turn in turns))
+    return Played(turns, outcome, status, error)
+
+
+def _turn(reply: Reply, before: Observation, step: Step, *, env_s: float) -> Turn:
+    return Turn(
+        policy=reply.policy,
+        version=reply.version,
+        prompt_ids=reply.prompt_ids,
+        sampled_ids=reply.sampled_ids,
+        logprobs=reply.logprobs,
+        finish_reason=reply.finish_reason,
+        state_key=before.state_key,
+        next_state_key=step.observation.state_key,
+        env_reward=step.reward,
+        valid=step.valid,
+        terminal=step.terminal,
+        generate_s=reply.generate_s,
+        env_s=env_s,
+    )
