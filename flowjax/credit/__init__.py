@@ -1,0 +1,1 @@
+"""Credit: pure functions from a table of turns to one advantage per turn."""

@@ -1,0 +1,92 @@
+"""Statistics of masked rows by segment, and sums along trajectories: what estimators are made of."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from flowjax.credit.table import TurnTable
+
+Pool = Literal["trajectories", "rows"]
+Norm = Literal["mean", "mean_std", "none"]
+
+EPSILON = 1e-6
+
+
+def segment_total(
+    values: Float[Array, "rows"], segment: Int[Array, "rows"], segments: int | None = None
+) -> Float[Array, "rows"]:
+    """For each row, the sum of `values` over the rows of its segment. By default at most as many segments as rows."""
+    totals = jnp.zeros(segments or values.shape[0], values.dtype).at[segment].add(values)
+    return totals[segment]
+
+
+def segment_statistics(
+    values: Float[Array, "rows"], segment: Int[Array, "rows"], weight: Bool[Array, "rows"], segments: int | None = None
+) -> tuple[Float[Array, "rows"], Float[Array, "rows"], Float[Array, "rows"]]:
+    """Count, mean and unbiased standard deviation of the rows with `weight` in each row's segment.
+
+    The mean of an empty segment is zero, as is the deviation of a segment with fewer than two such rows.
+    """
+    counted = weight.astype(values.dtype)
+    count = segment_total(counted, segment, segments)
+    mean = segment_total(counted * values, segment, segments) / jnp.maximum(count, 1)
+    squares = segment_total(counted * jnp.square(values - mean), segment, segments)
+    return count, mean, jnp.sqrt(squares / jnp.maximum(count - 1, 1))
+
+
+def first_rows(table: TurnTable) -> Bool[Array, "turns"]:
+    """One counted row per trajectory: its first."""
+    has_predecessor = jnp.zeros_like(table.mask).at[table.successor].max(table.successor != _row_numbers(table))
+    return table.mask & ~has_predecessor
+
+
+def pooled_rows(table: TurnTable, pool: Pool) -> Bool[Array, "turns"]:
+    """The rows that a group's statistics count: every turn, or one row for each trajectory."""
+    return table.mask if pool == "rows" else first_rows(table)
+
+
+def normalise(
+    values: Float[Array, "rows"], mean: Float[Array, "rows"], deviation: Float[Array, "rows"], norm: Norm
+) -> Float[Array, "rows"]:
+    """`values` less their mean, over their deviation, as `norm` says."""
+    if norm == "none":
+        return values
+    centred = values - mean
+    return centred / (deviation + EPSILON) if norm == "mean_std" else centred
+
+
+def whiten(values: Float[Array, "rows"], mask: Bool[Array, "rows"]) -> Float[Array, "rows"]:
+    """Zero mean and unit variance over all counted rows of the table."""
+    count = jnp.maximum(mask.sum(), 1)
+    mean = jnp.sum(values * mask) / count
+    variance = jnp.sum(jnp.square(values - mean) * mask) / jnp.maximum(count - 1, 1)
+    return (values - mean) * jax.lax.rsqrt(variance + 1e-8)
+
+
+def discounted_sums(
+    values: Float[Array, "turns"], successor: Int[Array, "turns"], gamma: float | Float[Array, ""]
+) -> Float[Array, "turns"]:
+    """G_t = x_t + gamma G_{t+1} along each trajectory.
+
+    By pointer doubling: after k rounds each row holds the sum of its next 2^k turns, so the rounds are the logarithm
+    of the longest trajectory and rows may lie in any order.
+    """
+    is_last = successor == jnp.arange(successor.shape[0])
+    decay = jnp.where(is_last, 0.0, jnp.asarray(gamma, values.dtype))
+
+    def unfinished(carry):
+        _, _, pointer, previous = carry
+        return jnp.any(pointer != previous)
+
+    def double(carry):
+        total, factor, pointer, _ = carry
+        return total + factor * total[pointer], factor * factor[pointer], pointer[pointer], pointer
+
+    start = (values, decay, successor, jnp.arange(successor.shape[0], dtype=successor.dtype))
+    return jax.lax.while_loop(unfinished, double, start)[0]
+
+
+def _row_numbers(table: TurnTable) -> Int[Array, "turns"]:
+    return jnp.arange(table.mask.shape[0], dtype=table.successor.dtype)

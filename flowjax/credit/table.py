@@ -1,0 +1,246 @@
+"""The table of turns that every estimator reads, and how it is made from groups of trajectories."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from flowjax.records import Group
+
+COUNTED_STATUSES = frozenset({"ok", "truncated"})
+SMALLEST_TABLE = 64
+
+
+class TableError(ValueError):
+    """A table that no estimator may read; the message names the column and the row."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TurnTable:
+    """Turns as a struct of arrays, one row per turn in the order of the groups' trajectories, then padding.
+
+    Ids are dense and start at zero. A *group* here is what gets compared: the turns of one policy on one task. A
+    *trajectory* is one policy's turns in one episode. States are unique over the table: equal ids mean the same state
+    of the same task. `score` is the reward of the whole trajectory, equal on all its rows. Rows with `mask` False
+    (padding, episodes that failed for reasons outside the policy) count in no statistic and get advantage zero.
+    """
+
+    task: Int[Array, "turns"]  # which task, so which state graph, the turn belongs to
+    group: Int[Array, "turns"]
+    trajectory: Int[Array, "turns"]
+    agent: Int[Array, "turns"]  # which policy acted, in the sorted order of the policies' names
+    step: Int[Array, "turns"]  # position of the turn in its episode
+    successor: Int[Array, "turns"]  # row of the trajectory's next turn; the row itself when it is the last
+    state: Int[Array, "turns"]
+    next_state: Int[Array, "turns"]
+    reward: Float[Array, "turns"]  # the environment's reward for this turn
+    score: Float[Array, "turns"]
+    valid: Bool[Array, "turns"]  # the reply could be read as an action
+    terminal: Bool[Array, "turns"]  # the environment ended the episode with this turn
+    noise: Bool[Array, "turns"]  # the world says that this turn only looked, or did nothing
+    mask: Bool[Array, "turns"]
+
+
+_COLUMNS: dict[str, type] = {
+    "task": np.int32,
+    "group": np.int32,
+    "trajectory": np.int32,
+    "agent": np.int32,
+    "step": np.int32,
+    "successor": np.int32,
+    "state": np.int32,
+    "next_state": np.int32,
+    "reward": np.float32,
+    "score": np.float32,
+    "valid": np.bool_,
+    "terminal": np.bool_,
+    "noise": np.bool_,
+    "mask": np.bool_,
+}
+
+
+def build_table(
+    groups: Sequence[Group],
+    scores: Float[np.ndarray, "trajectories"] | Mapping[str, Float[np.ndarray, "trajectories"]],
+    *,
+    pad_to: int | None = None,
+    noise: Bool[np.ndarray, "turns"] | None = None,
+) -> TurnTable:
+    """The table of all turns of `groups`, in order, padded to the next power of two (or to `pad_to`).
+
+    Args:
+        groups: any number of groups of any size.
+        scores: one score per trajectory, in order; or one such array per policy name, when the agents of an episode
+            are rewarded differently.
+        pad_to: number of rows of the result.
+        noise: marks turns for the cleaning of `flowjax.credit.cleaning`; none by default.
+
+    Raises:
+        TableError: something cannot be right; the message names the column and the row.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    for index, group in enumerate(groups):
+        if not group.trajectories:
+            raise TableError(f"column group, row {index}: group {group.group_id!r} has no trajectories")
+    lengths = np.fromiter((len(t.turns) for t in trajectories), np.int64, len(trajectories))
+    for index in np.flatnonzero(lengths == 0):
+        if trajectories[index].status in COUNTED_STATUSES:
+            name = trajectories[index].trajectory_id
+            raise TableError(f"column trajectory, row {index}: {name!r} has status ok but no turns")
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    if not turns:
+        raise TableError("column trajectory: there is not a single turn in these groups")
+
+    owner = np.repeat(np.arange(len(trajectories)), lengths)
+    task = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])[owner]
+    policies, agent = np.unique([turn.policy for turn in turns], return_inverse=True)
+    counted = np.fromiter((t.status in COUNTED_STATUSES for t in trajectories), bool, len(trajectories))[owner]
+    trajectory = _dense(owner * len(policies) + agent)
+    state_keys = _keys([turn.state_key for turn in turns], "state")
+    next_keys = _keys([turn.next_state_key for turn in turns], "next_state")
+    states = _state_ids(np.concatenate([task, task]), np.concatenate([state_keys, next_keys]))
+    columns = {
+        "task": task,
+        "group": _dense(task * len(policies) + agent),
+        "trajectory": trajectory,
+        "agent": agent,
+        "step": np.arange(len(turns)) - np.repeat(np.cumsum(lengths) - lengths, lengths),
+        "state": states[: len(turns)],
+        "next_state": states[len(turns) :],
+        "reward": np.fromiter((turn.env_reward for turn in turns), np.float64, len(turns)),
+        "score": np.where(counted, _turn_scores(scores, policies, owner, agent, len(trajectories)), 0.0),
+        "valid": np.fromiter((turn.valid for turn in turns), bool, len(turns)),
+        "terminal": np.fromiter((turn.terminal for turn in turns), bool, len(turns)),
+        "noise": np.zeros(len(turns), bool) if noise is None else np.asarray(noise),
+        "mask": counted,
+    }
+    return table_from_columns(columns, pad_to=pad_to)
+
+
+def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None = None) -> TurnTable:
+    """A padded table from whole columns, checked.
+
+    `successor` is derived; `task`, `agent`, `noise` and `mask` have defaults.
+
+    Raises:
+        TableError: an unknown or missing column, unequal lengths, an id out of range, a number that is not finite.
+    """
+    columns = {name: np.asarray(column) for name, column in columns.items()}
+    if unknown := sorted(set(columns) - set(_COLUMNS)):
+        raise TableError(f"column {unknown[0]} is not one of {', '.join(_COLUMNS)}")
+    required = set(_COLUMNS) - {"successor", "task", "agent", "noise", "mask"}
+    if missing := sorted(required - set(columns)):
+        raise TableError(f"column {missing[0]} is missing")
+    turns = len(columns["group"])
+    columns.setdefault("task", columns["group"])
+    columns.setdefault("agent", np.zeros(turns, np.int32))
+    columns.setdefault("noise", np.zeros(turns, bool))
+    columns.setdefault("mask", np.ones(turns, bool))
+    for name, column in columns.items():
+        if column.shape != (turns,):
+            raise TableError(f"column {name} has shape {column.shape}, column group has {turns} rows")
+    _check_ids(columns, turns)
+    _check_numbers(columns)
+    columns["successor"] = _successors(columns["trajectory"], columns["step"])
+
+    rows = pad_to if pad_to is not None else max(SMALLEST_TABLE, 1 << (turns - 1).bit_length())
+    if rows < turns:
+        raise TableError(f"pad_to is {rows}, the table has {turns} rows: raise pad_to or leave it out")
+    padded = {}
+    for name, dtype in _COLUMNS.items():
+        padded[name] = np.zeros(rows, dtype)
+        padded[name][:turns] = columns[name]
+    padded["successor"][turns:] = np.arange(turns, rows)
+    return TurnTable(**padded)
+
+
+def turn_count(table: TurnTable) -> int:
+    """Rows up to the last one that carries a turn which counts."""
+    counted = np.flatnonzero(np.asarray(table.mask))
+    return int(counted[-1]) + 1 if len(counted) else 0
+
+
+def columns_of(table: TurnTable) -> dict[str, np.ndarray]:
+    """The table's columns on the host, padding included."""
+    return {field.name: np.asarray(getattr(table, field.name)) for field in dataclasses.fields(table)}
+
+
+def _dense(ids: Int[np.ndarray, "rows"]) -> Int[np.ndarray, "rows"]:
+    return np.unique(ids, return_inverse=True)[1]
+
+
+def _keys(keys: Sequence[int], column: str) -> np.ndarray:
+    for row, key in enumerate(keys):
+        if not 0 <= key < 2**64:
+            raise TableError(f"column {column}, row {row}: key {key} is not an unsigned 64-bit number")
+    return np.array(keys, np.uint64)
+
+
+def _state_ids(task: Int[np.ndarray, "keys"], keys: np.ndarray) -> Int[np.ndarray, "keys"]:
+    """Dense ids, equal where both the task and the key are equal."""
+    distinct, key_ids = np.unique(keys, return_inverse=True)
+    return _dense(task * len(distinct) + key_ids)
+
+
+def _turn_scores(
+    scores: np.ndarray | Mapping[str, np.ndarray],
+    policies: np.ndarray,
+    owner: np.ndarray,
+    agent: np.ndarray,
+    trajectories: int,
+) -> Float[np.ndarray, "turns"]:
+    by_policy = dict(scores) if isinstance(scores, Mapping) else dict.fromkeys(policies, scores)
+    if missing := [name for name in policies if name not in by_policy]:
+        raise TableError(f"column score: no scores for policy {missing[0]!r}, only for {sorted(by_policy)}")
+    for name in policies:
+        if np.shape(by_policy[name]) != (trajectories,):
+            raise TableError(
+                f"column score has shape {np.shape(by_policy[name])} for policy {name!r}, there are {trajectories} "
+                "trajectories: give one score for each"
+            )
+    stacked = np.stack([np.asarray(by_policy[name], np.float64) for name in policies])
+    return stacked[agent, owner]
+
+
+def _check_ids(columns: Mapping[str, np.ndarray], turns: int) -> None:
+    limits = {"task": turns, "group": turns, "trajectory": turns, "agent": turns, "step": turns, "state": 2 * turns}
+    limits["next_state"] = 2 * turns
+    for name, limit in limits.items():
+        column = columns[name]
+        if column.dtype.kind not in "iu":
+            raise TableError(f"column {name} has type {column.dtype}, ids are integers")
+        for row in np.flatnonzero((column < 0) | (column >= limit))[:1]:
+            raise TableError(f"column {name}, row {row}: id {column[row]} is not in [0, {limit}); ids must be dense")
+
+
+def _check_numbers(columns: Mapping[str, np.ndarray]) -> None:
+    for name in ("reward", "score"):
+        for row in np.flatnonzero(~np.isfinite(columns[name].astype(np.float64)))[:1]:
+            raise TableError(f"column {name}, row {row}: {columns[name][row]} is not a finite number")
+    first = np.unique(columns["trajectory"], return_index=True)[1]
+    by_trajectory = np.zeros(columns["trajectory"].max(initial=0) + 1, np.int64)
+    by_trajectory[columns["trajectory"][first]] = first
+    head = by_trajectory[columns["trajectory"]]
+    for name in ("task", "group", "score", "mask", "agent"):
+        for row in np.flatnonzero(columns[name] != columns[name][head])[:1]:
+            raise TableError(
+                f"column {name}, row {row}: {columns[name][row]} differs from {columns[name][head[row]]} in row "
+                f"{head[row]} of the same trajectory"
+            )
+
+
+def _successors(trajectory: Int[np.ndarray, "turns"], step: Int[np.ndarray, "turns"]) -> Int[np.ndarray, "turns"]:
+    order = np.lexsort((step, trajectory))
+    ordered = trajectory[order]
+    follows = ordered[1:] == ordered[:-1]
+    repeated = np.flatnonzero(follows & (step[order][1:] == step[order][:-1]))
+    for position in repeated[:1]:
+        row = order[position + 1]
+        raise TableError(f"column step, row {row}: step {step[row]} occurs twice in trajectory {trajectory[row]}")
+    successor = np.arange(len(trajectory))
+    successor[order[:-1][follows]] = order[1:][follows]
+    return successor

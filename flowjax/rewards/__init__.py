@@ -1,0 +1,1 @@
+"""Rewards: pure functions from the outcomes of episodes to one score per trajectory."""

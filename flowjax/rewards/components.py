@@ -1,0 +1,99 @@
+"""The parts that a reward is the weighted sum of. Each is a pure function of outcome arrays.
+
+A component's positional arguments are named after the outcomes that it reads; keyword-only arguments are its options.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Outcome = Float[Array, "trajectories"]
+
+
+def success(success: Outcome) -> Outcome:
+    """1 when the task was solved, else 0."""
+    return (success > 0.5).astype(jnp.float32)
+
+
+def partial_score(score: Outcome) -> Outcome:
+    """The world's own grade of the result, as it is."""
+    return score
+
+
+def env_return(env_return: Outcome) -> Outcome:
+    """Sum of the environment's rewards."""
+    return env_return
+
+
+def invalid_actions(invalid_actions: Outcome, turns: Outcome, *, per_turn: bool = False) -> Outcome:
+    """Minus the number of replies that could not be read as an action, or minus their share."""
+    return -invalid_actions / jnp.where(per_turn, jnp.maximum(turns, 1), 1)
+
+
+def turn_penalty(turns: Outcome) -> Outcome:
+    """Minus the number of turns."""
+    return -turns
+
+
+def token_penalty(sampled_tokens: Outcome, *, per_tokens: float = 1000.0) -> Outcome:
+    """Minus the number of sampled tokens, in units of `per_tokens`."""
+    return -sampled_tokens / per_tokens
+
+
+def overlong(longest_reply_tokens: Outcome, *, limit_tokens: float, buffer_tokens: float) -> Outcome:
+    """Soft punishment of replies that come near the limit. DAPO (arXiv 2503.14476), eq. 13.
+
+    0 up to limit - buffer, falling linearly to -1 at the limit, -1 beyond.
+    """
+    return jnp.clip((limit_tokens - buffer_tokens - longest_reply_tokens) / buffer_tokens, -1.0, 0.0)
+
+
+def well_formed(well_formed: Outcome) -> Outcome:
+    """Share of the replies that kept to the format asked for (tags in place, nothing outside them)."""
+    return jnp.clip(well_formed, 0.0, 1.0)
+
+
+def solved_well_formed(success: Outcome, well_formed: Outcome, *, format_reward: float = 0.1) -> Outcome:
+    """1 for a right answer in the right format, `format_reward` for the format alone, else 0. Search-R1 style."""
+    in_format = well_formed >= 1.0
+    return jnp.where(in_format, jnp.where(success > 0.5, 1.0, format_reward), 0.0)
+
+
+def verdict(approved: Outcome, parsed: Outcome, success: Outcome) -> Outcome:
+    """A verifier's reward: 1 when its verdict could be read and agrees with the truth about the solver's answer."""
+    return ((parsed > 0.5) & ((approved > 0.5) == (success > 0.5))).astype(jnp.float32)
+
+
+def zero_sum(payoff: Outcome, opponent_payoff: Outcome) -> Outcome:
+    """An agent's payoff less its opponent's, halved."""
+    return 0.5 * (payoff - opponent_payoff)
+
+
+def canvas(
+    canvas_checker: Outcome,
+    canvas_format: Outcome,
+    canvas_operator: Outcome,
+    canvas_control: Outcome,
+    correctness: Outcome,
+    *,
+    base: float = -1.0,
+    checker_weight: float = 0.2,
+    format_weight: float = 0.2,
+    operator_weight: float = 0.2,
+    control_weight: float = 0.4,
+    release_at: float = 1.0,
+) -> Outcome:
+    """Reward of a built workflow: base + S, and the correctness of its answer only once S reaches `release_at`.
+
+    S = min(1, sum of weighted structure parts), each 0 or 1: a checking operator, a formatting one, enough distinct
+    operators, branching or loops. CWRPO (FlowSteer): R = base + S + [S >= release_at] C, so that no answer pays before
+    the workflow has structure.
+    """
+    structure = jnp.minimum(
+        1.0,
+        checker_weight * canvas_checker
+        + format_weight * canvas_format
+        + operator_weight * canvas_operator
+        + control_weight * canvas_control,
+    )
+    released = structure >= release_at - 1e-6
+    return base + structure + jnp.where(released, correctness, 0.0)
