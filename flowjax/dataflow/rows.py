@@ -9,7 +9,7 @@ import numpy as np
 from flowjax.credit.estimators import estimate
 from flowjax.credit.table import build_table
 from flowjax.records import Group, TokenRow, Trajectory
-from flowjax.rewards import trajectory_scores
+from flowjax.rewards.scores import trajectory_scores
 
 
 @dataclass(frozen=True, slots=True)

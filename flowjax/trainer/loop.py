@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from flowjax.losses.policy import mismatch_metrics
+from flowjax.losses.mismatch import mismatch_metrics
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import LoraParam
 from flowjax.monitor.metrics import MetricsWriter
@@ -166,8 +166,8 @@ def _agreement(functions: UpdateFunctions, recent: dict[int, Arrays], frozen: Ar
         mask = versions == version
         ours = functions.logprobs(recent[version], frozen, batch)
         gap = jax.device_get(mismatch_metrics(ours, batch.behaviour_logprobs, mask))
-        sums["mismatch_k3"] += float(gap["k3"])
-        sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["max"]))
+        sums["mismatch_k3"] += float(gap["mismatch_k3"])
+        sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["mismatch_max"]))
         tokens += int(mask.sum())
     if not tokens:
         return {}

@@ -10,7 +10,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from flowjax.losses.policy import kl_penalty, policy_loss
+from flowjax.losses.kl import kl_penalty
+from flowjax.losses.policy import policy_loss
 from flowjax.models.logprobs import token_logprobs
 from flowjax.trainer.batch import MicroBatch
 
@@ -92,6 +93,7 @@ def make_update(
             batch.mask,
             kind=kind,
             sequences=batch.sequences,
+            sequence_count=batch.sequences.size,
             **options,
         )
         entropy_sum = jnp.sum(entropy, where=batch.mask)
