@@ -178,7 +178,9 @@ def _mean_of(taken: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Metrics of the updates of a step: means, but the counts added up."""
     values = {name: float(np.mean([update[name] for update in taken])) for name in taken[0]}
     values["trained_tokens"] = float(sum(update["trained_tokens"] for update in taken))
-    return {name: value for name, value in values.items() if name not in ("skipped", "tokens", "denominator")}
+    shown = {"ratio": "ratio_mean", "clipped": "clip_share"}
+    hidden = ("skipped", "tokens", "denominator", "clipped_low", "clipped_high")
+    return {shown.get(name, name): value for name, value in values.items() if name not in hidden}
 
 
 def _episode_metrics(served: Served) -> dict[str, float]:
