@@ -26,7 +26,7 @@ class Progress:
         self.train: list[dict[str, Any]] = []
         self.evals: dict[int, dict[str, Any]] = {}
         self.warm_start: dict[str, Any] = {}
-        self.totals: dict[str, float] = {name: 0.0 for name in _SUMMED}
+        self.totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
 
     def update(self) -> list[dict[str, Any]]:
         """Read on. Returns the entries that are new."""

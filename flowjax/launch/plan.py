@@ -1,0 +1,136 @@
+"""`--dry_run`: what a run would be made of, on this machine or on a larger one."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flowjax.launch.devices import Devices
+from flowjax.launch.preflight import Findings, disk_bytes
+from flowjax.launch.roles import needs_warm_start
+from flowjax.launch.supervisor import Role
+
+
+def render_plan(
+    config: ConfigDict, run_dir: Path, roles: Sequence[Role], ports: dict[str, int], devices: Devices, found: Findings
+) -> RenderableType:
+    """Roles, devices, batch arithmetic, memory and disk; then what stands in the way."""
+    parts: list[RenderableType] = [
+        Text(f"plan of {run_dir}", "bold"),
+        _rows("batch", batch_lines(config)),
+        _rows("devices", device_lines(config, devices, found)),
+    ]
+    if "model" in found.plan:
+        parts.append(_rows("model and disk", model_lines(config, found)))
+    if "memory" in found.plan:
+        parts.append(_rows("trainer memory per device, estimated", memory_lines(found)))
+    parts.append(_rows("ports on loopback", [(name, _port(config, name, port)) for name, port in ports.items()]))
+    parts.append(Text("roles", "bold"))
+    if needs_warm_start(config):
+        parts.append(Text(f"  first: warm start of a nano base model into {config.model.path}"))
+    for role in roles:
+        settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in role.env.items())
+        parts.append(Text(f"  {role.name} (restarts: {role.restarts})\n    {settings} {shlex.join(role.argv)}"))
+    parts += _obstacles(found)
+    return Group(*parts)
+
+
+def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
+    """What one step trains on, from the config alone."""
+    trainer, rollout = config.trainer, config.rollout
+    episodes = trainer.groups_per_step * rollout.group_size
+    turns = episodes * config.env.max_turns
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    tokens = trainer.micro_batch_rows * trainer.row_tokens
+    return [
+        ("episodes per step", f"{trainer.groups_per_step} groups x {rollout.group_size} members = {episodes}"),
+        ("turns per step", f"at most {episodes} x {config.env.max_turns} = {turns:,}"),
+        ("tokens per step", f"at most {turns:,} x {longest:,} = {turns * longest:,} (each turn its own sequence)"),
+        ("rows per pass", f"{trainer.micro_batch_rows} rows x {trainer.row_tokens:,} tokens = {tokens:,} token slots"),
+        ("passes per step", f"at most {-(-turns * longest // tokens):,} with full rows"),
+        (
+            "run",
+            f"{trainer.steps} steps x {trainer.updates_per_step} updates = {trainer.steps * trainer.updates_per_step}, "
+            f"{trainer.steps * episodes:,} episodes; {config.eval.tasks} held-out tasks before and after",
+        ),
+        ("staleness", f"at most {config.dataflow.max_staleness} versions"),
+    ]
+
+
+def device_lines(config: ConfigDict, devices: Devices, found: Findings) -> list[tuple[str, str]]:
+    """Who runs where."""
+    mesh = found.plan.get("mesh")
+    shape = " x ".join(f"{name} {size}" for name, size in mesh.items()) if mesh else "does not fit"
+    note = "  (assumed: none here; --devices=N plans for N)" if devices.assumed else ""
+    if devices.trainer:
+        trainer, engine = f"accelerators {','.join(devices.trainer)}", f"accelerators {','.join(devices.engine)}"
+    else:
+        trainer = f"{devices.cpu_devices} CPU device{'s' * (devices.cpu_devices != 1)}"
+        engine = f"CPU, {config.engine.threads} thread{'s' * (config.engine.threads != 1)}"
+    if devices.shared:
+        note += f"  (shared: the engine takes {config.engine.gpu_memory_fraction:.0%} of the memory)"
+    return [
+        ("trainer", f"{trainer}, mesh {shape}{note}"),
+        ("engine", f"{engine}, tensor parallel {config.engine.tensor_parallel}, {config.engine.dtype}"),
+        ("dataflow, rollout", f"CPU, {config.env.workers} environment worker{'s' * (config.env.workers != 1)}"),
+        ("engine's Python", config.engine.python or "the one running flowjax"),
+    ]
+
+
+def model_lines(config: ConfigDict, found: Findings) -> list[tuple[str, str]]:
+    """Sizes of the model, of what is saved and of what is served."""
+    model, parallel = found.plan["model"], config.engine.tensor_parallel
+    kv_tokens = config.engine.max_concurrent_sequences * config.engine.max_model_tokens
+    return [
+        ("base", f"{config.model.path}: {model['parameters']:,} parameters, {config.model.dtype} in the trainer"),
+        ("trained", f"{config.policy.train}, {model['trained']:,} parameters (float32)"),
+        ("checkpoint", f"{size(model['checkpoint_bytes'])} each, {config.trainer.keep_checkpoints} kept"),
+        ("handed to the engine", f"{size(model['adapter_bytes'])} per version"),
+        ("disk", f"about {size(disk_bytes(config, found.plan))}, and logs and trajectories"),
+        (
+            "engine per device",
+            f"{size(model['served_bytes'] // parallel)} weights + "
+            f"{size(model['kv_bytes_per_token'] * kv_tokens // parallel)} key-value cache if all "
+            f"{config.engine.max_concurrent_sequences} sequences were {config.engine.max_model_tokens:,} tokens long",
+        ),
+    ]
+
+
+def memory_lines(found: Findings) -> list[tuple[str, str]]:
+    parts = found.plan["memory"]
+    lines = [(name.replace("_", " "), size(value)) for name, value in parts.items() if value]
+    return [*lines, ("total", f"{size(sum(parts.values()))}, and about 20 % for the compiler's own buffers")]
+
+
+def size(size_bytes: float) -> str:
+    """Bytes in the unit that leaves one to three digits before the point."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def _port(config: ConfigDict, name: str, port: int) -> str:
+    return f"{port}" if config[name].port else f"{port} (free now; chosen anew at the start)"
+
+
+def _rows(title: str, lines: Sequence[tuple[str, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in lines:
+        table.add_row(f"  {name}", value)
+    return Group(Text(title, "bold"), table)
+
+
+def _obstacles(found: Findings) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for title, problems in (("this config cannot run", found.problems), ("not ready on this machine", found.here)):
+        if problems:
+            parts += [Text(title, "bold red"), *(Text(f"  {problem}") for problem in problems)]
+    return parts

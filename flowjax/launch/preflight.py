@@ -1,0 +1,79 @@
+"""All checks of a run, on the config, this machine and the run's own modules, with what they find put together."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flowjax.launch.checks import check_config
+from flowjax.launch.devices import Devices
+from flowjax.launch.machine import check_engine, check_folder, check_model, check_ports, check_unused
+
+_PROBE_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Findings:
+    """`problems` make the config unusable anywhere; `here` only on this machine as it is now."""
+
+    problems: list[str] = field(default_factory=list)
+    here: list[str] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+def examine(config: ConfigDict, run_dir: Path, devices: Devices, *, resume: bool = False) -> Findings:
+    """Run every check. Nothing is written, nothing started but short-lived probes."""
+    probe = _start_probe(config, devices, run_dir / "checkpoints" / config.policy.name if resume else None)
+    problems = check_config(config)
+    here = [*check_model(config), *check_ports(config), *check_engine(config, devices), *check_unused(run_dir)]
+    found, plan = _finish_probe(probe)
+    problems += [text for text in found if text not in problems]
+    here += check_folder(run_dir, disk_bytes(config, plan))
+    return Findings(problems, here, plan)
+
+
+def disk_bytes(config: ConfigDict, plan: dict[str, Any]) -> int:
+    """Most that checkpoints and adapter folders of a run take at once."""
+    model = plan.get("model", {})
+    trainer = config.trainer
+    kept = trainer.keep_checkpoints + 1  # the one being written
+    kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
+    adapters = config.dataflow.max_staleness + 2
+    return kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
+
+
+def _start_probe(config: ConfigDict, devices: Devices, checkpoints: Path | None) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flowjax.launch.probe"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    request = {
+        "config": json.loads(config.to_json()),
+        "devices": devices.trainer_count,
+        "checkpoints": str(checkpoints) if checkpoints else None,
+    }
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(request))
+    process.stdin.flush()
+    return process
+
+
+def _finish_probe(process: subprocess.Popen[str]) -> tuple[list[str], dict[str, Any]]:
+    try:
+        output, errors = process.communicate(timeout=_PROBE_TIMEOUT_S)
+        answer = json.loads(output)
+    except (subprocess.TimeoutExpired, ValueError):
+        process.kill()
+        _, errors = process.communicate()
+        lines = errors.strip().splitlines()[-5:] or ["no output"]
+        return ["the run's modules could not be looked at: " + "\n    ".join(lines)], {}
+    return answer["problems"], answer["plan"]

@@ -1,0 +1,183 @@
+"""What can be refused, and planned, only with JAX and the run's own modules at hand: names, mesh, memory, checkpoints.
+
+Runs in a process of its own, `python -m flowjax.launch.probe`, so that the supervisor stays small and starts at once.
+Reads {"config", "devices", "checkpoints"} as JSON, writes {"problems", "plan"}.
+"""
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flowjax.config import default_config
+
+# Shapes of models whose folder may be on another machine, as in their config.json.
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+_SHAPE_FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "tie_word_embeddings",
+)
+KNOWN_MODELS = {
+    name: {**_QWEN3, **dict(zip(_SHAPE_FIELDS, shape, strict=True))}
+    for name, shape in {
+        "Qwen3-0.6B": (1024, 28, 16, 3072, True),
+        "Qwen3-1.7B": (2048, 28, 16, 6144, True),
+        "Qwen3-4B": (2560, 36, 32, 9728, True),
+        "Qwen3-8B": (4096, 36, 32, 12288, False),
+        "Qwen3-14B": (5120, 40, 40, 17408, False),
+        "Qwen3-32B": (5120, 64, 64, 25600, False),
+    }.items()
+}
+
+
+def inspect_run(config: ConfigDict, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
+    """Problems, and the sizes that a plan shows. `checkpoints` is the folder that a resumed run goes on from."""
+    problems = [text for check in (_world, _workflow, _credit, _loss) for text in _messages(check, config)]
+    plan: dict[str, Any] = {}
+    problems += _messages(_sizes, config, device_count, plan)
+    if checkpoints is not None:
+        problems += _messages(_newest_checkpoint, checkpoints)
+    return {"problems": problems, "plan": plan}
+
+
+def _messages(check: Callable[..., Iterator[str]], *args: Any) -> list[str]:
+    """The problems that a check yields or raises; every room's own error is a ValueError with a message for users."""
+    found: list[str] = []
+    try:
+        found.extend(check(*args))
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def _world(config: ConfigDict) -> Iterator[str]:
+    from flowjax.envs.base import load_world
+    from flowjax.rewards.scores import check_reward
+
+    world = load_world(config.env.module)
+    try:
+        world.make(**config.env.options.to_dict())
+    except TypeError as error:
+        yield f"config.env.options is {config.env.options.to_dict()}, which {config.env.module} does not take: {error}"
+    if config.reward.components:
+        check_reward(config.reward.components.to_dict(), world.OUTCOMES, config.env.module)
+
+
+def _workflow(config: ConfigDict) -> Iterator[str]:
+    module, _, name = config.workflow.rpartition(".")
+    field = f"config.workflow is {config.workflow!r}"
+    try:
+        if not callable(getattr(importlib.import_module(module), name)):
+            yield f"{field}, which is not a function: give the dotted path of an episode function"
+    except (ImportError, AttributeError, ValueError) as error:
+        yield f"{field}, which cannot be imported ({error}): give a dotted path such as flowjax.workflows.single.play"
+
+
+def _credit(config: ConfigDict) -> Iterator[str]:
+    from flowjax.credit.estimators import check_options
+
+    check_options(config.credit.name, config.credit.options.to_dict())
+    yield from ()
+
+
+def _loss(config: ConfigDict) -> Iterator[str]:
+    from flowjax.losses.options import check_loss_options
+
+    check_loss_options(config.loss.kind, config.loss.options.to_dict())
+    yield from ()
+
+
+def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
+    """Fill `plan`; yield what does not divide."""
+    from jax.sharding import AbstractMesh
+
+    from flowjax.models import memory
+    from flowjax.models.lora import Lora, adapter_specs
+    from flowjax.models.sharding import MESH_AXES, Placement, resolve_mesh
+
+    lora = Lora(**config.policy.lora.to_dict()) if config.policy.train == "lora" else None
+    mesh = resolve_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, device_count)
+    plan["mesh"] = dict(zip(MESH_AXES, mesh, strict=True))
+    ways = mesh[0] * mesh[1]
+    if config.trainer.micro_batch_rows % ways:
+        yield (
+            f"config.trainer.micro_batch_rows is {config.trainer.micro_batch_rows}, but rows are split over {ways} "
+            f"devices (mesh data x fsdp = {mesh[0]} x {mesh[1]}): make it a multiple of {ways}"
+        )
+    model = _model(config)
+    if model is None:
+        return
+    adapter = sum(math.prod(s.shape) for ab in adapter_specs(model, lora).values() for s in ab.values()) if lora else 0
+    trained = adapter if lora else model.parameter_count()
+    plan["model"] = {
+        "parameters": model.parameter_count(),
+        "trained": trained,
+        "checkpoint_bytes": 3 * memory.FLOAT32 * trained,  # the weights and AdamW's two moments
+        "adapter_bytes": memory.FLOAT32 * trained,
+        "kv_bytes_per_token": 2 * model.layers * model.kv_size * memory.DTYPE_BYTES.get(config.engine.dtype, 2),
+        "served_bytes": model.parameter_count() * memory.DTYPE_BYTES.get(config.engine.dtype, 2),
+    }
+    if config.model.dtype not in memory.DTYPE_BYTES:
+        return
+    plan["memory"] = memory.estimate(
+        model,
+        lora,
+        rows=config.trainer.micro_batch_rows,
+        tokens=config.trainer.row_tokens,
+        chunk=config.trainer.logprob_chunk_tokens,
+        dtype=config.model.dtype,
+        remat=config.model.remat,
+        **plan["mesh"],
+    )
+    placement: Any = AbstractMesh(mesh, MESH_AXES)  # only its shape is looked at
+    Placement(placement).check(model)
+
+
+def _model(config: ConfigDict) -> Any:
+    """The decoder's shape: from its folder, the nano recipe, or the table of known names; None when it is not known."""
+    from flowjax.models.config import parse_config, read_config
+
+    folder = Path(config.model.path)
+    if (folder / "config.json").exists():
+        return read_config(folder)
+    if config.model.nano is not None:
+        from flowjax.envs.base import load_world
+        from flowjax.models.nano import SPECIAL_TOKENS, nano_config
+
+        words = len(load_world(config.env.module).vocabulary())
+        return nano_config(words + len(SPECIAL_TOKENS), **config.model.nano.to_dict())
+    return parse_config(KNOWN_MODELS[folder.name]) if folder.name in KNOWN_MODELS else None
+
+
+def _newest_checkpoint(directory: Path) -> Iterator[str]:
+    from flowjax.weights.publish import committed_steps, read_adapter
+
+    if steps := committed_steps(directory):
+        read_adapter(directory, steps[-1])
+    yield from ()
+
+
+def main() -> None:
+    answer_to, sys.stdout = sys.stdout, sys.stderr  # a world or a library may print
+    request = json.load(sys.stdin)
+    config = default_config()
+    with config.unlocked():
+        config.update(request["config"])
+    folder = request["checkpoints"]
+    answer = inspect_run(config, request["devices"], Path(folder) if folder else None)
+    json.dump(answer, answer_to)
+    answer_to.flush()
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    main()

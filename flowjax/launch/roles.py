@@ -1,0 +1,82 @@
+"""The roles of a run: their commands, environments, health and patience."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from flowjax.launch.devices import Devices
+from flowjax.launch.machine import free_port
+from flowjax.launch.supervisor import Role, answers
+
+# Nothing is fetched or reported while a run lasts.
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_ON_CPU = {"JAX_PLATFORMS": "cpu"}  # must not take memory from the trainer's devices
+STOP_ORDER = (("rollout", "trainer"), ("dataflow", "engine"))
+
+
+def choose_ports(config: ConfigDict) -> dict[str, int]:
+    """A port for each server, as configured or free; kept for the whole run, restarts included."""
+    return {"engine": config.engine.port or free_port(), "dataflow": config.dataflow.port or free_port()}
+
+
+def write_endpoints(run_dir: Path, ports: dict[str, int]) -> None:
+    """`endpoints.json`, where roles find each other."""
+    partial_file = run_dir / "endpoints.json.partial"
+    partial_file.write_text(json.dumps({name: f"http://127.0.0.1:{port}" for name, port in ports.items()}))
+    partial_file.replace(run_dir / "endpoints.json")
+
+
+def needs_warm_start(config: ConfigDict) -> bool:
+    return config.model.nano is not None and not (Path(config.model.path) / "config.json").exists()
+
+
+def warm_start_role(run_dir: Path, devices: Devices) -> Role:
+    return Role(
+        "warm_start",
+        [sys.executable, "-m", "flowjax.trainer.warm_start", f"--run={run_dir}"],
+        env={**_OFFLINE, **devices.trainer_env()},
+        restarts=1,
+        finite=True,
+    )
+
+
+def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices) -> list[Role]:
+    """Engine, dataflow, trainer and rollout, in the order in which they are started."""
+    from flowjax.rollout.sidecar import engine_command
+
+    engine_argv, engine_env = engine_command(config, run_dir, ports["engine"])
+    python = [sys.executable, "-m"]
+    return [
+        Role(
+            "engine",
+            engine_argv,
+            env={**_OFFLINE, **devices.engine_env(), **engine_env},
+            health=partial(answers, "127.0.0.1", ports["engine"], "/health"),
+            restarts=config.engine.max_restarts,
+            start_timeout_s=config.engine.start_timeout_s,
+        ),
+        Role(
+            "dataflow",
+            [*python, "flowjax.dataflow", f"--run={run_dir}"],
+            env={**_OFFLINE, **_ON_CPU},
+            health=partial(answers, "127.0.0.1", ports["dataflow"], "/status"),
+            restarts=2,
+        ),
+        Role(
+            "trainer",
+            [*python, "flowjax.trainer", f"--run={run_dir}"],
+            env={**_OFFLINE, **devices.trainer_env()},
+            restarts=2,
+            finite=True,
+        ),
+        Role("rollout", [*python, "flowjax.rollout", f"--run={run_dir}"], env={**_OFFLINE, **_ON_CPU}, restarts=5),
+    ]

@@ -1,0 +1,101 @@
+"""One run under supervision: start the roles in order, follow them on the screen, stop them, say what came of it."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
+from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.progress import Progress
+from flowjax.monitor.screen import Screen
+
+OK, ROLE_FAILED = 0, 1
+_REFRESH_S = 0.4
+_TOLD = ("down", "restart", "failed", "kill")  # events worth a line that stays; the screen shows the others
+
+
+class Session:
+    """Runs roles of one run folder until `done`. Signals: the first stops in order, the second at once."""
+
+    def __init__(
+        self, run_dir: Path, *, steps: int, stop_order: Sequence[Sequence[str]] = (), console: Console | None = None
+    ):
+        self._run_dir, self._steps, self._stop_order = run_dir, steps, stop_order
+        self._console = console or Console()
+        self._metrics = MetricsWriter(run_dir)
+        self._interrupted: signal.Signals | None = None
+        self.started_s = time.time()
+
+    async def run(
+        self,
+        roles: Callable[[], Sequence[Role]],
+        done: Callable[[Supervisor, Progress], Awaitable[None]],
+        *,
+        first: Role | None = None,
+    ) -> int:
+        """Run `first` to its end, then start `roles` and keep them up until `done` returns.
+
+        Returns 0, 1 when a role failed for good, or 128 + n after signal n.
+        """
+        supervisor = Supervisor(self._run_dir / "logs", on_event=self._on_event)
+        self.screen = Screen(self._run_dir, steps=self._steps, states=supervisor.states, console=self._console)
+        work = asyncio.create_task(supervisor.until(self._work(supervisor, roles, done, first)))
+        refresh = asyncio.create_task(self._refresh())
+        self._listen(supervisor, work)
+        failure: RoleFailed | None = None
+        try:
+            await work
+        except RoleFailed as error:
+            failure = error
+        except asyncio.CancelledError:
+            self.screen.say("stopping; press Ctrl-C again to stop at once")
+        finally:
+            await supervisor.stop(*self._stop_order)
+            refresh.cancel()
+            await asyncio.gather(refresh, return_exceptions=True)
+            self.screen.close()
+        if failure is not None:
+            self._console.print(failure.report(), markup=False, highlight=False, soft_wrap=True)
+            return ROLE_FAILED
+        return 128 + self._interrupted if self._interrupted else OK
+
+    async def _work(
+        self,
+        supervisor: Supervisor,
+        roles: Callable[[], Sequence[Role]],
+        done: Callable[[Supervisor, Progress], Awaitable[None]],
+        first: Role | None,
+    ) -> None:
+        if first is not None:
+            supervisor.start(first)
+            await supervisor.ended(first.name)
+        for role in roles():
+            supervisor.start(role)
+        await done(supervisor, self.screen.progress)
+
+    async def _refresh(self) -> None:
+        while True:
+            self.screen.refresh()
+            await asyncio.sleep(_REFRESH_S)
+
+    def _listen(self, supervisor: Supervisor, work: asyncio.Task[None]) -> None:
+        def stop(number: signal.Signals) -> None:
+            if self._interrupted:
+                supervisor.kill()
+                return
+            self._interrupted = number
+            work.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+    def _on_event(self, role: str, event: str, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the supervision
+            self._metrics.write("run", role=role, event=event, text=text)
+        if event in _TOLD and self._console.is_terminal:
+            self.screen.say(f"{role}: {event} {text}".rstrip())
