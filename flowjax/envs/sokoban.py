@@ -80,7 +80,7 @@ class Sokoban:
 
     def _observe(self) -> Observation:
         lines = grid(self.room, self._position)
-        text = "\n".join("\t".join(f" {symbol} " for symbol in line) for line in lines)
+        text = "\n".join(" " + " \t ".join(line) + " " for line in lines)
         return Observation(text, DIRECTIONS, key(self.room, self._position))
 
     def _outcome(self) -> dict[str, float]:
