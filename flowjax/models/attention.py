@@ -63,12 +63,28 @@ def attend(
     key: Float[Array, "rows tokens kv_heads dim"],
     value: Float[Array, "rows tokens kv_heads dim"],
     seen: Bool[Array, "rows tokens tokens"],
+    *,
+    block_tokens: int = 1024,
 ) -> Float[Array, "rows tokens heads dim"]:
-    """softmax(q k / sqrt(dim)) v with float32 scores; heads share keys in groups, never repeated in memory (GQA)."""
+    """softmax(q k / sqrt(dim)) v with float32 scores; heads share keys in groups, never repeated in memory (GQA).
+
+    Rows longer than `block_tokens` go through block after block of queries, recomputed in the backward pass, so that
+    memory grows with tokens * block_tokens and not with tokens squared.
+    """
     rows, tokens, heads, dim = query.shape
     kv_heads = key.shape[2]
-    grouped = query.reshape(rows, tokens, kv_heads, heads // kv_heads, dim) * jnp.asarray(dim**-0.5, query.dtype)
-    scores = jnp.einsum("rtkgd,rskd->rkgts", grouped, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("rkgts,rskd->rtkgd", weights, value).reshape(rows, tokens, heads, dim)
+    query = query.reshape(rows, tokens, kv_heads, heads // kv_heads, dim) * jnp.asarray(dim**-0.5, query.dtype)
+
+    def block(query: jax.Array, seen: jax.Array) -> jax.Array:
+        scores = jnp.einsum("rtkgd,rskd->rkgts", query, key, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1).astype(value.dtype)
+        return jnp.einsum("rkgts,rskd->rtkgd", weights, value)
+
+    if tokens <= block_tokens:
+        return block(query, seen).reshape(rows, tokens, heads, dim)
+    padding = -tokens % block_tokens
+    queries = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0), (0, 0)))
+    queries = queries.reshape(rows, -1, block_tokens, *query.shape[2:]).swapaxes(0, 1)
+    visible = jnp.pad(seen, ((0, 0), (0, padding), (0, 0))).reshape(rows, -1, block_tokens, tokens).swapaxes(0, 1)
+    blocks = jax.lax.map(lambda xs: jax.checkpoint(block)(*xs), (queries, visible))
+    return blocks.swapaxes(0, 1).reshape(rows, -1, heads, dim)[:, :tokens]

@@ -1,0 +1,198 @@
+"""Folders of Hugging Face models: the same log-probabilities as transformers and PEFT, both ways; clear refusals."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, hf_logprobs, logprobs, make_hf_folder, randomise_adapter, tiny_decoder
+from peft import PeftModel
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from flowjax.models import hf
+from flowjax.models.config import ModelError
+from flowjax.models.hf import load_decoder, save_decoder
+from flowjax.models.lora import Lora, adapter_arrays, adapter_from_peft, peft_config, peft_tensors
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS = {
+    "qwen3_tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3_untied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": False}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
+    "mistral": ("mistral", {"sliding_window": 6, "head_dim": 8}),
+}
+
+
+@pytest.fixture(params=list(MODELS))
+def folder(request, tmp_path):
+    model_type, fields = MODELS[request.param]
+    return make_hf_folder(tmp_path / "model", model_type, **fields)
+
+
+@pytest.fixture
+def qwen3(tmp_path):
+    return make_hf_folder(tmp_path / "model", *MODELS["qwen3_untied"][:1], **MODELS["qwen3_untied"][1])
+
+
+def _transformers(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def test_log_probabilities_equal_transformers(folder, tokens):
+    decoder = load_decoder(folder, dtype=jnp.float32, remat="none")
+    np.testing.assert_allclose(logprobs(decoder, tokens), hf_logprobs(_transformers(folder), tokens), atol=1e-4)
+
+
+def test_saved_model_loads_in_transformers_and_here(folder, tokens, tmp_path):
+    decoder = load_decoder(folder, dtype=jnp.float32, remat="none")
+    save_decoder(decoder, tmp_path / "out")
+    mine = logprobs(decoder, tokens)
+    np.testing.assert_allclose(hf_logprobs(_transformers(tmp_path / "out"), tokens), mine, atol=1e-4)
+    again = load_decoder(tmp_path / "out", dtype=jnp.float32, remat="none")
+    assert again.config == decoder.config
+    np.testing.assert_array_equal(logprobs(again, tokens), mine)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [Lora(4, 8.0), Lora(4, 8.0, rslora=True), Lora(2, 4.0, targets=("v_proj", "down_proj"))],
+    ids=["all", "rslora", "two_targets"],
+)
+def test_adapter_equals_peft_and_its_merged_export(qwen3, tokens, tmp_path, lora):
+    decoder = load_decoder(qwen3, lora=lora, dtype=jnp.float32, remat="none")
+    randomise_adapter(decoder)
+    mine = logprobs(decoder, tokens)
+    tensors = peft_tensors(decoder.adapter, decoder.config, lora)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(tensors, str(adapter / "adapter_model.safetensors"))
+    (adapter / "adapter_config.json").write_text(json.dumps(peft_config(lora, str(qwen3))))
+    base = _transformers(qwen3)
+    assert np.abs(hf_logprobs(base, tokens) - mine).max() > 0.1
+    np.testing.assert_allclose(hf_logprobs(PeftModel.from_pretrained(base, adapter), tokens), mine, atol=1e-4)
+
+    save_decoder(decoder, tmp_path / "merged")
+    np.testing.assert_allclose(hf_logprobs(_transformers(tmp_path / "merged"), tokens), mine, atol=1e-4)
+    merged = load_decoder(tmp_path / "merged", dtype=jnp.float32, remat="none")
+    np.testing.assert_allclose(logprobs(merged, tokens), mine, atol=1e-4)
+
+    back = adapter_from_peft(tensors, decoder.config, lora)
+    for target, parts in adapter_arrays(decoder.adapter).items():
+        for part, array in parts.items():
+            np.testing.assert_array_equal(back[target][part], array)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_files_are_read_and_written(qwen3, tmp_path, dtype):
+    model = _transformers(qwen3)
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "half")
+    decoder = load_decoder(tmp_path / "half", dtype=dtype)
+    assert decoder.embedding.get_value().dtype == jnp.dtype(dtype)
+    weight = model.model.layers[1].self_attn.q_proj.weight.float().detach().numpy()
+    np.testing.assert_array_equal(np.asarray(decoder.layers["q_proj"].get_value()[1], np.float32), weight.T)
+    save_decoder(decoder, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == dtype
+    theirs, mine = (load_file(tmp_path / name / "model.safetensors") for name in ("half", "again"))
+    assert theirs.keys() == mine.keys()
+    for name, tensor in theirs.items():
+        assert tensor.dtype == mine[name].dtype
+        np.testing.assert_array_equal(tensor, mine[name])
+
+
+def test_several_files_with_an_index(qwen3, tokens, tmp_path, monkeypatch):
+    decoder = load_decoder(qwen3, dtype=jnp.float32, remat="none")
+    monkeypatch.setattr(hf, "SHARD_BYTES", 10_000)
+    save_decoder(decoder, tmp_path / "shards")
+    files = sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    mine = logprobs(decoder, tokens)
+    np.testing.assert_array_equal(
+        logprobs(load_decoder(tmp_path / "shards", dtype=jnp.float32, remat="none"), tokens), mine
+    )
+    np.testing.assert_allclose(hf_logprobs(_transformers(tmp_path / "shards"), tokens), mine, atol=1e-4)
+    monkeypatch.undo()
+    save_decoder(decoder, tmp_path / "shards")
+    assert [path.name for path in (tmp_path / "shards").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_merging_happens_in_float32():
+    """Each of 64 updates is far below bfloat16's resolution next to 1; only a float32 sum keeps them."""
+    decoder = tiny_decoder(Lora(64, 64.0, targets=("q_proj",)))
+    decoder.layers["q_proj"].set_value(jnp.ones_like(decoder.layers["q_proj"].get_value()))
+    for param in decoder.adapter["q_proj"].values():
+        param.set_value(jnp.full_like(param.get_value(), 0.0625))
+    merged = dict(hf.merged_tensors(decoder, jnp.bfloat16))["model.layers.0.self_attn.q_proj.weight"]
+    assert np.unique(merged.astype(np.float32)).tolist() == [1.25]
+
+
+def _edit(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, str(path))
+
+
+def test_missing_tensor(qwen3):
+    _edit(qwen3, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"lacks 1 tensors .* such as model.layers.1.mlp.up_proj.weight"):
+        load_decoder(qwen3)
+
+
+def test_wrong_shape(qwen3):
+    _edit(qwen3, lambda tensors: tensors.update({"model.norm.weight": np.ones(7, np.float32)}))
+    with pytest.raises(ModelError, match=r"model.norm.weight has shape \(7,\), and config.json makes it \(24,\)"):
+        load_decoder(qwen3)
+
+
+def test_tensor_nobody_uses(qwen3):
+    _edit(qwen3, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": np.ones(4, np.float32)}))
+    with pytest.raises(ModelError, match=r"has 1 tensors that a qwen3 model does not use, such as .*sinks"):
+        load_decoder(qwen3)
+
+
+def test_no_safetensors(qwen3):
+    (qwen3 / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no \*.safetensors file: download the model in safetensors format"):
+        load_decoder(qwen3)
+
+
+def test_file_of_an_index_is_missing(qwen3):
+    names = load_file(qwen3 / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    (qwen3 / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model-00001-of-00002.safetensors cannot be read .*: download it again"):
+        load_decoder(qwen3)
+
+
+def test_truncated_file(qwen3):
+    data = (qwen3 / "model.safetensors").read_bytes()
+    (qwen3 / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read .*: download it again"):
+        load_decoder(qwen3)
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(ModelError, match=r"model folder '.*nowhere' does not exist: give the path"):
+        load_decoder(tmp_path / "nowhere")
+
+
+def test_tokenizer_files_are_copied(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / "model.safetensors").write_text("not copied")
+    save_decoder(tiny_decoder(), tmp_path / "out", tokenizer=source)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert load_decoder(tmp_path / "out").config == TINY
