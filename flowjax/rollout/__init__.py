@@ -1,0 +1,1 @@
+"""Episodes: the vLLM engine beside us, the client that asks it, and the service that plays."""

