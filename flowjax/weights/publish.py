@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from flowjax.weights.quiet import quiet_orbax
 
@@ -55,7 +56,7 @@ def read_adapter(directory: Path, step: int) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such step or it cannot be read.
     """
-    path = _committed_path(directory, step) / "adapter"
+    path = epath.Path(_committed_path(directory, step) / "adapter")
     handler = ocp.PyTreeCheckpointHandler()
     with _readable(path):
         metadata: Any = handler.metadata(path)
@@ -106,7 +107,7 @@ class Checkpoints:
         """
         path = _committed_path(self.directory, step)
         with _readable(path):
-            saved: Any = ocp.JsonCheckpointHandler().restore(path / "data", args=ocp.args.JsonRestore())
+            saved: Any = ocp.JsonCheckpointHandler().restore(epath.Path(path / "data"), args=ocp.args.JsonRestore())
             return Restored(
                 _restore_like(path / "adapter", adapter), _restore_like(path / "optimizer", optimizer), saved
             )
@@ -181,7 +182,7 @@ def _restore_like(path: Path, tree: PyTree) -> PyTree:
     if not jax.tree.leaves(tree):  # an optimizer without state, which Orbax would not have saved
         return tree
     args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
-    return ocp.PyTreeCheckpointHandler().restore(path, args=args)
+    return ocp.PyTreeCheckpointHandler().restore(epath.Path(path), args=args)
 
 
 def _unboxed(tree: Any) -> Any:
@@ -201,7 +202,7 @@ def _committed_path(directory: Path, step: int) -> Path:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _readable(path: os.PathLike[str]) -> Iterator[None]:
     quiet_orbax()
     try:
         yield

@@ -1,0 +1,308 @@
+"""The follower: makes the engine serve what the trainer has published.
+
+It reconciles what is wanted (the newest committed step of each policy, and every version in use) with what the engine
+itself lists. An adapter reaches the engine as an immutable folder `adapters/<policy>@<step>` under a name of its own,
+so a request in flight ends on the version it began with, and nothing pauses.
+"""
+
+import asyncio
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError
+from flowjax.models.config import read_config
+from flowjax.models.lora import Lora, peft_config, peft_tensors
+from flowjax.weights.peft import remove_unfinished, write_peft_folder
+from flowjax.weights.publish import committed_steps, read_adapter
+from flowjax.workflows.agent import UNVERSIONED, served_version
+
+_log = logging.getLogger(__name__)
+_OBSERVE_EVERY_S = 2.0  # how long the engine's own list may be out of date when nothing hints at a change
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
+
+PeftAdapter = tuple[Mapping[str, np.ndarray], Mapping[str, Any]]  # tensors, adapter_config.json
+
+
+class WeightsError(RuntimeError):
+    """A published version does not reach the engine; the message names it, the cause and the remedy."""
+
+
+class Engine(Protocol):
+    """What the follower asks of an engine. Every call may fail: the engine may be dead, or starting again."""
+
+    async def models(self) -> Collection[str]: ...
+
+    async def load_adapter(self, name: str, path: Path) -> None: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+
+def model_name(policy: str, version: int) -> str:
+    """The engine's name of a version; `flowjax.workflows.agent.served_version` reads it back."""
+    return f"{policy}@{version}"
+
+
+def peft_exporter(config: ConfigDict) -> Callable[[Any], PeftAdapter]:
+    """From a checkpoint's adapter to PEFT tensors and config, for the run's model and LoRA.
+
+    Raises:
+        ConfigError: the run trains all weights.
+    """
+    if config.policy.train != "lora":
+        # Full fine-tuning hands over merged weights here: reload in place, prefix cache salted by version.
+        raise ConfigError(
+            f"config.policy.train is {config.policy.train!r}, which cannot reach the engine yet: set it to 'lora'"
+        )
+    model, lora = read_config(Path(config.model.path)), Lora(**config.policy.lora.to_dict())
+    described = peft_config(lora, config.model.path)
+    return lambda adapter: (peft_tensors(adapter, model, lora), described)
+
+
+class Follower:
+    """Keeps the engine on the newest version of each policy.
+
+    Args:
+        engine: where adapters go.
+        run_dir: holds `checkpoints/<policy>/` and `adapters/`.
+        policies: names of the published policies.
+        export: from a restored adapter to its PEFT form.
+        max_staleness: versions behind the current one that stay loaded even when unused. Engines hold few.
+        poll_s: interval at which the checkpoint folders are listed.
+        stuck_s: how long the newest version may fail to load on a living engine before `run` gives up.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        run_dir: Path,
+        policies: Sequence[str],
+        export: Callable[[Any], PeftAdapter],
+        *,
+        max_staleness: int,
+        poll_s: float = 0.02,
+        stuck_s: float = 60.0,
+    ):
+        self._engine, self._run_dir, self._policies, self._export = engine, run_dir, tuple(policies), export
+        self._max_staleness, self._poll_s, self._stuck_s = max_staleness, poll_s, stuck_s
+        self._adapters = run_dir / "adapters"
+        self._observed: set[str] = set()
+        self._observed_at_s = -_OBSERVE_EVERY_S
+        self._current: dict[str, int] = {}
+        self._oldest_needed = dict.fromkeys(self._policies, 0)
+        self._in_use: Counter[tuple[str, int]] = Counter()
+        self._wanted: Counter[tuple[str, int]] = Counter()  # asked for by `serve`
+        self._retries: dict[tuple[str, int], _Retry] = {}
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Condition()
+
+    def current(self, policy: str) -> tuple[int, str]:
+        """Newest version that the engine has confirmed, and its name there.
+
+        Raises:
+            KeyError: none yet (await `ready`).
+        """
+        version = self._current[policy]
+        return version, model_name(policy, version)
+
+    @contextmanager
+    def using(self, policy: str, version: int) -> Iterator[None]:
+        """While entered, the version is kept on the engine."""
+        key = policy, version
+        self._in_use[key] += 1
+        try:
+            yield
+        finally:
+            self._in_use[key] -= 1
+            if not self._in_use[key]:
+                del self._in_use[key]
+
+    def in_use(self, policy: str) -> list[int]:
+        """Versions of a policy with something in flight."""
+        return sorted(version for name, version in self._in_use if name == policy)
+
+    def keep_from(self, policy: str, version: int) -> None:
+        """Older versions than this one will not be asked for again; before the first call, any may be."""
+        self._oldest_needed[policy] = version
+
+    async def ready(self) -> None:
+        """Return when every policy has a version on the engine."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._current) == len(self._policies))
+
+    async def changed(self, policy: str, version: int) -> int:
+        """The current version, as soon as it is another than `version`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._current.get(policy, version) != version)
+        return self._current[policy]
+
+    async def serve(self, policy: str, version: int) -> None:
+        """Return when the engine has this version: loaded just now, or again after a restart."""
+        key, name = (policy, version), model_name(policy, version)
+        self._wanted[key] += 1
+        self._wake.set()
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: name in self._observed)
+        finally:
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._wanted[key]
+
+    def recheck(self, name: str) -> None:
+        """The engine does not know `name`: it has been restarted. Look again at once."""
+        self._observed.discard(name)
+        self._observed_at_s = -_OBSERVE_EVERY_S
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Reconcile until cancelled.
+
+        Raises:
+            WeightsError: a living engine has refused the newest version for `stuck_s`.
+        """
+        engine_down = swept = False
+        while True:
+            try:
+                await self._observe_if_due()
+                if not swept:
+                    await asyncio.to_thread(self._sweep)
+                    swept = True
+                await self._reconcile()
+                engine_down = False
+            except (WeightsError, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                if not engine_down:
+                    _log.warning("the engine does not answer the follower: %s", error)
+                engine_down = True
+                self._retries.clear()
+                self._observed_at_s = -_OBSERVE_EVERY_S
+                await asyncio.sleep(_FIRST_RETRY_S)
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._poll_s)
+            except TimeoutError:
+                continue
+            self._wake.clear()
+
+    async def _reconcile(self) -> None:
+        for policy in self._policies:
+            newest = max(committed_steps(self._run_dir / "checkpoints" / policy), default=None)
+            for version in self._wanted_versions(policy, newest):
+                if model_name(policy, version) not in self._observed:
+                    await self._try_hand_over(policy, version, newest)
+            if newest is not None and model_name(policy, newest) in self._observed:
+                await self._advance(policy, newest)
+            await self._retire(policy)
+
+    def _wanted_versions(self, policy: str, newest: int | None) -> list[int]:
+        """Newest first: it is what new turns wait for."""
+        wanted = {version for name, version in (*self._in_use, *self._wanted) if name == policy}
+        wanted |= {version for version in (newest, self._current.get(policy)) if version is not None}
+        return sorted(wanted, reverse=True)
+
+    async def _advance(self, policy: str, version: int) -> None:
+        if self._current.get(policy) == version:
+            return
+        async with self._changed:
+            self._current[policy] = version
+            self._changed.notify_all()
+        _log.info("serving %s", model_name(policy, version))
+
+    async def _observe_if_due(self) -> None:
+        if time.monotonic() - self._observed_at_s > _OBSERVE_EVERY_S:
+            await self._observe()
+
+    async def _observe(self) -> None:
+        async with self._changed:
+            self._observed = set(await self._engine.models())
+            self._observed_at_s = time.monotonic()
+            self._changed.notify_all()
+
+    async def _try_hand_over(self, policy: str, version: int, newest: int | None) -> None:
+        name = model_name(policy, version)
+        retry = self._retries.setdefault((policy, version), _Retry())
+        if not retry.due():
+            return
+        error: Exception | None = None
+        try:
+            folder = self._adapters / name
+            if not folder.exists():
+                await asyncio.to_thread(self._write_folder, policy, version)
+            await self._engine.load_adapter(name, folder)
+        except Exception as caught:  # whatever went wrong, what counts is whether the engine lists the name
+            error = caught
+        await self._observe()
+        if name in self._observed:
+            del self._retries[policy, version]
+            return
+        if retry.failures == 0:
+            _log.warning("%s is not on the engine yet: %s", name, error or "the engine took it and does not list it")
+        retry.failed()
+        if version == newest and retry.failing_s() > self._stuck_s:
+            raise WeightsError(
+                f"the engine has refused {name} for {self._stuck_s:.0f} s ({error}): see logs/engine.log, and that "
+                "engine and trainer have the same model.path and policy.lora"
+            )
+
+    def _write_folder(self, policy: str, version: int) -> None:
+        tensors, described = self._export(read_adapter(self._run_dir / "checkpoints" / policy, version))
+        write_peft_folder(self._adapters / model_name(policy, version), tensors, described)
+
+    async def _retire(self, policy: str) -> None:
+        """Unload what is behind the staleness bound and not in use; then delete those folders that nobody will need."""
+        if policy not in self._current:
+            return
+        oldest_loaded = self._current[policy] - self._max_staleness
+        for name in self._observed | {folder.name for folder in self._adapters.iterdir()}:
+            owner, version = served_version(name)
+            busy = (policy, version) in self._in_use or (policy, version) in self._wanted
+            if owner != policy or version == UNVERSIONED or version >= oldest_loaded or busy:
+                continue
+            if name in self._observed:
+                self._observed.discard(name)
+                await self._engine.unload_adapter(name)
+            if version < self._oldest_needed[policy]:
+                await asyncio.to_thread(shutil.rmtree, self._adapters / name, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Forget unfinished folders, and those whose checkpoint may have been written anew since they were made.
+
+        What the engine lists stays. So does a folder without a checkpoint while newer checkpoints exist: an evaluation
+        may still be pinned to it.
+        """
+        self._adapters.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self._adapters)
+        for folder in self._adapters.iterdir():
+            policy, version = served_version(folder.name)
+            steps = committed_steps(self._run_dir / "checkpoints" / policy)
+            if folder.name not in self._observed and (version in steps or version > max(steps, default=UNVERSIONED)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Retry:
+    """When to try a failing version again: doubling waits from the first failure."""
+
+    def __init__(self):
+        self.failures = 0
+        self._first_s = self._next_s = 0.0
+
+    def due(self) -> bool:
+        return time.monotonic() >= self._next_s
+
+    def failing_s(self) -> float:
+        return time.monotonic() - self._first_s
+
+    def failed(self) -> None:
+        now = time.monotonic()
+        self._first_s = self._first_s or now
+        self._next_s = now + min(_FIRST_RETRY_S * 2**self.failures, _LAST_RETRY_S)
+        self.failures += 1

@@ -1,0 +1,295 @@
+"""The follower against real checkpoints and an engine that can be made to fail on purpose."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from flowjax.config import ConfigError, default_config
+from flowjax.weights import follow
+from flowjax.weights.follow import Follower, WeightsError, peft_exporter
+from flowjax.weights.publish import Checkpoints
+
+
+class Engine:
+    """Adapter slots of an engine, as vLLM answers for them, with faults on request."""
+
+    def __init__(self):
+        self.loaded: dict[str, float] = {}
+        self.calls: list[str] = []
+        self.alive = True
+        self.refuse: set[str] = set()
+
+    async def models(self) -> list[str]:
+        self._check_alive()
+        return ["base", *self.loaded]
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        self._check_alive()
+        self.calls.append(f"load {name}")
+        if name in self.loaded:
+            raise RuntimeError(f"400: the lora adapter {name!r} has already been loaded")
+        if name in self.refuse:
+            raise RuntimeError("500: adapter rank is greater than max_lora_rank")
+        self.loaded[name] = float(load_file(path / "adapter_model.safetensors")["a"][0])
+
+    async def unload_adapter(self, name: str) -> None:
+        self._check_alive()
+        self.calls.append(f"unload {name}")
+        del self.loaded[name]
+
+    def restart(self) -> None:
+        self.loaded.clear()
+        self.alive = True
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise ConnectionError("connection refused")
+
+
+class Run:
+    """A run folder with a publishing trainer and a running follower."""
+
+    def __init__(self, folder: Path, engine: Engine, **options):
+        self.folder, self.engine = folder, engine
+        self.checkpoints = Checkpoints(folder / "checkpoints" / "agent", keep=3)
+        self.follower = Follower(
+            engine, folder, ["agent"], lambda adapter: (adapter, {"r": 1}), max_staleness=1, poll_s=0.005, **options
+        )
+
+    def publish(self, step: int) -> None:
+        self.checkpoints.save(step, {"a": jnp.full(3, float(step))}, {"m": jnp.zeros(3)}, {})
+        self.checkpoints.wait()
+
+    def folders(self) -> set[str]:
+        return {path.name for path in (self.folder / "adapters").iterdir()}
+
+    @contextlib.asynccontextmanager
+    async def following(self):
+        task = asyncio.create_task(self.follower.run())
+        try:
+            yield self.follower
+            assert not task.done(), task.exception()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_hands_over_each_published_version(tmp_path, engine):
+    async def scenario():
+        run = Run(tmp_path, engine)
+        async with run.following() as follower:
+            waiting = asyncio.create_task(follower.ready())
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            run.publish(0)
+            await asyncio.wait_for(waiting, 5)
+            assert follower.current("agent") == (0, "agent@0")
+            run.publish(1)
+            await until(lambda: follower.current("agent") == (1, "agent@1"))
+        assert engine.loaded == {"agent@0": 0.0, "agent@1": 1.0}
+        assert json.loads((tmp_path / "adapters/agent@1/adapter_config.json").read_text()) == {"r": 1}
+
+    asyncio.run(scenario())
+
+
+def test_retires_only_what_is_old_and_unused_and_deletes_only_what_is_not_needed(tmp_path, engine):
+    async def scenario():
+        run = Run(tmp_path, engine)
+        async with run.following() as follower:
+            run.publish(0)
+            await follower.ready()
+            with follower.using("agent", 0):
+                for step in (1, 2, 3, 4):
+                    run.publish(step)
+                    assert await asyncio.wait_for(follower.changed("agent", step - 1), 5) == step
+                await until(lambda: set(engine.loaded) == {"agent@0", "agent@3", "agent@4"})
+                assert run.folders() == {f"agent@{step}" for step in range(5)}, "nothing said what is needed"
+                assert follower.in_use("agent") == [0]
+                follower.keep_from("agent", 2)
+                await until(lambda: run.folders() == {"agent@0", "agent@2", "agent@3", "agent@4"})
+            await until(lambda: set(engine.loaded) == {"agent@3", "agent@4"})
+            await until(lambda: run.folders() == {"agent@2", "agent@3", "agent@4"})
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_restart_gets_current_and_pinned_versions_back(tmp_path, engine):
+    async def scenario():
+        run = Run(tmp_path, engine)
+        async with run.following() as follower:
+            for step in (0, 1, 2):
+                run.publish(step)
+                await until(lambda: f"agent@{step}" in engine.loaded)  # noqa: B023
+            follower.keep_from("agent", 2)
+            with follower.using("agent", 0):
+                shutil.rmtree(tmp_path / "checkpoints/agent/0")  # the folder of the adapter is all that is left of it
+                engine.alive = False
+                follower.recheck("agent@2")
+                await asyncio.sleep(0.05)
+                engine.restart()
+                await asyncio.wait_for(follower.serve("agent", 2), 5)
+                await until(lambda: engine.loaded.get("agent@0") == 0.0)
+            assert engine.loaded["agent@2"] == 2.0 and follower.current("agent")[0] == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_is_noticed_without_a_hint(tmp_path, engine, monkeypatch):
+    monkeypatch.setattr(follow, "_OBSERVE_EVERY_S", 0.05)
+
+    async def scenario():
+        run = Run(tmp_path, engine)
+        async with run.following() as follower:
+            run.publish(0)
+            await follower.ready()
+            engine.restart()
+            await until(lambda: "agent@0" in engine.loaded)
+
+    asyncio.run(scenario())
+
+
+def test_a_name_the_engine_has_already_counts_as_served(tmp_path, engine):
+    async def scenario():
+        run = Run(tmp_path, engine)
+        run.publish(3)
+        hidden = dict(engine.loaded)
+        engine.loaded["agent@3"] = 3.0
+        seen = engine.models
+
+        async def models_late():  # the first listing is from before another follower's load
+            engine.models = seen
+            return ["base", *hidden]
+
+        engine.models = models_late
+        async with run.following() as follower:
+            await asyncio.wait_for(follower.ready(), 5)
+            assert follower.current("agent") == (3, "agent@3")
+        assert engine.calls == ["load agent@3"]
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_version_leaves_the_older_one_serving_and_a_newer_one_replaces_it(tmp_path, engine):
+    async def scenario():
+        run = Run(tmp_path, engine)
+        async with run.following() as follower:
+            run.publish(0)
+            await follower.ready()
+            engine.refuse.add("agent@1")
+            run.publish(1)
+            await until(lambda: "load agent@1" in engine.calls)
+            assert follower.current("agent") == (0, "agent@0")
+            run.publish(2)
+            await until(lambda: follower.current("agent") == (2, "agent@2"))
+
+    asyncio.run(scenario())
+
+
+def test_gives_up_on_a_version_that_stays_refused(tmp_path, engine):
+    async def scenario():
+        run = Run(tmp_path, engine, stuck_s=0.2)
+        engine.refuse.add("agent@0")
+        run.publish(0)
+        with pytest.raises(WeightsError, match=r"refused agent@0 .*max_lora_rank.*policy\.lora"):
+            await asyncio.wait_for(run.follower.run(), 10)
+
+    asyncio.run(scenario())
+
+
+def test_a_checkpoint_that_vanishes_between_listing_and_reading_is_passed_over(tmp_path, engine, monkeypatch):
+    listed = follow.committed_steps
+
+    async def scenario():
+        run = Run(tmp_path, engine)
+        run.publish(1)
+        monkeypatch.setattr(follow, "committed_steps", lambda directory: [*listed(directory), 2])
+        async with run.following() as follower:
+            await asyncio.sleep(0.1)
+            monkeypatch.setattr(follow, "committed_steps", listed)
+            await asyncio.wait_for(follower.ready(), 5)
+            assert follower.current("agent")[0] == 1
+        assert engine.calls == ["load agent@1"]
+
+    asyncio.run(scenario())
+
+
+def test_an_old_version_can_be_asked_for_again(tmp_path, engine):
+    async def scenario():
+        run = Run(tmp_path, engine)
+        for step in (1, 2, 3):
+            run.publish(step)
+        async with run.following() as follower:
+            await follower.ready()
+            assert set(engine.loaded) == {"agent@3"}
+            with follower.using("agent", 1):
+                await asyncio.wait_for(follower.serve("agent", 1), 5)
+                assert engine.loaded["agent@1"] == 1.0
+                assert follower.current("agent")[0] == 3
+            await until(lambda: set(engine.loaded) == {"agent@3"})
+
+    asyncio.run(scenario())
+
+
+def test_folders_of_an_abandoned_future_are_not_served(tmp_path, engine):
+    async def scenario():
+        first = Run(tmp_path, engine)
+        async with first.following() as follower:
+            for step in (0, 1, 2):
+                first.publish(step)
+            await until(lambda: "agent@2" in engine.loaded)
+            await follower.ready()
+        engine.restart()
+        first.checkpoints.rewind(1)
+        second = Run(tmp_path, engine)
+        async with second.following() as follower:
+            await follower.ready()
+            assert follower.current("agent")[0] == 1
+            second.checkpoints.save(2, {"a": jnp.full(3, 22.0)}, {}, {})
+            await until(lambda: engine.loaded.get("agent@2") == 22.0)
+
+    asyncio.run(scenario())
+
+
+def test_exports_the_models_own_peft_layout(tmp_path):
+    config = default_config()
+    shape = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"head_dim": 4, "intermediate_size": 16, "vocab_size": 64, "max_position_embeddings": 64}
+    fixed = {"rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "model_type": "qwen3"}
+    described = {"architectures": ["Qwen3ForCausalLM"], **shape, **sizes, **fixed}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config.model.path = str(tmp_path)
+    config.policy.lora.rank = 3
+    config.policy.lora.targets = ("q_proj",)
+    a, b = np.arange(48.0).reshape(2, 8, 3), np.arange(48.0).reshape(2, 3, 8)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(0, {"q_proj": {"a": jnp.asarray(a), "b": jnp.asarray(b)}}, {}, {})
+    tensors, adapter_config = peft_exporter(config)(follow.read_adapter(tmp_path / "checkpoints", 0))
+    prefix = "base_model.model.model.layers.1.self_attn.q_proj"
+    np.testing.assert_array_equal(tensors[f"{prefix}.lora_A.weight"], a[1].T)
+    np.testing.assert_array_equal(tensors[f"{prefix}.lora_B.weight"], b[1].T)
+    assert adapter_config["r"] == 3 and adapter_config["target_modules"] == ["q_proj"]
+
+
+def test_full_training_is_refused_by_name():
+    config = default_config()
+    config.policy.train = "full"
+    with pytest.raises(ConfigError, match=r"config\.policy\.train is 'full'"):
+        peft_exporter(config)
