@@ -10,6 +10,7 @@ Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to
 
 import asyncio
 import itertools
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from rich.console import Console
 from flowjax.config import ConfigError, load_run, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
-from flowjax.launch.devices import Devices, host_device_count, share_out, visible_accelerators
+from flowjax.launch.devices import Devices, host_device_count, mesh_count, share_out, visible_accelerators
 from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import STOP_ORDER, choose_ports, needs_warm_start, run_roles, warm_start_role, write_endpoints
@@ -31,6 +32,8 @@ from flowjax.launch.session import OK, Session
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.monitor.progress import Progress
 from flowjax.monitor.screen import clock, summary
+
+_PLAIN_WIDTH = 140  # columns where there is no terminal to ask
 
 
 @dataclass(frozen=True)
@@ -97,17 +100,21 @@ def _devices(config: ConfigDict, values: flags.FlagValues) -> Devices:
     if asked and not dry_run:
         raise ConfigError(f"--devices={asked} goes with --dry_run; CUDA_VISIBLE_DEVICES limits what a run uses")
     accelerators, assumed = visible_accelerators(), False
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     if asked:
-        accelerators, assumed = tuple(map(str, range(asked))), asked != len(accelerators)
+        assumed = asked != len(accelerators)
     elif dry_run and not accelerators and config.model.nano is None:
         # A recipe for accelerators, planned on a machine without: as many as it names.
-        mesh = [size for size in (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) if size > 0]
-        count = config.engine.tensor_parallel
-        for_trainer = 1
-        for size in mesh:
-            for_trainer *= size
-        accelerators, assumed = tuple(map(str, range(count + for_trainer))), True
-    return share_out(accelerators, config.engine.tensor_parallel, cpu_devices=host_device_count(), assumed=assumed)
+        asked, assumed = config.engine.tensor_parallel + math.prod(size for size in sizes if size > 0), True
+    if asked:
+        accelerators = tuple(map(str, range(asked)))
+    return share_out(
+        accelerators,
+        config.engine.tensor_parallel,
+        mesh_count(sizes),
+        cpu_devices=host_device_count(),
+        assumed=assumed,
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
         request = read_request(argv)
     except ConfigError as error:
         return _refuse([str(error)])
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     if request.dry_run:
         return _show_plan(request, console)
     say = f"{'resuming' if request.resume else 'starting'} {request.run_dir}, logs in {request.run_dir / 'logs'}"
@@ -142,7 +149,7 @@ def _show_plan(request: Request, console: Console) -> int:
     config, run_dir = request.config, request.run_dir
     ports = choose_ports(config)
     found: Findings = examine(config, run_dir, request.devices, resume=request.resume)
-    roles = run_roles(config, run_dir, ports, request.devices)
+    roles = [] if found.problems else run_roles(config, run_dir, ports, request.devices)
     console.print(render_plan(config, run_dir, roles, ports, request.devices, found))
     return USER_MISTAKE if found.problems else OK
 

@@ -14,7 +14,13 @@ from flowjax.config import ConfigError
 
 # Sections whose keys belong to what they configure, so that a recipe or a command may replace them as a whole.
 OPEN_SECTIONS = {"model.nano", "env.options", "reward.components", "credit.options", "loss.options"}
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", tuple: "a tuple such as ('a', 'b')"}
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a tuple such as ('a', 'b')",
+    ConfigDict: "a dict",
+}
 
 
 def parse(
@@ -37,9 +43,11 @@ def parse(
         config = fallback(_parse_flags([a for a in rest if not _is_override(a)], define))
     else:
         config = load_recipe(source)
-    for argument in rest:
-        if _is_override(argument):
-            _check_field(config, argument)
+    for argument in [argument for argument in rest if _is_override(argument)]:
+        _check_field(config, argument)
+        if argument.partition("=")[0].lstrip("-") == "config.model.nano" and argument.lower().endswith("=none"):
+            config.model.nano = None  # absl reads a section's value as a dict only
+            rest.remove(argument)
     values = _parse_flags(rest, define, config)
     return config.lock(), values
 
@@ -164,7 +172,8 @@ def _value_message(error: Exception, config: ConfigDict | None) -> str:
     value: Any = config
     for key in field.split(".")[1:]:
         value = value[key]
-    return f"{field} takes {_KINDS.get(type(value), 'another kind of value')}, not {given!r} (now {value!r}): {reason}"
+    shown = value.to_dict() if isinstance(value, ConfigDict) else value
+    return f"{field} takes {_KINDS.get(type(value), 'another kind of value')}, not {given!r} (now {shown!r}): {reason}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Who gets which accelerator of this machine: the engine the last ones, the trainer the rest."""
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -51,11 +52,24 @@ def host_device_count(env: Mapping[str, str] = os.environ) -> int:
 
 
 def share_out(
-    accelerators: Sequence[str], engine_count: int, *, cpu_devices: int = 1, assumed: bool = False
+    accelerators: Sequence[str],
+    engine_count: int,
+    trainer_count: int | None = None,
+    *,
+    cpu_devices: int = 1,
+    assumed: bool = False,
 ) -> Devices:
-    """Give the engine the last `engine_count` and the trainer the rest, or all to both when nothing would be left."""
+    """Give the engine the last `engine_count`, the trainer `trainer_count` of the others or all of them (None).
+
+    Where nothing would be left for the trainer, it shares the engine's.
+    """
     if not accelerators:
         return Devices(cpu_devices=cpu_devices, assumed=assumed)
     engine = tuple(accelerators[-engine_count:])
     trainer = tuple(accelerators[: len(accelerators) - len(engine)]) or tuple(accelerators)
-    return Devices(trainer, engine, cpu_devices, assumed)
+    return Devices(trainer[:trainer_count], engine, cpu_devices, assumed)
+
+
+def mesh_count(sizes: Sequence[int]) -> int | None:
+    """Devices that a mesh names; None when one of its sizes is -1 and takes what there is."""
+    return None if any(size < 1 for size in sizes) else math.prod(sizes)

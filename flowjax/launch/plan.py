@@ -1,7 +1,7 @@
 """`--dry_run`: what a run would be made of, on this machine or on a larger one."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -32,9 +32,13 @@ def render_plan(
     parts.append(Text("roles", "bold"))
     if needs_warm_start(config):
         parts.append(Text(f"  first: warm start of a nano base model into {config.model.path}"))
+    shared = dict(set.intersection(*(set(role.env.items()) for role in roles))) if roles else {}
+    parts.append(Text(f"  all: {_environment(shared)}"))
     for role in roles:
-        settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in role.env.items())
-        parts.append(Text(f"  {role.name} (restarts: {role.restarts})\n    {settings} {shlex.join(role.argv)}"))
+        own = {name: value for name, value in role.env.items() if name not in shared}
+        note = "; arguments as for the vLLM of this machine" if devices.assumed and role.name == "engine" else ""
+        command = f"{_environment(own)} {shlex.join(role.argv)}".strip()
+        parts.append(Text(f"  {role.name} (restarts: {role.restarts}{note})\n    {command}"))
     parts += _obstacles(found)
     return Group(*parts)
 
@@ -113,6 +117,10 @@ def size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def _environment(env: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(env.items()))
 
 
 def _port(config: ConfigDict, name: str, port: int) -> str:

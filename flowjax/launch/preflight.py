@@ -31,10 +31,23 @@ def examine(config: ConfigDict, run_dir: Path, devices: Devices, *, resume: bool
     probe = _start_probe(config, devices, run_dir / "checkpoints" / config.policy.name if resume else None)
     problems = check_config(config)
     here = [*check_model(config), *check_ports(config), *check_engine(config, devices), *check_unused(run_dir)]
+    if not here:
+        problems += _engine_problems(config, run_dir)
     found, plan = _finish_probe(probe)
     problems += [text for text in found if text not in problems]
     here += check_folder(run_dir, disk_bytes(config, plan))
     return Findings(problems, here, plan)
+
+
+def _engine_problems(config: ConfigDict, run_dir: Path) -> list[str]:
+    """What the engine's command cannot express."""
+    from flowjax.rollout.sidecar import engine_command
+
+    try:
+        engine_command(config, run_dir, port=0)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def disk_bytes(config: ConfigDict, plan: dict[str, Any]) -> int:
