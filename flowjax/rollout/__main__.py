@@ -1,0 +1,73 @@
+"""The rollout role: `python -m flowjax.rollout --run=<run folder>`."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import jax
+from absl import app, flags, logging
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError, load_run
+from flowjax.envs.pool import EnvPool
+from flowjax.rollout.client import EngineClient, EngineError
+from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
+from flowjax.rollout.episode import Player
+from flowjax.rollout.service import RolloutService
+from flowjax.weights.follow import Follower, WeightsError, peft_exporter
+
+_RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
+_FAILED, _USER_MISTAKE = 1, 2  # exit statuses; starting again mends only the first
+
+
+def _endpoints(run_dir: Path) -> dict[str, str]:
+    path = run_dir / "endpoints.json"
+    try:
+        endpoints = json.loads(path.read_text())
+        return {name: endpoints[name] for name in ("engine", "dataflow")}
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path} does not name engine and dataflow ({error}): start the run's roles first") from error
+
+
+async def _serve(config: ConfigDict, run_dir: Path) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    endpoints = _endpoints(run_dir)
+    export = peft_exporter(config)
+    worker = f"{socket.gethostname()}-{os.getpid()}"
+    async with (
+        EngineClient.of_run(config, run_dir, endpoints["engine"]) as engine,
+        DataflowClient(endpoints["dataflow"], worker=worker, away_s=config.dataflow.lease_s) as dataflow,
+        EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
+    ):
+        staleness = config.dataflow.max_staleness
+        follower = Follower(engine, run_dir, [config.policy.name], export, max_staleness=staleness)
+        player = Player.of_run(config, engine=engine, follower=follower, pool=pool)
+        service = RolloutService(config, run_dir, engine=engine, dataflow=dataflow, follower=follower, player=player)
+        logging.info("playing as %s on %s", worker, endpoints["engine"])
+        await service.run(stop)
+    logging.info("stopped after %d episodes", service.counters.episodes)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.INFO)
+    jax.config.update("jax_platforms", "cpu")  # adapters are restored to host memory: no accelerator is touched
+    run_dir = Path(_RUN.value).absolute()
+    try:
+        asyncio.run(_serve(load_run(run_dir), run_dir))
+    except (EngineError, DataflowError, WeightsError) as error:
+        print(f"rollout: {error}", file=sys.stderr, flush=True)
+        sys.exit(_FAILED)
+    except ValueError as error:  # ConfigError, ModelError, WorldError, CodecError: what the config names cannot be used
+        print(f"rollout: {error}", file=sys.stderr, flush=True)
+        sys.exit(_USER_MISTAKE)
+
+
+if __name__ == "__main__":
+    app.run(main)

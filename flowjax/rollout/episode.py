@@ -1,0 +1,143 @@
+"""One leased episode: from the lease to its trajectory, with every turn on the version that it began with."""
+
+import asyncio
+import importlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError
+from flowjax.envs.base import World, load_world
+from flowjax.envs.pool import EnvPool
+from flowjax.records import Trajectory
+from flowjax.rollout.client import Completion, EngineClient, EngineError, Sampling, UnknownModel
+from flowjax.rollout.dataflow_client import Lease
+from flowjax.weights.follow import Follower, model_name
+from flowjax.workflows.agent import Agent
+from flowjax.workflows.codec import Codec
+from flowjax.workflows.single import AGENT, Options, Played
+
+
+class Play(Protocol):
+    """An episode as an async function over named agents (`flowjax.workflows`)."""
+
+    def __call__(
+        self, task: Any, *, seed: int, env: Any, agents: Mapping[str, Agent], options: Options
+    ) -> Awaitable[Played]: ...
+
+
+def load_workflow(path: str) -> Play:
+    """The episode function at a dotted path.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"config.workflow is {path!r}, which cannot be imported ({error}): give the dotted path of an async "
+            "function, for example flowjax.workflows.single.play"
+        ) from error
+    return function
+
+
+@dataclass(frozen=True)
+class Player:
+    """Plays leases of one run."""
+
+    engine: EngineClient
+    follower: Follower
+    pool: EnvPool
+    codec: Codec
+    world: World
+    workflow: Play
+    config: ConfigDict
+
+    @classmethod
+    def of_run(cls, config: ConfigDict, *, engine: EngineClient, follower: Follower, pool: EnvPool) -> "Player":
+        """A player as the run's config wants it.
+
+        Raises:
+            ValueError: the config names a world, a workflow or a tokenizer that cannot be used.
+        """
+        return cls(
+            engine,
+            follower,
+            pool,
+            Codec(Path(config.model.path), max_prompt_tokens=config.rollout.max_prompt_tokens),
+            load_world(config.env.module),
+            load_workflow(config.workflow),
+            config,
+        )
+
+    async def play(self, lease: Lease) -> Trajectory:
+        """Play to the end. What goes wrong inside the episode is a status of its trajectory.
+
+        Raises:
+            EngineError: the engine is gone, so the episode says nothing and should be played again.
+        """
+        try:
+            async with asyncio.timeout(self.config.rollout.episode_timeout_s):
+                played = await self._play(lease)
+        except EngineError:
+            raise
+        except TimeoutError:
+            limit_s = self.config.rollout.episode_timeout_s
+            played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
+        except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
+            played = Played([], {}, "env_error", f"{type(error).__name__}: {error}")
+        return Trajectory(
+            trajectory_id=lease.trajectory_id,
+            group_id=lease.group_id,
+            task_id=lease.task.task_id,
+            seed=lease.seed,
+            turns=played.turns,
+            outcome=played.outcome,
+            status=played.status,
+            error=played.error,
+        )
+
+    async def _play(self, lease: Lease) -> Played:
+        policy, env = self.config.policy.name, self.config.env
+        options = Options(self.world, max_turns=env.max_turns, prompt=env.prompt)
+        agents = {AGENT: Agent(self.codec, self._generator(policy, lease))}
+        async with self.pool.session(env.module, env.options.to_dict()) as session:
+            if lease.policy_version is None:
+                return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
+            with self.follower.using(policy, lease.policy_version):
+                await self._served(policy, lease.policy_version)
+                return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
+
+    def _generator(self, policy: str, lease: Lease) -> Callable[[list[int]], Awaitable[Completion]]:
+        """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
+        sampling = Sampling(lease.temperature, self.config.rollout.max_new_tokens)
+        pinned = lease.policy_version
+
+        async def generate(prompt_ids: list[int]) -> Completion:
+            while True:
+                version = self.follower.current(policy)[0] if pinned is None else pinned
+                name = model_name(policy, version)
+                with self.follower.using(policy, version):
+                    try:
+                        return await self.engine.generate(name, prompt_ids, sampling)
+                    except UnknownModel:  # the engine has been restarted
+                        self.follower.recheck(name)
+                        await self._served(policy, version)
+
+        return generate
+
+    async def _served(self, policy: str, version: int) -> None:
+        bound_s = self.config.engine.start_timeout_s
+        try:
+            async with asyncio.timeout(bound_s):
+                await self.follower.serve(policy, version)
+        except TimeoutError as error:
+            name = model_name(policy, version)
+            raise EngineError(
+                f"{name} has not come to the engine within {bound_s:.0f} s: see logs/engine.log"
+            ) from error

@@ -1,0 +1,223 @@
+"""The rollout service: leases episodes, plays many at once, hands their trajectories over.
+
+Every loop runs beside the others on one event loop. One that fails for good ends the service; an episode never does.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flowjax.records import Trajectory
+from flowjax.rollout.client import EngineClient, EngineError
+from flowjax.rollout.counters import Counters, Rates, write_status
+from flowjax.rollout.dataflow_client import DataflowClient, DataflowError, Lease
+from flowjax.rollout.episode import Player
+from flowjax.weights.follow import Follower
+
+_log = logging.getLogger(__name__)
+_GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
+_ITEMS_PER_MESSAGE = 64
+_PROBE_EVERY_S = 1.0
+_REPORT_EVERY_S = 1.0
+_LOG_EVERY_S = 30.0
+_DRAIN_S = 5.0  # for the last messages to the dataflow
+
+
+class RolloutService:
+    """Plays until told to stop.
+
+    Args:
+        config: of the run.
+        run_dir: where `status-rollout.json` goes.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        run_dir: Path,
+        *,
+        engine: EngineClient,
+        dataflow: DataflowClient,
+        follower: Follower,
+        player: Player,
+    ):
+        self._policy, self._slots = config.policy.name, config.rollout.max_concurrent_episodes
+        self._renew_every_s = config.dataflow.lease_s / 3
+        self._engine_away_s = config.engine.start_timeout_s
+        self._status_path = run_dir / "status-rollout.json"
+        self._engine, self._dataflow, self._follower, self._player = engine, dataflow, follower, player
+        self._playing: dict[str, asyncio.Task[None]] = {}  # by lease
+        self._finished: list[tuple[str, Trajectory]] = []
+        self._unplayed: list[tuple[str, str]] = []  # lease, why
+        self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
+        self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
+        self._engine_up = False
+        self._refused_in_a_row = 0
+        self._rates = Rates()
+        self.counters = Counters()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Play until `stop`, then give back what is unfinished.
+
+        Raises:
+            EngineError, DataflowError, WeightsError: engine or dataflow have been away for longer than the run allows.
+        """
+        loops = (self._follower.run, self._lease, self._hand_over, self._renew, self._versions, self._watch_engine)
+        tasks = [asyncio.create_task(loop()) for loop in (*loops, self._report, stop.wait)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._drain()
+            self._write_status()
+
+    async def _lease(self) -> None:
+        """Keep every slot playing."""
+        await self._follower.ready()
+        while True:
+            self._slot_freed.clear()
+            free = self._slots - len(self._playing)
+            retry_s = 1.0
+            if free and self._engine_up:
+                self._asking = asyncio.create_task(self._dataflow.lease(free))
+                leases, retry_s = await asyncio.shield(self._asking)
+                self._asking = None
+                for lease in leases:
+                    self._playing[lease.lease_id] = asyncio.create_task(self._episode(lease))
+                if len(self._playing) >= self._slots:
+                    retry_s = 1.0
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._slot_freed.wait(), retry_s)
+                await asyncio.sleep(_GATHER_S)
+
+    async def _episode(self, lease: Lease) -> None:
+        try:
+            trajectory = await self._player.play(lease)
+        except EngineError as error:
+            self._unplayed.append((lease.lease_id, str(error)))
+            self._refused_in_a_row += 1
+        else:
+            self._finished.append((lease.lease_id, trajectory))
+            self._refused_in_a_row = 0
+            self.counters.add(trajectory)
+            if trajectory.error:
+                _log.warning("episode %s: %s: %s", trajectory.trajectory_id, trajectory.status, trajectory.error)
+        finally:
+            del self._playing[lease.lease_id]
+            self._slot_freed.set()
+            self._something_to_send.set()
+
+    async def _hand_over(self) -> None:
+        """Send finished episodes, many at once."""
+        while True:
+            await self._something_to_send.wait()
+            await asyncio.sleep(_GATHER_S)
+            self._something_to_send.clear()
+            await self._send()
+
+    async def _send(self) -> None:
+        if finished := self._finished[:_ITEMS_PER_MESSAGE]:
+            await self._dataflow.push(finished)
+            del self._finished[: len(finished)]
+        if unplayed := self._unplayed[:]:
+            await self._dataflow.give_back([lease_id for lease_id, _ in unplayed], unplayed[0][1])
+            del self._unplayed[: len(unplayed)]
+            self.counters.given_back += len(unplayed)
+        if self._finished:
+            self._something_to_send.set()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_every_s)
+            held = [*self._playing, *(lease_id for lease_id, _ in self._finished)]
+            for lease_id in await self._dataflow.renew(held) if held else ():
+                if lease_id in self._playing:
+                    _log.warning("lease %s is lost: another worker plays its episode", lease_id)
+                    self._playing[lease_id].cancel()
+
+    async def _versions(self) -> None:
+        """Tell the dataflow what is served, at once when it changes: that admits the next groups."""
+        await self._follower.ready()
+        while True:
+            serving, _ = self._follower.current(self._policy)
+            oldest = await self._dataflow.report_versions(self._policy, serving, self._follower.in_use(self._policy))
+            self._follower.keep_from(self._policy, oldest)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._follower.changed(self._policy, serving), _REPORT_EVERY_S)
+
+    async def _watch_engine(self) -> None:
+        """No episodes are leased for an engine that is away, and one that stays away ends the service."""
+        seen_s = time.monotonic()
+        while True:
+            up = await self._engine.healthy()
+            if up != self._engine_up:
+                _log.info("the engine is %s", "up" if up else "away")
+            self._engine_up = up
+            now_s = time.monotonic()
+            seen_s = now_s if up else seen_s
+            if now_s - seen_s > self._engine_away_s:
+                raise EngineError(f"the engine has been away for {now_s - seen_s:.0f} s: see logs/engine.log")
+            if self._refused_in_a_row > 2 * self._slots:
+                why = f", the last because {self._unplayed[-1][1]}" if self._unplayed else ""
+                raise EngineError(f"{self._refused_in_a_row} episodes in a row could not be played{why}")
+            await asyncio.sleep(_PROBE_EVERY_S)
+
+    async def _report(self) -> None:
+        logged_s = time.monotonic()
+        while True:
+            status = self._write_status()
+            if time.monotonic() - logged_s > _LOG_EVERY_S:
+                logged_s = time.monotonic()
+                _log.info(
+                    "%(episodes)d episodes, %(episodes_per_s).1f/s, %(turns_per_s).0f turns/s, %(in_flight)d in flight,"
+                    " version %(serving_version)s, %(failed_episodes)d failed",
+                    status,
+                )
+            await asyncio.sleep(_REPORT_EVERY_S)
+
+    def _write_status(self) -> dict[str, Any]:
+        pool = self._player.pool.counts
+        try:
+            serving = self._follower.current(self._policy)[0]
+        except KeyError:
+            serving = None
+        status = {
+            **asdict(self.counters),
+            **self._rates.update(self.counters, time.monotonic()),
+            "in_flight": len(self._playing),
+            "unsent": len(self._finished),
+            "serving_version": serving,
+            "versions_in_use": self._follower.in_use(self._policy),
+            "engine_up": self._engine_up,
+            "killed_envs": pool.timeouts + pool.crashes,
+            "replayed_episodes": pool.replays,
+        }
+        write_status(self._status_path, status)
+        return status
+
+    async def _drain(self) -> None:
+        """Stop playing; hand over what is finished and give back the rest."""
+        for lease_id, task in list(self._playing.items()):
+            self._unplayed.append((lease_id, "the rollout service was stopped"))
+            task.cancel()
+        await asyncio.gather(*self._playing.values(), return_exceptions=True)
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                if self._asking is not None:
+                    leases, _ = await self._asking
+                    self._unplayed += [(lease.lease_id, "the rollout service was stopped") for lease in leases]
+                while self._finished or self._unplayed:
+                    await self._send()
+        except (DataflowError, TimeoutError):
+            left = len(self._finished) + len(self._unplayed)
+            _log.warning("%d leases could not be settled with the dataflow: they will expire and be played again", left)
