@@ -1,0 +1,295 @@
+"""Environments in worker processes, away from the event loop, where one that hangs or crashes costs only its episode.
+
+A worker holds many environments and works through their requests in turn. When one takes too long the worker is killed;
+the episode that hung gets `EnvDied`, and the worker's other episodes are taken up on a new worker by replaying their
+actions, which is exact because worlds are deterministic given task and seed.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flowjax.envs.base import EnvDied, Observation, Step
+from flowjax.envs.worker import (
+    BUSY,
+    DEADLINE_NS,
+    STARTING,
+    Frames,
+    frame,
+    pack_task,
+    unpack_observation,
+    unpack_step,
+)
+from flowjax.records import Status, Task
+
+MAX_LOSSES = 3  # workers that one call, or one start, may lose through no fault of its own
+
+
+class _WorkerLost(Exception):
+    """The worker is gone, for a reason that lies elsewhere: replay and go on."""
+
+
+@dataclass
+class PoolCounts:
+    """What the pool went through: workers killed for time-outs, workers that died, episodes taken up on another one."""
+
+    timeouts: int = 0
+    crashes: int = 0
+    replays: int = 0
+
+
+class _Worker(asyncio.Protocol):
+    """The parent's end of one worker process."""
+
+    def __init__(self, counts: PoolCounts, step_timeout_s: float, start_timeout_s: float):
+        self._counts = counts
+        self._hung_up = False
+        self.sessions = 0
+        self.alive = True
+        self.answered = False  # anything at all
+        self.timed_out = False
+        self.offender = 0  # session whose request brought the worker down
+        self.lost = asyncio.Event()
+        self._frames = Frames()
+        self._waiting: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._outbox: list[Any] = []
+        self._start(step_timeout_s, start_timeout_s)
+
+    def _start(self, step_timeout_s: float, start_timeout_s: float) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as shared:
+            shared.truncate(mmap.PAGESIZE)
+            self._page = memoryview(mmap.mmap(shared.fileno(), mmap.PAGESIZE)).cast("q")
+            self._page[DEADLINE_NS] = time.monotonic_ns() + int(start_timeout_s * 1e9)
+            self._page[BUSY] = STARTING
+            fds = (theirs.fileno(), shared.fileno())
+            numbers = (os.getpid(), *fds, step_timeout_s, start_timeout_s)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "flowjax.envs.worker", *map(str, numbers)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                start_new_session=True,  # so that what an environment started can be killed with it
+            )
+
+    async def connect(self) -> None:
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
+
+    def call(self, session: int, number: int, name: str, *arguments: Any) -> asyncio.Future[Any]:
+        """The future answer; it fails with `_WorkerLost` or `EnvDied`."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        if self.alive:
+            self._waiting[session, number] = future
+            self.send([session, number, name, *arguments])
+        else:
+            future.set_exception(_WorkerLost())
+        return future
+
+    def send(self, request: list[Any]) -> None:
+        """Send with everything else that is sent in this round of the event loop."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(request)
+
+    def _flush(self) -> None:
+        if self.alive:
+            self._transport.write(frame(self._outbox))
+        self._outbox.clear()
+
+    def data_received(self, data: bytes) -> None:
+        self.answered = True
+        for session, number, error, value in self._frames.feed(data):
+            future = self._waiting.pop((session, number), None)
+            if future is None or future.done():
+                continue  # its episode was cancelled
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(EnvDied(error, "env_error"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.alive = False
+        self._count()
+        spared = self.timed_out and time.monotonic_ns() < self._page[DEADLINE_NS]  # had just gone on to the next one
+        self.offender = 0 if spared else max(self._page[BUSY], 0)
+        self.kill()
+        status: Status = "timeout" if self.timed_out else "env_error"
+        message = "the environment took too long" if self.timed_out else "the environment's process died"
+        for (session, _), future in self._waiting.items():
+            if not future.done():
+                future.set_exception(EnvDied(message, status) if session == self.offender else _WorkerLost())
+        self._waiting.clear()
+        self.lost.set()
+
+    def _count(self) -> None:
+        if self.timed_out:
+            self._counts.timeouts += 1
+        elif not self._hung_up:
+            self._counts.crashes += 1
+
+    def overdue(self) -> bool:
+        busy = self._page[BUSY]
+        deadline_ns = self._page[DEADLINE_NS]
+        return busy != 0 and busy == self._page[BUSY] and time.monotonic_ns() > deadline_ns
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def hang_up(self) -> None:
+        self._hung_up = True
+        self._transport.close()
+
+
+class EnvPool:
+    """Worker processes for environments; an async context manager.
+
+        async with EnvPool(workers=2, step_timeout_s=10.0) as pool, pool.session(module, options) as env:
+            observation = await env.reset(task, seed)
+
+    Start it from a thread that lives as long as the pool: workers are killed when that thread ends.
+    """
+
+    def __init__(self, *, workers: int = 1, step_timeout_s: float = 10.0, start_timeout_s: float = 120.0):
+        self.counts = PoolCounts()
+        self._timeouts_s = (step_timeout_s, start_timeout_s)
+        self._size = workers
+        self._workers: list[_Worker] = []
+        self._numbers = itertools.count(1)
+        self._failed_starts = 0
+        self._closed = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "EnvPool":
+        self._workers = [_Worker(self.counts, *self._timeouts_s) for _ in range(self._size)]
+        for slot, worker in enumerate(self._workers):
+            await worker.connect()
+            self._tasks.append(asyncio.create_task(self._keep(slot)))
+        self._tasks.append(asyncio.create_task(self._watch()))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in self._workers:
+            worker.hang_up()
+            worker.kill()
+            await asyncio.to_thread(worker.process.wait)
+
+    async def _watch(self) -> None:
+        """Kill workers that are past the deadline of what they are doing."""
+        while True:
+            await asyncio.sleep(min(self._timeouts_s[0] / 4, 0.5))
+            for worker in self._workers:
+                if worker.alive and worker.overdue():
+                    worker.timed_out = True
+                    worker.kill()
+
+    async def _keep(self, slot: int) -> None:
+        """Replace the slot's worker whenever it is lost, until workers prove unable to start."""
+        while True:
+            worker = self._workers[slot]
+            await worker.lost.wait()
+            await asyncio.to_thread(worker.process.wait)
+            started = worker.answered or worker.offender
+            self._failed_starts = 0 if started else self._failed_starts + 1
+            if self._failed_starts >= MAX_LOSSES:
+                return
+            replacement = _Worker(self.counts, *self._timeouts_s)
+            await replacement.connect()
+            self._workers[slot] = replacement
+
+    async def _choose(self) -> _Worker:
+        """The living worker with the fewest sessions."""
+        while not self._closed:
+            if alive := [worker for worker in self._workers if worker.alive]:
+                return min(alive, key=lambda worker: worker.sessions)
+            if self._failed_starts >= MAX_LOSSES:
+                raise EnvDied(f"environment workers died {self._failed_starts} times at their start", "env_error")
+            await asyncio.sleep(0.01)  # one is being replaced
+        raise EnvDied("the environment pool is closed", "cancelled")
+
+    @contextlib.asynccontextmanager
+    async def session(self, module: str, options: Mapping[str, Any]) -> AsyncIterator["PooledEnv"]:
+        """An environment of the world `module` for one episode."""
+        env = PooledEnv(self, next(self._numbers), module, options)
+        try:
+            yield env
+        finally:
+            env.close()
+
+
+class PooledEnv:
+    """One environment in the pool; remembers its episode so as to be able to replay it."""
+
+    def __init__(self, pool: EnvPool, session: int, module: str, options: Mapping[str, Any]):
+        self._pool, self._session = pool, session
+        self._opening = ("open", module, dict(options))
+        self._worker: _Worker | None = None
+        self._calls: list[tuple[Any, ...]] = []  # the reset and the actions since
+        self._number = 0
+        self._dead: EnvDied | None = None
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self._calls.clear()
+        return unpack_observation(await self._call("reset", pack_task(task), seed))
+
+    async def step(self, action: str) -> Step:
+        return unpack_step(await self._call("step", action))
+
+    def close(self) -> None:
+        """Leave the environment to another session."""
+        self._leave()
+        if self._worker is not None and self._worker.alive:
+            self._worker.send([self._session, 0, "close"])
+
+    async def _call(self, *request: Any) -> Any:
+        if self._dead is not None:
+            raise self._dead
+        for _ in range(MAX_LOSSES):
+            try:
+                if self._worker is None or not self._worker.alive:
+                    await self._take_up()
+                value = await self._send(request)
+            except _WorkerLost:
+                continue
+            except EnvDied as died:
+                self._dead = died
+                raise
+            self._calls.append(request)
+            return value
+        self._dead = EnvDied(f"{MAX_LOSSES} workers died under one step of this episode", "env_error")
+        raise self._dead
+
+    async def _take_up(self) -> None:
+        """Open the environment on a living worker and bring it to where the episode was."""
+        if self._worker is not None:
+            self._pool.counts.replays += 1
+            self._leave()
+        self._worker = await self._pool._choose()
+        self._worker.sessions += 1
+        for request in (self._opening, *self._calls):
+            await self._send(request)
+
+    async def _send(self, request: tuple[Any, ...]) -> Any:
+        assert self._worker is not None
+        self._number += 1
+        return await self._worker.call(self._session, self._number, *request)
+
+    def _leave(self) -> None:
+        if self._worker is not None:
+            self._worker.sessions -= 1

@@ -1,0 +1,160 @@
+"""A process that holds environments: `python -m flowjax.envs.worker`, started by `flowjax.envs.pool`.
+
+Requests and replies are msgpack lists in frames of a length and a body, many to a frame, over an inherited socket. In
+a page shared with the parent the worker notes whose request it is working on and by when that must be done, so that
+the parent can tell which of its many environments hangs.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+
+from flowjax.envs.base import Env, Observation, Step
+from flowjax.records import Task
+
+LENGTH = struct.Struct("<I")
+BUSY, DEADLINE_NS = 0, 1  # places in the shared page
+STARTING, IDLE = -1, 0  # values of BUSY that are no session
+FLUSH_AFTER_S = 0.001  # replies wait this long for company
+PR_SET_PDEATHSIG = 1
+
+
+def frame(messages: list[Any]) -> bytes:
+    body: bytes = msgpack.packb(messages)  # pyright: ignore[reportAssignmentType] (the stub allows None)
+    return LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self):
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(buffer, start)
+            end = start + LENGTH.size + length
+            if len(buffer) < end:
+                break
+            yield from msgpack.unpackb(buffer[start + LENGTH.size : end], use_list=True, strict_map_key=False)
+            start = end
+        del buffer[:start]
+
+
+def pack_task(task: Task) -> list[Any]:
+    return [task.task_id, task.world, task.seed, dict(task.payload)]
+
+
+def unpack_observation(packed: list[Any]) -> Observation:
+    text, legal, state_key = packed
+    return Observation(text, tuple(legal), state_key)
+
+
+def unpack_step(packed: list[Any]) -> Step:
+    observation, reward, terminal, valid, outcome = packed
+    return Step(unpack_observation(observation), reward, terminal, valid, outcome)
+
+
+def _pack_observation(observation: Observation) -> list[Any]:
+    return [observation.text, observation.legal_actions, observation.state_key]
+
+
+class Worker:
+    """Environments by session. Those of closed sessions are kept and given to the next session of the same kind."""
+
+    def __init__(self, page: mmap.mmap, step_timeout_s: float, start_timeout_s: float):
+        self._page = memoryview(page).cast("q")
+        self._limits_ns = {"open": int(start_timeout_s * 1e9)}
+        self._step_limit_ns = int(step_timeout_s * 1e9)
+        self._envs: dict[int, tuple[str, Env]] = {}
+        self._spare: defaultdict[str, list[Env]] = defaultdict(list)
+        self._page[BUSY] = IDLE
+
+    def answer(self, request: list[Any]) -> list[Any]:
+        """[session, number, error or None, value] for a request [session, number, name, *arguments]."""
+        session, number, name, *arguments = request
+        limit_ns = self._limits_ns.get(name, self._step_limit_ns)
+        self._page[DEADLINE_NS] = time.monotonic_ns() + limit_ns
+        self._page[BUSY] = session
+        try:
+            value = getattr(self, f"_{name}")(session, *arguments)
+        except Exception as error:  # whatever a world raises costs its own episode only
+            self._envs.pop(session, None)
+            return [session, number, f"{type(error).__name__}: {error}", None]
+        finally:
+            self._page[BUSY] = IDLE
+        return [session, number, None, value]
+
+    def _open(self, session: int, module: str, options: dict[str, Any]) -> None:
+        kind = json.dumps([module, options], sort_keys=True)
+        spare = self._spare[kind]
+        env = spare.pop() if spare else importlib.import_module(module).make(**options)
+        self._envs[session] = (kind, env)
+
+    def _reset(self, session: int, task: list[Any], seed: int) -> list[Any]:
+        return _pack_observation(self._envs[session][1].reset(Task(*task), seed))
+
+    def _step(self, session: int, action: str) -> list[Any]:
+        step = self._envs[session][1].step(action)
+        return [_pack_observation(step.observation), step.reward, step.terminal, step.valid, dict(step.outcome)]
+
+    def _close(self, session: int) -> None:
+        if session in self._envs:
+            kind, env = self._envs.pop(session)
+            self._spare[kind].append(env)
+
+
+def serve(connection: socket.socket, worker: Worker) -> None:
+    """Answer requests in their order until the parent hangs up."""
+    frames = Frames()
+    replies: list[Any] = []
+    while data := connection.recv(1 << 20):
+        oldest_s = time.monotonic()
+        for request in frames.feed(data):
+            replies.append(worker.answer(request))
+            if time.monotonic() - oldest_s > FLUSH_AFTER_S:
+                connection.sendall(frame(replies))
+                replies.clear()
+                oldest_s = time.monotonic()
+        if replies:
+            connection.sendall(frame(replies))
+            replies.clear()
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process with its parent: a hung environment never notices that the parent is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that started this environment worker is gone")
+
+
+def main(argv: list[str]) -> None:
+    parent, socket_fd, page_fd = (int(argument) for argument in argv[1:4])
+    step_timeout_s, start_timeout_s = (float(argument) for argument in argv[4:6])
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    page = mmap.mmap(page_fd, mmap.PAGESIZE)
+    hung_up = contextlib.suppress(BrokenPipeError, ConnectionResetError)  # on our replies
+    with socket.socket(fileno=socket_fd) as connection, hung_up:
+        serve(connection, Worker(page, step_timeout_s, start_timeout_s))
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,65 @@
+"""Demonstrations of the expert, with noise."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from flowjax.envs import sokoban
+from flowjax.envs.base import WorldError, load_world
+from flowjax.envs.demonstrations import demonstrations
+from flowjax.envs.sokoban_rooms import DIRECTIONS, move, moves_to_go, parse
+
+WORLD = load_world("flowjax.envs.sokoban")
+TASKS = sokoban.tasks("train", 0)[:200]
+
+
+def pairs(count: int, **changes):
+    settings = {"path_noise": 0.0, "label_noise": 0.0, "max_turns": 15, "style": "compact"} | changes
+    walk = demonstrations(WORLD, TASKS, options={}, rng=np.random.default_rng(0), **settings)
+    return list(itertools.islice(walk, count))
+
+
+def is_best(content: str, label: str) -> bool:
+    room, position = parse("\n".join("".join(row.split()) for row in content.split("/")))
+    now = moves_to_go(room, position)
+    if now is None:
+        return move(room, position, DIRECTIONS.index(label)) != position
+    return moves_to_go(room, move(room, position, DIRECTIONS.index(label))) == now - 1
+
+
+def test_without_noise_every_label_is_a_best_move():
+    assert all(is_best(messages[0]["content"], label) for messages, label in pairs(1500))
+
+
+def test_path_noise_shows_more_states_and_keeps_the_labels_clean():
+    noisy = pairs(3000, path_noise=0.3)
+    assert all(is_best(messages[0]["content"], label) for messages, label in noisy)
+    assert len({m[0]["content"] for m, _ in noisy}) > 1.3 * len({m[0]["content"] for m, _ in pairs(3000)})
+
+
+def test_label_noise_replaces_its_share():
+    noisy = pairs(4000, label_noise=0.4)
+    wrong = np.mean([not is_best(messages[0]["content"], label) for messages, label in noisy])
+    assert 0.18 < wrong < 0.32  # two of four moves are best at most, mostly one
+
+
+def test_instruct_replies_are_tagged():
+    [(messages, reply)] = pairs(1, style="instruct")
+    assert sokoban.parse_action(reply, DIRECTIONS) in DIRECTIONS
+    assert reply.startswith("<action>") and "Sokoban" in messages[0]["content"]
+
+
+def test_the_tasks_come_again_and_none_at_all_are_refused():
+    walk = demonstrations(
+        WORLD, TASKS[:1], options={}, path_noise=0.0, label_noise=0.0, max_turns=15, style="compact",
+        rng=np.random.default_rng(0),
+    )  # fmt: skip
+    first = TASKS[0]
+    assert first is not None
+    length = moves_to_go(*parse(first.payload["level"])) or 0
+    states = [messages[0]["content"] for messages, _ in itertools.islice(walk, 2 * length)]
+    assert states[:length] == states[length:]
+    with pytest.raises(WorldError, match="train_tasks"):
+        next(demonstrations(WORLD, [], options={}, path_noise=0, label_noise=0, max_turns=1, style="compact",
+                            rng=np.random.default_rng(0)))  # fmt: skip

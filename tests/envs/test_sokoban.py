@@ -1,0 +1,292 @@
+"""Sokoban: dynamics, keys, levels, splits, expert, prompts."""
+
+import os
+import subprocess
+import sys
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_sokoban import PlainSokoban, shortest
+
+from flowjax.envs import sokoban
+from flowjax.envs.base import Past, Split, WorldError
+from flowjax.envs.sokoban_rooms import DIRECTIONS, key, moves_to_go, parse, room_key
+from flowjax.records import Task
+
+SHAPES = [{}, {"rows": 8}, {"boxes": 2}, {"rows": 7, "columns": 9, "boxes": 3}]
+CORRIDOR = "#######\n#P_X_O#\n#######"
+
+
+def take(source: grain.MapDataset[Task], index: int) -> Task:
+    task = source[index]
+    assert task is not None
+    return task
+
+
+def play_of(level: str) -> sokoban.Sokoban:
+    env = sokoban.make()
+    env.reset(Task("t", "sokoban", 0, {"level": level}), 0)
+    return env
+
+
+def symbols(text: str) -> list[str]:
+    return ["".join(line.split()) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("options", SHAPES)
+def test_dynamics_equal_the_rules_written_down_again(options: dict):
+    rng = np.random.default_rng(5)
+    source = sokoban.tasks("train", 3, **options)
+    env = sokoban.make(**options)
+    for index in range(60):
+        task = take(source, index)
+        plain = PlainSokoban(task.payload["level"])
+        assert symbols(env.reset(task, 0).text) == plain.symbols()
+        for _ in range(40):
+            # half of the time the expert, so that boxes reach and leave targets
+            action = sokoban.expert(env) if rng.random() < 0.5 else [*DIRECTIONS, "", "still"][rng.integers(6)]
+            step = env.step(action)
+            reward, done = plain.step(action)
+            assert symbols(step.observation.text) == plain.symbols()
+            assert step.reward == pytest.approx(reward)
+            assert step.terminal == done == bool(step.outcome["success"])
+            assert step.valid == (action in DIRECTIONS)
+            if done:
+                break
+
+
+def test_rewards_of_a_known_level():
+    env = play_of(CORRIDOR)
+    assert [env.step("right").reward for _ in range(2)] == [-0.1, -0.1]
+    last = env.step("right")
+    assert last.reward == pytest.approx(10.9)
+    assert last.terminal
+    assert last.outcome == {"success": 1.0, "boxes_on_target": 1.0}
+
+
+def test_after_the_end_nothing_changes():
+    env = play_of(CORRIDOR)
+    last = [env.step("right") for _ in range(3)][-1]
+    after = env.step("left")
+    assert (after.observation, after.reward, after.terminal, after.valid) == (last.observation, 0.0, True, False)
+    assert after.outcome["success"] == 1.0
+
+
+def test_a_box_pushed_off_its_target_costs_one():
+    env = play_of("########\n#P√_X_O#\n########")
+    step = env.step("right")
+    assert step.reward == pytest.approx(-1.1)
+    assert step.outcome == {"success": 0.0, "boxes_on_target": 0.0}
+
+
+def test_a_push_into_a_wall_is_legal_and_changes_nothing():
+    env = play_of(CORRIDOR)
+    before = env.position
+    step = env.step("up")
+    assert (step.valid, step.reward, step.terminal, env.position) == (True, -0.1, False, before)
+    assert step.observation.legal_actions == DIRECTIONS
+    assert env.effective_actions() == ("right",)
+
+
+@given(reply=st.text(max_size=60), wrapped=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_no_reply_crashes_and_no_unreadable_one_changes_the_state(reply: str, wrapped: bool):
+    env = play_of(CORRIDOR)
+    before = env.position
+    text = f"<action>{reply}</action>" if wrapped else reply
+    action = sokoban.parse_action(text, DIRECTIONS)
+    assert action is None or action in DIRECTIONS
+    for attempt in (reply, action or ""):
+        if attempt in DIRECTIONS:
+            continue
+        step = env.step(attempt)
+        assert (step.valid, step.reward, step.terminal, env.position) == (False, -0.1, False, before)
+
+
+def test_state_keys_are_equal_exactly_where_states_are():
+    rng = np.random.default_rng(0)
+    by_key: dict[int, tuple] = {}
+    source = sokoban.tasks("train", 0, boxes=2)
+    env = sokoban.make(boxes=2)
+    for index in [*range(30), *range(30)]:
+        task = take(source, index)
+        plain = PlainSokoban(task.payload["level"])
+        state_key = env.reset(task, 0).state_key
+        for _ in range(20):
+            assert by_key.setdefault(state_key, plain.snapshot()) == plain.snapshot()
+            assert 0 <= state_key < 1 << 64
+            action = DIRECTIONS[rng.integers(4)]
+            plain.step(action)
+            step = env.step(action)
+            state_key = step.observation.state_key
+            if step.terminal:
+                break
+    assert len(set(by_key.values())) == len(by_key)
+
+
+def test_one_room_with_two_starts_is_two_states_of_one_level():
+    near, far = parse("######\n#PX_O#\n#____#\n######"), parse("######\n#_X_O#\n#P___#\n######")
+    assert near[0] == far[0]
+    assert key(*near) != key(*far)
+    env = play_of("######\n#_X_O#\n#P___#\n######")
+    assert env.step("up").observation.state_key == key(*near)
+
+
+@pytest.mark.parametrize("options", SHAPES[:3])
+def test_the_expert_solves_every_level_in_the_fewest_moves(options: dict):
+    source = sokoban.tasks("held_out", 1, **options)
+    env = sokoban.make(**options)
+    for index in range(40 if options else 100):
+        task = take(source, index)
+        env.reset(task, 0)
+        expected = moves_to_go(env.room, env.position)
+        assert expected is not None and expected >= 1
+        if index < 10:
+            assert expected == shortest(task.payload["level"])
+        for _ in range(expected - 1):
+            assert not env.step(sokoban.expert(env)).terminal
+        assert env.step(sokoban.expert(env)).terminal
+
+
+def test_in_a_lost_position_the_expert_still_moves():
+    env = play_of("######\n#X__P#\n#___O#\n######")
+    assert moves_to_go(env.room, env.position) is None
+    assert sokoban.expert(env) in env.effective_actions()
+
+
+def images(level: str) -> set[str]:
+    """The eight rotations and reflections of a level."""
+    grid, found = level.splitlines(), set()
+    for _ in range(4):
+        grid = ["".join(column) for column in zip(*grid[::-1], strict=True)]
+        found |= {"\n".join(grid), "\n".join(line[::-1] for line in grid)}
+    return found
+
+
+def without_pieces(level: str) -> str:
+    return level.translate(str.maketrans("X√PS", "_O_O"))
+
+
+@pytest.mark.parametrize("options", [{}, {"rows": 5, "columns": 7}])
+def test_no_held_out_room_is_a_training_room_in_any_orientation(options: dict):
+    seen: dict[Split, set[str]] = {"train": set(), "held_out": set()}
+    for split, rooms in seen.items():
+        for data_seed in range(4):
+            source = sokoban.tasks(split, data_seed, **options)
+            rooms.update(without_pieces(take(source, index).payload["level"]) for index in range(300))
+    held_out_images = {image for room in seen["held_out"] for image in images(room)}
+    assert not held_out_images & seen["train"]
+    assert min(map(len, seen.values())) > 100
+
+
+def test_room_keys_are_equal_for_orientations_and_for_nothing_else():
+    levels = {take(sokoban.tasks("train", 0, rows=6, columns=7), index).payload["level"] for index in range(60)}
+    by_key: dict[int, set[str]] = {}
+    for level in levels:
+        for image in images(level):
+            by_key.setdefault(room_key(parse(image)[0]), set()).add(without_pieces(image))
+    assert all(rooms == images(next(iter(rooms))) for rooms in by_key.values())
+
+
+def test_levels_are_the_same_in_every_process():
+    program = (
+        "from flowjax.envs import sokoban\n"
+        "source = sokoban.tasks('held_out', 7, boxes=2)\n"
+        "env = sokoban.make(boxes=2)\n"
+        "keys = [env.reset(source[i], 0).state_key for i in (40, 3, 17)]\n"
+        "print([source[i].payload['level'] for i in range(20)], keys)\n"
+    )
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] != ""
+
+
+def test_any_index_in_any_order():
+    source = sokoban.tasks("train", 0)
+    forwards = [take(source, index) for index in range(20)]
+    assert [take(source, index) for index in reversed(range(20))] == forwards[::-1]
+    assert take(source, 1_999_999_999).task_id != take(source, 3).task_id
+    assert take(sokoban.tasks("train", 1), 0) != take(source, 0)
+    assert len(source[:500]) == 500
+
+
+def test_min_moves_is_kept():
+    source = sokoban.tasks("train", 0, min_moves=5)
+    lengths = [moves_to_go(*parse(take(source, index).payload["level"])) for index in range(50)]
+    assert all(length is not None and length >= 5 for length in lengths)
+
+
+def test_level_statistics_are_those_of_the_reference():
+    """6x6 with one box: mean optimum about 3.7 over 150 levels; 8x8: 6.0; 6x6 with two boxes: 7.6."""
+    for options, mean in [({}, 3.7), ({"rows": 8}, 6.0), ({"boxes": 2}, 7.6)]:
+        source = sokoban.tasks("train", 0, **options)
+        lengths = [moves_to_go(*parse(take(source, index).payload["level"])) for index in range(300)]
+        assert np.mean([length for length in lengths if length]) == pytest.approx(mean, abs=0.8)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rows": 3}, "rows=3"),
+        ({"boxes": 0}, "boxes=0"),
+        ({"boxes": 9}, "boxes=9"),
+        ({"search_depth": 1}, "search_depth=1"),
+        ({"size": 6}, "size"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, named: str):
+    with pytest.raises(WorldError, match=named):
+        sokoban.make(**options)
+
+
+@pytest.mark.parametrize(
+    "level", ["", "###\n#P#\n###", "#####\n#PXO_\n#####", "#####\n#PXX#\n#####", "####\n#PXO#\n#####"]
+)
+def test_what_is_not_a_level_is_refused(level: str):
+    with pytest.raises(WorldError, match="Sokoban level"):
+        parse(level)
+
+
+def test_compact_prompts_use_only_the_vocabulary_and_tell_states_apart():
+    words = set(sokoban.vocabulary())
+    assert all(word.split() == [word] for word in words)
+    source = sokoban.tasks("train", 0)
+    env = sokoban.make()
+    prompts = {}
+    for index in range(100):
+        observation = env.reset(take(source, index), 0)
+        [message] = sokoban.prompt(observation, [Past(1, observation.text, "")], "compact")
+        assert set(message["content"].split()) <= words
+        [message] = sokoban.prompt(observation, [], "compact")
+        assert len(message["content"].split()) == 41
+        prompts.setdefault(message["content"], set()).add(observation.state_key)
+    assert all(len(keys) == 1 for keys in prompts.values())
+
+
+def test_the_instruct_prompt_shows_the_window():
+    env = play_of(CORRIDOR)
+    before = env.step("right").observation
+    after = env.step("fly").observation
+    history = [Past(3, before.text, "right"), Past(4, after.text, "")]
+    [message] = sokoban.prompt(after, history, "instruct")
+    for part in (
+        "4 actions so far",
+        "Action 3: 'right'",
+        "Action 4: 'none'",
+        after.text,
+        "<action>",
+        "√ box on a target",
+    ):
+        assert part in message["content"]
+    assert "actions so far" not in sokoban.prompt(after, [], "instruct")[0]["content"]

@@ -1,0 +1,83 @@
+"""Chat templates and tokenizers, exact and quick."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from flowjax.envs import sokoban
+from flowjax.models.nano import build_tokenizer
+from flowjax.workflows.codec import Codec, CodecError, PromptTooLong
+
+WORDS = (*sokoban.vocabulary(), "system", "user", "assistant", "one", "two", "three", "end")
+# As chat models have it: roles around the contents, earlier turns trimmed of their reasoning.
+CHAT = (
+    "{% for m in messages %}<eos> {{ m.role }} {{ m.content.split('one')[-1] if m.role == 'assistant' else m.content }}"
+    " end {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+TRIMMING = "{% for m in messages %}user {{ m.content | trim }} end {% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build_tokenizer(WORDS, tmp_path)
+    return tmp_path
+
+
+def with_template(folder: Path, template: str) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize("template", [None, CHAT, TRIMMING])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [user("one # _ two")],
+        [{"role": "system", "content": "one"}, user("two {{ three }}")],
+        [user("  two \n"), {"role": "assistant", "content": "three one two"}, user("<content 0> three")],
+    ],
+)
+def test_ids_equal_those_of_the_tokenizer_itself(folder: Path, template: str | None, messages: list):
+    if template is not None:
+        with_template(folder, template)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    codec = Codec(folder)
+    assert codec.encode(messages) == codec.encode(messages) == expected
+
+
+def test_replies_end_and_decode_without_special_tokens(folder: Path):
+    codec = Codec(folder)
+    ids = codec.encode_reply("up")
+    assert ids[-1] == codec.eos_token_id and len(ids) == 2
+    assert codec.decode(ids) == "up"
+    assert codec.decode([]) == ""
+
+
+def test_a_long_prompt_is_refused(folder: Path):
+    codec = Codec(folder, max_prompt_tokens=3)
+    assert len(codec.encode([user("one two three")])) == 3
+    with pytest.raises(PromptTooLong) as refused:
+        codec.encode([user("one two three one")])
+    assert (refused.value.tokens, refused.value.limit) == (4, 3)
+
+
+def test_folders_without_a_tokenizer_or_a_template_are_named(tmp_path: Path, folder: Path):
+    with pytest.raises(CodecError, match=r"model\.path .*nowhere is not a folder"):
+        Codec(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CodecError, match=r"empty has no readable tokenizer"):
+        Codec(empty)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(str(tmp_path / "plain"))
+    with pytest.raises(CodecError, match="no chat_template"):
+        Codec(tmp_path / "plain")

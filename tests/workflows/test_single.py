@@ -1,0 +1,163 @@
+"""One agent in one world: what is recorded, and how episodes end."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowjax.envs import sokoban
+from flowjax.envs.base import EnvDied, Observation, Step, load_world
+from flowjax.envs.pool import EnvPool
+from flowjax.envs.sokoban_rooms import key, moves_to_go, parse
+from flowjax.models.nano import build_tokenizer
+from flowjax.records import Task
+from flowjax.workflows.agent import UNVERSIONED, Agent, served_version
+from flowjax.workflows.codec import Codec
+from flowjax.workflows.single import OUTCOMES, Options, Played, play
+
+WORLD = load_world("flowjax.envs.sokoban")
+CORRIDOR = Task("corridor", "sokoban", 0, {"level": "#######\n#P_X_O#\n#######"})
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """An engine's answer."""
+
+    sampled_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str = "stop"
+    model: str = "agent@7"
+
+
+class LocalSession:
+    """An environment in this process that dies at its n-th step, if told so."""
+
+    def __init__(self, dies_at: int = 0, status: str = "timeout"):
+        self.env, self._dies_at, self._status, self._steps = sokoban.make(), dies_at, status, 0
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        return self.env.reset(task, seed)
+
+    async def step(self, action: str) -> Step:
+        self._steps += 1
+        if self._steps == self._dies_at:
+            raise EnvDied("gone", self._status)  # pyright: ignore[reportArgumentType]
+        return self.env.step(action)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer(WORLD.vocabulary(), path)
+    return path
+
+
+def scripted_agent(codec: Codec, reply: Callable[[str], str], *, model: str = "agent@7") -> Agent:
+    """Answers each prompt with `reply(prompt text)`."""
+
+    async def generate(prompt_ids: list[int]) -> Scripted:
+        ids = codec.encode_reply(reply(codec.decode(prompt_ids)))
+        return Scripted(ids, [-0.5] * len(ids), model=model)
+
+    return Agent(codec, generate)
+
+
+def expert_reply(prompt: str) -> str:
+    """The expert, reading the level off the last grid of a compact prompt."""
+    words = prompt.split()
+    level = "\n".join("".join(row.split()) for row in " ".join(words[-41:]).split("/"))
+    env = sokoban.make()
+    env.reset(Task("read", "sokoban", 0, {"level": level}), 0)
+    return sokoban.expert(env)
+
+
+def episode(folder: Path, replies: list[str], *, session: LocalSession | None = None, **changes) -> Played:
+    codec = Codec(folder, max_prompt_tokens=changes.pop("max_prompt_tokens", None))
+    left = iter(replies)
+    agents = {"agent": scripted_agent(codec, lambda _: next(left))}
+    options = Options(WORLD, **({"max_turns": 5, "prompt": "compact"} | changes))
+    return asyncio.run(play(CORRIDOR, seed=0, env=session or LocalSession(), agents=agents, options=options))
+
+
+def test_the_expert_behind_real_tokens_solves_levels_in_the_pool(folder: Path):
+    source = WORLD.tasks("held_out", 0)
+    codec = Codec(folder)
+
+    async def one(pool: EnvPool, task: Task) -> None:
+        agents = {"agent": scripted_agent(codec, expert_reply)}
+        async with pool.session("flowjax.envs.sokoban", {}) as env:
+            played = await play(task, seed=0, env=env, agents=agents, options=Options(WORLD, 20, "compact", history=2))
+        shortest = moves_to_go(*parse(task.payload["level"]))
+        assert (played.outcome["success"], len(played.turns), played.status) == (1.0, shortest, "ok")
+        assert played.outcome["env_return"] == pytest.approx(10 + 1 - 0.1 * len(played.turns))
+
+    async def main() -> None:
+        async with EnvPool() as pool:
+            await asyncio.gather(*(one(pool, task) for task in map(source.__getitem__, range(20)) if task))
+
+    asyncio.run(main())
+
+
+def test_what_a_turn_records(folder: Path):
+    session = LocalSession()
+    played = episode(folder, ["right", "√", "up", "right", "right"], session=session)
+    codec = Codec(folder)
+    first = played.turns[0]
+    assert (first.policy, first.version, first.finish_reason) == ("agent", 7, "stop")
+    assert first.sampled_ids.tolist() == codec.encode_reply("right")
+    assert first.logprobs.tolist() == [-0.5, -0.5]
+    assert codec.decode(first.prompt_ids.tolist()).startswith("# # # # # # # / # P _ X _ O #")
+    assert [turn.valid for turn in played.turns] == [True, False, True, True, True]
+    assert [turn.terminal for turn in played.turns] == [False, False, False, False, True]
+    assert np.allclose([turn.env_reward for turn in played.turns], [-0.1, -0.1, -0.1, -0.1, 10.9])
+    for before, after in zip(played.turns, played.turns[1:], strict=False):
+        assert before.next_state_key == after.state_key
+    stays = [turn.state_key == turn.next_state_key for turn in played.turns]
+    assert stays == [False, True, True, False, False]
+    assert played.turns[-1].next_state_key == key(*parse("#######\n#___P√#\n#######"))
+
+
+def test_success_on_the_last_allowed_turn_counts(folder: Path):
+    played = episode(folder, ["right"] * 3, max_turns=3)
+    assert (played.outcome["success"], played.outcome["turns"], played.turns[-1].terminal) == (1.0, 3.0, True)
+
+
+def test_running_out_of_turns_is_an_ordinary_end(folder: Path):
+    played = episode(folder, ["left", "# #"] * 2, max_turns=4)
+    assert (played.status, len(played.turns), played.turns[-1].terminal) == ("ok", 4, False)
+    assert played.outcome["success"] == 0.0
+    assert played.outcome["invalid_actions"] == 2.0
+    assert played.outcome["env_return"] == pytest.approx(-0.4)
+    assert set(played.outcome) == {*WORLD.OUTCOMES, *OUTCOMES}
+
+
+@pytest.mark.parametrize("status", ["timeout", "env_error"])
+def test_when_the_environment_dies_the_turns_so_far_remain(folder: Path, status: str):
+    played = episode(folder, ["right"] * 3, session=LocalSession(dies_at=3, status=status))
+    assert (played.status, played.error, len(played.turns)) == (status, "gone", 2)
+    assert played.outcome["success"] == 0.0 and played.outcome["turns"] == 2.0
+
+
+def test_a_prompt_that_grows_too_long_truncates_the_episode(folder: Path):
+    played = episode(folder, ["left"] * 5, history=3, max_prompt_tokens=75)
+    assert played.status == "truncated"
+    assert len(played.turns) == 3  # 23 words to a grid, 24 with an action: three grids still fit
+    assert "max_prompt_tokens=75" in played.error
+
+
+def test_the_window_holds_the_latest_turns(folder: Path):
+    played = episode(folder, ["left", "right", "# #", "left"], history=2, max_turns=4)
+    codec = Codec(folder)
+    shown = codec.decode(played.turns[3].prompt_ids.tolist())
+    grids = ["# # # # # # # / # P _ X _ O # / # # # # # # #", "# # # # # # # / # _ P X _ O # / # # # # # # #"]
+    assert shown == f"{grids[0]} right {grids[1]} none {grids[1]}"
+
+
+def test_the_engine_s_own_name_says_the_version():
+    assert served_version("solver@12") == ("solver", 12)
+    assert served_version("a@b@3") == ("a@b", 3)
+    assert served_version("base") == ("base", UNVERSIONED)
+    assert served_version("me@home") == ("me@home", UNVERSIONED)
