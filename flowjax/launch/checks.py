@@ -134,7 +134,7 @@ def _batches(config: ConfigDict) -> Iterator[str]:
             "compares the episodes of a group: raise group_size to 2 or more"
         )
     updates = trainer.steps * trainer.updates_per_step
-    if config.optimizer.warmup_steps >= updates:
+    if config.optimizer.warmup_steps >= updates > 0:
         yield (
             f"config.optimizer.warmup_steps is {config.optimizer.warmup_steps}, but the run has only {updates} "
             "optimiser updates (config.trainer.steps * updates_per_step): lower it"
@@ -148,8 +148,8 @@ def _flat(config: ConfigDict, prefix: str = "") -> dict[str, object]:
     leaves: dict[str, object] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
-        if isinstance(value, ConfigDict) and len(value):
+        if isinstance(value, ConfigDict):
             leaves |= _flat(value, f"{path}.")
         else:
-            leaves[path] = list(value) if isinstance(value, tuple | list) else (value or None) if value == {} else value
+            leaves[path] = list(value) if isinstance(value, tuple) else value
     return leaves

@@ -4,7 +4,8 @@ Runs in a process of its own, `python -m flowjax.launch.probe`, so that the supe
 Reads {"config", "devices", "checkpoints"} as JSON, writes {"problems", "plan"}.
 """
 
-import importlib
+import ast
+import importlib.util
 import json
 import math
 import os
@@ -41,12 +42,14 @@ KNOWN_MODELS = {
 
 def inspect_run(config: ConfigDict, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
     """Problems, and the sizes that a plan shows. `checkpoints` is the folder that a resumed run goes on from."""
-    problems = [text for check in (_world, _workflow, _credit, _loss) for text in _messages(check, config)]
+    problems = [text for check in (_world, _reward, _workflow, _credit, _loss) for text in _messages(check, config)]
     plan: dict[str, Any] = {}
     problems += _messages(_sizes, config, device_count, plan)
     if checkpoints is not None:
         problems += _messages(_newest_checkpoint, checkpoints)
-    return {"problems": problems, "plan": plan}
+    # A world that cannot be imported stops more than one check; rooms below name fields without the leading "config.".
+    named = [f"config.{text}" if text.startswith("env.") else text for text in problems]
+    return {"problems": list(dict.fromkeys(named)), "plan": plan}
 
 
 def _messages(check: Callable[..., Iterator[str]], *args: Any) -> list[str]:
@@ -61,25 +64,49 @@ def _messages(check: Callable[..., Iterator[str]], *args: Any) -> list[str]:
 
 def _world(config: ConfigDict) -> Iterator[str]:
     from flowjax.envs.base import load_world
-    from flowjax.rewards.scores import check_reward
 
-    world = load_world(config.env.module)
     try:
-        world.make(**config.env.options.to_dict())
+        load_world(config.env.module).make(**config.env.options.to_dict())
     except TypeError as error:
         yield f"config.env.options is {config.env.options.to_dict()}, which {config.env.module} does not take: {error}"
+
+
+def _reward(config: ConfigDict) -> Iterator[str]:
+    from flowjax.envs.base import load_world
+    from flowjax.rewards.scores import check_reward
+
     if config.reward.components:
+        world = load_world(config.env.module)
         check_reward(config.reward.components.to_dict(), world.OUTCOMES, config.env.module)
+    yield from ()
 
 
 def _workflow(config: ConfigDict) -> Iterator[str]:
+    """Looked for without being run: a workflow's module may take seconds to import."""
     module, _, name = config.workflow.rpartition(".")
     field = f"config.workflow is {config.workflow!r}"
+    remedy = "give the dotted path of an episode function, such as flowjax.workflows.single.play"
     try:
-        if not callable(getattr(importlib.import_module(module), name)):
-            yield f"{field}, which is not a function: give the dotted path of an episode function"
-    except (ImportError, AttributeError, ValueError) as error:
-        yield f"{field}, which cannot be imported ({error}): give a dotted path such as flowjax.workflows.single.play"
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        yield f"{field}, but there is no module {module!r}: {remedy}"
+    elif spec.origin.endswith(".py") and name not in _defined(ast.parse(Path(spec.origin).read_text())):
+        yield f"{field}, but {module} has no {name!r}: {remedy}"
+
+
+def _defined(module: ast.Module) -> set[str]:
+    """Names that a module binds at its top level."""
+    names: set[str] = set()
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
 
 
 def _credit(config: ConfigDict) -> Iterator[str]:

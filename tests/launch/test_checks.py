@@ -1,0 +1,64 @@
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from flowjax.launch.checks import check_config, check_unchanged
+
+
+def test_a_sound_config_passes(config):
+    assert check_config(config) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "parts"),
+    [
+        ("trainer.row_tokens", 1000, ("config.trainer.row_tokens is 1000", "is 1280", "raise row_tokens to 1280")),
+        ("engine.max_model_tokens", 1024, ("config.engine.max_model_tokens is 1024", "1280", "raise max_model_tokens")),
+        ("trainer.updates_per_step", 129, ("config.trainer.updates_per_step is 129", "128 episodes", "lower it")),
+        ("rollout.group_size", 1, ("config.rollout.group_size is 1", "'grpo'", "raise group_size to 2")),
+        ("trainer.steps", 0, ("config.trainer.steps is 0", "at least 1")),
+        ("rollout.temperature", 0.0, ("config.rollout.temperature is 0.0", "positive")),
+        ("optimizer.learning_rate", -1.0, ("config.optimizer.learning_rate is -1.0", "positive")),
+        (
+            "optimizer.warmup_steps",
+            100,
+            ("config.optimizer.warmup_steps is 100", "only 100 optimiser updates", "lower"),
+        ),
+        ("optimizer.schedule", "cosin", ("config.optimizer.schedule is 'cosin'", "constant, cosine, linear")),
+        ("model.dtype", "bf16", ("config.model.dtype is 'bf16'", "bfloat16")),
+        ("policy.name", "a@1", ("config.policy.name is 'a@1'", "without '@'")),
+        ("dataflow.max_staleness", -1, ("config.dataflow.max_staleness is -1", "at least 0")),
+        ("dataflow.lease_s", 2.0, ("config.dataflow.lease_s is 2.0", "config.env.step_timeout_s is 10.0", "raise")),
+        ("reward.components", ConfigDict(), ("config.reward.components is empty", "success")),
+    ],
+)
+def test_each_conflict_names_field_value_and_remedy(config, field, value, parts):
+    section, _, name = field.rpartition(".")
+    config[section][name] = value
+    (message,) = check_config(config)
+    for part in parts:
+        assert part in message
+
+
+def test_all_conflicts_are_told_together(config):
+    config.trainer.row_tokens, config.engine.max_model_tokens, config.trainer.steps = 10, 10, -1
+    assert len(check_config(config)) == 3
+
+
+def test_a_resumed_run_may_be_longer_but_not_another(config):
+    longer = ConfigDict(config.to_dict())
+    longer.trainer.steps = 200
+    longer.engine.port = 8000
+    longer.name = "elsewhere"
+    assert check_unchanged(config, longer) == []
+    longer.policy.lora.rank = 8
+    longer.credit.options = ConfigDict({"gamma": 0.5})
+    rank, gamma = sorted(check_unchanged(config, longer), key=lambda text: "gamma" in text)
+    assert "config.policy.lora.rank is 8, but this run was started with 32" in rank
+    assert "config.credit.options.gamma is 0.5" in gamma
+
+
+def test_tuples_that_went_through_json_are_not_a_change(config):
+    assert isinstance(config.policy.lora.targets, tuple)
+    assert check_unchanged(ConfigDict(json.loads(config.to_json())), config) == []

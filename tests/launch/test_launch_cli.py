@@ -1,0 +1,156 @@
+"""The command as a user runs it, up to where a run would start."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flowjax.config import load_run, save_run
+from flowjax.launch.devices import Devices, share_out
+from flowjax.launch.preflight import disk_bytes, examine
+
+
+def launch(*argv, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flowjax.launch", *map(str, argv)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_mistyped_field_is_one_line_and_status_two(recipe, tmp_path):
+    started = time.monotonic()
+    done = launch(f"--config={recipe}", "--config.trainer.learning_rate=3e-4", cwd=tmp_path)
+    assert time.monotonic() - started < 5
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "config.trainer.learning_rate is not a field of this config: did you mean config.optimizer.learning_rate?\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_that_is_wrong_is_told_together_and_nothing_is_left_behind(recipe, tmp_path):
+    done = launch(
+        f"--config={recipe}",
+        "--config.trainer.row_tokens=100",
+        "--config.credit.name=grppo",
+        "--config.loss.kind=pppo",
+        "--config.reward.components={'sucess': 1.0}",
+        "--config.workflow=flowjax.workflows.single.plai",
+        "--config.mesh.data=3",
+        "--config.engine.python=/no/such/python",
+        "--config.model.nano=None",
+        "--config.env.options={'rows': 6, 'colums': 6}",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    for field in (
+        "config.trainer.row_tokens is 100",
+        "config.credit.name is 'grppo' (did you mean 'grpo'?)",
+        "config.loss.kind is 'pppo' (did you mean 'ppo'?)",
+        "config.workflow is 'flowjax.workflows.single.plai'",
+        "config.mesh is data=3",
+        "config.engine.python is '/no/such/python'",
+        "config.model.path is 'absent-model'",
+        "config.env.options ['colums']",
+    ):
+        assert sum(line.startswith(field) for line in lines) == 1, (field, done.stderr)
+    assert any("sucess" in line for line in lines)
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_of_a_model_that_is_not_here_needs_no_accelerator(recipe, tmp_path):
+    done = launch(
+        f"--config={recipe}",
+        "--config.model.nano=None",
+        "--config.model.path=models/Qwen3-8B",
+        "--config.engine.tensor_parallel=4",
+        "--config.trainer.micro_batch_rows=4",
+        "--dry_run",
+        "--devices=8",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    plan = " ".join(done.stdout.split())
+    assert "8,190,735,360 parameters" in plan  # the published count of Qwen3-8B
+    assert "fsdp 4" in plan
+    assert "accelerators 4,5,6,7" in plan
+    assert "16 groups x 8 members = 128" in plan
+    assert "base 3.8 GiB" in plan  # 8.19 G bfloat16 parameters over 4 devices
+    for role in ("vllm.entrypoints", "flowjax.dataflow", "flowjax.trainer", "flowjax.rollout"):
+        assert role in plan
+    assert "not ready on this machine" in plan
+    assert "'models/Qwen3-8B', which does not exist" in plan
+    assert not (tmp_path / "runs").exists()
+
+
+def test_mesh_that_does_not_divide_the_model_is_refused_in_the_plan(recipe, tmp_path):
+    flags = ["--config.model.nano=None", "--config.model.path=models/Qwen3-8B", "--config.engine.tensor_parallel=2"]
+    done = launch(f"--config={recipe}", *flags, "--dry_run", "--devices=8", cwd=tmp_path)
+    assert done.returncode == 2
+    plan = " ".join(done.stdout.split())
+    assert "hidden_size is 4096, which does not divide over the 6 devices" in plan
+    assert "config.trainer.micro_batch_rows is 8, but rows are split over 6 devices" in plan
+
+
+def test_a_name_that_was_asked_for_must_be_free_and_one_from_the_recipe_is_numbered(recipe, tmp_path):
+    (tmp_path / "runs" / "given").mkdir(parents=True)
+    done = launch(f"--config={recipe}:named", "--name=given", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "runs/given exists already: go on with it by --resume=runs/given" in done.stderr
+    done = launch(f"--config={recipe}:named", "--config.trainer.row_tokens=100", cwd=tmp_path)
+    assert "starting runs/given-2" in done.stdout
+
+
+def test_resume_reads_the_saved_config_and_refuses_another_run(recipe, config, tmp_path):
+    done = launch("--resume=runs/none", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("runs/none/config.json cannot be read")
+    save_run(config, tmp_path / "runs" / "run")
+    done = launch("--resume=runs/run", "--config.policy.lora.rank=8", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "config.policy.lora.rank is 8, but this run was started with 32" in done.stderr
+    done = launch("--resume=runs/run", "--config.trainer.steps=7", "--dry_run", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "7 steps" in done.stdout
+    assert load_run(tmp_path / "runs" / "run").trainer.steps == 100
+
+
+def test_unreadable_checkpoint_is_refused_before_anything_starts(config, tmp_path):
+    run_dir = tmp_path / "runs" / "run"
+    save_run(config, run_dir)
+    step = run_dir / "checkpoints" / "agent" / "3"
+    (step / "adapter").mkdir(parents=True)
+    (step / "commit_success.txt").write_text("")
+    (step / "adapter" / "_METADATA").write_text("not JSON")
+    found = examine(config, run_dir, Devices(), resume=True)
+    (message,) = [text for text in found.problems if "checkpoint" in text]
+    assert str(step / "adapter") in message
+    assert "cannot be read" in message
+    assert examine(config, run_dir, Devices()).problems == []
+
+
+def test_disk_estimate_counts_what_is_kept(config):
+    plan = {"model": {"checkpoint_bytes": 30, "adapter_bytes": 10}}
+    config.trainer.steps, config.trainer.keep_checkpoints, config.dataflow.max_staleness = 100, 3, 1
+    assert disk_bytes(config, plan) == 4 * 30 + 3 * 10
+    config.trainer.keep_every_steps = 50
+    assert disk_bytes(config, plan) == 6 * 30 + 3 * 10
+
+
+def test_memory_is_planned_for_the_devices_that_the_trainer_gets(config, tmp_path):
+    config.model.nano, config.model.path = None, "Qwen3-0.6B"
+    found = examine(config, tmp_path / "run", share_out(tuple("0123"), 2))
+    assert found.plan["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1}
+    assert found.plan["model"]["parameters"] == 596_049_920  # the published count of Qwen3-0.6B
+    assert json.dumps(found.plan)
+
+
+@pytest.mark.parametrize("module", ["flowjax.launch.__main__", "flowjax.launch.session", "flowjax.launch.plan"])
+def test_the_supervisor_imports_neither_jax_nor_vllm(module):
+    code = f"import sys, {module}; print([m for m in ('jax', 'vllm', 'torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

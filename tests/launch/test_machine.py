@@ -1,0 +1,136 @@
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from flowjax.launch import machine
+from flowjax.launch.devices import Devices, host_device_count, mesh_count, share_out, visible_accelerators
+
+
+def test_absent_model_folder_is_named_with_the_remedy(config, tmp_path):
+    config.model.path, config.model.nano = str(tmp_path / "Qwen3-8B"), None
+    (message,) = machine.check_model(config)
+    assert "does not exist" in message
+    assert "download" in message
+    (tmp_path / "Qwen3-8B").mkdir()
+    assert "has no config.json" in machine.check_model(config)[0]
+    (tmp_path / "Qwen3-8B" / "config.json").write_text("{}")
+    assert "lacks tokenizer.json and *.safetensors" in machine.check_model(config)[0]
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / "Qwen3-8B" / name).write_text("")
+    assert machine.check_model(config) == []
+
+
+def test_nano_base_is_built_when_absent_and_refused_when_of_another_shape(config, tmp_path):
+    config.model.path = str(tmp_path / "nano")
+    assert machine.check_model(config) == []
+    (tmp_path / "nano").mkdir()
+    (tmp_path / "nano" / "config.json").write_text(json.dumps({"hidden_size": 128, "num_hidden_layers": 2}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / "nano" / name).write_text("")
+    (message,) = machine.check_model(config)
+    assert message.startswith("config.model.nano.hidden_size is 64, but the model in")
+    assert "128" in message
+    assert "remove the folder" in message
+
+
+def test_taken_port_is_named(config):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        config.engine.port = other.getsockname()[1]
+        (message,) = machine.check_ports(config)
+    assert message == f"config.engine.port is {config.engine.port}, which another process uses: " + (
+        "free it, or set it to 0 for a free one"
+    )
+    assert machine.check_ports(config) == []
+    config.dataflow.port = config.engine.port
+    assert "are both" in machine.check_ports(config)[0]
+
+
+def test_engine_interpreter_without_vllm_is_named(config, tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    config.engine.python = str(bare)
+    (message,) = machine.check_engine(config, Devices())
+    assert message.startswith(f"config.engine.python is '{bare}'")
+    assert "has no vLLM" in message
+    config.engine.python = "/no/such/python"
+    assert "not an executable" in machine.check_engine(config, Devices())[0]
+
+
+def test_too_few_accelerators_for_the_engine(config, tmp_path):
+    config.engine.python = "/no/such/python"
+    config.engine.tensor_parallel = 4
+    messages = machine.check_engine(config, share_out(("0", "1"), 4))
+    assert "config.engine.tensor_parallel is 4, but there are 2 accelerators" in messages[1]
+
+
+def test_full_disk_is_told_before_anything_is_written(tmp_path):
+    run_dir = tmp_path / "runs" / "new"
+    assert machine.check_folder(run_dir) == []
+    (message,) = machine.check_folder(run_dir, needed_bytes=2**60)
+    assert "no space left" in message
+    assert "--config.runs" in message
+    assert not run_dir.exists()
+    assert not run_dir.parent.exists()
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    (message,) = machine.check_folder(tmp_path / "file" / "run")
+    assert f"{tmp_path / 'file'} cannot be written" in message
+
+
+def test_one_supervisor_per_run_folder(tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path; from flowjax.launch.machine import hold\n"
+        "with hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert machine.check_unused(tmp_path) == [
+            f"run folder {tmp_path} is in use by process {holder.pid}: stop that one first"
+        ]
+        with pytest.raises(machine.RunInUse, match=str(holder.pid)), machine.hold(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    assert machine.check_unused(tmp_path) == []
+    with machine.hold(tmp_path):
+        pass
+
+
+def test_accelerators_are_counted_as_cuda_would(tmp_path):
+    (tmp_path / "driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "driver/nvidia/gpus/0000:02:00.0").mkdir()
+    assert visible_accelerators({}, tmp_path) == ("0", "1")
+    assert visible_accelerators({"CUDA_VISIBLE_DEVICES": "3, 5"}, tmp_path) == ("3", "5")
+    assert visible_accelerators({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    assert visible_accelerators({}, tmp_path / "none") == ()
+
+
+def test_sharing_out():
+    eight = tuple("01234567")
+    devices = share_out(eight, 4)
+    assert (devices.trainer, devices.engine, devices.shared) == (("0", "1", "2", "3"), ("4", "5", "6", "7"), False)
+    assert devices.engine_env() == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert share_out(eight, 2, 2).trainer == ("0", "1")
+    one = share_out(("6",), 1)
+    assert one.shared
+    assert one.trainer_env() == {"CUDA_VISIBLE_DEVICES": "6", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    none = share_out((), 2, cpu_devices=8)
+    assert (none.trainer_count, none.trainer_env(), none.engine_env()) == (8, {}, {})
+
+
+def test_device_counts():
+    assert host_device_count({}) == 1
+    assert host_device_count({"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"}) == 8
+    assert mesh_count((1, -1, 1)) is None
+    assert mesh_count((2, 4, 1)) == 8
