@@ -158,7 +158,13 @@ def _run(request: Request, console: Console) -> int:
     config, run_dir, devices = request.config, request.run_dir, request.devices
     ports = choose_ports(config)
     write_endpoints(run_dir, ports)
-    session = Session(run_dir, steps=config.trainer.steps, stop_order=STOP_ORDER, console=console)
+    session = Session(
+        run_dir,
+        steps=config.trainer.steps,
+        warm_steps=config.warm_start.steps,
+        stop_order=STOP_ORDER,
+        console=console,
+    )
 
     async def done(supervisor: Supervisor, progress: Progress) -> None:
         await supervisor.ended("trainer")

@@ -23,9 +23,15 @@ class Session:
     """Runs roles of one run folder until `done`. Signals: the first stops in order, the second at once."""
 
     def __init__(
-        self, run_dir: Path, *, steps: int, stop_order: Sequence[Sequence[str]] = (), console: Console | None = None
+        self,
+        run_dir: Path,
+        *,
+        steps: int,
+        warm_steps: int = 0,
+        stop_order: Sequence[Sequence[str]] = (),
+        console: Console | None = None,
     ):
-        self._run_dir, self._steps, self._stop_order = run_dir, steps, stop_order
+        self._run_dir, self._steps, self._warm_steps, self._stop_order = run_dir, steps, warm_steps, stop_order
         self._console = console or Console()
         self._metrics = MetricsWriter(run_dir)
         self._interrupted: signal.Signals | None = None
@@ -43,7 +49,13 @@ class Session:
         Returns 0, 1 when a role failed for good, or 128 + n after signal n.
         """
         supervisor = Supervisor(self._run_dir / "logs", on_event=self._on_event)
-        self.screen = Screen(self._run_dir, steps=self._steps, states=supervisor.states, console=self._console)
+        self.screen = Screen(
+            self._run_dir,
+            steps=self._steps,
+            warm_steps=self._warm_steps,
+            states=supervisor.states,
+            console=self._console,
+        )
         work = asyncio.create_task(supervisor.until(self._work(supervisor, roles, done, first)))
         refresh = asyncio.create_task(self._refresh())
         self._listen(supervisor, work)

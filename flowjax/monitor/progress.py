@@ -25,7 +25,6 @@ class Progress:
     def _clear(self) -> None:
         self.train: list[dict[str, Any]] = []
         self.evals: dict[int, dict[str, Any]] = {}
-        self.warm_start: dict[str, Any] = {}
         self.totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
 
     def update(self) -> list[dict[str, Any]]:
@@ -56,8 +55,6 @@ class Progress:
                     self.totals[name] += number(entry, name) or 0.0
             elif kind == "eval":
                 self.evals[entry.get("step", 0)] = entry
-            elif kind == "warm_start":
-                self.warm_start = entry
 
     @property
     def step(self) -> int:

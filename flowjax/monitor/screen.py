@@ -26,8 +26,11 @@ class Screen:
     On a terminal it is one screen that redraws itself; elsewhere every step, evaluation and event is a line.
     """
 
-    def __init__(self, run_dir: Path, *, steps: int, states: Mapping[str, RoleState], console: Console):
-        self.progress = Progress(run_dir)
+    def __init__(
+        self, run_dir: Path, *, steps: int, warm_steps: int = 0, states: Mapping[str, RoleState], console: Console
+    ):
+        self.progress, self._warm = Progress(run_dir), Progress(run_dir / "warm_start")
+        self._warm_steps, self._warm_told = warm_steps, 0
         self._run_dir, self._steps, self._states, self._console = run_dir, steps, states, console
         self._started_s = time.time()
         self._live: Live | None = None
@@ -41,8 +44,13 @@ class Screen:
             told = self._live is None or entry.get("kind") == "eval"
             if told and (line := plain_line(entry, self.progress, self._steps)):
                 self.say(line)
+        self._warm.update()
         if self._live is not None:
             self._live.update(self.render(), refresh=True)
+        elif (tenth := 10 * self._warm.step // max(self._warm_steps, 1)) > self._warm_told:
+            self._warm_told = tenth
+            loss = fixed(self._warm.recent("loss"))
+            self.say(f"warm start {self._warm.step}/{self._warm_steps}  loss {loss}  {self._warm_left()} left")
 
     def say(self, text: str) -> None:
         """A line that stays, above the screen."""
@@ -58,18 +66,22 @@ class Screen:
         parts = [self._bar(), self._numbers(), self._roles()]
         return Panel(Group(*parts), title=f"flowjax · {self._run_dir}", subtitle="Ctrl-C stops", padding=(0, 1))
 
+    def _warm_left(self) -> str:
+        return clock(self._warm.remaining_s(self._warm_steps))
+
     def _bar(self) -> RenderableType:
-        progress, warm = self.progress, self.progress.warm_start
-        warming = (state := self._states.get("warm_start")) is not None and state.phase != "done"
-        done, of = (int(warm.get("step", 0)), int(warm.get("steps", 0))) if warming else (progress.step, self._steps)
-        remaining = number(warm, "remaining_s") if warming else progress.remaining_s(self._steps)
+        state = self._states.get("warm_start")
+        if state is not None and state.phase != "done":
+            name, done, of, left = "warm start", self._warm.step, self._warm_steps, self._warm_left()
+        else:
+            name, done, of = "step", self.progress.step, self._steps
+            left = clock(self.progress.remaining_s(self._steps))
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True, justify="right")
-        label = f"{'warm start' if warming else 'step'} {done}/{of or '-'}"
-        times = f"{clock(time.time() - self._started_s)} gone, {clock(remaining)} left"
-        row.add_row(Text(label, "bold"), ProgressBar(total=max(of, 1), completed=done), times)
+        times = f"{clock(time.time() - self._started_s)} gone, {left} left"
+        row.add_row(Text(f"{name} {done}/{of}", "bold"), ProgressBar(total=max(of, 1), completed=done), times)
         return row
 
     def _numbers(self) -> RenderableType:
@@ -132,8 +144,6 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
         )
     if kind == "eval":
         return f"held out, version {entry.get('version', entry.get('step'))}: success {interval(entry)}"
-    if kind == "warm_start":
-        return f"warm start {entry.get('step')}/{entry.get('steps', '-')}  loss {fixed(number(entry, 'loss'))}"
     if kind == "run":
         return f"{entry.get('role', 'run')}: {entry.get('event', '')} {entry.get('text', '')}".rstrip()
     return ""

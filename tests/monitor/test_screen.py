@@ -1,0 +1,211 @@
+import io
+import json
+import time
+
+import pytest
+from rich.console import Console
+
+from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.progress import Progress, read_status
+from flowjax.monitor.roles import RoleState
+from flowjax.monitor.screen import Screen, clock, sparkline, summary
+
+
+def step_line(step, **more):
+    return {
+        "step": step,
+        "loss": 0.1,
+        "reward_mean": 0.5,
+        "success_rate": 0.25 if step % 2 else 0.75,
+        "episodes": 10,
+        "turns": 60,
+        "trained_tokens": 120,
+        "row_tokens": 3000,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+        "mismatch_k3": 2e-8,
+        "mismatch_max": 3e-4,
+        "wait_s": 2.0,
+        "step_s": 1.5,
+        "save_s": 0.5,
+        "total_s": 4.0,
+        "tokens_per_s": 2000.0,
+        **more,
+    }
+
+
+def write_run(folder, steps=4):
+    writer = MetricsWriter(folder)
+    writer.write("eval", step=0, version=0, episodes=200, success_rate=0.4, low=0.334, high=0.469, seconds=9.0)
+    for step in range(1, steps + 1):
+        writer.write("train", **step_line(step, episodes=30 if step == 2 else 10))
+    (folder / "status-rollout.json").write_text(
+        json.dumps({"episodes_per_s": 31.2, "sampled_tokens_per_s": 1403.0, "in_flight": 97, "serving_version": 3})
+    )
+    return writer
+
+
+def text_of(renderable, width=140):
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+def plain_console():
+    return Console(record=True, width=160, file=io.StringIO(), force_terminal=False)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_screen_shows_what_is_known_and_a_dash_for_what_is_not(tmp_path, width):
+    write_run(tmp_path)
+    states = {
+        "engine": RoleState("engine", "up", restarts=1, started_s=time.time() - 61, detail="killed by SIGKILL"),
+        "rollout": RoleState("rollout", "waiting", restarts=2),
+    }
+    console = Console(record=True, width=width, file=io.StringIO())
+    screen = Screen(tmp_path, steps=10, states=states, console=console)
+    console.print(screen.render())
+    shown = console.export_text()
+    assert "step 4/10" in shown
+    assert "0:24 left" in shown  # six steps of 4 s
+    assert "58.3 %" in shown  # 60 episodes: 10 and 10 at 0.25, 30 and 10 at 0.75
+    assert "40.0 % [33.4, 46.9] of 200" in shown
+    assert "31.2, 97 in flight" in shown
+    assert "1,403 sampled, 2,000 trained" in shown
+    assert "0.50, at most 1" in shown
+    assert "2.0e-08" in shown
+    assert "4.0 = wait 2.0 + step 1.5 + save 0.5" in shown
+    assert "- groups, engine at version 3" in shown  # the dataflow has written nothing yet
+    assert "● up" in shown
+    assert "1:01" in shown
+    assert "1 restart " in shown
+    assert "2 restarts" in shown
+
+
+def test_an_empty_run_folder_can_be_shown(tmp_path):
+    screen = Screen(tmp_path, steps=10, states={}, console=plain_console())
+    assert "step 0/10" in text_of(screen.render())
+
+
+def test_warm_start_has_the_bar_until_it_is_done(tmp_path):
+    (tmp_path / "warm_start").mkdir()
+    writer = MetricsWriter(tmp_path / "warm_start")
+    states = {"warm_start": RoleState("warm_start", "up")}
+    console = plain_console()
+    screen = Screen(tmp_path, steps=10, warm_steps=100, states=states, console=console)
+    for step in range(1, 26):
+        writer.write("train", step=step, loss=1.5, total_s=0.1)
+    screen.refresh()
+    screen.refresh()
+    assert "warm start 25/100" in text_of(screen.render())
+    assert console.export_text().splitlines() == ["warm start 25/100  loss 1.500  0:07 left"]
+    states["warm_start"].phase = "done"
+    assert "step 0/10" in text_of(screen.render())
+
+
+def test_without_a_terminal_each_step_is_one_line_told_once(tmp_path):
+    write_run(tmp_path, steps=1)  # what a resumed run did before is not told again
+    console = plain_console()
+    screen = Screen(tmp_path, steps=10, states={}, console=console)
+    writer = MetricsWriter(tmp_path)
+    writer.write("train", **step_line(2))
+    writer.write("run", role="engine", event="down", text="killed by SIGKILL [out of memory?]")
+    screen.refresh()
+    writer.write("eval", step=10, version=10, episodes=200, success_rate=0.65, low=0.581, high=0.713)
+    screen.refresh()
+    screen.close()
+    lines = console.export_text().splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("step 2/10  success 75.0 %  reward 0.500  staleness 0.50  k3 2.0e-08  4.0 s (wait 2.0")
+    assert lines[1] == "engine: down killed by SIGKILL [out of memory?]"
+    assert lines[2] == "held out, version 10: success 65.0 % [58.1, 71.3] of 200"
+
+
+def test_on_a_terminal_the_screen_redraws_itself(tmp_path):
+    write_run(tmp_path)
+    out = io.StringIO()
+    console = Console(width=100, file=out, force_terminal=True, color_system=None)
+    screen = Screen(tmp_path, steps=10, states={"engine": RoleState("engine", "up")}, console=console)
+    MetricsWriter(tmp_path).write("train", **step_line(5))
+    screen.refresh()
+    screen.say("engine: restart")
+    screen.close()
+    drawn = out.getvalue()
+    assert "step 4/10" in drawn
+    assert "step 5/10" in drawn
+    assert "engine: restart" in drawn
+
+
+def test_refresh_costs_little(tmp_path):
+    writer = write_run(tmp_path, steps=300)
+    console = Console(width=140, file=io.StringIO(), force_terminal=True)
+    states = {name: RoleState(name, "up") for name in ("engine", "dataflow", "trainer", "rollout")}
+    screen = Screen(tmp_path, steps=1000, states=states, console=console)
+    started = time.process_time()
+    for step in range(301, 321):
+        writer.write("train", **step_line(step))
+        screen.refresh()
+    spent_s = (time.process_time() - started) / 20
+    screen.close()
+    assert spent_s < 0.03  # at 2.5 a second: 7 % of a core; about 1 % on a quiet machine
+
+
+def test_progress_starts_over_when_the_file_is_replaced(tmp_path):
+    write_run(tmp_path, steps=4)
+    progress = Progress(tmp_path)
+    progress.update()
+    assert progress.totals["episodes"] == 60
+    MetricsWriter(tmp_path, resume_step=2).write("train", **step_line(3, episodes=20))
+    progress.update()
+    assert [entry["step"] for entry in progress.train] == [1, 2, 3]
+    assert progress.totals["episodes"] == 60
+    assert progress.eval_at(0)["success_rate"] == 0.4  # type: ignore[index]
+
+
+def test_progress_waits_for_the_rest_of_a_line(tmp_path):
+    progress = Progress(tmp_path)
+    assert progress.update() == []
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.write('{"kind": "train", "st')
+        file.flush()
+        assert progress.update() == []
+        file.write('ep": 1}\n')
+        file.flush()
+        assert [entry["step"] for entry in progress.update()] == [1]
+
+
+def test_summary_compares_before_and_after(tmp_path):
+    writer = write_run(tmp_path)
+    progress = Progress(tmp_path)
+    progress.update()
+    assert "held-out success after │ - " in " ".join(text_of(summary(progress, steps=4, wall_s=100)).split()) + " "
+    writer.write("eval", step=4, version=4, episodes=200, success_rate=0.65, low=0.581, high=0.713, seconds=8.0)
+    progress.update()
+    table = " ".join(text_of(summary(progress, steps=4, wall_s=3725)).split())
+    for part in (
+        str(tmp_path),
+        "before │ 40.0 % [33.4, 46.9] of 200",
+        "after │ 65.0 % [58.1, 71.3] of 200",
+        "+25.0 points",
+        "4, 60 episodes, 240 turns",
+        "episodes/s │ 3.8",  # 60 in four steps of 4 s
+        "4.00 (wait for episodes 2.00, compute 1.50, save 0.50)",
+        "2.0e-08 mean, 2.0e-08 worst",
+        "1:02:05",
+    ):
+        assert part in table, part
+
+
+def test_status_that_is_being_written_is_no_status(tmp_path):
+    assert read_status(tmp_path, "rollout") == {}
+    (tmp_path / "status-rollout.json").write_text('{"in_fl')
+    assert read_status(tmp_path, "rollout") == {}
+
+
+def test_small_helpers():
+    assert clock(None) == "-"
+    assert clock(59.9) == "0:59"
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▄█"
+    assert sparkline([1.0, 1.0], 10) == "▁▁"
+    assert sparkline([0.0, 1.0, 0.0], 2) == "█▁"
+    assert sparkline([], 5) == ""
