@@ -1,0 +1,241 @@
+"""A real vLLM server behind the client: exact log-probabilities, adapters side by side, a crash in mid-request."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from flowjax.config import default_config
+from flowjax.models.nano import create_nano
+from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
+from flowjax.rollout.sidecar import EngineHealth, engine_command
+
+pytestmark = pytest.mark.integration
+
+EOS = 1
+ADAPTERS = ("agent@3", "agent@4")
+START_TIMEOUT_S = 150.0
+
+
+class Server:
+    """One vLLM process group on a fixed port."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = default_config()
+        self.config.model.path = str(folder / "base")
+        self.config.engine.dtype = "float32"
+        self.config.engine.max_model_tokens = 128
+        self.config.engine.kv_cache_bytes = 128 * 1024**2
+        self.config.policy.lora.rank = 4
+        self.config.dataflow.max_staleness = 0  # as many adapter slots as adapters, so that none stays empty
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "logs" / "engine.log"
+        self.log.parent.mkdir()
+        self.process: subprocess.Popen | None = None
+
+    def launch(self) -> None:
+        argv, env = engine_command(self.config, self.folder, self.port)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                argv, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    async def up(self) -> None:
+        health, until = EngineHealth(self.url), time.monotonic() + START_TIMEOUT_S
+        while not await health():
+            assert self.process is not None and self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < until, self.log.read_text()[-3000:]
+            await asyncio.sleep(0.2)
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def client(self, **options) -> EngineClient:
+        return EngineClient(self.url, log=self.log, **options)
+
+
+def _make_adapter(base: Path, folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    adapted.save_pretrained(str(folder))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    create_nano([f"w{i}" for i in range(61)], folder / "base", key=jax.random.key(0), hidden_size=64, layers=2)
+    for seed, name in enumerate(ADAPTERS):
+        _make_adapter(folder / "base", folder / name, seed)
+    server = Server(folder)
+    server.launch()
+    try:
+        asyncio.run(_up_with_adapters(server))
+        yield server
+    finally:
+        server.kill()
+
+
+async def _up_with_adapters(server: Server) -> None:
+    await server.up()
+    async with server.client() as client:
+        for name in ADAPTERS:
+            await client.load_adapter(name, server.folder / name)
+
+
+@pytest.fixture(scope="module")
+def reference(server):
+    """Log-probabilities of a completion by transformers and PEFT."""
+    models: dict[str, torch.nn.Module] = {
+        "base": AutoModelForCausalLM.from_pretrained(server.folder / "base", dtype=torch.float32)
+    }
+    for name in ADAPTERS:
+        base = AutoModelForCausalLM.from_pretrained(server.folder / "base", dtype=torch.float32)
+        models[name] = PeftModel.from_pretrained(base, server.folder / name)
+
+    def logprobs(model: str, prompt: list[int], sampled: tuple[int, ...], temperature: float) -> np.ndarray:
+        with torch.no_grad():
+            logits = models[model](torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1]
+        table = torch.log_softmax(logits / temperature, dim=-1)
+        return table[torch.arange(len(sampled)), torch.tensor(sampled)].numpy()
+
+    return logprobs
+
+
+def _prompts(count: int, seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(3, 64, random.integers(5, 60)).tolist() for _ in range(count)]
+
+
+async def _ask(server: Server, questions, sampling: Sampling):
+    async with server.client() as client:
+        return await asyncio.gather(*(client.generate(model, prompt, sampling) for model, prompt in questions))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_mixed_batch_equals_transformers_and_peft(server, reference, temperature):
+    """Base rows and two adapters in one engine step; log-probabilities are those at the sampling temperature."""
+    names = ("base", *ADAPTERS)
+    questions = [(names[i % 3], prompt) for i, prompt in enumerate(_prompts(45))]
+    completions = asyncio.run(_ask(server, questions, Sampling(temperature, max_new_tokens=4)))
+    far_from_base = 0
+    for (model, prompt), completion in zip(questions, completions, strict=True):
+        expected = reference(model, prompt, completion.sampled_ids, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        assert completion.model == model
+        far_from_base += np.abs(expected - reference("base", prompt, completion.sampled_ids, temperature)).max() > 0.1
+    assert far_from_base > 20  # so that mixing adapters up would have been seen
+
+
+def test_end_of_sequence_is_kept_and_equal_prompts_differ(server):
+    completions = asyncio.run(_ask(server, [("base", [5, 6, 7])] * 64, Sampling(1.0, max_new_tokens=16)))
+    assert len({completion.sampled_ids for completion in completions}) > 32
+    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert stopped
+    assert all(completion.sampled_ids.index(EOS) == len(completion.sampled_ids) - 1 for completion in stopped)
+    for completion in completions:
+        assert len(completion.logprobs) == len(completion.sampled_ids)
+        if completion not in stopped:
+            assert completion.finish_reason == "length"
+            assert len(completion.sampled_ids) == 16
+            assert EOS not in completion.sampled_ids
+
+
+def test_stop_token_ends_a_completion_and_is_kept(server):
+    sampling = Sampling(1.0, max_new_tokens=16, stop_token_ids=tuple(range(3, 34)))
+    completions = asyncio.run(_ask(server, [("base", [5, 6, 7])] * 16, sampling))
+    assert all(completion.sampled_ids[-1] in (EOS, *sampling.stop_token_ids) for completion in completions)
+    assert all(not set(completion.sampled_ids[:-1]) & set(sampling.stop_token_ids) for completion in completions)
+
+
+def test_logprobs_keep_float32_precision(server):
+    completions = asyncio.run(_ask(server, [("base", prompt) for prompt in _prompts(8)], Sampling(1.0, 4)))
+    values = np.array([logprob for completion in completions for logprob in completion.logprobs])
+    assert np.array_equal(values, values.astype(np.float32).astype(np.float64))
+    assert not np.array_equal(values, values.round(6))
+
+
+def test_refusals(server):
+    async def refusals():
+        async with server.client() as client:
+            with pytest.raises(UnknownModel, match="agent@99"):
+                await client.generate("agent@99", [5], Sampling(1.0, 2))
+            too_long, fine = await asyncio.gather(
+                client.generate("base", [5] * 500, Sampling(1.0, 2)),
+                client.generate("base", [5], Sampling(1.0, 3)),
+                return_exceptions=True,
+            )
+            assert isinstance(too_long, EngineError) and "engine.log" in str(too_long)
+            assert not isinstance(fine, BaseException)
+            with pytest.raises(EngineError, match="agent@5"):
+                await client.load_adapter("agent@5", server.folder / "nowhere")
+
+    asyncio.run(refusals())
+
+
+def test_adapters_come_and_go(server):
+    async def come_and_go():
+        async with server.client() as client:
+            assert await client.models() == {"base", *ADAPTERS}
+            await client.load_adapter("agent@6", server.folder / ADAPTERS[0])
+            await client.load_adapter("agent@6", server.folder / ADAPTERS[0])
+            assert "agent@6" in await client.models()
+            await client.unload_adapter("agent@6")
+            await client.unload_adapter("agent@6")
+            assert await client.models() == {"base", *ADAPTERS}
+            with pytest.raises(UnknownModel):
+                await client.generate("agent@6", [5], Sampling(1.0, 2))
+
+    asyncio.run(come_and_go())
+
+
+def test_call_survives_a_killed_engine(server, reference):
+    """The engine dies in mid-request and comes back on the same port without its adapters."""
+    prompts, sampling = _prompts(48, seed=3), Sampling(1.0, max_new_tokens=60)
+
+    async def generate(client: EngineClient, prompt: list[int], reloads: list[float]):
+        while True:
+            try:
+                return await client.generate(ADAPTERS[0], prompt, sampling)
+            except UnknownModel:
+                reloads.append(time.monotonic())
+                await client.load_adapter(ADAPTERS[0], server.folder / ADAPTERS[0])
+
+    async def crash():
+        reloads: list[float] = []
+        async with server.client(request_timeout_s=START_TIMEOUT_S) as client:
+            calls = [asyncio.create_task(generate(client, prompt, reloads)) for prompt in prompts]
+            await asyncio.sleep(0.3)
+            unfinished = sum(not call.done() for call in calls)
+            server.kill()
+            assert unfinished
+            assert not await client.healthy()
+            server.launch()
+            completions = await asyncio.gather(*calls)
+            assert reloads
+            assert await client.healthy()
+        return completions
+
+    for prompt, completion in zip(prompts, asyncio.run(crash()), strict=True):
+        expected = reference(ADAPTERS[0], prompt, completion.sampled_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)

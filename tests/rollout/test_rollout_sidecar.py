@@ -1,0 +1,159 @@
+"""The engine's command line and environment, and its health check."""
+
+import asyncio
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowjax.config import ConfigError, default_config
+from flowjax.rollout import sidecar
+from flowjax.rollout.sidecar import EngineHealth, engine_command, serves_on_cpu
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = default_config()
+    config.model.path = str(tmp_path / "model")
+    return config
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    monkeypatch.setattr(sidecar, "serves_on_cpu", lambda python: True)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(sidecar, "serves_on_cpu", lambda python: False)
+
+
+def _values(argv: list[str], option: str) -> list[str]:
+    start = argv.index(option) + 1
+    return argv[start : next((i for i in range(start, len(argv)) if argv[i].startswith("--")), len(argv))]
+
+
+def _value(argv: list[str], option: str) -> str:
+    (value,) = _values(argv, option)
+    return value
+
+
+def test_serves_the_configured_model(config, cpu, tmp_path):
+    config.engine.max_model_tokens, config.seed = 96, 5
+    argv, env = engine_command(config, tmp_path, 1234)
+    assert _value(argv, "--model") == str(tmp_path / "model")
+    assert _value(argv, "--served-model-name") == "base"
+    assert (_value(argv, "--host"), _value(argv, "--port")) == ("127.0.0.1", "1234")
+    assert (_value(argv, "--max-model-len"), _value(argv, "--seed")) == ("96", "5")
+    assert _value(argv, "--logprobs-mode") == "processed_logprobs"
+    assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_relative_model_folder_does_not_depend_on_the_engines_working_directory(config, cpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config.model.path = "models/nano"
+    assert Path(_value(engine_command(config, tmp_path, 1)[0], "--model")) == tmp_path / "models/nano"
+
+
+@pytest.mark.parametrize(("rank", "served"), [(1, "1"), (4, "8"), (32, "32"), (65, "128"), (512, "512")])
+def test_rank_is_rounded_up_to_what_vllm_serves(config, cpu, tmp_path, rank, served):
+    config.policy.lora.rank = rank
+    assert _value(engine_command(config, tmp_path, 1)[0], "--max-lora-rank") == served
+
+
+def test_rank_beyond_vllms_is_refused(config, cpu, tmp_path):
+    config.policy.lora.rank = 513
+    with pytest.raises(ConfigError, match=r"config\.policy\.lora\.rank is 513.*512"):
+        engine_command(config, tmp_path, 1)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_room_for_every_version_within_the_bound(config, cpu, tmp_path, staleness):
+    config.dataflow.max_staleness = staleness
+    argv, _ = engine_command(config, tmp_path, 1)
+    in_batch, in_memory = int(_value(argv, "--max-loras")), int(_value(argv, "--max-cpu-loras"))
+    assert in_batch > staleness + 1  # the current one, those behind it, and its successor
+    assert in_memory > in_batch
+
+
+def test_only_the_trained_modules_get_adapter_slots(config, cpu, tmp_path):
+    config.policy.lora.targets = ("q_proj", "v_proj")
+    assert _values(engine_command(config, tmp_path, 1)[0], "--lora-target-modules") == ["q_proj", "v_proj"]
+
+
+def test_full_training_serves_no_adapters(config, cpu, tmp_path):
+    config.policy.train = "full"
+    argv, _ = engine_command(config, tmp_path, 1)
+    assert not any("lora" in part for part in argv)
+
+
+def test_cpu_settings_stay_off_gpus(config, gpu, tmp_path):
+    config.engine.gpu_memory_fraction, config.engine.tensor_parallel = 0.7, 2
+    argv, env = engine_command(config, tmp_path, 1)
+    assert _value(argv, "--gpu-memory-utilization") == "0.7"
+    assert _value(argv, "--tensor-parallel-size") == "2"
+    assert "--enforce-eager" not in argv
+    assert "--distributed-executor-backend" not in argv
+    assert not {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"} & env.keys()
+
+
+def test_cpu_settings(config, cpu, tmp_path):
+    config.engine.threads, config.engine.kv_cache_bytes = 3, 2**28
+    argv, env = engine_command(config, tmp_path, 1)
+    assert env["OMP_NUM_THREADS"] == "3"
+    assert _value(argv, "--kv-cache-memory-bytes") == str(2**28)
+    assert "--gpu-memory-utilization" not in argv
+
+
+def test_extra_arguments_come_last_and_so_win(config, cpu, tmp_path):
+    config.engine.python, config.engine.extra_args = "/opt/vllm/bin/python", ("--max-num-seqs", "7")
+    argv, _ = engine_command(config, tmp_path, 1)
+    assert argv[0] == "/opt/vllm/bin/python"
+    assert argv[-2:] == ["--max-num-seqs", "7"]
+
+
+def _machine(root: Path, *paths: str) -> Path:
+    for path in paths:
+        (root / path).mkdir(parents=True)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("paths", "environment", "cpu_build", "on_cpu"),
+    [
+        ((), {}, False, True),
+        (("proc/driver/nvidia/gpus/0000:01:00.0",), {}, False, False),
+        (("proc/driver/nvidia/gpus/0000:01:00.0",), {}, True, True),
+        (("proc/driver/nvidia/gpus/0000:01:00.0",), {"CUDA_VISIBLE_DEVICES": ""}, False, True),
+        (("proc/driver/nvidia/gpus/0000:01:00.0",), {"CUDA_VISIBLE_DEVICES": "1"}, False, False),
+        (("proc/driver/nvidia/gpus",), {}, False, True),
+        (("dev/kfd",), {}, False, False),
+    ],
+)
+def test_cpu_or_gpu_is_told_from_devices_and_build(monkeypatch, tmp_path, paths, environment, cpu_build, on_cpu):
+    monkeypatch.setattr(sidecar, "_is_cpu_build", lambda python: cpu_build)
+    assert serves_on_cpu("python", environment, _machine(tmp_path, *paths)) is on_cpu
+
+
+def test_build_is_read_from_the_interpreter(tmp_path, monkeypatch):
+    """An interpreter of another environment is asked; it need not have flowjax."""
+    package = tmp_path / "vllm-0.30.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.0+cpu\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    assert sidecar._is_cpu_build(str(python))
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.0\n")
+    assert not sidecar._is_cpu_build(str(python))
+
+
+async def _healthy(url: str) -> bool:
+    return await EngineHealth(url)()
+
+
+def test_nobody_there_is_not_healthy():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        assert not asyncio.run(_healthy(f"http://127.0.0.1:{unused.getsockname()[1]}"))
