@@ -1,5 +1,6 @@
 """Which observed transitions become edges of the state graph: self-loops dropped, runs of noise bridged."""
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ def clean(table: TurnTable, graph: Graph, cleaning: Cleaning) -> CleanGraph:
     if cleaning == "noise_runs":
         return bridge_noise(table, graph)
     if cleaning == "self_loops":
-        graph = graph._replace(kept=graph.kept & (graph.source != graph.target))
+        graph = dataclasses.replace(graph, kept=graph.kept & (graph.source != graph.target))
     return CleanGraph(graph, nowhere, nowhere)
 
 
@@ -69,4 +70,4 @@ def bridge_noise(table: TurnTable, graph: Graph) -> CleanGraph:
     nowhere = jnp.full(rows, NO_NODE, graph.source.dtype)
     start = (cursor, nowhere, graph.source, jnp.zeros(rows, bool), nowhere, nowhere)
     _, _, source, kept, before, after = jax.lax.while_loop(open_cursor, advance, start)
-    return CleanGraph(graph._replace(source=source, kept=kept & graph.kept), before, after)
+    return CleanGraph(dataclasses.replace(graph, source=source, kept=kept & graph.kept), before, after)

@@ -14,7 +14,7 @@ from flowjax.credit.segments import Norm, Pool, normalise, segment_statistics
 from flowjax.credit.table import TurnTable
 from flowjax.credit.values import Graph, decayed_values, optimal_values, pagerank_values
 
-_OPTIONS = (
+_VALUE_OPTIONS = (
     "propagation",
     "edge_direction",
     "node_reward",
@@ -23,18 +23,21 @@ _OPTIONS = (
     "source_reward",
     "terminal_key",
     "include_final_transition",
-    "final_step_reward",
     "cleaning",
     "missing_node_value",
-    "step_shaping",
+    "lookup",
+    "max_sweeps",
+)
+_CREDIT_OPTIONS = ("step_shaping", "final_step_reward")
+_OPTIONS = (
+    *_VALUE_OPTIONS,
+    *_CREDIT_OPTIONS,
     "singleton_baseline",
     "penalise",
-    "lookup",
     "episode_norm",
     "step_norm",
     "pool",
     "lone_member",
-    "max_sweeps",
 )
 
 
@@ -140,6 +143,7 @@ def reference_compatible() -> dict[str, Any]:
     }
 
 
+@partial(jax.jit, static_argnames=_VALUE_OPTIONS)
 def state_values(
     table: TurnTable,
     *,
@@ -188,6 +192,7 @@ def state_values(
     return StateValues(graph, values, before, after, jnp.zeros_like(reward))
 
 
+@partial(jax.jit, static_argnames=_CREDIT_OPTIONS)
 def step_credit(
     table: TurnTable,
     found: StateValues,

@@ -97,7 +97,8 @@ def build_table(
 
     owner = np.repeat(np.arange(len(trajectories)), lengths)
     task = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])[owner]
-    policies, agent = np.unique([turn.policy for turn in turns], return_inverse=True)
+    policies = sorted({turn.policy for turn in turns})
+    agent = np.array([policies.index(turn.policy) for turn in turns])
     counted = np.fromiter((t.status in COUNTED_STATUSES for t in trajectories), bool, len(trajectories))[owner]
     trajectory = _dense(owner * len(policies) + agent)
     state_keys = _keys([turn.state_key for turn in turns], "state")
@@ -188,7 +189,7 @@ def _state_ids(task: Int[np.ndarray, "keys"], keys: np.ndarray) -> Int[np.ndarra
 
 def _turn_scores(
     scores: np.ndarray | Mapping[str, np.ndarray],
-    policies: np.ndarray,
+    policies: Sequence[str],
     owner: np.ndarray,
     agent: np.ndarray,
     trajectories: int,

@@ -1,13 +1,16 @@
 """Values of the states of a graph: how much reward can be reached from each, and how soon."""
 
-from typing import NamedTuple
+import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-class Graph(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["source", "target", "kept"], meta_fields=["nodes"])
+@dataclass(frozen=True)
+class Graph:
     """A directed graph, the disjoint union of one graph per task. Rows with `kept` False are no edges."""
 
     source: Int[Array, "edges"]

@@ -176,7 +176,8 @@ def _ppo(inputs: _Inputs, low: Scalar, high: Scalar, dual_clip: Scalar | None) -
     """
     ratio, advantages = jnp.exp(inputs.log_ratio), inputs.advantages
     free, held = -advantages * ratio, -advantages * jnp.clip(ratio, 1 - low, 1 + high)
-    loss, clipped = jnp.maximum(free, held), held > free
+    clipped = held > free
+    loss = jnp.where(clipped, held, free)  # on the edge the gradient is the free one, not half of it as in a maximum
     if dual_clip is not None:
         limit = -advantages * dual_clip
         beyond = (advantages < 0) & (loss > limit)

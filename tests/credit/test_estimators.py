@@ -1,0 +1,214 @@
+"""Each estimator on small tables by hand, the edge cases of groups, and the look-up of names and options."""
+
+import itertools
+
+import numpy as np
+import pytest
+from credit_tables import Path, paths_table
+
+from flowjax.credit.estimators import ESTIMATORS, CreditError, check_options, estimate, get_estimator
+from flowjax.credit.returns import update_baseline
+from flowjax.credit.rewardflow import reference_compatible
+
+
+def group_of(*scores: float, turns: int = 1, group: int = 0) -> list[Path]:
+    return [
+        Path([10 * i + t for t in range(turns)] + [1000 + i], [0.0] * (turns - 1) + [s], group=group)
+        for i, s in enumerate(scores)
+    ]
+
+
+def advantages(name: str, paths: list[Path], **options) -> np.ndarray:
+    table = paths_table(paths)
+    return np.asarray(estimate(table, name, **options))[: sum(len(path.rewards) for path in paths)]
+
+
+def test_grpo():
+    values = advantages("grpo", group_of(1, 0, 0, 0))
+    expected = (np.array([1, 0, 0, 0]) - 0.25) / (np.std([1, 0, 0, 0], ddof=1) + 1e-6)
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    np.testing.assert_allclose(advantages("dr_grpo", group_of(1, 0, 0, 0)), [0.75, -0.25, -0.25, -0.25])
+
+
+def test_statistics_pooled_over_rows_weigh_long_trajectories():
+    paths = [Path([0, 1, 2, 3], [0, 0, 0.0], score=0.0), Path([0, 4], [1.0])]
+    np.testing.assert_allclose(advantages("dr_grpo", paths), [-0.5, -0.5, -0.5, 0.5])
+    np.testing.assert_allclose(advantages("dr_grpo", paths, pool="rows"), [-0.25, -0.25, -0.25, 0.75])
+
+
+def test_rloo_is_the_score_less_the_mean_of_the_others():
+    scores = [3.0, 1.0, 0.0, 4.0]
+    expected = [s - np.mean(scores[:i] + scores[i + 1 :]) for i, s in enumerate(scores)]
+    np.testing.assert_allclose(advantages("rloo", group_of(*scores)), expected, rtol=1e-5)
+
+
+def test_maxrl_weighs_rare_success_more():
+    rare, common = advantages("maxrl", group_of(1, 0, 0, 0)), advantages("maxrl", group_of(1, 1, 1, 0))
+    np.testing.assert_allclose(rare, [3, -1, -1, -1])
+    np.testing.assert_allclose(common, [1 / 3, 1 / 3, 1 / 3, -1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("successes", "members", "k"), [(1, 6, 3), (3, 6, 2), (2, 4, 4), (1, 3, 8), (3, 5, 1)])
+def test_pass_at_k_is_the_mean_over_all_subsets(successes, members, k):
+    """The definition: each subset of k is scored 1 if any member succeeds; A is a member's mean normalised score."""
+    scores = [1.0] * successes + [0.0] * (members - successes)
+    subsets = list(itertools.combinations(range(members), min(k, members)))
+    rewards = np.array([max(scores[i] for i in subset) for subset in subsets])
+    spread = rewards.std()
+    expected = [
+        np.mean(
+            [(r - rewards.mean()) / spread if spread else 0.0 for s, r in zip(subsets, rewards, strict=True) if i in s]
+        )
+        for i in range(members)
+    ]
+    np.testing.assert_allclose(advantages("pass_at_k", group_of(*scores), k=k), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_best_of_group():
+    np.testing.assert_allclose(advantages("best_of_group", group_of(5, 2, 3, turns=2)), [2, 2, 0, 0, 0, 0])
+    np.testing.assert_allclose(advantages("best_of_group", group_of(5, 5, 3)), 0)
+
+
+def test_reinforce_plus_plus():
+    paths = group_of(1, 0, turns=2)
+    returns = np.array([0.5, 1, 0, 0])
+    expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(advantages("reinforce_plus_plus", paths, gamma=0.5), expected, rtol=1e-4)
+    centred = np.array([0.5, 0.5, -0.5, -0.5, 1, 1, -1, -1])
+    paths = group_of(1, 0, turns=2) + group_of(2, 0, turns=2, group=1)
+    expected = centred / np.sqrt(centred.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(advantages("reinforce_plus_plus_baseline", paths), expected, rtol=1e-4)
+
+
+def test_discounted_return_of_turns():
+    paths = [Path([0, 1, 2, 3], [1.0, 2.0, 4.0]), Path([0, 4], [8.0])]
+    returns = np.array([1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 4, 8])
+    values = advantages("discounted_return", paths, gamma=0.5, rewards="reward")
+    np.testing.assert_allclose(values, returns - returns.mean(), rtol=1e-6)
+
+
+def test_gae_is_the_recursion():
+    rng = np.random.default_rng(0)
+    paths = [Path(range(n + 1), rng.normal(size=n), terminal=ends) for n, ends in ((5, True), (3, False), (1, True))]
+    table = paths_table(paths)
+    values, final = rng.normal(size=(2, 64)).astype(np.float32)
+    options = {"gamma": 0.9, "trace": 0.8, "rewards": "reward", "whitened": False}
+    got = np.asarray(estimate(table, "gae", values=values, final_values=final, **options))
+    row = 0
+    for path in paths:
+        last, expected = 0.0, []
+        for step in reversed(range(len(path.rewards))):
+            at = row + step
+            is_last = step == len(path.rewards) - 1
+            after = (0.0 if path.terminal else final[at]) if is_last else values[at + 1]
+            last = path.rewards[step] + 0.9 * after - values[at] + 0.9 * 0.8 * last
+            expected.append(last)
+        np.testing.assert_allclose(got[row : row + len(path.rewards)], expected[::-1], rtol=1e-4, atol=1e-5)
+        row += len(path.rewards)
+
+
+def test_gae_without_critic_is_the_return():
+    values = advantages("gae", group_of(1, 0, turns=3), gamma=0.5, whitened=False)
+    np.testing.assert_allclose(values, [0.25, 0.5, 1, 0, 0, 0], atol=1e-7)
+
+
+def test_moving_baseline_per_agent():
+    table = paths_table(group_of(1, 0, 0, turns=2))
+    baseline = np.array([0.5], np.float32)
+    got = np.asarray(estimate(table, "agent_baseline", baseline=baseline))[:6]
+    np.testing.assert_allclose(got, [0.5, 0.5, -0.5, -0.5, -0.5, -0.5])
+    expected = 0.9**3 * 0.5 + (1 - 0.9**3) / 3
+    np.testing.assert_allclose(update_baseline(table, baseline, decay=0.9), [expected], rtol=1e-6)
+
+
+def test_gigpo_compares_turns_from_the_same_state():
+    paths = [Path([0, 1, 9], [0.0, 1.0]), Path([0, 2, 8], [0.0, 0.0])]
+    values = advantages("gigpo", paths, gamma=0.5)
+    returns = [0.5, 1, 0, 0]
+    np.testing.assert_allclose(values, [0.5 + 0.25, 0.5, -0.5 - 0.25, -0.5], rtol=1e-6)
+    assert returns[0] - np.mean([returns[0], returns[2]]) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+class TestEdgesOfGroups:
+    def test_all_equal(self, name):
+        paths = [Path([0, 1, 2], [0, 0.5], score=0.5) for _ in range(4)]
+        if name in ("agent_baseline", "gae", "reinforce_plus_plus", "discounted_return"):
+            assert np.isfinite(advantages(name, paths)).all()
+            return
+        np.testing.assert_allclose(advantages(name, paths), 0, atol=1e-5)
+
+    def test_one_member(self, name):
+        values = advantages(name, group_of(1, turns=2))
+        assert np.isfinite(values).all()
+        if name in ("grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k", "best_of_group", "reinforce_plus_plus_baseline"):
+            np.testing.assert_array_equal(values, 0)
+
+    def test_no_success(self, name):
+        values = advantages(name, group_of(0, 0, 0, turns=3))
+        np.testing.assert_allclose(values, 0, atol=1e-6)
+
+    def test_only_failed_members(self, name):
+        lost = [Path(p.states, p.rewards, mask=False) for p in group_of(1, 0, turns=2)]
+        np.testing.assert_array_equal(advantages(name, lost), 0)
+
+    def test_group_with_a_missing_member_is_a_smaller_group(self, name):
+        whole = group_of(1, 0, 0, turns=2)
+        missing = [*whole[:2], Path(whole[2].states, whole[2].rewards, mask=False)]
+        np.testing.assert_allclose(advantages(name, missing)[:4], advantages(name, whole[:2]), atol=1e-5)
+        np.testing.assert_array_equal(advantages(name, missing)[4:], 0)
+
+
+def test_several_absorbing_states():
+    """Two ways to win, one to lose, all entered from one state; only the losing turn is blamed."""
+    paths = [Path([0, 1, 10], [0, 1.0]), Path([0, 1, 11], [0, 1.0]), Path([0, 1, 12], [0, 0.0])]
+    values = advantages("rewardflow", paths, episode_norm="none", step_norm="mean") - [1, 1, 1, 1, 0, 0]
+    assert values[1] == pytest.approx(values[3])
+    assert values[5] < 0 < values[1]
+    np.testing.assert_allclose(values[[0, 2, 4]], 0, atol=1e-6)
+
+
+def test_one_row_of_an_ordinary_state_that_another_trajectory_ended_in():
+    """A failure that ends in a state others pass through must not inherit their success."""
+    paths = [Path([0, 1, 2], [0, 1.0]), Path([0, 1], [0.0])]
+    values = advantages("rewardflow", paths, episode_norm="none", step_norm="mean") - [1, 1, 0]
+    assert values[2] < values[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grop", {}, "config.credit.name is 'grop' .did you mean 'grpo'"),
+        ("nowhere:mine", {}, "cannot be imported"),
+        ("rewardflow", {"gama": 0.9}, "config.credit.options.gama is no option of 'rewardflow' .did you mean 'gamma'"),
+        ("rewardflow", {"gamma": 1.5}, r"gamma is 1.5, it must lie in \[0.0, 1.0\]"),
+        ("rewardflow", {"gamma": "0.9"}, "gamma is '0.9', it takes a float"),
+        ("rewardflow", {"step_shaping": "diference"}, "'diference' .did you mean 'difference'.*it is one of"),
+        ("rewardflow", {"include_final_transition": 1}, "it takes a bool"),
+        ("gigpo", {"anchors": []}, "anchors is no option"),
+        ("pass_at_k", {"k": 0}, r"k is 0, it must lie in \[1, inf\]"),
+        ("pass_at_k", {"k": 2.5}, "it takes a int"),
+    ],
+)
+def test_bad_names_and_options_are_refused(name, options, message):
+    with pytest.raises(CreditError, match=message):
+        check_options(name, options)
+
+
+def test_good_options_pass():
+    for name in ESTIMATORS:
+        check_options(name, {})
+        assert get_estimator(name).__doc__
+    check_options("rewardflow", {"gamma": 1, **reference_compatible()})
+
+
+def test_an_estimator_of_ones_own():
+    name = f"{__name__}:all_the_same"
+    check_options(name, {"value": 2.0})
+    with pytest.raises(CreditError, match="did you mean 'value'"):
+        check_options(name, {"valu": 2.0})
+    np.testing.assert_array_equal(advantages(name, group_of(1, 0), value=2.0), [2, 2])
+
+
+def all_the_same(table, *, value: float = 1.0):
+    return value * table.mask

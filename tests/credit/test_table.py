@@ -1,0 +1,133 @@
+"""The table: dense ids, padding, and every kind of bad input refused with its column and row."""
+
+import numpy as np
+import pytest
+
+from flowjax.credit.table import TableError, build_table, columns_of, table_from_columns
+from flowjax.records import Group, Task, Trajectory, Turn
+
+
+def turn(before: int, after: int, *, reward: float = 0.0, terminal: bool = False, policy: str = "agent") -> Turn:
+    tokens = np.zeros(2, np.int32)
+    return Turn(
+        policy, 0, tokens, tokens, np.zeros(2, np.float32), "stop", before, after, reward, True, terminal
+    )  # fmt: skip
+
+
+def trajectory(*turns: Turn, name: str = "a", status: str = "ok") -> Trajectory:
+    return Trajectory(name, "g", "t", 0, turns, {"success": 1.0}, status=status)  # pyright: ignore[reportArgumentType]
+
+
+def group(*trajectories: Trajectory, name: str = "g") -> Group:
+    return Group(name, Task("t", "world", 0), trajectories)
+
+
+BIG = 2**64 - 1
+
+
+def test_states_are_dense_and_kept_apart_by_group():
+    first = group(trajectory(turn(BIG, 7), turn(7, 9, terminal=True)), trajectory(turn(BIG, 9)))
+    second = group(trajectory(turn(BIG, 7)), name="h")
+    columns = columns_of(build_table([first, second], np.array([1.0, 0.0, 0.5])))
+    assert len(columns["state"]) == 64
+    before, after = columns["state"][:4], columns["next_state"][:4]
+    assert before[0] == before[2] != before[3]
+    assert after[0] == before[1]
+    assert after[1] == after[2]
+    assert len(set(before) | set(after)) == 5
+    assert set(before) | set(after) == set(range(5))
+    np.testing.assert_array_equal(columns["group"][:4], [0, 0, 0, 1])
+    np.testing.assert_array_equal(columns["trajectory"][:4], [0, 0, 1, 2])
+    np.testing.assert_array_equal(columns["successor"][:5], [1, 1, 2, 3, 4])
+    np.testing.assert_array_equal(columns["score"][:4], [1, 1, 0, 0.5])
+    np.testing.assert_array_equal(np.flatnonzero(columns["mask"]), [0, 1, 2, 3])
+    np.testing.assert_array_equal(np.flatnonzero(columns["terminal"]), [1])
+
+
+def test_rows_are_padded_to_powers_of_two():
+    turns = [turn(i, i + 1) for i in range(65)]
+    assert len(build_table([group(trajectory(*turns))], np.zeros(1)).state) == 128
+    assert len(build_table([group(trajectory(*turns))], np.zeros(1), pad_to=70).state) == 70
+    with pytest.raises(TableError, match="pad_to is 64, the table has 65 rows"):
+        build_table([group(trajectory(*turns))], np.zeros(1), pad_to=64)
+
+
+def test_policies_of_an_episode_are_trajectories_of_their_own():
+    episode = trajectory(turn(1, 2, policy="solver"), turn(2, 3, policy="checker"), turn(3, 4, policy="solver"))
+    scores = {"solver": np.array([1.0]), "checker": np.array([-1.0])}
+    columns = columns_of(build_table([group(episode)], scores))
+    np.testing.assert_array_equal(columns["agent"][:3], [1, 0, 1])
+    np.testing.assert_array_equal(columns["successor"][:3], [2, 1, 2])
+    np.testing.assert_array_equal(columns["score"][:3], [1, -1, 1])
+    assert columns["group"][0] == columns["group"][2] != columns["group"][1]
+    np.testing.assert_array_equal(columns["task"][:3], [0, 0, 0])
+    assert columns["next_state"][0] == columns["state"][1]  # they share the state graph
+    with pytest.raises(TableError, match="no scores for policy 'checker'"):
+        build_table([group(episode)], {"solver": np.array([1.0])})
+
+
+def test_failed_episodes_do_not_count_and_may_be_empty():
+    lost = trajectory(turn(1, 2), name="b", status="env_error")
+    gone = trajectory(name="c", status="cancelled")
+    table = build_table([group(trajectory(turn(1, 2)), lost, gone)], np.array([1.0, np.nan, np.nan]))
+    np.testing.assert_array_equal(np.asarray(table.mask)[:2], [True, False])
+
+
+@pytest.mark.parametrize(
+    ("groups", "scores", "message"),
+    [
+        ([], np.zeros(0), "not a single turn"),
+        ([group()], np.zeros(0), "column group, row 0: group 'g' has no trajectories"),
+        ([group(trajectory(turn(1, 2)), trajectory(name="b"))], np.zeros(2), "column trajectory, row 1: 'b'"),
+        ([group(trajectory(turn(1, 2)))], np.zeros(2), r"column score has shape \(2,\).* there are 1 trajectories"),
+        ([group(trajectory(turn(1, 2)))], np.array([np.nan]), "column score, row 0: nan is not a finite number"),
+        ([group(trajectory(turn(1, 2), turn(2, 3, reward=np.inf)))], np.zeros(1), "column reward, row 1: inf"),
+        ([group(trajectory(turn(1, 2), turn(-2, 3)))], np.zeros(1), "column state, row 1: key -2"),
+        ([group(trajectory(turn(1, 2**64)))], np.zeros(1), "column next_state, row 0: key 18446744073709551616"),
+    ],
+)
+def test_bad_groups_are_refused(groups, scores, message):
+    with pytest.raises(TableError, match=message):
+        build_table(groups, scores)
+
+
+GOOD = {
+    "group": np.array([0, 0, 0]),
+    "trajectory": np.array([0, 0, 1]),
+    "step": np.array([0, 1, 0]),
+    "state": np.array([0, 1, 0]),
+    "next_state": np.array([1, 2, 3]),
+    "reward": np.array([0.0, 1.0, 0.0]),
+    "score": np.array([1.0, 1.0, 0.0]),
+    "valid": np.ones(3, bool),
+    "terminal": np.array([False, True, False]),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"state": np.array([0, 9, 0])}, r"column state, row 1: id 9 is not in \[0, 6\)"),
+        ({"next_state": np.array([0, 1, -1])}, r"column next_state, row 2: id -1 is not in"),
+        ({"group": np.array([0, 0, 3])}, r"column (group|task), row 2: id 3 is not in \[0, 3\)"),
+        ({"reward": np.array([0, np.nan, 0])}, "column reward, row 1: nan"),
+        ({"valid": np.ones(2, bool)}, r"column valid has shape \(2,\), column group has 3 rows"),
+        ({"step": np.array([0, 0, 0])}, "column step, row 1: step 0 occurs twice in trajectory 0"),
+        (
+            {"group": np.array([0, 1, 1])},
+            "column (group|task), row 1: 1 differs from 0 in row 0 of the same trajectory",
+        ),
+        ({"score": np.array([1.0, 2.0, 0.0])}, "column score, row 1: 2.0 differs from 1.0 in row 0"),
+        ({"state": np.array([0.0, 1.0, 0.0])}, "column state has type float64, ids are integers"),
+        ({"colour": np.zeros(3)}, "column colour is not one of"),
+    ],
+)
+def test_bad_columns_are_refused(change, message):
+    table_from_columns(GOOD)
+    with pytest.raises(TableError, match=message):
+        table_from_columns({**GOOD, **change})
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(TableError, match="column reward is missing"):
+        table_from_columns({name: column for name, column in GOOD.items() if name != "reward"})

@@ -1,0 +1,354 @@
+"""Objectives: values by hand, gradients against finite differences in float64, micro-batches that add up."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flowjax.losses.kl import adapted_coefficient, kl_in_reward, kl_penalty
+from flowjax.losses.m2po import m2po_bounds
+from flowjax.losses.mismatch import correction_weights, interpolated_anchor, mismatch_metrics
+from flowjax.losses.options import LossError, check_loss_options, needs_bounds, needs_proximal
+from flowjax.losses.policy import Kind, aggregate, entropy_bonus, policy_loss
+
+TOKENS = 40
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def batch(seed: int = 0, *, by_sequence: bool = False):
+    """Log-probabilities now and then, advantages, mask and sequence ids of a few sequences."""
+    rng = np.random.default_rng(seed)
+    behaviour = np.log(rng.uniform(0.05, 0.9, TOKENS))
+    logprobs = behaviour + rng.normal(0, 0.4, TOKENS)
+    sequences = np.repeat(np.arange(5), [3, 12, 7, 10, 8])
+    advantages = rng.normal(size=5)[sequences] if by_sequence else rng.normal(size=TOKENS)
+    mask = rng.random(TOKENS) < 0.8
+    return tuple(jnp.asarray(x) for x in (logprobs, behaviour, advantages, mask, sequences))
+
+
+def mean_loss(logprobs, behaviour, advantages, mask, sequences, **options):
+    total, denominator, _ = policy_loss(
+        logprobs, behaviour, advantages, mask, sequences=sequences, sequence_count=5, **options
+    )
+    return total / denominator
+
+
+def numerical_gradient(function, at, step=1e-6):
+    at = np.asarray(at, np.float64)
+    gradient = np.zeros_like(at)
+    for index in range(at.size):
+        up, down = at.copy(), at.copy()
+        up[index] += step
+        down[index] -= step
+        gradient[index] = (float(function(up)) - float(function(down))) / (2 * step)
+    return gradient
+
+
+def by_hand(kind, logprobs, behaviour, advantages, mask, sequences, weights_from):
+    """Each objective from its formula in numpy; what has no gradient is taken at the log-probs `weights_from`."""
+    ratio, frozen = np.exp(logprobs - behaviour), np.exp(weights_from - behaviour)
+    low, high = 0.2, 0.28
+    if kind == "m2po":
+        low, high = (float(b) for b in m2po_bounds(weights_from, behaviour, advantages, mask, threshold=0.01)[:2])
+    if kind in ("ppo", "m2po"):
+        losses = -np.minimum(advantages * ratio, advantages * np.clip(ratio, 1 - low, 1 + high))
+    elif kind == "gspo":
+        losses = np.zeros(len(logprobs))
+        for sequence in range(5):
+            chosen = (sequences == sequence) & mask
+            s = np.exp(np.mean((logprobs - behaviour)[chosen]))
+            a = advantages[chosen][0]
+            losses[sequences == sequence] = -min(a * s, a * np.clip(s, 1 - low, 1 + high))
+    elif kind == "sapo":
+        tau = np.where(advantages > 0, 1.0, 1.05)
+        losses = -advantages * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
+    elif kind == "cispo":
+        losses = -np.clip(frozen, 1 - low, 1 + high) * advantages * logprobs
+    elif kind == "rollout_is":
+        losses = -np.where((frozen > 1 - low) & (frozen < 1 + high), frozen, 0) * advantages * logprobs
+    elif kind in ("dppo", "ipo"):
+        moved = np.exp(weights_from) - np.exp(behaviour)
+        up, down = moved > high, moved < -low
+        dropped = up | down if kind == "ipo" else (up & (advantages > 0)) | (down & (advantages < 0))
+        losses = -advantages * ratio * ~dropped + 1e-3 * (logprobs - behaviour) ** 2
+    else:
+        losses = {
+            "importance": -advantages * ratio,
+            "reinforce": -advantages * logprobs,
+            "cross_entropy": -logprobs,
+        }[kind]
+    if kind == "gspo":
+        return np.mean([losses[(sequences == s) & mask].mean() for s in range(5)])
+    return losses[mask].mean()
+
+
+@pytest.mark.parametrize("kind", typing.get_args(Kind))
+def test_value_and_gradient(kind, float64):
+    arrays = batch(by_sequence=kind == "gspo")
+    logprobs, *rest = (np.asarray(array) for array in arrays)
+
+    def formula(at):
+        return by_hand(kind, at, *rest, weights_from=logprobs)
+
+    value, gradient = jax.value_and_grad(mean_loss)(*arrays, kind=kind)
+    assert float(value) == pytest.approx(formula(logprobs), rel=1e-9)
+    expected = numerical_gradient(formula, logprobs)
+    smooth = np.ones(TOKENS, bool)
+    if kind == "m2po":  # one token lies exactly on the bound, which it defines
+        bounds = np.array(m2po_bounds(*arrays[:4], threshold=0.01)[:2]) * [-1, 1] + 1
+        smooth = np.abs(np.exp(logprobs - rest[0])[:, None] - bounds).min(axis=1) > 1e-6
+        assert (~smooth).sum() == 1
+    np.testing.assert_allclose(np.asarray(gradient)[smooth], expected[smooth], rtol=1e-5, atol=1e-8)
+    assert np.abs(expected).max() > 1e-3
+    assert not np.asarray(gradient)[~rest[2]].any()
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
+)
+def test_gradient_of_each_aggregation(aggregation, float64):
+    logprobs, behaviour, advantages, mask, sequences = batch(1)
+    options = {"kind": "ppo", "dual_clip": 1.5, "aggregation": aggregation, "sequence_tokens": 16.0}
+
+    def loss(at):
+        return mean_loss(jnp.asarray(at), behaviour, advantages, mask, sequences, **options)
+
+    np.testing.assert_allclose(
+        jax.grad(loss)(logprobs), numerical_gradient(jax.jit(loss), logprobs), rtol=1e-5, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
+def test_gradient_of_kl(kind, float64):
+    logprobs, reference, *_ = batch(2)
+
+    def penalty(at):
+        return kl_penalty(jnp.asarray(at), reference, kind).sum()
+
+    np.testing.assert_allclose(
+        jax.grad(penalty)(logprobs), numerical_gradient(jax.jit(penalty), logprobs), rtol=1e-5, atol=1e-7
+    )
+
+
+def test_kl_estimates_agree_with_the_kl():
+    rng = np.random.default_rng(0)
+    policy, reference = rng.dirichlet(np.full(6, 5.0)), rng.dirichlet(np.full(6, 5.0))
+    exact = (policy * np.log(policy / reference)).sum()
+    for kind in ("k1", "k3"):
+        each = np.asarray(kl_penalty(jnp.log(policy), jnp.log(reference), kind))
+        assert (policy * each).sum() == pytest.approx(exact, rel=1e-4)
+    assert (np.asarray(kl_penalty(jnp.log(policy), jnp.log(reference), "k3")) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "has_gradient"),
+    [
+        (1.0, 2.0, -2.0, True),
+        (1.5, 1.0, -1.28, False),  # raised enough already
+        (0.5, 1.0, -0.5, True),  # lowered by mistake: pull back up
+        (0.5, -1.0, 0.8, False),  # lowered enough already
+        (1.5, -1.0, 1.5, True),  # raised by mistake
+        (5.0, -1.0, 3.0, False),  # dual clip
+    ],
+)
+def test_clip_regions(ratio, advantage, expected, has_gradient):
+    def loss(logprob):
+        total, _, metrics = policy_loss(
+            logprob, jnp.zeros(1), jnp.array([advantage]), jnp.ones(1, bool), kind="ppo", dual_clip=3.0
+        )
+        return total, metrics
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.log(jnp.array([ratio])))
+    assert float(value) == pytest.approx(expected, rel=1e-5)
+    assert bool(gradient[0] != 0) == has_gradient
+    assert bool(metrics["clipped"]) != has_gradient
+
+
+def test_micro_batches_add_up():
+    logprobs, behaviour, advantages, mask, sequences = batch(3)
+    for aggregation in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"):
+        options = {"kind": "ppo", "aggregation": aggregation, "sequence_count": 5}
+        whole = policy_loss(logprobs, behaviour, advantages, mask, sequences=sequences, **options)
+        cut = 15  # between the second and the third sequence
+        parts = [
+            policy_loss(*(x[s] for x in (logprobs, behaviour, advantages, mask)), sequences=sequences[s], **options)
+            for s in (slice(0, cut), slice(cut, None))
+        ]
+        for position in (0, 1):
+            assert float(sum(p[position] for p in parts)) == pytest.approx(float(whole[position]), rel=1e-5)
+        assert float(parts[0][2]["ratio"] + parts[1][2]["ratio"]) == pytest.approx(float(whole[2]["ratio"]), rel=1e-5)
+
+
+def test_what_is_masked_does_not_matter():
+    logprobs, behaviour, advantages, mask, sequences = batch(4)
+    spoilt = [jnp.where(mask, x, jnp.nan) for x in (logprobs, behaviour, advantages)]
+    for kind in typing.get_args(Kind):
+        clean = mean_loss(logprobs, behaviour, advantages, mask, sequences, kind=kind)
+        value, gradient = jax.value_and_grad(mean_loss)(*spoilt, mask, sequences, kind=kind)
+        assert float(value) == pytest.approx(float(clean), rel=1e-6), kind
+        assert np.isfinite(gradient).all(), kind
+
+
+def test_rows_are_sequences_in_two_dimensions():
+    logprobs, behaviour, advantages, mask, _ = batch(5)
+    flat = policy_loss(
+        logprobs, behaviour, advantages, mask, kind="gspo", sequences=jnp.repeat(jnp.arange(4), 10), sequence_count=4
+    )
+    square = policy_loss(*(x.reshape(4, 10) for x in (logprobs, behaviour, advantages, mask)), kind="gspo")
+    assert float(flat[0]) == pytest.approx(float(square[0]), rel=1e-6)
+    assert float(flat[1]) == float(square[1]) == 4
+
+
+def test_m2po_bounds_by_exhaustive_search():
+    logprobs, behaviour, advantages, mask, _ = batch(6)
+    low, high, moment = m2po_bounds(logprobs, behaviour, advantages, mask, threshold=0.02)
+    difference = np.asarray(logprobs - behaviour)
+    pushed = np.asarray(mask) & (np.sign(difference) == np.sign(advantages))
+    squares = np.sort(difference[pushed] ** 2)[::-1]
+    dropped = next(i for i in range(len(squares)) if squares[i:].mean() < 0.02)
+    tau = np.sqrt(squares[dropped])
+    assert float(moment) == pytest.approx(squares.mean(), rel=1e-5)
+    assert float(low) == pytest.approx(1 - np.exp(-tau), rel=1e-4)
+    assert float(high) == pytest.approx(np.exp(tau) - 1, rel=1e-4)
+
+
+def test_m2po_bounds_at_the_edges():
+    ones = jnp.ones(4)
+    wide = pytest.approx((0.95, 20.0, 0.0))
+    assert tuple(map(float, m2po_bounds(ones, ones, ones, ones > 0, threshold=0.01))) == wide
+    low, high, moment = m2po_bounds(ones + 0.01, ones, ones, ones > 0, threshold=0.01)
+    assert (float(low), float(high)) == pytest.approx((0.95, 20.0))
+    assert float(moment) == pytest.approx(1e-4, rel=1e-3)
+    low, _, _ = m2po_bounds(ones + 2.0, ones, ones, ones > 0, threshold=0.01)  # none small enough: keep the smallest
+    assert float(low) == pytest.approx(1 - np.exp(-2.0), rel=1e-5)
+
+
+def test_m2po_over_micro_batches_uses_bounds_of_the_whole():
+    arrays = batch(7)[:4]
+    whole = policy_loss(*arrays, kind="m2po")
+    bounds = m2po_bounds(*arrays, threshold=0.01)[:2]
+    halves = [
+        policy_loss(*(x[s] for x in arrays), kind="m2po", ratio_bounds=bounds) for s in (slice(0, 20), slice(20, 40))
+    ]
+    assert float(halves[0][0] + halves[1][0]) == pytest.approx(float(whole[0]), rel=1e-5)
+
+
+def test_decoupled_objective_is_weighted_by_truncated_importance():
+    logprobs, behaviour, advantages, mask, _ = batch(8)
+    proximal = behaviour + 0.5 * jnp.sin(jnp.arange(TOKENS))
+    total, _, metrics = policy_loss(
+        logprobs, behaviour, advantages, mask, proximal_logprobs=proximal, correction="token_truncate",
+        correction_high=1.2,
+    )  # fmt: skip
+    ratio = np.exp(np.asarray(logprobs - proximal))
+    weight = np.minimum(np.exp(np.asarray(proximal - behaviour)), 1.2)
+    a = np.asarray(advantages)
+    losses = -np.minimum(a * ratio, a * np.clip(ratio, 0.8, 1.28)) * weight
+    assert float(total) == pytest.approx(losses[np.asarray(mask)].sum(), rel=1e-5)
+    assert float(metrics["correction_weight"]) == pytest.approx(weight[np.asarray(mask)].sum(), rel=1e-5)
+    with pytest.raises(ValueError, match="needs `proximal_logprobs`"):
+        policy_loss(logprobs, behaviour, advantages, mask, correction="token_truncate")
+
+
+@pytest.mark.parametrize(
+    ("correction", "low", "high", "expected"),
+    [
+        ("token_truncate", 0.0, 2.0, [0.5, 2.0, 1.0, 1.0]),
+        ("token_clamp", 0.8, 2.0, [0.8, 2.0, 1.0, 1.0]),
+        ("token_mask", 0.6, 2.0, [0.0, 0.0, 1.0, 1.0]),
+        ("sequence_truncate", 0.0, 1.5, [1.5, 1.5, 1.0, 1.0]),
+        ("sequence_mask", 0.9, 1.1, [0.0, 0.0, 1.0, 1.0]),
+        ("sequence_geometric_mask", 0.9, 1.5, [1.0, 1.0, 1.0, 1.0]),
+        ("sequence_outlier_mask", 0.1, 3.0, [0.0, 0.0, 1.0, 1.0]),
+    ],
+)
+def test_corrections(correction, low, high, expected):
+    log_ratio = jnp.log(jnp.array([0.5, 4.0, 1.0, 1.0]))
+    weights = correction_weights(
+        log_ratio, jnp.ones(4, bool), correction=correction, low=low, high=high, sequences=jnp.array([0, 0, 1, 1]),
+        sequence_count=2,
+    )  # fmt: skip
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+
+
+def test_mismatch_is_zero_only_where_both_agree():
+    ours, theirs = jnp.log(jnp.array([0.5, 0.3, 0.9])), jnp.log(jnp.array([0.5, 0.2, jnp.nan]))
+    metrics = mismatch_metrics(ours, theirs, jnp.array([True, True, False]))
+    ratio = 0.3 / 0.2
+    assert float(metrics["k1"]) == pytest.approx(-np.log(ratio), rel=1e-5)
+    assert float(metrics["k3"]) == pytest.approx(ratio - 1 - np.log(ratio), rel=1e-4)
+    assert float(metrics["max"]) == pytest.approx(np.log(ratio), rel=1e-5)
+    assert float(metrics["tokens"]) == 2
+    same = mismatch_metrics(ours, ours, jnp.ones(3, bool))
+    assert float(same["k3"]) == float(same["max"]) == 0
+
+
+def test_interpolated_anchor_lies_between_behaviour_and_policy():
+    now, then = jnp.array([-1.0, -1.0, -1.0]), jnp.array([-2.0, -2.0, -2.0])
+    anchor = interpolated_anchor(now, then, jnp.array([3, 2, 4]), current_version=4)
+    np.testing.assert_allclose(anchor, [-2.0, -1.5, -2.0])
+
+
+def test_kl_in_reward_lowers_advantages_of_drifting_tokens():
+    advantages = kl_in_reward(
+        jnp.ones(3), jnp.array([-1.0, -2.0, -1.0]), jnp.array([-1.0, -3.0, -9.0]), jnp.array([True, True, False]),
+        coefficient=0.1,
+    )  # fmt: skip
+    np.testing.assert_allclose(advantages, [1.0, 0.9, 0.0], rtol=1e-6)
+
+
+def test_adapted_coefficient():
+    assert adapted_coefficient(0.1, 0.3, target=0.1, sequences=1000) == pytest.approx(0.1 * 1.02)
+    assert adapted_coefficient(0.1, 0.0, target=0.1, sequences=1000) == pytest.approx(0.1 * 0.98)
+    assert adapted_coefficient(0.1, 0.1, target=0.1, sequences=1000) == pytest.approx(0.1)
+
+
+def test_entropy_and_aggregate_are_sums_and_denominators():
+    total, tokens = entropy_bonus(jnp.array([1.0, 2.0, 4.0]), jnp.array([True, True, False]))
+    assert (float(total), float(tokens)) == (-3.0, 2.0)
+    values = jnp.array([1.0, 3.0, 5.0])
+    ids = {"sequences": jnp.array([0, 0, 1]), "sequence_count": 2}
+    everything = jnp.ones(3, bool)
+    expected = {"token_mean": (9, 3), "sequence_mean_token_mean": (7, 2), "sequence_mean_token_sum": (9, 2)}
+    for name, (total, denominator) in expected.items():
+        got = aggregate(values, everything, aggregation=name, **ids)  # pyright: ignore[reportArgumentType]
+        assert tuple(map(float, got)) == (total, denominator)
+    got = aggregate(values, everything, aggregation="constant", sequence_tokens=4.0, **ids)
+    assert tuple(map(float, got)) == (9, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("pop", {}, "config.loss.kind is 'pop' .did you mean 'ppo'"),
+        ("ppo", {"clip_hihg": 0.2}, "clip_hihg is no option of 'ppo' .did you mean 'clip_high'"),
+        ("ppo", {"tau_positive": 1.0}, "belongs to sapo"),
+        ("ppo", {"clip_low": -0.1}, r"must lie in \[0, 1\]"),
+        ("ppo", {"clip_low": "0.2"}, "takes a number"),
+        ("ppo", {"dual_clip": 0.5}, "must be above 1"),
+        ("ppo", {"aggregation": "tokens_mean"}, "did you mean 'token_mean'"),
+        ("ppo", {"aggregation": "constant"}, "set config.loss.options.sequence_tokens"),
+        ("ppo", {"correction": "token_mask", "correction_low": 3.0}, "must be below correction_high"),
+        ("sapo", {"tau_negative": 0}, "must be positive"),
+    ],
+)
+def test_bad_options_are_refused(kind, options, message):
+    with pytest.raises(LossError, match=message):
+        check_loss_options(kind, options)
+
+
+def test_good_options_pass():
+    for kind in typing.get_args(Kind):
+        check_loss_options(kind, {"clip_low": 0.2, "clip_high": 0.28})
+    check_loss_options("ppo", {"dual_clip": None, "aggregation": "constant", "sequence_tokens": 256})
+    assert needs_bounds("m2po")
+    assert not needs_bounds("ppo")
+    assert needs_proximal({"correction": "token_truncate"})
+    assert not needs_proximal({"correction": "token_mask"})

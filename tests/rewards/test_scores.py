@@ -1,0 +1,155 @@
+"""Rewards: each component's formula, gathering of outcomes, and start-up checks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flowjax.records import Group, Task, Trajectory, Turn
+from flowjax.rewards import components
+from flowjax.rewards.outcomes import RewardError
+from flowjax.rewards.scores import COMPONENTS, agent_scores, check_reward, required_outcomes, trajectory_scores
+
+
+def turn(*, tokens: int = 3, valid: bool = True, reward: float = -0.1) -> Turn:
+    ids = np.zeros(tokens, np.int32)
+    return Turn("agent", 0, ids, ids, np.zeros(tokens, np.float32), "stop", 1, 2, reward, valid, False)
+
+
+def trajectory(*turns: Turn, status: str = "ok", **outcome: float) -> Trajectory:
+    return Trajectory("t0", "g", "t", 0, turns, outcome, status=status)  # pyright: ignore[reportArgumentType]
+
+
+def groups(*trajectories: Trajectory) -> list[Group]:
+    return [Group("g", Task("t", "world", 0), trajectories)]
+
+
+def test_weighted_sum_with_each_part_logged():
+    played = groups(
+        trajectory(turn(), turn(valid=False), turn(), success=1.0),
+        trajectory(turn(valid=False), turn(valid=False), success=0.0),
+    )
+    scores, parts = trajectory_scores(played, {"success": 2.0, "invalid_actions": 0.1, "turn_penalty": 0.01})
+    np.testing.assert_allclose(scores, [2 - 0.1 - 0.03, -0.2 - 0.02], rtol=1e-6)
+    np.testing.assert_allclose(parts["success"], [1, 0])
+    np.testing.assert_allclose(parts["invalid_actions"], [-1, -2])
+    np.testing.assert_allclose(parts["turn_penalty"], [-3, -2])
+
+
+def test_what_the_world_reports_goes_before_what_turns_show():
+    played = groups(trajectory(turn(), env_return=7.0), trajectory(turn(), turn()))
+    np.testing.assert_allclose(trajectory_scores(played, {"env_return": 1.0})[0], [7.0, -0.2], rtol=1e-6)
+
+
+def test_options_of_a_component():
+    played = groups(*(trajectory(turn(tokens=n)) for n in (50, 80, 95, 100, 120)))
+    spec = {"overlong": {"weight": 2.0, "limit_tokens": 100, "buffer_tokens": 40}}
+    scores, parts = trajectory_scores(played, spec)
+    np.testing.assert_allclose(parts["overlong"], [0, -0.5, -0.875, -1, -1], rtol=1e-6)
+    np.testing.assert_allclose(scores, 2 * parts["overlong"], rtol=1e-6)
+
+
+def test_one_agent_of_several_reads_its_own_outcomes():
+    outcome = {"solver/success": 1.0, "checker/success": 0.0, "approved": 1.0, "parsed": 1.0}
+    played = groups(Trajectory("t0", "g", "t", 0, [turn()], outcome))
+    scores = agent_scores(played, {"solver": {"success": 1.0}, "checker": {"verdict": 1.0}})
+    np.testing.assert_allclose(scores["solver"], [1.0])
+    np.testing.assert_allclose(scores["checker"], [0.0])  # it approved, and its own truth says wrong
+
+
+def test_failed_episodes_report_nothing_and_get_zero():
+    assert trajectory_scores(groups(trajectory(status="env_error")), {"success": 1.0})[0] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("checker", "formatter", "operator", "control", "correct", "expected"),
+    [
+        (0, 0, 0, 0, 1, -1.0),
+        (1, 0, 0, 0, 1, -0.8),
+        (1, 1, 1, 0, 1, -0.4),
+        (1, 1, 1, 1, 0, 0.0),
+        (1, 1, 1, 1, 0.7, 0.7),
+        (1, 1, 1, 1, 1, 1.0),
+    ],
+)
+def test_answer_pays_only_once_the_canvas_has_structure(checker, formatter, operator, control, correct, expected):
+    parts = (jnp.array([float(x)]) for x in (checker, formatter, operator, control, correct))
+    assert float(components.canvas(*parts)[0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_canvas_release_can_be_lowered():
+    parts = [jnp.array([float(x)]) for x in (1, 1, 1, 0, 1)]
+    assert float(components.canvas(*parts, release_at=0.6)[0]) == pytest.approx(0.6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("approved", "parsed", "success", "expected"),
+    [(1, 1, 1, 1), (0, 1, 0, 1), (1, 1, 0, 0), (0, 1, 1, 0), (1, 0, 1, 0)],
+)
+def test_verdict(approved, parsed, success, expected):
+    assert float(components.verdict(*(jnp.array([float(x)]) for x in (approved, parsed, success)))[0]) == expected
+
+
+def test_format_components():
+    formed, solved = jnp.array([1.0, 1.0, 0.5]), jnp.array([1.0, 0.0, 1.0])
+    np.testing.assert_allclose(components.solved_well_formed(solved, formed), [1.0, 0.1, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(components.well_formed(formed), [1.0, 1.0, 0.5])
+
+
+def test_other_components():
+    one, three = jnp.array([1.0]), jnp.array([3.0])
+    assert float(components.invalid_actions(one, three, per_turn=True)[0]) == pytest.approx(-1 / 3)
+    assert float(components.zero_sum(three, one)[0]) == -float(components.zero_sum(one, three)[0]) == 1.0
+    assert float(components.token_penalty(jnp.array([500.0]))[0]) == pytest.approx(-0.5)
+    assert float(components.partial_score(three)[0]) == 3.0
+
+
+def test_needs_only_what_turns_do_not_show():
+    assert required_outcomes({"success": 1.0, "turn_penalty": 0.1, "env_return": 0.1}) == ("success",)
+    assert required_outcomes({"canvas": 1.0})[-1] == "correctness"
+
+
+SOKOBAN = ("success", "turns", "invalid_actions", "env_return")
+
+
+def test_every_component_is_known_and_described():
+    for name, function in COMPONENTS.items():
+        assert function.__doc__, name
+    check_reward({"success": 1.0, "invalid_actions": 0.1}, SOKOBAN, "flowjax.envs.sokoban")
+    check_reward({"success": 1.0}, ("solver/success",), "flowjax.envs.math")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({}, "config.reward.components is empty"),
+        ({"sucess": 1.0}, "config.reward.components.sucess does not exist .did you mean 'success'"),
+        (
+            {"verdict": 1.0},
+            "config.reward.components.verdict needs the outcome 'approved', which sokoban does not report",
+        ),
+        ({"success": "1"}, "has weight '1', it takes a number"),
+        ({"success": float("nan")}, "has weight nan"),
+        ({"success": {"weight": 1.0, "scale": 2}}, "success.scale is no option of it; it has none"),
+        ({"overlong": 1.0}, "overlong.limit_tokens is missing"),
+        ({"nowhere:reward": 1.0}, "cannot be imported"),
+    ],
+)
+def test_bad_rewards_are_refused(chosen, message):
+    with pytest.raises(RewardError, match=message):
+        check_reward(chosen, SOKOBAN, "sokoban")
+
+
+def test_an_episode_without_the_outcome_is_named():
+    with pytest.raises(RewardError, match="trajectory 't0' reports no outcome 'success', only \\['score'\\]"):
+        trajectory_scores(groups(trajectory(turn(), score=1.0)), {"success": 1.0})
+    with pytest.raises(RewardError, match="reports success = nan"):
+        trajectory_scores(groups(trajectory(turn(), success=float("nan"))), {"success": 1.0})
+
+
+def test_a_component_of_ones_own():
+    scores, _ = trajectory_scores(groups(trajectory(turn(), success=1.0)), {f"{__name__}:doubled": 3.0})
+    np.testing.assert_allclose(scores, [6.0])
+
+
+def doubled(success):
+    return 2 * success
