@@ -32,16 +32,16 @@ def _nano(config: ConfigDict) -> None:
     config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
     config.env.prompt = "compact"
     config.engine.dtype = "float32"
-    config.engine.max_model_tokens = 64
+    config.engine.max_model_tokens = 32
     config.engine.kv_cache_bytes = 256 * 1024**2
-    config.rollout.max_prompt_tokens = 46
+    config.rollout.max_prompt_tokens = 18
     config.rollout.max_new_tokens = 2
     config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
     config.trainer.steps = 60
     config.trainer.updates_per_step = 2
-    config.trainer.row_tokens = 48
-    config.trainer.micro_batch_rows = 128
+    config.trainer.row_tokens = 20
+    config.trainer.micro_batch_rows = 256
     config.optimizer.learning_rate = 1e-3
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 OUTCOMES = ("success", "boxes_on_target")
 STEP_REWARD, BOX_REWARD, FINISH_REWARD = -0.1, 1.0, 10.0
 TASKS = 1 << 31  # length of a task source; slice it
-ROW_END = "/"  # of a compact prompt
 
 RULES = """You are playing Sokoban. Push every box onto a target.
 
@@ -132,12 +131,12 @@ def expert(env: Sokoban) -> str:
 
 
 def vocabulary() -> tuple[str, ...]:
-    return (*SYMBOLS, ROW_END, *DIRECTIONS, "none")
+    return (*SYMBOLS, *DIRECTIONS, "none")
 
 
 def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
     """One user message. Compact: earlier turns, each closed by its action ("none" for an unreadable reply), and the
-    grid; every symbol a word, rows ended by a slash."""
+    grid without its outer wall, which is the same in every level; every symbol a word."""
     if style == "compact":
         words = [f"{_compact(past.observation)} {past.action or 'none'}" for past in history]
         return [{"role": "user", "content": " ".join([*words, _compact(observation.text)])}]
@@ -151,7 +150,7 @@ def prompt(observation: Observation, history: Sequence[Past], style: Style) -> l
 
 
 def _compact(text: str) -> str:
-    return " ".join(text.replace("\n", f" {ROW_END} ").split())
+    return " ".join(cell for row in text.split("\n")[1:-1] for cell in row.split()[1:-1])
 
 
 def parse_action(reply: str, legal: tuple[str, ...]) -> str | None:

@@ -93,7 +93,7 @@ def train(
         on_device = [[_place(micro_batch, mesh) for micro_batch in part] for part in packed]
 
         # agreement: the sampler's log-probs against ours, under the very version that sampled them
-        agreement = _agreement(functions, recent, state.frozen, on_device[0][0])
+        agreement = _agreement(functions, recent, state.frozen, on_device[0][0]) if checkpoints else {}
 
         # step: each update adds up its micro-batches and divides once
         taken = []
@@ -166,8 +166,8 @@ def _agreement(functions: UpdateFunctions, recent: dict[int, Arrays], frozen: Ar
         mask = versions == version
         ours = functions.logprobs(recent[version], frozen, batch)
         gap = jax.device_get(mismatch_metrics(ours, batch.behaviour_logprobs, mask))
-        sums["mismatch_k3"] += float(gap["mismatch_k3"])
-        sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["mismatch_max"]))
+        sums["mismatch_k3"] += float(gap["k3"])
+        sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["max"]))
         tokens += int(mask.sum())
     if not tokens:
         return {}

@@ -269,7 +269,7 @@ def test_compact_prompts_use_only_the_vocabulary_and_tell_states_apart():
         [message] = sokoban.prompt(observation, [Past(1, observation.text, "")], "compact")
         assert set(message["content"].split()) <= words
         [message] = sokoban.prompt(observation, [], "compact")
-        assert len(message["content"].split()) == 41
+        assert len(message["content"].split()) == 16
         prompts.setdefault(message["content"], set()).add(observation.state_key)
     assert all(len(keys) == 1 for keys in prompts.values())
 

@@ -67,8 +67,9 @@ def scripted_agent(codec: Codec, reply: Callable[[str], str], *, model: str = "a
 
 def expert_reply(prompt: str) -> str:
     """The expert, reading the level off the last grid of a compact prompt."""
-    words = prompt.split()
-    level = "\n".join("".join(row.split()) for row in " ".join(words[-41:]).split("/"))
+    inside = prompt.split()[-16:]
+    rows = ["#" + "".join(inside[start : start + 4]) + "#" for start in range(0, 16, 4)]
+    level = "\n".join(["######", *rows, "######"])
     env = sokoban.make()
     env.reset(Task("read", "sokoban", 0, {"level": level}), 0)
     return sokoban.expert(env)
@@ -109,7 +110,7 @@ def test_what_a_turn_records(folder: Path):
     assert (first.policy, first.version, first.finish_reason) == ("agent", 7, "stop")
     assert first.sampled_ids.tolist() == codec.encode_reply("right")
     assert first.logprobs.tolist() == [-0.5, -0.5]
-    assert codec.decode(first.prompt_ids.tolist()).startswith("# # # # # # # / # P _ X _ O #")
+    assert codec.decode(first.prompt_ids.tolist()) == "P _ X _ O"
     assert [turn.valid for turn in played.turns] == [True, False, True, True, True]
     assert [turn.terminal for turn in played.turns] == [False, False, False, False, True]
     assert np.allclose([turn.env_reward for turn in played.turns], [-0.1, -0.1, -0.1, -0.1, 10.9])
