@@ -1,0 +1,224 @@
+"""The client against a scripted server: how calls share requests, and what it does when the engine misbehaves.
+
+What a real vLLM answers is tested in test_rollout_engine.py.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import pytest
+from aiohttp import web
+
+from flowjax.rollout import client as client_module
+from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
+
+SAMPLING = Sampling(1.0, 2)
+
+
+class Script:
+    """A server that answers each prompt [n, ...] with token n and log-probability -n, in reverse order."""
+
+    def __init__(self):
+        self.requests: list[dict] = []
+        self.answer: Callable[[dict], web.Response | None] = lambda body: None
+        self.delay_s = 0.0
+        self.aborted = 0
+
+    async def completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        answer = self.answer(body)
+        if answer is not None:
+            return answer
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        choices = [_choice(index, prompt[0]) for index, prompt in enumerate(body["prompt"])]
+        return web.json_response({"model": body["model"], "choices": choices[::-1]})
+
+
+def _choice(index: int, token: int, finish_reason: str = "length") -> dict:
+    logprobs = {"tokens": [f"token_id:{token}"], "token_logprobs": [-float(token)]}
+    return {"index": index, "finish_reason": finish_reason, "logprobs": logprobs}
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+@contextlib.asynccontextmanager
+async def _serve(script: Script, **options):
+    app = web.Application()
+    app.router.add_post("/v1/completions", script.completions)
+    app.router.add_get("/health", lambda request: web.Response())
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0]
+    try:
+        async with EngineClient(f"http://{host}:{port}", **options) as client:
+            yield client
+    finally:
+        await runner.cleanup()
+
+
+def _run(scenario, script: Script, **options):
+    async def run():
+        async with _serve(script, **options) as client:
+            return await scenario(client)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def script():
+    return Script()
+
+
+def test_concurrent_calls_share_requests_and_get_their_own_answers(script):
+    async def ask(client):
+        return await asyncio.gather(*(client.generate("base", [n, 0], SAMPLING) for n in range(20)))
+
+    completions = _run(ask, script, prompts_per_request=8)
+    assert [completion.sampled_ids for completion in completions] == [(n,) for n in range(20)]
+    assert [completion.logprobs for completion in completions] == [(-float(n),) for n in range(20)]
+    assert [len(request["prompt"]) for request in script.requests] == [8, 8, 4]
+
+
+def test_only_equal_models_and_samplings_share(script):
+    async def ask(client):
+        cold = Sampling(0.5, 2)
+        calls = [("a@1", SAMPLING), ("a@2", SAMPLING), ("a@1", cold), ("a@1", SAMPLING)]
+        return await asyncio.gather(*(client.generate(name, [n], how) for n, (name, how) in enumerate(calls)))
+
+    completions = _run(ask, script)
+    assert sorted((r["model"], r["temperature"], len(r["prompt"])) for r in script.requests) == [
+        ("a@1", 0.5, 1),
+        ("a@1", 1.0, 2),
+        ("a@2", 1.0, 1),
+    ]
+    assert [completion.model for completion in completions] == ["a@1", "a@2", "a@1", "a@1"]
+
+
+def test_requests_carry_no_seed(script):
+    """vLLM would give equal prompts of one seeded request equal answers."""
+    _run(lambda client: client.generate("base", [1], SAMPLING), script)
+    assert "seed" not in script.requests[0]
+
+
+def test_a_call_alone_waits_for_the_window_only(script):
+    async def ask(client):
+        async with asyncio.timeout(5.0):
+            return await client.generate("base", [1], SAMPLING)
+
+    assert _run(ask, script, batch_window_s=0.01).sampled_ids == (1,)
+
+
+def test_model_is_what_the_engine_says(script):
+    script.answer = lambda body: web.json_response({"model": "other", "choices": [_choice(0, 1)]})
+    assert _run(lambda client: client.generate("base", [1], SAMPLING), script).model == "other"
+
+
+@pytest.mark.parametrize("failure", [_error(503, "starting"), _error(500, "EngineDeadError")])
+def test_waits_while_the_engine_is_away(script, failure):
+    status, text = failure.status, failure.text or ""
+    script.answer = lambda body: web.Response(status=status, text=text) if len(script.requests) < 3 else None
+    assert _run(lambda client: client.generate("base", [4], SAMPLING), script).sampled_ids == (4,)
+    assert len(script.requests) == 3
+
+
+def test_aborted_requests_are_sent_again(script):
+    """vLLM answers them, cut short, when it is told to stop."""
+    answer = {"model": "base", "choices": [_choice(0, 4, "abort")]}
+    script.answer = lambda body: web.json_response(answer) if len(script.requests) == 1 else None
+    assert _run(lambda client: client.generate("base", [4], SAMPLING), script).finish_reason == "length"
+
+
+def test_gives_up_on_an_engine_that_stays_away(tmp_path):
+    async def ask():
+        async with EngineClient("http://127.0.0.1:9", request_timeout_s=0.3, log=tmp_path / "engine.log") as client:
+            async with asyncio.timeout(10.0):
+                await client.generate("base", [1], SAMPLING)
+
+    with pytest.raises(EngineError, match=r"away for .*engine\.log"):
+        asyncio.run(ask())
+
+
+def test_gives_up_on_an_engine_that_only_fails(script):
+    script.answer = lambda body: _error(500, "kernel exploded")
+    with pytest.raises(EngineError, match="kernel exploded"):
+        _run(lambda client: client.generate("base", [1], SAMPLING), script, request_timeout_s=0.3)
+
+
+def test_long_requests_of_a_living_engine_are_waited_for(script, monkeypatch):
+    monkeypatch.setattr(client_module, "_PROBE_EVERY_S", 0.05)
+    script.delay_s = 0.6
+    completion = _run(lambda client: client.generate("base", [1], SAMPLING), script, request_timeout_s=0.2)
+    assert completion.sampled_ids == (1,)
+    assert len(script.requests) == 1
+
+
+def test_unknown_model_has_its_own_error_at_once(script):
+    script.answer = lambda body: _error(404, "The model `a@1` does not exist.")
+    with pytest.raises(UnknownModel, match="a@1"):
+        _run(lambda client: client.generate("a@1", [1], SAMPLING), script)
+    assert len(script.requests) == 1
+
+
+def test_a_refused_request_fails_exactly_its_calls(script):
+    script.answer = lambda body: _error(400, "prompt too long") if [1] in body["prompt"] else None
+
+    async def ask(client):
+        calls = [client.generate("base", [n], SAMPLING) for n in range(4)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    answers = _run(ask, script, prompts_per_request=2)
+    assert [isinstance(answer, EngineError) for answer in answers] == [True, True, False, False]
+    assert "prompt too long" in str(answers[0])
+    assert len(script.requests) == 2
+
+
+def test_wrong_number_of_answers_is_an_error(script):
+    script.answer = lambda body: web.json_response({"model": "base", "choices": [_choice(0, 1)]})
+
+    async def ask(client):
+        calls = [client.generate("base", [n], SAMPLING) for n in range(2)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert all(isinstance(answer, EngineError) and "1 of 2" in str(answer) for answer in _run(ask, script))
+
+
+def test_cancelled_calls_leave_the_others_alone_and_end_a_request_nobody_waits_for(script):
+    script.delay_s = 0.5
+
+    async def ask(client):
+        shared = [asyncio.create_task(client.generate("base", [n], SAMPLING)) for n in range(2)]
+        alone = asyncio.create_task(client.generate("other", [1], SAMPLING))
+        await asyncio.sleep(0.2)
+        shared[0].cancel()
+        alone.cancel()
+        return await asyncio.gather(*shared, alone, return_exceptions=True)
+
+    first, second, alone = _run(ask, script)
+    assert isinstance(first, asyncio.CancelledError) and isinstance(alone, asyncio.CancelledError)
+    assert second.sampled_ids == (1,)
+    assert script.aborted == 1
+
+
+def test_closing_fails_what_is_waiting(script):
+    script.delay_s = 30.0
+
+    async def close():
+        async with _serve(script, batch_window_s=0.01) as client:
+            sent = asyncio.create_task(client.generate("base", [1], SAMPLING))
+            await asyncio.sleep(0.1)
+            unsent = asyncio.create_task(client.generate("base", [2], SAMPLING))
+            await asyncio.sleep(0)
+        return await asyncio.gather(sent, unsent, return_exceptions=True)
+
+    answers = asyncio.run(close())
+    assert all(isinstance(answer, EngineError) and "closed" in str(answer) for answer in answers)
