@@ -37,7 +37,7 @@ class Screen:
         self.progress.update()  # what a resumed run did before is known, but not told again
         if console.is_terminal:
             self._live = Live(self.render(), console=console, auto_refresh=False, transient=True)
-            self._live.start()
+            self._live.start(refresh=True)
 
     def refresh(self) -> None:
         for entry in self.progress.update():
