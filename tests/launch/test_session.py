@@ -1,0 +1,140 @@
+"""A run's session with small scripts as its roles, supervised in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from flowjax.monitor.metrics import read_metrics
+
+# What the launch does with its roles, with other commands in them.
+SESSION = """
+import asyncio, sys
+from pathlib import Path
+from flowjax.launch.session import Session
+from flowjax.launch.supervisor import Role
+from flowjax.monitor.screen import summary
+
+here = Path(sys.argv[1])
+python = [sys.executable, "-u"]
+
+def role(name, **options):
+    return Role(name, [*python, str(here / f"{name}.py"), str(here)], **options)
+
+async def done(supervisor, progress):
+    await supervisor.ended("trainer")
+    while progress.eval_at(2) is None:
+        await asyncio.sleep(0.05)
+
+async def main():
+    session = Session(here, steps=2, stop_order=(("trainer",), ("dataflow",)))
+    first = role("warm_start", finite=True) if (here / "warm_start.py").exists() else None
+    roles = lambda: [role("dataflow"), role("trainer", finite=True)]
+    status = await session.run(roles, done, first=first)
+    session.screen.say(f"status {status}")
+    return status
+
+sys.exit(asyncio.run(main()))
+"""
+SERVER = """
+import signal, sys, time
+from pathlib import Path
+def stop(number, frame):
+    Path(sys.argv[1], "dataflow.stopped").write_text("")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+Path(sys.argv[1], "dataflow.started").write_text("")
+while True: time.sleep(0.1)
+"""
+TRAINER = """
+import sys
+from pathlib import Path
+from flowjax.monitor.metrics import MetricsWriter
+writer = MetricsWriter(Path(sys.argv[1]))
+for step in (1, 2):
+    writer.write("train", step=step, success_rate=0.5, episodes=8, total_s=0.1)
+writer.write("eval", step=2, version=2, episodes=8, success_rate=0.5, low=0.2, high=0.8)
+"""
+
+
+def start(folder: Path, **scripts: str) -> subprocess.Popen[str]:
+    for name, body in {"dataflow": SERVER, "trainer": TRAINER, **scripts}.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(body))
+    (folder / "session.py").write_text(SESSION)
+    command = [sys.executable, str(folder / "session.py"), str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path: Path, timeout_s: float = 30.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def test_a_run_goes_through_warm_start_to_the_final_evaluation(tmp_path):
+    warm = "import sys; from pathlib import Path; assert not Path(sys.argv[1], 'dataflow.started').exists()"
+    run = start(tmp_path, warm_start=warm)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, output
+    lines = output.splitlines()
+    told = [line.partition(")")[0] for line in lines if line.startswith(("step", "held"))]
+    assert told == [
+        "step 1/2  success 50.0 %  reward -  staleness -  k3 -  0.1 s (wait -, step -, save -",
+        "step 2/2  success 50.0 %  reward -  staleness -  k3 -  0.1 s (wait -, step -, save -",
+        "held out, version 2: success 50.0 % [20.0, 80.0] of 8",
+    ]
+    assert lines[-1] == "status 0"
+    assert (tmp_path / "dataflow.stopped").exists()
+    events = [(e["role"], e["event"]) for e in read_metrics(tmp_path) if e["kind"] == "run"]
+    assert events[:2] == [("warm_start", "start"), ("warm_start", "done")]
+    assert ("trainer", "done") in events
+
+
+def test_a_role_that_fails_for_good_ends_the_run_with_its_log(tmp_path):
+    run = start(tmp_path, trainer="print('starting up'); raise SystemExit('trainer: no such model')")
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "trainer has failed: exit status 1" in output
+    assert f"the whole log: {tmp_path}/logs/trainer.log" in output
+    assert "    trainer: no such model" in output
+    assert (tmp_path / "dataflow.stopped").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_stops_in_order(tmp_path, number):
+    run = start(tmp_path, trainer="import time\nwhile True: time.sleep(0.1)")
+    wait_for(tmp_path / "dataflow.started")
+    run.send_signal(number)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + number
+    assert "press Ctrl-C again" in output
+    assert (tmp_path / "dataflow.stopped").exists()
+
+
+def test_the_second_signal_stops_at_once(tmp_path):
+    stubborn = """
+        import os, signal, sys, time
+        from pathlib import Path
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(sys.argv[1], "trainer.pid.partial").write_text(str(os.getpid()))
+        Path(sys.argv[1], "trainer.pid.partial").rename(Path(sys.argv[1], "trainer.pid"))
+        while True: time.sleep(0.1)
+        """
+    run = start(tmp_path, trainer=stubborn)
+    wait_for(tmp_path / "trainer.pid")
+    run.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert run.poll() is None
+    started = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)
+    assert time.monotonic() - started < 5
+    assert run.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "trainer.pid").read_text()), 0)
