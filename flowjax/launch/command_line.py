@@ -25,7 +25,7 @@ _KINDS = {
 
 def parse(
     argv: Sequence[str],
-    define: Callable[[flags.FlagValues], None] = lambda values: None,
+    define: Callable[[flags.FlagValues], object] = lambda values: None,
     *,
     fallback: Callable[[flags.FlagValues], ConfigDict] | None = None,
 ) -> tuple[ConfigDict, flags.FlagValues]:
@@ -143,7 +143,7 @@ def _check_field(config: ConfigDict, argument: str) -> None:
 
 
 def _parse_flags(
-    argv: Sequence[str], define: Callable[[flags.FlagValues], None], config: ConfigDict | None = None
+    argv: Sequence[str], define: Callable[[flags.FlagValues], object], config: ConfigDict | None = None
 ) -> flags.FlagValues:
     """Absl's reading of `argv`; overrides are written into `config`."""
     values = flags.FlagValues()

@@ -38,11 +38,12 @@ class Devices:
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.engine)} if self.engine else {}
 
 
-def visible_accelerators(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> tuple[str, ...]:
+def visible_accelerators(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, ...]:
     """Numbers (or names) of the CUDA devices that this process may use."""
     if "CUDA_VISIBLE_DEVICES" in env:
         return tuple(part.strip() for part in env["CUDA_VISIBLE_DEVICES"].split(",") if part.strip() not in ("", "-1"))
-    return tuple(str(number) for number in range(len(list((proc / "driver/nvidia/gpus").glob("*")))))
+    listed = len(list((root / "proc/driver/nvidia/gpus").glob("*"))) or len(list((root / "dev").glob("nvidia[0-9]*")))
+    return tuple(str(number) for number in range(listed))
 
 
 def host_device_count(env: Mapping[str, str] = os.environ) -> int:

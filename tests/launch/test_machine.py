@@ -108,12 +108,17 @@ def test_one_supervisor_per_run_folder(tmp_path):
 
 
 def test_accelerators_are_counted_as_cuda_would(tmp_path):
-    (tmp_path / "driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    (tmp_path / "driver/nvidia/gpus/0000:02:00.0").mkdir()
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/gpus/0000:02:00.0").mkdir()
     assert visible_accelerators({}, tmp_path) == ("0", "1")
     assert visible_accelerators({"CUDA_VISIBLE_DEVICES": "3, 5"}, tmp_path) == ("3", "5")
     assert visible_accelerators({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
-    assert visible_accelerators({}, tmp_path / "none") == ()
+    container = tmp_path / "container"
+    assert visible_accelerators({}, container) == ()
+    (container / "dev").mkdir(parents=True)
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (container / "dev" / name).write_text("")
+    assert visible_accelerators({}, container) == ("0", "1", "2")
 
 
 def test_sharing_out():
