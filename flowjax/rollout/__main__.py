@@ -13,12 +13,15 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, load_run
+from flowjax.envs.base import WorldError
 from flowjax.envs.pool import EnvPool
+from flowjax.models.config import ModelError
 from flowjax.rollout.client import EngineClient, EngineError
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
 from flowjax.rollout.episode import Player
 from flowjax.rollout.service import RolloutService
 from flowjax.weights.follow import Follower, WeightsError, peft_exporter
+from flowjax.workflows.codec import CodecError
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _FAILED, _USER_MISTAKE = 1, 2  # exit statuses; starting again mends only the first
@@ -64,7 +67,7 @@ def main(argv: list[str]) -> None:
     except (EngineError, DataflowError, WeightsError) as error:
         print(f"rollout: {error}", file=sys.stderr, flush=True)
         sys.exit(_FAILED)
-    except ValueError as error:  # ConfigError, ModelError, WorldError, CodecError: what the config names cannot be used
+    except (CodecError, ConfigError, ModelError, WorldError) as error:
         print(f"rollout: {error}", file=sys.stderr, flush=True)
         sys.exit(_USER_MISTAKE)
 

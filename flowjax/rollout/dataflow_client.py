@@ -69,7 +69,7 @@ class DataflowClient:
         return (await self._call("trajectories", items=described))["accepted"]
 
     async def give_back(self, lease_ids: Sequence[str], error: str) -> None:
-        """Return episodes unplayed."""
+        """Return episodes unplayed; with an error, that counts as one of the attempts that an episode has."""
         await self._call("give_back", lease_ids=list(lease_ids), error=error)
 
     async def report_versions(self, policy: str, serving: int, in_use: Sequence[int]) -> int:

@@ -207,17 +207,18 @@ class RolloutService:
 
     async def _drain(self) -> None:
         """Stop playing; hand over what is finished and give back the rest."""
-        for lease_id, task in list(self._playing.items()):
-            self._unplayed.append((lease_id, "the rollout service was stopped"))
+        stopped = list(self._playing)
+        for task in (tasks := list(self._playing.values())):
             task.cancel()
-        await asyncio.gather(*self._playing.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
             async with asyncio.timeout(_DRAIN_S):
                 if self._asking is not None:
-                    leases, _ = await self._asking
-                    self._unplayed += [(lease.lease_id, "the rollout service was stopped") for lease in leases]
+                    stopped += [lease.lease_id for lease in (await self._asking)[0]]
                 while self._finished or self._unplayed:
                     await self._send()
+                if stopped:
+                    await self._dataflow.give_back(stopped, "")  # without an error it does not count as an attempt
         except (DataflowError, TimeoutError):
-            left = len(self._finished) + len(self._unplayed)
+            left = len(self._finished) + len(self._unplayed) + len(stopped)
             _log.warning("%d leases could not be settled with the dataflow: they will expire and be played again", left)

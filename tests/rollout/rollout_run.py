@@ -1,0 +1,170 @@
+"""A run around a rollout service: real dataflow, checkpoints, world and tokenizer; the engine is told when to fail."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from aiohttp.test_utils import TestServer
+from fake_engine import FakeEngine
+
+from flowjax.config import default_config, save_run
+from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.server import Server
+from flowjax.envs import sokoban
+from flowjax.envs.pool import EnvPool
+from flowjax.models.nano import build_tokenizer
+from flowjax.records import Trajectory
+from flowjax.rollout.client import EngineClient
+from flowjax.rollout.dataflow_client import DataflowClient
+from flowjax.rollout.episode import Player
+from flowjax.rollout.service import RolloutService
+from flowjax.weights.follow import Follower, peft_exporter
+from flowjax.weights.publish import Checkpoints
+
+WORLD = {"rows": 5, "columns": 5, "boxes": 1}
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 8,
+    "max_position_embeddings": 128,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+class RolloutRun:
+    """A run folder with its parts; `serving()` plays in it.
+
+    `overrides` are config fields with two underscores for a dot: `eval__tasks=3`.
+    """
+
+    def __init__(self, folder: Path, **overrides: Any):
+        self.folder, self.model = folder / "run", folder / "model"
+        build_tokenizer(sokoban.vocabulary(), self.model)
+        (self.model / "config.json").write_text(json.dumps(MODEL))
+        config: Any = default_config()
+        config.model.path = str(self.model)
+        config.policy.lora.rank, config.policy.lora.targets = 2, ("q_proj",)
+        config.env.module, config.env.options, config.env.prompt = "flowjax.envs.sokoban", WORLD, "compact"
+        config.reward.components.success = 1.0
+        config.env.max_turns, config.eval.tasks = 3, 0
+        config.rollout.group_size, config.rollout.max_concurrent_episodes = 4, 8
+        config.trainer.groups_per_step, config.trainer.steps = 2, 1000
+        defaults = {"engine__request_timeout_s": 5.0, "engine__start_timeout_s": 10.0}
+        for name, value in {**defaults, **overrides}.items():
+            config.update_from_flattened_dict({name.replace("__", "."): value})
+        save_run(config, self.folder)
+        self.config = config
+        self.checkpoints = Checkpoints(self.folder / "checkpoints" / "agent", keep=3)
+        self.publish(0)
+
+    def publish(self, step: int) -> None:
+        adapter = {"q_proj": {"a": jnp.ones((1, 8, 2)), "b": jnp.full((1, 2, 8), float(step))}}
+        self.checkpoints.save(step, adapter, {}, {})
+        self.checkpoints.wait()
+
+    def flow(self) -> Flow:
+        return Flow(
+            self.config,
+            self.folder,
+            train_tasks=sokoban.tasks("train", 0, **WORLD)[:4].repeat(),
+            held_out_tasks=sokoban.tasks("held_out", 0, **WORLD)[:4].repeat(),
+        )
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.folder / "status-rollout.json").read_text())
+
+    @contextlib.asynccontextmanager
+    async def servers(self) -> AsyncIterator["Servers"]:
+        """Dataflow and engine, known in endpoints.json."""
+        vocabulary = json.loads((self.model / "tokenizer.json").read_text())["model"]["vocab"]
+        engine = FakeEngine([vocabulary[name] for name in sokoban.DIRECTIONS])
+        flow = self.flow()
+        dataflow = TestServer(Server(flow, temperatures={"train": 1.0, "eval": 0.5}).application())
+        await asyncio.gather(engine.server.start_server(), dataflow.start_server())
+        servers = Servers(engine, flow, dataflow)
+        (self.folder / "endpoints.json").write_text(
+            json.dumps({"engine": engine.url, "dataflow": servers.dataflow_url})
+        )
+        try:
+            yield servers
+        finally:
+            await asyncio.gather(engine.server.close(), dataflow.close())
+            flow.close()
+
+    @contextlib.asynccontextmanager
+    async def serving(self, servers: "Servers") -> AsyncIterator["Serving"]:
+        """A rollout service playing in this process; stopped in an orderly way at the end."""
+        config = self.config
+        async with (
+            EngineClient.of_run(config, self.folder, servers.engine.url) as engine,
+            DataflowClient(servers.dataflow_url, worker="test", away_s=config.dataflow.lease_s) as dataflow,
+            EnvPool(workers=1, step_timeout_s=config.env.step_timeout_s) as pool,
+        ):
+            follower = Follower(engine, self.folder, ["agent"], peft_exporter(config), max_staleness=1, poll_s=0.01)
+            player = Player.of_run(config, engine=engine, follower=follower, pool=pool)
+            parts = {"engine": engine, "dataflow": dataflow, "follower": follower, "player": player}
+            serving = Serving(RolloutService(config, self.folder, **parts))
+            try:
+                yield serving
+            finally:
+                await serving.stop()
+
+
+class Servers:
+    """`counted` are the trajectories that the dataflow has taken, `refused` those that it has not."""
+
+    def __init__(self, engine: FakeEngine, flow: Flow, dataflow: TestServer):
+        self.engine, self.dataflow = engine, dataflow
+        self.counted: list[Trajectory] = []
+        self.refused: list[Trajectory] = []
+        self.flow = self.watch(flow)
+
+    def watch(self, flow: Flow) -> Flow:
+        """Note what `flow` takes."""
+        take = flow.accept
+
+        def accept(lease_id: str, trajectory: Trajectory) -> bool:
+            counts = take(lease_id, trajectory)
+            (self.counted if counts else self.refused).append(trajectory)
+            return counts
+
+        flow.accept = accept
+        self.flow = flow
+        return flow
+
+    @property
+    def dataflow_url(self) -> str:
+        return str(self.dataflow.make_url("")).rstrip("/")
+
+    @property
+    def leased(self) -> int:
+        return self.flow.status().get("leased", 0)
+
+
+class Serving:
+    def __init__(self, service: RolloutService):
+        self.service = service
+        self._stop = asyncio.Event()
+        self.task = asyncio.create_task(service.run(self._stop))
+
+    async def stop(self) -> None:
+        self._stop.set()
+        await asyncio.wait_for(self.task, 20)
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)

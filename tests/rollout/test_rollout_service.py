@@ -1,0 +1,271 @@
+"""The rollout service between a real dataflow and an engine that can be made to fail."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from aiohttp.test_utils import TestServer
+from fake_engine import EOS
+from rollout_run import RolloutRun, until
+
+from flowjax.config import ConfigError
+from flowjax.dataflow.server import Server
+from flowjax.rollout.client import EngineError
+from flowjax.rollout.dataflow_client import DataflowError
+from flowjax.rollout.episode import load_workflow
+from flowjax.workflows import single
+
+
+def test_plays_what_is_admitted_and_hands_it_over(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: len(servers.counted) == 16)  # 2 groups of 4 for version 0, and as many one ahead
+            await asyncio.sleep(0.1)
+        assert len(servers.counted) == 16 and not servers.refused
+        assert len({trajectory.trajectory_id for trajectory in servers.counted}) == 16
+        for trajectory in servers.counted:
+            assert trajectory.status == "ok" and 1 <= len(trajectory.turns) <= 3
+            assert trajectory.outcome["turns"] == len(trajectory.turns)
+            for turn in trajectory.turns:
+                assert (turn.policy, turn.version) == ("agent", 0)
+                assert turn.sampled_ids[0] in servers.engine.actions and turn.sampled_ids[1] == EOS
+                np.testing.assert_array_equal(turn.logprobs, np.float32([-1.5, -0.25]))
+                assert len(turn.prompt_ids) >= 9 and turn.valid
+        status = run.status()
+        turns = sum(len(trajectory.turns) for trajectory in servers.counted)
+        assert (status["episodes"], status["turns"], status["sampled_tokens"]) == (16, turns, 2 * turns)
+        assert (status["serving_version"], status["in_flight"], status["failed_episodes"]) == (0, 0, 0)
+        assert status["engine_up"] and status["episodes_per_s"] > 0
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_stays_on_the_version_it_began_with(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path)
+        async with run.servers() as servers, run.serving(servers) as serving:
+            servers.engine.hold.clear()
+            await until(lambda: serving.service._follower.in_use("agent") == [0])
+            for step in (1, 2):
+                run.publish(step)
+                await until(lambda: f"agent@{step}" in servers.engine.adapters)  # noqa: B023
+            assert set(servers.engine.adapters) == {"agent@0", "agent@1", "agent@2"}, "version 0 is still sampling"
+            servers.engine.hold.set()
+            await until(lambda: servers.counted)
+            await until(lambda: set(servers.engine.adapters) == {"agent@1", "agent@2"})
+        assert servers.counted[0].turns[0].version == 0
+        versions = Counter(turn.version for trajectory in servers.counted for turn in trajectory.turns)
+        assert versions[2] > 0 and set(versions) <= {0, 2}
+
+    asyncio.run(scenario())
+
+
+def test_an_evaluation_is_played_with_its_own_version_to_the_end(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, eval__tasks=6, rollout__max_concurrent_episodes=2)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: servers.counted)
+            for step in (1, 2, 3):
+                run.publish(step)
+            await until(lambda: "agent@3" in servers.engine.adapters)
+            await until(lambda: sum(len(trajectory.turns) > 0 for trajectory in servers.counted) >= 12)
+        evaluated = [t for t in servers.counted if t.group_id.startswith("eval")]
+        assert len(evaluated) == 6
+        assert {turn.version for trajectory in evaluated for turn in trajectory.turns} == {0}
+        trained = [t for t in servers.counted if not t.group_id.startswith("eval")]
+        assert {turn.version for trajectory in trained for turn in trajectory.turns} == {3}
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_comes_back_empty_costs_nothing(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: len(servers.counted) >= 2)
+            servers.engine.away = True
+            await asyncio.sleep(0.5)
+            before = len(servers.counted)
+            servers.engine.restart()
+            await until(lambda: len(servers.counted) == 16)
+        assert before < 16 and not servers.refused
+        assert servers.engine.lora_loads.count("agent@0") == 2
+        assert all(trajectory.status == "ok" for trajectory in servers.counted)
+        assert run.status()["given_back"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_stays_away_ends_the_service_and_returns_its_leases(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, engine__request_timeout_s=0.5, engine__start_timeout_s=2.0)
+        async with run.servers() as servers:
+            with pytest.raises(EngineError, match=r"has been away for \d s.*engine\.log"):
+                async with run.serving(servers) as serving:
+                    await until(lambda: servers.counted)
+                    servers.engine.away = True
+                    await asyncio.wait({serving.task}, timeout=20)
+            assert servers.leased == 0
+            assert all(trajectory.turns for trajectory in servers.counted), "an absent engine is no trajectory"
+            assert serving.service.counters.given_back > 0
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_refuses_everything_ends_the_service(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, dataflow__max_attempts=100_000)
+        async with run.servers() as servers:
+            servers.engine.refuse = True
+            with pytest.raises(EngineError, match="episodes in a row could not be played"):
+                async with run.serving(servers) as serving:
+                    await asyncio.wait({serving.task}, timeout=20)
+            assert not servers.counted
+
+    asyncio.run(scenario())
+
+
+def test_a_broken_episode_does_not_touch_its_siblings(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, workflow="unruly_workflows.every_fourth_raises", dataflow__max_attempts=2)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: servers.flow.status()["ready_groups"] == 4)
+        ok, broken = [], []
+        for trajectory in servers.counted:
+            (broken if trajectory.seed % 4 == 0 else ok).append(trajectory)
+        assert broken and len(broken) == 2 * len({trajectory.trajectory_id for trajectory in broken}), "two attempts"
+        for trajectory in broken:
+            assert (trajectory.status, trajectory.turns) == ("env_error", [])
+            assert trajectory.error == "RuntimeError: this episode is broken"
+        assert len(ok) == 16 - len(broken) // 2
+        assert all(trajectory.status == "ok" and trajectory.turns for trajectory in ok)
+        assert run.status()["failed_episodes"] == len(broken)
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_takes_too_long_is_a_timeout(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, workflow="unruly_workflows.hangs", rollout__episode_timeout_s=0.1)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: len(servers.counted) == 16)
+        assert {trajectory.status for trajectory in servers.counted} == {"timeout"}
+        assert "rollout.episode_timeout_s=0.1" in servers.counted[0].error
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_lease_stops_its_episode(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, workflow="unruly_workflows.hangs", dataflow__lease_s=0.3)
+        async with run.servers() as servers, run.serving(servers) as serving:
+            await until(lambda: servers.leased == 8)
+            first = set(serving.service._playing)
+            await asyncio.sleep(0.6)
+            assert set(serving.service._playing) == first, "renewed in time"
+            servers.flow.give_back(sorted(first)[:1], "")  # as if it had run out and gone to somebody else
+            await until(lambda: sorted(first)[0] not in serving.service._playing)
+            assert first - set(serving.service._playing) == {sorted(first)[0]}
+            await until(lambda: len(serving.service._playing) == 8)
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_dataflow_counts_every_episode_once(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path)
+        async with run.servers() as servers, run.serving(servers):
+            servers.engine.hold.clear()
+            await until(lambda: servers.leased == 8)
+            port = servers.dataflow.port
+            await servers.dataflow.close()
+            servers.flow.close()
+            servers.engine.hold.set()
+            await asyncio.sleep(0.3)
+            flow = servers.watch(run.flow())
+            servers.dataflow = TestServer(
+                Server(flow, temperatures={"train": 1.0, "eval": 1.0}).application(), port=port
+            )
+            await servers.dataflow.start_server()
+            await until(lambda: len(servers.counted) == 16)
+        assert len({trajectory.trajectory_id for trajectory in servers.counted}) == 16
+
+    asyncio.run(scenario())
+
+
+def test_a_dataflow_that_stays_away_ends_the_service(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, dataflow__lease_s=1.0)
+        async with run.servers() as servers:
+            with pytest.raises(DataflowError, match=r"has not answered for 1 s .*dataflow\.log"):
+                async with run.serving(servers) as serving:
+                    await until(lambda: servers.counted)
+                    await servers.dataflow.close()
+                    await asyncio.wait({serving.task}, timeout=20)
+
+    asyncio.run(scenario())
+
+
+def test_the_process_gives_everything_back_on_sigterm(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path)
+        async with run.servers() as servers:
+            servers.engine.hold.clear()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "flowjax.rollout", f"--run={run.folder}"), stderr=asyncio.subprocess.PIPE
+            )
+            await until(lambda: servers.leased == 8)
+            process.send_signal(signal.SIGTERM)
+            _, stderr = await asyncio.wait_for(process.communicate(), 20)
+            assert process.returncode == 0, stderr.decode()
+            assert servers.leased == 0 and not servers.counted
+            assert servers.flow.status()["waiting"] >= 8
+            assert b"Traceback" not in stderr
+        assert not _children_of(process.pid)
+
+    asyncio.run(scenario())
+
+
+def _children_of(pid: int) -> list[str]:
+    """Processes whose command line names `pid`, as environment workers do with their parent's."""
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in listed if "flowjax.envs.worker" in line and str(pid) in line.split()]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workflow": "flowjax.workflows.single.plya"}, "config.workflow is 'flowjax.workflows.single.plya'"),
+        ({"env__module": "flowjax.envs.nowhere"}, "env.module is 'flowjax.envs.nowhere'"),
+        ({"policy__train": "full"}, "config.policy.train is 'full'"),
+        ({"model__path": "no/such/folder"}, "no/such/folder"),
+    ],
+)
+def test_mistakes_in_the_config_are_one_line_and_their_own_exit_status(tmp_path, change, message):
+    run = RolloutRun(tmp_path, **change)
+    (run.folder / "endpoints.json").write_text(json.dumps(dict.fromkeys(("engine", "dataflow"), "http://127.0.0.1:9")))
+    command = [sys.executable, "-m", "flowjax.rollout", f"--run={run.folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_an_absent_engine_is_the_last_line_of_the_log(tmp_path):
+    run = RolloutRun(tmp_path, engine__start_timeout_s=0.5)
+    (run.folder / "endpoints.json").write_text(json.dumps(dict.fromkeys(("engine", "dataflow"), "http://127.0.0.1:9")))
+    command = [sys.executable, "-m", "flowjax.rollout", f"--run={run.folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the engine has been away" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_workflows_are_found_by_dotted_path():
+    assert load_workflow("flowjax.workflows.single.play") is single.play
+    with pytest.raises(ConfigError, match=r"config\.workflow is 'play'"):
+        load_workflow("play")
