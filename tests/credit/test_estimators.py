@@ -89,7 +89,9 @@ def test_discounted_return_of_turns():
 
 def test_gae_is_the_recursion():
     rng = np.random.default_rng(0)
-    paths = [Path(range(n + 1), rng.normal(size=n), terminal=ends) for n, ends in ((5, True), (3, False), (1, True))]
+    paths = [
+        Path(range(n + 1), rng.normal(size=n).tolist(), terminal=ends) for n, ends in ((5, True), (3, False), (1, True))
+    ]
     table = paths_table(paths)
     values, final = rng.normal(size=(2, 64)).astype(np.float32)
     options = {"gamma": 0.9, "trace": 0.8, "rewards": "reward", "whitened": False}

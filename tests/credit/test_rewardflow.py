@@ -239,8 +239,10 @@ def test_first_seen_reward_depends_on_order_and_the_largest_does_not():
     longer = Path([8] * 5, [0.0] * 4, terminal=False, group=1)
     one, other = (paths_table([*order, longer]) for order in ((cheap, dear), (dear, cheap)))
     assert old(one)[0][0] != old(other)[0][2]
-    options = {"sources": "any", "source_reward": "reward", "terminal_key": "shared"}
-    assert credits(one, **options)[0][0] == credits(other, **options)[0][2] == pytest.approx(4.5)
+    first, second = (
+        credits(table, sources="any", source_reward="reward", terminal_key="shared") for table in (one, other)
+    )
+    assert first[0][0] == second[0][2] == pytest.approx(4.5)
 
 
 def test_costs_on_edges_prefer_the_short_way():
