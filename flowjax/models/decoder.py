@@ -74,7 +74,7 @@ class Decoder(nnx.Module):
             dropout_key: turns the adapter's dropout on.
         """
         config = self.config
-        x = self._constrain(self.embedding.get_value()[tokens], "rows", "tokens", "act_embed")
+        x = self._constrain(self._base("embedding")[tokens], "rows", "tokens", "act_embed")
         rope = rope_angles(positions, config)
         seen = segment_mask(segments, positions, config.sliding_window_tokens)
 
@@ -87,25 +87,32 @@ class Decoder(nnx.Module):
             x = x + self._feed_forward(rms_norm(x, weights["ffn_norm"], config.norm_epsilon), linear)
             return self._constrain(x, "rows", "tokens", "act_embed"), None
 
-        weights = {name: param.get_value() for name, param in self.layers.items()}
-        adapter = {t: {part: param.get_value() for part, param in ab.items()} for t, ab in self.adapter.items()}
+        weights = {name: self._base(name) for name in self.layers}
+        adapter = self._adapter()
         drops = self.lora is not None and self.lora.dropout > 0
         keys = jax.random.split(dropout_key, config.layers) if drops and dropout_key is not None else None
         body = jax.checkpoint(layer, prevent_cse=False) if self.remat == "layer" else layer
         x, _ = jax.lax.scan(body, x, (weights, adapter, keys))
-        return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon)
+        return rms_norm(x, self._base("final_norm"), config.norm_epsilon)
 
     def head(self) -> Float[Array, "hidden vocab"]:
         """The matrix from hidden states to logits, gathered over the hidden size once for all its uses."""
-        head = self.embedding.get_value().T if self.lm_head is None else self.lm_head.get_value()
+        tied = self.lm_head is None
+        head = self._base("embedding").T if tied else self._base("lm_head")
         return self._constrain(head, None, "vocab")
 
     def _linear(
         self, weights: Arrays, adapter: dict[str, Arrays], adapter_scale: float | jax.Array, key: jax.Array | None
     ) -> Callable[[str, jax.Array], jax.Array]:
-        """x -> x W + bias + adapter branch, for the linear map of a name."""
+        """x -> x W + bias + adapter branch, for the linear map of a name.
+
+        Rows and tokens are one axis here: XLA's CPU backend is three times slower at weight gradients that sum over two.
+        """
 
         def apply(name: str, x: jax.Array) -> jax.Array:
+            return flat(name, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+        def flat(name: str, x: jax.Array) -> jax.Array:
             y = x @ weights[name]
             if f"{name}_bias" in weights:
                 y = y + weights[f"{name}_bias"]
@@ -138,6 +145,25 @@ class Decoder(nnx.Module):
     def _feed_forward(self, x: jax.Array, linear: Callable) -> jax.Array:
         gated = jax.nn.silu(linear("gate_proj", x)) * linear("up_proj", x)
         return linear("down_proj", self._constrain(gated, "rows", "tokens", "act_ffn"))
+
+    def parameter(self, name: str) -> nnx.Param:
+        """The base parameter that `base_specs` names so."""
+        return self.layers[name] if name in self.layers else getattr(self, name)
+
+    def _base(self, name: str) -> jax.Array:
+        """The parameter, held to its own layout: its gradient then has that layout too, whatever XLA would choose."""
+        return self._constrain(self.parameter(name).get_value(), *base_specs(self.config, self.dtype)[name].axes)
+
+    def _adapter(self) -> dict[str, Arrays]:
+        if self.lora is None:
+            return {}
+        return {
+            target: {
+                part: self._constrain(self.adapter[target][part].get_value(), *spec.axes)
+                for part, spec in parts.items()
+            }
+            for target, parts in adapter_specs(self.config, self.lora).items()
+        }
 
     def _constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         if self.placement is None:
