@@ -106,7 +106,7 @@ class Decoder(nnx.Module):
     ) -> Callable[[str, jax.Array], jax.Array]:
         """x -> x W + bias + adapter branch, for the linear map of a name.
 
-        Rows and tokens are one axis here: XLA's CPU backend is three times slower at weight gradients that sum over two.
+        Rows and tokens are one axis here: XLA's CPU backend is three times slower at weight gradients summed over two.
         """
 
         def apply(name: str, x: jax.Array) -> jax.Array:

@@ -134,8 +134,7 @@ def load_decoder(
         array = jax.make_array_from_callback(
             spec.shape, sharding, lambda index, name=name, spec=spec: _read_part(tensors, name, spec, config, index)
         )
-        param = decoder.layers[name] if name in decoder.layers else getattr(decoder, name)
-        param.set_value(array)
+        decoder.parameter(name).set_value(array)
     if lora is not None:
         for target, parts in init_adapter(config, lora, key, placement).items():
             for part, array in parts.items():
@@ -189,8 +188,7 @@ def merged_tensors(decoder: Decoder, dtype: DTypeLike) -> Iterator[tuple[str, np
     """(Hugging Face name, tensor) of the base with the adapter merged in, in float32 and then cast once."""
     config, lora = decoder.config, decoder.lora
     for name in base_specs(config, dtype):
-        param = decoder.layers[name] if name in decoder.layers else getattr(decoder, name)
-        array = param.get_value()
+        array = decoder.parameter(name).get_value()
         for layer, hf_name in enumerate(hf_names(name, config)):
             values = np.asarray(array if name in _OUTER else array[layer])
             if lora is not None and name in decoder.adapter:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flowjax.models.config import ModelConfig
@@ -90,13 +89,3 @@ def initialise(specs: Mapping[str, ParamSpec], key: jax.Array, placement: Placem
 
     shardings = placement and {name: placement.of(spec.axes) for name, spec in specs.items()}
     return jax.jit(make, out_shardings=shardings)(key)
-
-
-def abstract(specs: Mapping[str, ParamSpec], placement: Placement | None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of `specs` without any array."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            spec.shape, jnp.dtype(spec.dtype), sharding=placement.of(spec.axes) if placement else None
-        )
-        for name, spec in specs.items()
-    }

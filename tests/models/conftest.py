@@ -1,77 +1,8 @@
-"""Tiny models, and the same models in transformers."""
-
-import dataclasses
-from pathlib import Path
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from flowjax.models.config import ModelConfig
-from flowjax.models.decoder import Decoder, set_adapter
-from flowjax.models.lora import Lora
-
-TINY = ModelConfig(
-    vocab_size=64, hidden_size=24, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_size=40, rope_theta=1e4
-)
-HF_SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-
-
-def make_hf_folder(folder: Path, model_type: str, **fields) -> Path:
-    """A random transformers model, its norms and biases random too, saved in float32."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **HF_SIZES, **fields))
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
-    model.float().save_pretrained(folder)
-    return folder
-
-
-def hf_logprobs(model, tokens: np.ndarray) -> np.ndarray:
-    """[rows, tokens, vocab] log-probabilities of a transformers model."""
-    with torch.no_grad():
-        return torch.log_softmax(model(torch.tensor(tokens)).logits, dim=-1).numpy()
-
-
-def logprobs(decoder: Decoder, tokens, positions=None, segments=None, **options) -> np.ndarray:
-    """[rows, tokens, vocab] log-probabilities of a decoder; one sequence per row unless told otherwise."""
-    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
-    segments = np.ones_like(tokens) if segments is None else segments
-    hidden = decoder(tokens, positions, segments, **options)
-    return np.asarray(jax.nn.log_softmax(hidden @ decoder.head(), axis=-1))
-
-
-def tiny_decoder(lora: Lora | None = None, seed: int = 0, **changes) -> Decoder:
-    """A random float32 decoder whose adapter, if any, does something."""
-    config = dataclasses.replace(TINY, **changes)
-    decoder = Decoder(config, lora=lora, dtype=jnp.float32, remat="none", key=jax.random.key(seed))
-    if lora is not None:
-        randomise_adapter(decoder, seed)
-    return decoder
-
-
-def randomise_adapter(decoder: Decoder, seed: int = 0) -> None:
-    random = np.random.default_rng(seed)
-    arrays = {
-        target: {part: random.normal(0, 0.3, param.get_value().shape) for part, param in parts.items()}
-        for target, parts in decoder.adapter.items()
-    }
-    set_adapter(decoder, arrays)
 
 
 @pytest.fixture
 def tokens() -> np.ndarray:
+    """Three rows of ordinary tokens."""
     return np.random.default_rng(1).integers(3, 64, (3, 17))

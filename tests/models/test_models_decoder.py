@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, logprobs, tiny_decoder
 from flax import nnx
+from tiny_models import TINY, logprobs, tiny_decoder
 
 from flowjax.models.attention import attend, segment_mask
 from flowjax.models.config import ModelError, RopeScaling
 from flowjax.models.decoder import Decoder
-from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.logprobs import token_logprobs
+from flowjax.models.lora import Lora, LoraParam
 
 LORA = Lora(rank=4, alpha=8.0)
 
@@ -49,14 +49,13 @@ def test_a_token_sees_no_later_one(tokens):
 
 def test_adapter_scale_zero_is_the_base_model(tokens):
     adapted, base = tiny_decoder(LORA), tiny_decoder()
-    for mine, theirs in zip(nnx.to_flat_state(nnx.state(base)), nnx.to_flat_state(nnx.state(adapted)), strict=False):
-        assert mine[0] != theirs[0] or np.array_equal(mine[1].get_value(), theirs[1].get_value())
-    np.testing.assert_allclose(logprobs(adapted, tokens, adapter_scale=0.0), logprobs(base, tokens), atol=1e-6)
+    np.testing.assert_allclose(logprobs(adapted, tokens, adapter_scale=0.0), logprobs(base, tokens), atol=1e-5)
     assert np.abs(logprobs(adapted, tokens) - logprobs(base, tokens)).max() > 0.1
 
 
 def test_a_fresh_adapter_changes_nothing(tokens):
     fresh = Decoder(TINY, lora=LORA, dtype=jnp.float32, remat="none", key=jax.random.key(0))
+    assert all(np.ptp(parts["a"].get_value()) > 0 for parts in fresh.adapter.values())
     np.testing.assert_array_equal(logprobs(fresh, tokens), logprobs(fresh, tokens, adapter_scale=0.0))
 
 
@@ -93,6 +92,8 @@ def test_remat_changes_neither_loss_nor_gradients(tokens):
 def test_gradients_equal_finite_differences(tokens):
     decoder = tiny_decoder(LORA)
     _, gradients = _gradients(decoder, LoraParam, tokens)
+    loss = jax.jit(lambda state: _loss(nnx.merge(graph, state), jnp.asarray(tokens)))
+    graph, _ = nnx.split(decoder)
     for target, part in (("q_proj", "a"), ("down_proj", "b")):
         param = decoder.adapter[target][part]
         value, gradient = param.get_value(), gradients["adapter", target, part]
@@ -100,7 +101,7 @@ def test_gradients_equal_finite_differences(tokens):
         losses = []
         for step in (1e-3, -1e-3):
             param.set_value(value + step * direction)
-            losses.append(float(_loss(decoder, jnp.asarray(tokens))))
+            losses.append(float(loss(nnx.state(decoder))))
         param.set_value(value)
         assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(float((gradient * direction).sum()), rel=2e-2)
 
@@ -122,10 +123,10 @@ def test_queries_in_blocks_equal_queries_at_once():
     pull = jnp.asarray(random.normal(size=query.shape), jnp.float32)
 
     def value_and_gradients(block_tokens):
-        def loss(*qkv):
-            return jnp.sum(attend(*qkv, seen, block_tokens=block_tokens) * pull)
+        def loss(query, key, value):
+            return jnp.sum(attend(query, key, value, seen, block_tokens=block_tokens) * pull)
 
-        return jax.value_and_grad(loss, argnums=(0, 1, 2))(query, key, value)
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(query, key, value)
 
     for at_once, blocked in zip(
         jax.tree.leaves(value_and_gradients(64)), jax.tree.leaves(value_and_gradients(8)), strict=True

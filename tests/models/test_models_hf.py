@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, hf_logprobs, logprobs, make_hf_folder, randomise_adapter, tiny_decoder
 from peft import PeftModel
 from safetensors.numpy import load_file, save_file
+from tiny_models import TINY, hf_logprobs, logprobs, make_hf_folder, randomise_adapter, tiny_decoder
 from transformers import AutoModelForCausalLM
 
 from flowjax.models import hf

@@ -65,6 +65,8 @@ def test_full_logits_never_exist():
 
     def temporary_bytes(chunk_tokens):
         compiled = jax.jit(jax.grad(loss), static_argnums=1).lower(hidden, chunk_tokens).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     assert temporary_bytes(16) < 512 * 4096 * 4 / 4 < temporary_bytes(512)

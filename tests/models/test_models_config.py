@@ -1,0 +1,95 @@
+"""Hugging Face configs of both layouts become the same model; what is not implemented is refused by name."""
+
+import json
+import math
+
+import jax.numpy as jnp
+import pytest
+from tiny_models import TINY
+
+from flowjax.models.config import ModelConfig, ModelError, RopeScaling, hf_config, parse_config, read_config
+from flowjax.models.decoder import base_specs
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "max_position_embeddings": 40960,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_qwen3_0_6b():
+    config = parse_config(QWEN3)
+    assert config.parameter_count() == 596_049_920  # as published
+    assert (config.qk_norm, config.qkv_bias, config.eos_token_ids) == (True, False, (151645,))
+
+
+def test_old_and_new_layout_of_rotary_fields_agree():
+    old = {**QWEN3, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": SCALING}
+    new = {key: value for key, value in old.items() if key not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {**SCALING, "rope_theta": 5e5}
+    assert parse_config(old) == parse_config(new)
+    assert parse_config(old).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert parse_config(old).rope_theta == 5e5
+
+
+@pytest.mark.parametrize("changes", [{}, {"architecture": "qwen2", "qk_norm": False, "qkv_bias": True}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_written_is_read(tmp_path, changes, tied):
+    config = ModelConfig(**{**TINY.__dict__, **changes, "tie_embeddings": tied, "eos_token_ids": (1, 2)})
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(config, "float32")))
+    assert read_config(tmp_path) == config
+    count = sum(math.prod(spec.shape) for spec in base_specs(config, jnp.float32).values())
+    assert config.parameter_count() == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type is 'mamba', which is not one of llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "model_type is None"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; for qwen3 only 'silu' is implemented"),
+        ({"attention_bias": True}, "attention_bias is True; for qwen3 only False is implemented"),
+        ({"use_sliding_window": True}, "use_sliding_window is true; for qwen3 only full attention is implemented"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; only 'default' and 'llama3'"),
+        ({"num_key_value_heads": 3}, "heads is 16 and kv_heads is 3: heads must be a multiple of it"),
+        ({"head_dim": 65}, "head_dim is 65: rotary positions need an even one"),
+    ],
+)
+def test_refusals(changes, message):
+    with pytest.raises(ModelError, match=message):
+        parse_config(QWEN3 | changes)
+
+
+def test_missing_field_is_named():
+    with pytest.raises(ModelError, match=r"config.json lacks the field 'hidden_size': it is not a complete qwen3"):
+        parse_config({key: value for key, value in QWEN3.items() if key != "hidden_size"})
+
+
+def test_unreadable_folders(tmp_path):
+    with pytest.raises(ModelError, match="does not exist: give the path of a downloaded Hugging Face model"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config.json is missing: a Hugging Face model folder has one"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config.json cannot be read .*: download the model again"):
+        read_config(tmp_path)

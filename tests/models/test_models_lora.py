@@ -1,0 +1,84 @@
+"""Adapters: their strength, their refusals, and the shapes that checkpoints hand back."""
+
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import TINY, tiny_decoder
+
+from flowjax.models.config import ModelError
+from flowjax.models.decoder import set_adapter
+from flowjax.models.lora import Lora, LoraParam, adapter_arrays, adapter_from_peft, merge, peft_tensors
+
+LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
+
+
+def test_scale():
+    assert Lora(16, 32.0).scale == 2.0
+    assert Lora(16, 32.0, rslora=True).scale == 8.0
+
+
+def test_merge_by_hand():
+    merged = merge(np.array([[1.0, 2.0]]), np.array([[3.0]]), np.array([[4.0, 5.0]]), 0.5)
+    np.testing.assert_array_equal(merged, [[7.0, 9.5]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"targets": ("q_proj", "qkv")}, r"config.policy.lora.targets is \['q_proj', 'qkv'\]: name at least one of"),
+        ({"targets": ()}, r"config.policy.lora.targets is \[\]"),
+        ({"rank": 0}, "config.policy.lora.rank is 0: it must be at least 1"),
+        ({"dropout": 1.0}, r"config.policy.lora.dropout is 1.0: it must lie in \[0, 1\)"),
+    ],
+)
+def test_refusals(fields, message):
+    with pytest.raises(ModelError, match=message):
+        Lora(**({"rank": 4, "alpha": 4.0} | fields))
+
+
+def test_every_form_of_an_adapter_gives_the_same_tensors():
+    decoder = tiny_decoder(LORA)
+    _, state, _ = nnx.split(decoder, LoraParam, ...)
+    pure = nnx.to_pure_dict(state)
+    with_values = {"adapter": {t: {p: {"value": x} for p, x in ab.items()} for t, ab in pure["adapter"].items()}}
+    expected = peft_tensors(decoder.adapter, TINY, LORA)
+    for form in (state, pure, with_values, adapter_arrays(state)):
+        found = peft_tensors(form, TINY, LORA)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            np.testing.assert_array_equal(tensor, expected[name])
+
+
+def test_layout_of_peft():
+    decoder = tiny_decoder(LORA)
+    tensors = peft_tensors(decoder.adapter, TINY, LORA)
+    assert len(tensors) == 2 * 2 * TINY.layers
+    a = tensors["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"]
+    b = tensors["base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"]
+    assert (a.shape, b.shape, a.dtype) == ((3, 40), (24, 3), np.float32)
+    np.testing.assert_array_equal(a.T, decoder.adapter["down_proj"]["a"].get_value()[1])
+
+
+def test_set_adapter_takes_what_peft_gave():
+    source, sink = tiny_decoder(LORA), tiny_decoder(LORA)
+    for parts in sink.adapter.values():
+        for param in parts.values():
+            param.set_value(0 * param.get_value())
+    set_adapter(sink, adapter_from_peft(peft_tensors(source.adapter, TINY, LORA), TINY, LORA))
+    for target in LORA.targets:
+        for part in ("a", "b"):
+            np.testing.assert_array_equal(
+                sink.adapter[target][part].get_value(), source.adapter[target][part].get_value()
+            )
+
+
+def test_foreign_adapters_are_refused():
+    tensors = peft_tensors(tiny_decoder(LORA).adapter, TINY, LORA)
+    with pytest.raises(ModelError, match=r"lacks base_model.*v_proj.lora_A.weight: its target_modules differ"):
+        adapter_from_peft(tensors, TINY, Lora(3, 6.0, targets=("q_proj", "down_proj", "v_proj")))
+    with pytest.raises(ModelError, match=r"lora_A.weight has shape \(3, 24\) and should have \(4, 24\): .*here is 4"):
+        adapter_from_peft(tensors, TINY, Lora(4, 6.0, targets=LORA.targets))
+    with pytest.raises(ModelError, match=r"tensors that lora.targets does not name, such as .*down_proj"):
+        adapter_from_peft(tensors, TINY, Lora(3, 6.0, targets=("q_proj",)))
+    with pytest.raises(ModelError, match=r"the adapter has no arrays for v_proj: it was made with other lora.targets"):
+        peft_tensors(tiny_decoder(LORA).adapter, TINY, Lora(3, 6.0, targets=("v_proj",)))

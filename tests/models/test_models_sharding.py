@@ -1,0 +1,101 @@
+"""Rules and meshes, and that a model on eight devices computes what it computes on one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from tiny_models import TINY
+
+from flowjax.models.config import ModelError
+from flowjax.models.decoder import Decoder
+from flowjax.models.sharding import MESH_AXES, Placement, ShardingRules, make_mesh, resolve_mesh
+
+
+def test_the_same_on_eight_devices(tmp_path):
+    script = Path(__file__).with_name("sharded_check.py")
+    flags = "--xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout.splitlines()[-1])
+    assert answer.pop("same_initial_values")
+    assert len(answer) == 6
+    for name, found in answer.items():
+        assert found["parts"] == (4 if "data2" in name else 8), name
+        assert found["same_layout"], name
+        assert found["gradient_size"] > 1e-5, name
+        assert found["loss"] < 1e-5, name
+        assert found["gradient"] < 1e-4, name
+
+
+def test_specs_follow_the_rules():
+    rules = ShardingRules()
+    assert rules.spec(("layers", "embed", "heads")) == PartitionSpec(None, "fsdp", "tensor")
+    assert rules.spec(("rows", None)) == PartitionSpec(("data", "fsdp"), None)
+    assert ShardingRules(embed=None).spec(("vocab", "embed")) == PartitionSpec("tensor", None)
+
+
+def test_collision_is_refused():
+    with pytest.raises(ModelError, match=r"split two dimensions of an array with axes \('embed', 'ffn'\) .*'fsdp'"):
+        ShardingRules(ffn="fsdp").spec(("embed", "ffn"))
+    with pytest.raises(ModelError, match="over mesh axis 'tensor'"):
+        ShardingRules(embed=("fsdp", "tensor")).spec(("embed", "heads"))
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ModelError, match=r"logical axis 'experts' has no sharding rule; known are act_embed"):
+        ShardingRules().spec(("experts",))
+    with pytest.raises(ModelError, match=r"sharding rule ffn names \['model'\]; mesh axes are"):
+        ShardingRules(ffn="model")
+
+
+@pytest.mark.parametrize(
+    ("stated", "devices", "resolved"),
+    [((1, -1, 1), 8, (1, 8, 1)), ((2, -1, 2), 8, (2, 2, 2)), ((-1, 1, 1), 1, (1, 1, 1)), ((2, 2, 2), 8, (2, 2, 2))],
+)
+def test_mesh_sizes(stated, devices, resolved):
+    data, fsdp, tensor = stated
+    assert resolve_mesh(data, fsdp, tensor, devices) == resolved
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ((1, -1, 3), "data=1, fsdp=-1, tensor=3, which does not fit 8 devices: make the product equal to it"),
+        ((1, 4, 1), "data=1, fsdp=4, tensor=1, which does not fit 8 devices"),
+        ((1, -1, -1), "data=1, fsdp=-1, tensor=-1: sizes are positive, and at most one of them may be -1"),
+        ((0, -1, 1), "data=0, fsdp=-1, tensor=1: sizes are positive"),
+    ],
+)
+def test_mesh_that_does_not_fit_is_refused(stated, message):
+    data, fsdp, tensor = stated
+    with pytest.raises(ModelError, match=message):
+        resolve_mesh(data, fsdp, tensor, 8)
+
+
+def _placement(*sizes: int) -> Placement:
+    mesh: Any = AbstractMesh(sizes, MESH_AXES)
+    return Placement(mesh)
+
+
+def test_mesh_that_does_not_divide_the_model_is_refused():
+    _placement(3, 4, 2).check(TINY)
+    with pytest.raises(ModelError, match=r"kv_heads is 2, which does not divide over the 4 devices of .* tensor"):
+        _placement(1, 1, 4).check(TINY)
+    with pytest.raises(ModelError, match=r"hidden_size is 24, .* 5 devices .* lower config.mesh.fsdp to a divisor"):
+        _placement(1, 5, 1).check(TINY)
+
+
+def test_one_device_mesh_is_an_ordinary_mesh():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    decoder = Decoder(TINY, key=jax.random.key(0), mesh=mesh)
+    expected = NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
+    assert decoder.layers["up_proj"].get_value().sharding == expected
