@@ -29,7 +29,7 @@ from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import STOP_ORDER, choose_ports, needs_warm_start, run_roles, warm_start_role, write_endpoints
 from flowjax.launch.session import OK, Session
-from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
+from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.progress import Progress
 from flowjax.monitor.screen import clock, summary
 
@@ -168,8 +168,7 @@ def _run(request: Request, console: Console) -> int:
 
     async def done(supervisor: Supervisor, progress: Progress) -> None:
         await supervisor.ended("trainer")
-        while config.eval.tasks and progress.eval_at(config.trainer.steps) is None:
-            await asyncio.sleep(0.1)
+        await _final_evaluation(config, run_dir, progress)
 
     status = asyncio.run(
         session.run(
@@ -189,6 +188,22 @@ def _run(request: Request, console: Console) -> int:
             soft_wrap=True,
         )
     return status
+
+
+async def _final_evaluation(config: ConfigDict, run_dir: Path, progress: Progress) -> None:
+    """Wait for the evaluation of the last version.
+
+    Raises:
+        RoleFailed: it does not come.
+    """
+    patience_s = config.trainer.step_timeout_s
+    try:
+        async with asyncio.timeout(patience_s):
+            while config.eval.tasks and progress.eval_at(config.trainer.steps) is None:
+                await asyncio.sleep(0.1)
+    except TimeoutError as error:
+        reason = f"the evaluation of version {config.trainer.steps} was not in within {patience_s:g} s"
+        raise RoleFailed("rollout", 1, run_dir / "logs" / "rollout.log", reason) from error
 
 
 def _refuse(problems: Sequence[str]) -> int:

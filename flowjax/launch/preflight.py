@@ -81,12 +81,13 @@ def _start_probe(config: ConfigDict, devices: Devices, checkpoints: Path | None)
 
 
 def _finish_probe(process: subprocess.Popen[str]) -> tuple[list[str], dict[str, Any]]:
+    errors = f"no answer within {_PROBE_TIMEOUT_S:.0f} s"
     try:
         output, errors = process.communicate(timeout=_PROBE_TIMEOUT_S)
         answer = json.loads(output)
     except (subprocess.TimeoutExpired, ValueError):
         process.kill()
-        _, errors = process.communicate()
-        lines = errors.strip().splitlines()[-5:] or ["no output"]
-        return ["the run's modules could not be looked at: " + "\n    ".join(lines)], {}
+        process.wait()
+        reason = "\n    ".join(errors.strip().splitlines()[-5:])
+        return [f"the modules that the config names could not be examined: {reason}"], {}
     return answer["problems"], answer["plan"]

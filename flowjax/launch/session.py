@@ -97,7 +97,7 @@ class Session:
 
     def _listen(self, supervisor: Supervisor, work: asyncio.Task[None]) -> None:
         def stop(number: signal.Signals) -> None:
-            if self._interrupted:
+            if self._interrupted or work.done():
                 supervisor.kill()
                 return
             self._interrupted = number

@@ -124,6 +124,7 @@ class Supervisor:
         await asyncio.gather(keeper, return_exceptions=True)
         if state.phase not in ("done", "failed"):
             state.phase = "stopped"
+            self._on_event(name, "stopped", "")
 
     async def _keep(self, role: Role) -> None:
         state = self.states[role.name]

@@ -1,6 +1,5 @@
 """A run's session with small scripts as its roles, supervised in a process of its own."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -70,6 +69,13 @@ def start(folder: Path, **scripts: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def wait_for(path: Path, timeout_s: float = 30.0) -> None:
     until = time.monotonic() + timeout_s
     while not path.exists():
@@ -80,7 +86,7 @@ def wait_for(path: Path, timeout_s: float = 30.0) -> None:
 def test_a_run_goes_through_warm_start_to_the_final_evaluation(tmp_path):
     warm = "import sys; from pathlib import Path; assert not Path(sys.argv[1], 'dataflow.started').exists()"
     run = start(tmp_path, warm_start=warm)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=120)
     assert run.returncode == 0, output
     lines = output.splitlines()
     told = [line.partition(")")[0] for line in lines if line.startswith(("step", "held"))]
@@ -98,7 +104,7 @@ def test_a_run_goes_through_warm_start_to_the_final_evaluation(tmp_path):
 
 def test_a_role_that_fails_for_good_ends_the_run_with_its_log(tmp_path):
     run = start(tmp_path, trainer="print('starting up'); raise SystemExit('trainer: no such model')")
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=120)
     assert run.returncode == 1
     assert "trainer has failed: exit status 1" in output
     assert f"the whole log: {tmp_path}/logs/trainer.log" in output
@@ -111,7 +117,7 @@ def test_one_signal_stops_in_order(tmp_path, number):
     run = start(tmp_path, trainer="import time\nwhile True: time.sleep(0.1)")
     wait_for(tmp_path / "dataflow.started")
     run.send_signal(number)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=120)
     assert run.returncode == 128 + number
     assert "press Ctrl-C again" in output
     assert (tmp_path / "dataflow.stopped").exists()
@@ -133,8 +139,7 @@ def test_the_second_signal_stops_at_once(tmp_path):
     assert run.poll() is None
     started = time.monotonic()
     run.send_signal(signal.SIGINT)
-    run.communicate(timeout=60)
+    run.communicate(timeout=120)
     assert time.monotonic() - started < 5
     assert run.returncode == 130
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "trainer.pid").read_text()), 0)
+    assert not alive(int((tmp_path / "trainer.pid").read_text()))
