@@ -41,7 +41,7 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.steps = 60
     config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 20
-    config.trainer.micro_batch_rows = 256
+    config.trainer.micro_batch_rows = 128
     config.optimizer.learning_rate = 1e-3
 
 

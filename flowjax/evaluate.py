@@ -1,0 +1,149 @@
+"""Play the held-out tasks with a checkpoint's policy:
+
+    python -m flowjax.evaluate --config=configs/sokoban.py:nano --checkpoint=runs/<name>/checkpoints/<policy>/<step>
+
+Restores the adapter from Orbax, serves it, plays `config.eval.tasks` held-out tasks and prints success with its 95 %
+interval. What it did is kept beside the run, in `evaluations/<step>`.
+
+Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to correct in what was asked for.
+"""
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from flowjax.config import ConfigError, load_run, save_run
+from flowjax.launch import command_line
+from flowjax.launch.devices import Devices, mesh_count, share_out, visible_accelerators
+from flowjax.launch.preflight import examine
+from flowjax.launch.roles import STOP_ORDER, choose_ports, run_roles, write_endpoints
+from flowjax.launch.session import OK, Session
+from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
+from flowjax.monitor.progress import Progress, number
+from flowjax.monitor.screen import fixed, interval
+from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
+
+_MUST_AGREE = ("model.path", "policy", "env.module", "env.options")  # between the command and the checkpoint's run
+
+
+def read_request(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
+    """The config to evaluate with and the checkpoint's folder.
+
+    Raises:
+        ConfigError: a mistake in the command line, or a folder that is no committed checkpoint.
+        CheckpointError: the checkpoint is there but cannot be read.
+    """
+    config, values = command_line.parse(argv, _define)
+    if not values["checkpoint"].value:
+        raise ConfigError("--checkpoint is missing: give runs/<name>/checkpoints/<policy>/<step>")
+    checkpoint = Path(values["checkpoint"].value)
+    policy_folder, step = checkpoint.parent, checkpoint.name
+    steps = committed_steps(policy_folder) if policy_folder.is_dir() else []
+    if not step.isdigit() or int(step) not in steps:
+        there = f"{policy_folder} has committed steps {steps}" if steps else f"{policy_folder} has none"
+        raise ConfigError(f"--checkpoint={checkpoint} is not a committed checkpoint: {there}")
+    read_adapter(policy_folder, int(step))
+    config.policy.name = policy_folder.name
+    run_dir = policy_folder.parent.parent
+    if (run_dir / "config.json").exists() and (conflicts := list(_conflicts(load_run(run_dir), config))):
+        raise ConfigError("\n".join(conflicts))
+    if not config.eval.tasks:
+        raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
+    config.eval.versions = (int(step),)
+    return config, checkpoint
+
+
+def _define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("checkpoint", "", "Folder of a committed checkpoint.", flag_values=values)
+
+
+def _conflicts(trained: ConfigDict, config: ConfigDict) -> Iterator[str]:
+    for field in _MUST_AGREE:
+        was, now = (_plain(_at(source, field)) for source in (trained, config))
+        if was != now:
+            yield f"config.{field} is {now}, but the checkpoint was trained with {was}: give the run's own"
+
+
+def _at(config: ConfigDict, field: str) -> object:
+    node: object = config
+    for name in field.split("."):
+        assert isinstance(node, ConfigDict)
+        node = node[name]
+    return node
+
+
+def _plain(value: object) -> object:
+    """Comparable: sections as dicts, tuples as the lists that JSON makes of them."""
+    if isinstance(value, ConfigDict):
+        return {name: _plain(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def prepare(config: ConfigDict, checkpoint: Path) -> Path:
+    """A fresh folder `evaluations/<step>` beside the run, whose only checkpoint is the one to evaluate."""
+    evaluations = checkpoint.parent.parent.parent / "evaluations"
+    names = itertools.chain([checkpoint.name], (f"{checkpoint.name}-{number}" for number in itertools.count(2)))
+    run_dir = next(evaluations / name for name in names if not (evaluations / name).exists())
+    save_run(config, run_dir)
+    published = run_dir / "checkpoints" / config.policy.name
+    published.mkdir(parents=True)
+    (published / checkpoint.name).symlink_to(checkpoint.absolute())
+    return run_dir
+
+
+def main(argv: Sequence[str]) -> int:
+    if {"--help", "-h", "--helpfull"} & set(argv):
+        print(__doc__)
+        return OK
+    jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
+    try:
+        config, checkpoint = read_request(argv)
+    except (CheckpointError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return USER_MISTAKE
+    devices = _devices(config)
+    found = examine(config, checkpoint.parent.parent.parent / "evaluations" / "new", devices)
+    if problems := [*found.problems, *found.here]:
+        print("\n".join(problems), file=sys.stderr)
+        return USER_MISTAKE
+    run_dir = prepare(config, checkpoint)
+    return _evaluate(config, run_dir, devices)
+
+
+def _devices(config: ConfigDict) -> Devices:
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    return share_out(visible_accelerators(), config.engine.tensor_parallel, mesh_count(sizes))
+
+
+def _evaluate(config: ConfigDict, run_dir: Path, devices: Devices) -> int:
+    ports, (version,) = choose_ports(config), config.eval.versions
+    write_endpoints(run_dir, ports)
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    session = Session(run_dir, steps=0, stop_order=STOP_ORDER, console=console)
+
+    async def done(supervisor: Supervisor, progress: Progress) -> None:
+        while progress.eval_at(version) is None:
+            await asyncio.sleep(0.1)
+
+    roles = [role for role in run_roles(config, run_dir, ports, devices) if role.name != "trainer"]
+    status = asyncio.run(session.run(lambda: roles, done))
+    if status == OK and (entry := session.screen.progress.eval_at(version)):
+        table = Table(title=str(run_dir), title_justify="left", show_header=False)
+        table.add_row("held-out success", interval(entry))
+        table.add_row("turns an episode", fixed(number(entry, "turns_mean"), 1))
+        table.add_row("env return", fixed(number(entry, "env_return_mean"), 2))
+        table.add_row("seconds", fixed(number(entry, "seconds"), 1))
+        console.print(table)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
