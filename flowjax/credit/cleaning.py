@@ -1,6 +1,7 @@
 """Which observed transitions become edges of the state graph: self-loops dropped, runs of noise bridged."""
 
 import dataclasses
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ class CleanGraph(NamedTuple):
     hidden_after: Int[Array, "turns"]
 
 
+@partial(jax.jit, static_argnames=("cleaning",))
 def clean(table: TurnTable, graph: Graph, cleaning: Cleaning) -> CleanGraph:
     """`graph`, whose edge r is turn r, without the transitions that tell nothing."""
     nowhere = jnp.full_like(graph.source, NO_NODE)

@@ -32,6 +32,7 @@ _CREDIT_OPTIONS = ("step_shaping", "final_step_reward")
 _OPTIONS = (
     *_VALUE_OPTIONS,
     *_CREDIT_OPTIONS,
+    "step_baseline",
     "singleton_baseline",
     "penalise",
     "episode_norm",
@@ -71,6 +72,7 @@ def rewardflow(
     cleaning: Cleaning = "self_loops",
     missing_node_value: Literal["inherit", "zero"] = "inherit",
     step_shaping: Literal["gamma_difference", "difference", "absolute"] = "gamma_difference",
+    step_baseline: Literal["state", "group"] = "state",
     singleton_baseline: Literal["group", "self"] = "group",
     penalise: Literal["step", "both"] = "step",
     lookup: Literal["node", "state"] = "node",
@@ -106,7 +108,9 @@ def rewardflow(
     )
     credit = step_credit(table, found, gamma=gamma, step_shaping=step_shaping, final_step_reward=final_step_reward)
     penalty = invalid_penalty * ~table.valid
-    step_part = compare_steps(table, credit - penalty, norm=step_norm, singleton_baseline=singleton_baseline)
+    step_part = compare_steps(
+        table, credit - penalty, norm=step_norm, step_baseline=step_baseline, singleton_baseline=singleton_baseline
+    )
     if penalise == "both":
         table = dataclasses.replace(table, score=table.score - penalty)
     episode_part = grpo(table, norm=episode_norm, pool=pool, lone_member=lone_member)
@@ -217,16 +221,22 @@ def step_credit(
 
 
 def compare_steps(
-    table: TurnTable, credit: Float[Array, "turns"], *, norm: Norm, singleton_baseline: Literal["group", "self"]
+    table: TurnTable,
+    credit: Float[Array, "turns"],
+    *,
+    norm: Norm,
+    step_baseline: Literal["state", "group"] = "state",
+    singleton_baseline: Literal["group", "self"] = "group",
 ) -> Float[Array, "turns"]:
     """`credit` less the mean of the turns that started in the same state, over the deviation within the group.
 
     A turn with no companion is compared with all turns of its group, or (`self`) with itself, which gives zero.
+    `step_baseline="group"` compares every turn with its group.
     """
     visits, state_mean, _ = segment_statistics(credit, table.state, table.mask, 2 * credit.shape[0])
     _, group_mean, group_deviation = segment_statistics(credit, table.group, table.mask)
     lone = group_mean if singleton_baseline == "group" else credit
-    mean = jnp.where(visits > 1, state_mean, lone)
+    mean = group_mean if step_baseline == "group" else jnp.where(visits > 1, state_mean, lone)
     return jnp.where(table.mask, normalise(credit, mean, group_deviation, norm), 0.0)
 
 

@@ -58,15 +58,15 @@ def optimal_values(
 ) -> Float[Array, "nodes"]:
     """Best discounted return from each node in the deterministic world that was observed.
 
-    V(n) = max over edges n -> m of reward + gamma V(m); zero where no edge leaves. Negative rewards are costs here, as
-    they should be: a detour is worth less than the direct way.
+    V(n) = max(0, max over edges n -> m of reward + gamma V(m)). Negative rewards are costs here, as they should be: a
+    detour is worth less than the direct way. Stopping is always possible and worth nothing, so that a region from which
+    no reward was observed has value zero, cycles included.
     """
-    leaves = jnp.zeros(graph.nodes, bool).at[graph.source].max(graph.kept)
 
     def sweep(values: Float[Array, "nodes"]) -> Float[Array, "nodes"]:
         return values.at[graph.source].max(jnp.where(graph.kept, reward + gamma * values[graph.target], -jnp.inf))
 
-    return _fixed_point(sweep, jnp.where(leaves, -jnp.inf, 0.0), max_sweeps)
+    return _fixed_point(sweep, jnp.zeros(graph.nodes, reward.dtype), max_sweeps)
 
 
 def pagerank_values(

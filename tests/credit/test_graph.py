@@ -1,0 +1,58 @@
+"""Pictures: what is drawn, and that both ways of drawing give well-formed SVG."""
+
+import shutil
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from credit_tables import Path, paths_table
+
+from flowjax.credit import graph as drawing
+from flowjax.credit.estimators import estimate
+from flowjax.credit.graph import plain_svg, state_graph, to_dot, to_svg
+
+PATHS = [
+    Path([0, 1, 2], [0, 1.0]),
+    Path([0, 1, 1, 3], [0, 0, 0.0], terminal=False),
+    Path([0, 1, 4], [0, 0.0]),
+    Path([0, 5], [0.0], group=1),
+]
+TABLE = paths_table(PATHS)
+GRAPH = state_graph(TABLE, np.asarray(estimate(TABLE, "rewardflow")), labels={1: 'a "door" <b>'})
+
+
+def test_nodes_and_edges():
+    nodes = {node.name: node for node in GRAPH.nodes}
+    assert {node.kind for node in GRAPH.nodes} == {"start", "state", "success", "end"}
+    assert nodes["s0"].kind == "start"
+    assert nodes["won s2"].value == pytest.approx(1.0)
+    assert nodes["end s4"].value == 0.0
+    assert nodes["s0"].value == pytest.approx(0.81)
+    assert nodes["s0"].visits == 3
+    assert nodes["s1"].visits == 4
+    edges = {(edge.source, edge.target): edge for edge in GRAPH.edges}
+    assert edges["s0", "s1"].visits == 3
+    assert edges["s1", "won s2"].advantage > 0 > edges["s1", "end s4"].advantage
+    assert len(nodes) == 5  # none of the other task
+
+
+def test_dot_escapes_labels():
+    text = to_dot(GRAPH)
+    assert 'a \\"door\\" <b>\\nV 0.9' in text
+    assert text.count("->") == len(GRAPH.edges)
+
+
+def test_plain_svg_is_well_formed():
+    root = ElementTree.fromstring(plain_svg(GRAPH))
+    boxes = root.findall("{http://www.w3.org/2000/svg}rect")
+    assert len(boxes) == len(GRAPH.nodes)
+    assert 'a "door" <b>' in "".join(root.itertext())
+
+
+def test_svg_with_and_without_graphviz(monkeypatch):
+    ElementTree.fromstring(to_svg(GRAPH))
+    monkeypatch.setattr(drawing.shutil, "which", lambda name: None)
+    assert to_svg(GRAPH) == plain_svg(GRAPH)
+    false = shutil.which("false") or "/bin/false"
+    monkeypatch.setattr(drawing.shutil, "which", lambda name: false)
+    assert to_svg(GRAPH) == plain_svg(GRAPH)  # a dot that fails
