@@ -5,6 +5,7 @@ neighbours are its number plus a constant offset.
 """
 
 import functools
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from flowjax.records import state_key
 
 DIRECTIONS = ("up", "down", "left", "right")
 SYMBOLS = ("#", "_", "O", "√", "X", "P", "S")  # wall, floor, target, box on target, box, player, player on target
+MAX_POSITIONS = 2_000_000  # of a room that is solved; some hundred MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,17 @@ def distances(room: Room) -> dict[tuple[int, int], int]:
 
     Positions that are missing cannot be solved. Exact, and meant for small rooms: the number of positions grows as
     (floor cells) to the power (boxes + 1).
+
+    Raises:
+        WorldError: there are more than MAX_POSITIONS.
     """
-    floor = room.floor
+    floor, free_cells = room.floor, room.floor.bit_count()
+    positions = free_cells * math.comb(free_cells - 1, room.targets.bit_count())
+    if positions > MAX_POSITIONS:
+        raise WorldError(
+            f"a Sokoban room with {free_cells} free cells and {room.targets.bit_count()} boxes has {positions:,} "
+            f"positions, too many for the expert ({MAX_POSITIONS:,}): use fewer boxes or a smaller room"
+        )
     ends = [cell for cell in range(floor.bit_length()) if (floor & ~room.targets) >> cell & 1]
     found = {(player, room.targets): 0 for player in ends}
     frontier = list(found)

@@ -157,6 +157,12 @@ def test_in_a_lost_position_the_expert_still_moves():
     assert sokoban.expert(env) in env.effective_actions()
 
 
+def test_a_room_too_large_for_the_expert_is_refused_at_once():
+    wide = "\n".join(["#" * 14, "#PXXXXX_OOOOO#", *["#" + "_" * 12 + "#"] * 8, "#" * 14])
+    with pytest.raises(WorldError, match="too many for the expert"):
+        sokoban.expert(play_of(wide))
+
+
 def images(level: str) -> set[str]:
     """The eight rotations and reflections of a level."""
     grid, found = level.splitlines(), set()
@@ -174,12 +180,12 @@ def without_pieces(level: str) -> str:
 def test_no_held_out_room_is_a_training_room_in_any_orientation(options: dict):
     seen: dict[Split, set[str]] = {"train": set(), "held_out": set()}
     for split, rooms in seen.items():
-        for data_seed in range(4):
+        for data_seed in range(3):
             source = sokoban.tasks(split, data_seed, **options)
-            rooms.update(without_pieces(take(source, index).payload["level"]) for index in range(300))
+            rooms.update(without_pieces(take(source, index).payload["level"]) for index in range(150))
     held_out_images = {image for room in seen["held_out"] for image in images(room)}
     assert not held_out_images & seen["train"]
-    assert min(map(len, seen.values())) > 100
+    assert min(map(len, seen.values())) > 50
 
 
 def test_room_keys_are_equal_for_orientations_and_for_nothing_else():
