@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from absl import flags
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 from rich.console import Console
 
 from flowjax.config import ConfigError, load_run, save_run
@@ -61,7 +61,9 @@ def read_request(argv: Sequence[str]) -> Request:
         config.name, config.runs = run_dir.name, str(run_dir.parent)
     else:
         run_dir = _fresh_folder(config, values)
-    return Request(config, run_dir, bool(values["resume"].value), values["dry_run"].value, _devices(config, values))
+    return Request(
+        config, run_dir, bool(values["resume"].value), bool(values["dry_run"].value), _devices(config, values)
+    )
 
 
 def _define(values: flags.FlagValues) -> None:
@@ -79,7 +81,7 @@ def _saved_config(values: flags.FlagValues) -> ConfigDict:
 
 def _fresh_folder(config: ConfigDict, values: flags.FlagValues) -> Path:
     """The folder of a new run; a name that was asked for must be free, one from the recipe gets a number."""
-    asked = values["name"].value or values["config"].override_values.get("name")
+    asked = values["name"].value or config_flags.get_override_values(values["config"]).get("name")
     runs, name = Path(config.runs), asked or config.name or "run"
     if Path(name).name != name:
         raise ConfigError(f"config.name is {name!r}: give a name without slashes, and the folder as config.runs")

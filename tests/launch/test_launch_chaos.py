@@ -1,0 +1,164 @@
+"""A whole run with a real vLLM, and processes of it killed in the middle."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowjax.monitor.metrics import read_metrics
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+STEPS = 8
+RECIPE = f"""
+from ml_collections import ConfigDict
+from flowjax.config import default_config
+
+def get_config():
+    config = default_config()
+    config.name = "chaos"
+    config.env.module = "flowjax.envs.sokoban"
+    config.env.options = ConfigDict({{"rows": 6, "columns": 6, "boxes": 1}})
+    config.env.prompt = "compact"
+    config.env.max_turns = 6
+    config.model.path = "nano"
+    config.model.nano = ConfigDict({{"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_size": 128}})
+    config.model.dtype = config.engine.dtype = "float32"
+    config.warm_start.states, config.warm_start.steps, config.warm_start.batch_rows = 500, 60, 32
+    config.engine.max_model_tokens = 128
+    config.engine.kv_cache_bytes = 64 * 1024**2
+    config.policy.lora.rank = 8
+    config.rollout.max_prompt_tokens, config.rollout.max_new_tokens = 64, 2
+    config.rollout.group_size, config.trainer.groups_per_step = 4, 4
+    config.trainer.steps, config.trainer.row_tokens, config.trainer.micro_batch_rows = {STEPS}, 128, 8
+    config.trainer.keep_checkpoints = {STEPS}
+    config.reward.components = ConfigDict({{"success": 1.0}})
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 0
+    config.eval.tasks = 16
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the runs of this file share a recipe and a base model."""
+    place = tmp_path_factory.mktemp("chaos")
+    (place / "recipe.py").write_text(RECIPE)
+    return place
+
+
+def launch(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "flowjax.launch", *flags]
+    out = (folder / "output.txt").open("w")
+    return subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(
+    condition: Callable[[], object], run: subprocess.Popen[str], folder: Path, timeout_s: float = 600.0
+) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert run.poll() is None, (folder / "output.txt").read_text()
+        assert time.monotonic() < until, (folder / "output.txt").read_text()
+        time.sleep(0.1)
+
+
+def descendants(pid: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+    below = parents.get(pid, [])
+    return [*below, *(deeper for child in below for deeper in descendants(child))]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [entry["step"] for entry in read_metrics(run_dir) if entry["kind"] == "train"]
+
+
+def assert_complete(run_dir: Path) -> None:
+    """Every step once and in order, every episode trained on at most once, both evaluations in."""
+    assert steps_of(run_dir) == list(range(1, STEPS + 1))
+    evals = {entry["step"]: entry["episodes"] for entry in read_metrics(run_dir) if entry["kind"] == "eval"}
+    assert evals == {0: 16, STEPS: 16}
+    files = sorted((run_dir / "trajectories").glob("*.jsonl"))
+    assert len(files) == STEPS
+    trained = [json.loads(line)["trajectory_id"] for file in files for line in file.read_text().splitlines()]
+    assert len(trained) == STEPS * 4 * 4
+    assert len(set(trained)) == len(trained)
+    for entry in read_metrics(run_dir):
+        if entry["kind"] == "train":
+            assert entry["mismatch_k3"] < 1e-5
+            assert entry["staleness_max"] <= 1
+
+
+def test_a_killed_engine_is_replaced_and_the_run_finishes(folder):
+    run_dir = folder / "runs" / "engine"
+    run = launch(folder, f"--config={folder / 'recipe.py'}", "--name=engine")
+    try:
+        wait_for(lambda: len(steps_of(run_dir)) >= 2, run, folder)
+        everything = descendants(run.pid)
+        (engine,) = [
+            pid
+            for pid in everything
+            if b"api_server" in (command := Path(f"/proc/{pid}/cmdline").read_bytes()) and b"guard.py" not in command
+        ]
+        os.kill(engine, signal.SIGKILL)
+        assert run.wait(timeout=600) == 0, (folder / "output.txt").read_text()
+    finally:
+        run.kill()
+        run.wait()
+    events = [(e["role"], e["event"]) for e in read_metrics(run_dir) if e["kind"] == "run"]
+    assert events.count(("engine", "down")) == 1
+    assert events.count(("engine", "restart")) == 1
+    assert events.count(("engine", "up")) == 2
+    assert not [event for event in events if event[0] != "engine" and event[1] in ("down", "restart")]
+    assert_complete(run_dir)
+    assert "held-out success after" in (folder / "output.txt").read_text()
+    time.sleep(1)
+    assert not [pid for pid in everything if alive(pid)]
+
+
+def test_a_killed_run_leaves_nothing_behind_and_resumes(folder):
+    run_dir = folder / "runs" / "whole"
+    run = launch(folder, f"--config={folder / 'recipe.py'}", "--name=whole")
+    try:
+        wait_for(lambda: len(steps_of(run_dir)) >= 3, run, folder)
+        everything = descendants(run.pid)
+        assert len(everything) >= 8  # four roles behind four guards
+    finally:
+        run.kill()
+        run.wait()
+    until = time.monotonic() + 10
+    while any(alive(pid) for pid in everything):
+        assert time.monotonic() < until, "processes outlived their supervisor"
+        time.sleep(0.1)
+    assert len(steps_of(run_dir)) < STEPS
+    losses = {e["step"]: e["loss"] for e in read_metrics(run_dir) if e["kind"] == "train"}
+    resumed = launch(folder, f"--resume={run_dir}")
+    try:
+        assert resumed.wait(timeout=600) == 0, (folder / "output.txt").read_text()
+    finally:
+        resumed.kill()
+        resumed.wait()
+    assert_complete(run_dir)
+    kept = {e["step"]: e["loss"] for e in read_metrics(run_dir) if e["kind"] == "train"}
+    # All but the step whose checkpoint was perhaps not yet committed are as they were, and that one had the same batch.
+    assert {step: kept[step] for step in losses} == pytest.approx(losses, rel=1e-3, abs=1e-6)
