@@ -34,13 +34,13 @@ def _nano(config: ConfigDict) -> None:
     config.engine.dtype = "float32"
     config.engine.max_model_tokens = 32
     config.engine.kv_cache_bytes = 256 * 1024**2
-    config.rollout.max_prompt_tokens = 18
+    config.rollout.max_prompt_tokens = 16
     config.rollout.max_new_tokens = 2
     config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
     config.trainer.steps = 60
     config.trainer.updates_per_step = 2
-    config.trainer.row_tokens = 20
+    config.trainer.row_tokens = 18
     config.trainer.micro_batch_rows = 128
     config.optimizer.learning_rate = 1e-3
 

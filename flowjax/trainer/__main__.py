@@ -45,9 +45,7 @@ def _run(run_dir: Path) -> None:
             model,
             DataflowSource(endpoints["dataflow"], policy=name, timeout_s=config.trainer.step_timeout_s),
             mesh=mesh,
-            metrics=MetricsWriter(
-                run_dir, tensorboard=config.trainer.tensorboard, resume_step=checkpoints.latest()
-            ),
+            metrics=MetricsWriter(run_dir, tensorboard=config.trainer.tensorboard, resume_step=checkpoints.latest()),
             checkpoints=checkpoints,
             on_step=lambda line: logging.info("step %d loss %.4f", line["step"], line["loss"]),
         )

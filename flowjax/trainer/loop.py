@@ -77,6 +77,9 @@ def train(
         checkpoints.save(0, state.trained, state.optimizer, {"skipped": 0})
     recent = {state.step: _copy(state.trained)}  # trained arrays of the versions that a batch may come from
 
+    # ------------------------------------------------------------------------------------------------------ compile
+    _compile_ahead(functions, state, config, mesh)  # while the engine starts and the first episodes are played
+
     # --------------------------------------------------------------------------------------------------------- loop
     while state.step < trainer.steps:
         started_s = time.perf_counter()
@@ -144,6 +147,22 @@ def train(
 
 def _copy(arrays: Arrays) -> Arrays:
     return jax.tree.map(jnp.copy, arrays)
+
+
+def _compile_ahead(functions: UpdateFunctions, state: State, config: ConfigDict, mesh: Mesh) -> None:
+    """Run every function once on rows as long as an episode's turn may get; its results are thrown away."""
+    prompt, reply = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
+    sampled = np.arange(prompt + reply) >= prompt
+    nothing = np.zeros(prompt + reply, np.float32)
+    row = TokenRow("", nothing.astype(np.int32), sampled, nothing, nothing, np.full(prompt + reply, -1, np.int32))
+    rows = [row] * config.trainer.micro_batch_rows
+    batch = _place(
+        pack(rows, row_tokens=config.trainer.row_tokens, micro_batch_rows=config.trainer.micro_batch_rows)[0], mesh
+    )
+    functions.logprobs(state.trained, state.frozen, batch)
+    sums = functions.add(state.trained, state.frozen, batch, None)
+    sums = functions.add(state.trained, state.frozen, batch, sums)
+    functions.apply(_copy(state.trained), _copy(state.optimizer), sums)
 
 
 def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> list[list[TokenRow]]:

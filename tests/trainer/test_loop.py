@@ -1,0 +1,146 @@
+"""The loop as a whole: exact resume, the same result on one device and on eight, refusal of useless batches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flowjax.config import default_config
+from flowjax.models.decoder import Decoder
+from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.nano import nano_config
+from flowjax.models.sharding import make_mesh
+from flowjax.monitor.metrics import MetricsWriter, read_metrics
+from flowjax.records import TokenRow
+from flowjax.trainer.batch import BatchError
+from flowjax.trainer.loop import train
+from flowjax.trainer.sources import Served
+from flowjax.weights.publish import Checkpoints
+
+MODEL = nano_config(40, hidden_size=32, layers=2, heads=4, kv_heads=4, head_dim=8, ffn_size=64)
+
+
+class SeededSource:
+    """The same rows for the same step, in any process."""
+
+    def __init__(self):
+        self.asked: list[int] = []
+        self.newest_commit = -1
+
+    def batch(self, step: int) -> Served:
+        self.asked.append(step)
+        rng = np.random.default_rng(step)
+        rows = []
+        for _ in range(20):
+            sampled = np.arange(8) >= 6
+            values = [np.where(sampled, rng.normal(size=8), 0).astype(np.float32) for _ in range(2)]
+            rows.append(
+                TokenRow(
+                    "agent",
+                    rng.integers(0, 43, 8).astype(np.int32),
+                    sampled,
+                    values[0] - 3.8 * sampled,
+                    values[1],
+                    np.where(sampled, step, -1),
+                )
+            )
+        return Served(rows)
+
+    def committed(self, version: int) -> None:
+        self.newest_commit = version
+
+
+def settings(steps: int, **mesh: int):
+    config = default_config()
+    config.trainer.update({"steps": steps, "updates_per_step": 2, "row_tokens": 16, "micro_batch_rows": 8})
+    config.optimizer.update({"learning_rate": 1e-2, "warmup_steps": 0})
+    config.rollout.update({"max_prompt_tokens": 6, "max_new_tokens": 2})
+    config.loss.kl_coefficient = 0.1
+    config.mesh.update(mesh)
+    return config.lock()
+
+
+def run(folder: Path, config, *, source: SeededSource | None = None, save: bool = True):
+    """Train in `folder`; returns the trained arrays and the source."""
+    mesh, source = make_mesh(**config.mesh.to_dict()), source or SeededSource()
+    lora = Lora(rank=4, alpha=8.0, rslora=False, targets=("q_proj", "down_proj"))
+    model = Decoder(MODEL, lora=lora, dtype=jnp.float32, remat="none", key=jax.random.key(0), mesh=mesh)
+    metrics = MetricsWriter(folder)
+    if not save:
+        return nnx.state(train(config, model, source, mesh=mesh, metrics=metrics), LoraParam), source
+    with Checkpoints(folder / "checkpoints", keep=20) as checkpoints:
+        model = train(config, model, source, mesh=mesh, metrics=metrics, checkpoints=checkpoints)
+    return nnx.state(model, LoraParam), source
+
+
+def test_resumed_training_is_bitwise_the_same(tmp_path: Path):
+    straight, _ = run(tmp_path / "straight", settings(6))
+    # The schedule is a function of the run's length, so that the first half runs under the same config.
+    interrupted = SeededSource()
+
+    def stop_at(step: int) -> Served:
+        if step == 3:
+            raise KeyboardInterrupt
+        return SeededSource.batch(interrupted, step)
+
+    interrupted.batch = stop_at
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "resumed", settings(6), source=interrupted)
+    resumed, source = run(tmp_path / "resumed", settings(6))
+    assert source.asked == [3, 4, 5]
+    assert source.newest_commit == 6
+    for one, other in zip(jax.tree.leaves(straight), jax.tree.leaves(resumed), strict=True):
+        np.testing.assert_array_equal(one, other)
+    losses = [
+        [entry["loss"] for entry in read_metrics(tmp_path / name) if entry["kind"] == "train"]
+        for name in ("straight", "resumed")
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+
+
+def test_version_0_is_published_before_the_first_batch(tmp_path: Path):
+    class Refusing(SeededSource):
+        def batch(self, step: int) -> Served:
+            raise BatchError("nothing to train on")
+
+    with pytest.raises(BatchError):
+        run(tmp_path, settings(2), source=Refusing())
+    with Checkpoints(tmp_path / "checkpoints", keep=20) as checkpoints:
+        assert checkpoints.committed_steps() == [0]
+
+
+MESHES = {"fsdp": (1, 8, 1), "data_fsdp": (2, 4, 1), "fsdp_tensor": (1, 4, 2), "all": (2, 2, 2)}
+
+
+@pytest.mark.integration
+def test_eight_devices_train_as_one(tmp_path: Path):
+    expected, _ = run(tmp_path, settings(3, data=1, fsdp=1, tensor=1), save=False)
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    child = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    sums = json.loads(child.stdout.splitlines()[-1])
+    leaves = jax.tree.leaves(expected)
+    for name in MESHES:
+        for index, leaf in enumerate(leaves):
+            got = np.load(tmp_path / f"{name}-{index}.npy")
+            np.testing.assert_allclose(got, leaf, atol=2e-5, err_msg=f"{name} {index}")
+    assert sums["devices"] == 8
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for name, (data, fsdp, tensor) in MESHES.items():
+        state, _ = run(folder / name, settings(3, data=data, fsdp=fsdp, tensor=tensor), save=False)
+        for index, leaf in enumerate(jax.tree.leaves(state)):
+            np.save(folder / f"{name}-{index}.npy", np.asarray(leaf))
+    print(json.dumps({"devices": jax.device_count()}))
