@@ -19,7 +19,7 @@ def grpo(
     pool: Pool = "trajectories",
     lone_member: Literal["zero", "score"] = "zero",
 ) -> Float[Array, "turns"]:
-    """A = (x - mean(group)) / (std(group) + 1e-6), x the trajectory's score. GRPO (arXiv 2402.03300), eq. 4.
+    """A = (x - mean(group)) / (std(group) + 1e-6), x the trajectory's score. GRPO (arXiv 2402.03300), section 4.1.2.
 
     `norm="mean"` leaves the deviation out (Dr. GRPO, arXiv 2503.20783). `pool="rows"` weighs each trajectory by its
     turns. A group of one has nothing to compare with: zero, or the score itself.
@@ -33,13 +33,13 @@ def grpo(
 
 @partial(jax.jit, static_argnames=("pool",))
 def dr_grpo(table: TurnTable, *, pool: Pool = "trajectories") -> Float[Array, "turns"]:
-    """A = x - mean(group): GRPO without the deviation, which favours easy and hard tasks. arXiv 2503.20783, eq. 3."""
+    """A = x - mean(group): GRPO without the deviation, which favours easy and hard tasks. arXiv 2503.20783."""
     return grpo(table, norm="mean", pool=pool)
 
 
 @partial(jax.jit, static_argnames=("pool",))
 def rloo(table: TurnTable, *, pool: Pool = "trajectories") -> Float[Array, "turns"]:
-    """A = x - mean of the others = n / (n - 1) (x - mean). Leave-one-out REINFORCE (arXiv 2402.14740), eq. 8.
+    """A = x - mean of the others = n / (n - 1) (x - mean). Leave-one-out REINFORCE (arXiv 2402.14740).
 
     Zero in a group of one.
     """
@@ -69,7 +69,7 @@ def maxrl(table: TurnTable, *, pool: Pool = "trajectories") -> Float[Array, "tur
 
 @partial(jax.jit, static_argnames=("k",))
 def pass_at_k(table: TurnTable, *, k: int = 4, threshold: float = 0.5) -> Float[Array, "turns"]:
-    """Advantage of a trajectory for the chance that at least one of k succeeds. arXiv 2508.10751, eqs. 10-15.
+    """Advantage of a trajectory for the chance that at least one of k succeeds. arXiv 2508.10751.
 
     With N members of which F fail, R = 1 - C(F, k) / C(N, k) is the mean reward of all subsets of k and
     s = sqrt(R (1 - R)) its deviation; a success gets (1 - R) / s, a failure

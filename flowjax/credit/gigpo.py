@@ -24,7 +24,7 @@ def gigpo(
     norm: Norm = "mean",
     pool: Pool = "trajectories",
 ) -> Float[Array, "turns"]:
-    """A = A_episode + w A_step. GiGPO (arXiv 2505.10978), eqs. 3-8.
+    """A = A_episode + w A_step. GiGPO (arXiv 2505.10978).
 
     A_step compares a turn's return G_t = r_t + gamma G_{t+1} with those of all turns of the group that started in the
     same state; a turn with no such companion gets zero.

@@ -77,7 +77,7 @@ def gae(
 
 @jax.jit
 def agent_baseline(table: TurnTable, baseline: Float[Array, "agents"] | None = None) -> Float[Array, "turns"]:
-    """A = x - b(agent), b a moving average of the agent's scores over earlier tables. SPIRAL (arXiv 2506.24119), eq. 4.
+    """A = x - b(agent), b a moving average of the agent's scores over earlier tables. SPIRAL (arXiv 2506.24119).
 
     For self-play, where the members of a group are not alike. `update_baseline` gives the next b; it starts at zero.
     """

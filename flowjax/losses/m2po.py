@@ -16,7 +16,7 @@ def m2po_bounds(
     *,
     threshold: float | Float[Array, ""],
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """(clip_low, clip_high, second moment before clipping). M2PO (arXiv 2510.01161), algorithm 1.
+    """(clip_low, clip_high, second moment before clipping). M2PO (arXiv 2510.01161).
 
     Among the tokens whose ratio moved where the advantage pushes, drop the largest squared log-ratios until the mean of
     the rest is below `threshold`; the largest that stays is tau^2, and the ratio may go from exp(-tau) to exp(tau).

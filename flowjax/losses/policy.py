@@ -172,7 +172,7 @@ def _log_ratio(logprobs, behaviour_logprobs, proximal_logprobs, mask):
 def _ppo(inputs: _Inputs, low: Scalar, high: Scalar, dual_clip: Scalar | None) -> Surrogate:
     """max(-A r, -A clip(r, 1 - low, 1 + high)). PPO (arXiv 1707.06347), eq. 7; clip-higher is DAPO (arXiv 2503.14476).
 
-    With dual clip, min(that, -A c) where A < 0 (arXiv 1912.09729), eq. 5.
+    With dual clip, min(that, -A c) where A < 0 (arXiv 1912.09729).
     """
     ratio, advantages = jnp.exp(inputs.log_ratio), inputs.advantages
     free, held = -advantages * ratio, -advantages * jnp.clip(ratio, 1 - low, 1 + high)
@@ -188,7 +188,7 @@ def _ppo(inputs: _Inputs, low: Scalar, high: Scalar, dual_clip: Scalar | None) -
 def _gspo(
     inputs: _Inputs, mask: Bool[Array, "*tokens"], low: Scalar, high: Scalar, sequences: Array, count: int
 ) -> Surrogate:
-    """PPO's clip on s = exp(mean log-ratio of the sequence). GSPO-token (arXiv 2507.18071), eqs. 13-15.
+    """PPO's clip on s = exp(mean log-ratio of the sequence). GSPO-token (arXiv 2507.18071).
 
     s_t = sg(s) pi_t / sg(pi_t): equal to s, with the gradient at the token, so that turns may have advantages of their
     own.
