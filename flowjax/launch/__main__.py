@@ -180,8 +180,8 @@ def _run(request: Request, console: Console) -> int:
         )
     )
     if status == OK:
-        wall_s = time.time() - session.started_s
-        console.print(summary(session.screen.progress, steps=config.trainer.steps, wall_s=wall_s))
+        screen, wall_s = session.screen, time.time() - session.started_s
+        console.print(summary(screen.progress, steps=config.trainer.steps, wall_s=wall_s, states=screen.states))
     else:
         console.print(
             f"stopped after {clock(time.time() - session.started_s)}; go on with: "

@@ -31,7 +31,7 @@ class Screen:
     ):
         self.progress, self._warm = Progress(run_dir), Progress(run_dir / "warm_start")
         self._warm_steps, self._warm_told = warm_steps, 0
-        self._run_dir, self._steps, self._states, self._console = run_dir, steps, states, console
+        self._run_dir, self._steps, self.states, self._console = run_dir, steps, states, console
         self._started_s = time.time()
         self._live: Live | None = None
         self.progress.update()  # what a resumed run did before is known, but not told again
@@ -70,7 +70,7 @@ class Screen:
         return clock(self._warm.remaining_s(self._warm_steps))
 
     def _bar(self) -> RenderableType:
-        state = self._states.get("warm_start")
+        state = self.states.get("warm_start")
         if state is not None and state.phase != "done":
             name, done, of, left = "warm start", self._warm.step, self._warm_steps, self._warm_left()
         else:
@@ -97,7 +97,7 @@ class Screen:
 
     def _roles(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
-        for name, state in self._states.items():
+        for name, state in self.states.items():
             since = (
                 clock(time.time() - state.started_s) if state.started_s and state.phase in ("up", "starting") else ""
             )
@@ -149,7 +149,9 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
     return ""
 
 
-def summary(progress: Progress, *, steps: int, wall_s: float) -> RenderableType:
+def summary(
+    progress: Progress, *, steps: int, wall_s: float, states: Mapping[str, RoleState] | None = None
+) -> RenderableType:
     """What a finished run comes to."""
     table = Table(title=f"{progress.run_dir}", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="dim", no_wrap=True)
@@ -181,6 +183,8 @@ def summary(progress: Progress, *, steps: int, wall_s: float) -> RenderableType:
         "sampler-trainer mismatch, k3",
         f"{scientific(sum(k3) / len(k3) if k3 else None)} mean, {scientific(max(k3, default=None))} worst step",
     )
+    if restarted := [f"{name} {state.restarts}" for name, state in (states or {}).items() if state.restarts]:
+        table.add_row("restarts", ", ".join(restarted))
     table.add_row("wall time", clock(wall_s))
     return table
 

@@ -181,7 +181,8 @@ def test_summary_compares_before_and_after(tmp_path):
     assert "held-out success after │ - " in " ".join(text_of(summary(progress, steps=4, wall_s=100)).split()) + " "
     writer.write("eval", step=4, version=4, episodes=200, success_rate=0.65, low=0.581, high=0.713, seconds=8.0)
     progress.update()
-    table = " ".join(text_of(summary(progress, steps=4, wall_s=3725)).split())
+    states = {"engine": RoleState("engine", "stopped", restarts=1), "trainer": RoleState("trainer", "done")}
+    table = " ".join(text_of(summary(progress, steps=4, wall_s=3725, states=states)).split())
     for part in (
         str(tmp_path),
         "before │ 40.0 % [33.4, 46.9] of 200",
@@ -191,6 +192,7 @@ def test_summary_compares_before_and_after(tmp_path):
         "episodes/s │ 3.8",  # 60 in four steps of 4 s
         "4.00 (wait for episodes 2.00, compute 1.50, save 0.50)",
         "2.0e-08 mean, 2.0e-08 worst",
+        "restarts │ engine 1 │",
         "1:02:05",
     ):
         assert part in table, part
