@@ -1,12 +1,19 @@
-"""vLLM's LoRA operations for the CPU on top of `cpu_lora`'s grouped products. Imported inside vLLM only."""
+"""vLLM's LoRA on the CPU on top of `cpu_lora`'s grouped products. Imported inside vLLM only."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from flowjax.rollout.cpu_lora import RowGroup, add_lora, expand, group_rows, shrink
+
+MERGED_SIZE_LIMIT = 2**20  # elements of a weight; larger ones cost more to merge than a few small batches repay
+
+Apply = Callable[[BaseLinearLayerWithLoRA, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class GroupedLora(PunicaWrapperCPU):
@@ -21,6 +28,14 @@ class GroupedLora(PunicaWrapperCPU):
         super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         self.token_groups = group_rows(self.token_lora_indices)
         self.sampler_groups = group_rows(self.sampler_indices)
+
+    def only_slot(self, rows: int) -> int | None:
+        """The slot of the one adapter that all `rows` rows of the step have, if there is one."""
+        if len(self.token_groups) == 1:
+            slot, group = self.token_groups[0]
+            if group == slice(0, rows):
+                return slot
+        return None
 
     def add_shrink(self, y, x, lora_a_stacked, scale, **kwargs) -> None:
         x = x.view(-1, x.shape[-1])
@@ -50,18 +65,69 @@ class GroupedLora(PunicaWrapperCPU):
         expand(hidden, lora_b_stacked, self.sampler_groups, y)
 
 
-def check_base() -> None:
-    """Compare the methods that are replaced with those of this vLLM.
+class MergedLinears:
+    """A linear layer's answer to a batch of one adapter: a single product with W + B A.
+
+    The sum is formed when it is first needed and kept until vLLM writes to the layer's adapters again. It is only done
+    for small float32 layers, where it changes nothing but the order of additions.
+    """
+
+    def __init__(self, stock: Apply):
+        self._stock = stock
+        self._kept: WeakKeyDictionary[BaseLinearLayerWithLoRA, tuple[Any, torch.Tensor]] = WeakKeyDictionary()
+
+    def apply(self, layer: BaseLinearLayerWithLoRA, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        wrapper, b = layer.punica_wrapper, layer.lora_b_stacked
+        size = x.shape[-1] * sum(layer.output_slices)
+        if not isinstance(wrapper, GroupedLora) or x.ndim != 2 or x.dtype != torch.float32 or size > MERGED_SIZE_LIMIT:
+            return self._stock(layer, x, bias)
+        slot = wrapper.only_slot(x.shape[0])
+        if slot is None or b[0].dtype != torch.float32:
+            return self._stock(layer, x, bias)
+        product = x @ self._merged(layer, slot, x.shape[-1])
+        return product if bias is None else product.add_(bias)
+
+    def _merged(self, layer: BaseLinearLayerWithLoRA, slot: int, inputs: int) -> torch.Tensor:
+        """(W + B A)^T of a slot: what the layer answers to the unit vectors, for vLLM may keep W in a packed form."""
+        a, b = layer.lora_a_stacked, layer.lora_b_stacked
+        written = slot, *(tensor._version for tensor in (*a, *b))  # PyTorch counts writes to a tensor
+        kept = self._kept.get(layer)
+        if kept is None or kept[0] != written:
+            unit = torch.eye(inputs)
+            merged = layer._get_quant_method().apply(layer.base_layer, unit, None)
+            add_lora(merged, unit, a, b, layer.output_slices, [(slot, slice(0, inputs))], 1.0)
+            kept = self._kept[layer] = written, merged
+        return kept[1]
+
+
+def check_vllm() -> None:
+    """Compare what is replaced with what this vLLM has.
 
     Raises:
-        AttributeError: one of them is missing or takes other parameters.
+        AttributeError: a method is missing or takes other parameters.
     """
-    for name, ours in vars(GroupedLora).items():
-        if not inspect.isfunction(ours) or name == "__init__":
-            continue
-        expected, found = (list(inspect.signature(f).parameters) for f in (ours, getattr(PunicaWrapperCPU, name)))
-        if expected != found:
-            raise AttributeError(f"PunicaWrapperCPU.{name} takes {found}, not {expected}")
+    ours = {name: method for name, method in vars(GroupedLora).items() if hasattr(PunicaWrapperCPU, name)}
+    for name, method in ours.items():
+        if inspect.isfunction(method) and name != "__init__":
+            _check_parameters(PunicaWrapperCPU, name, list(inspect.signature(method).parameters))
     for name in ("token_lora_indices", "sampler_indices"):
         if not isinstance(inspect.getattr_static(PunicaWrapperCPU, name, None), property):
             raise AttributeError(f"PunicaWrapperCPU.{name} is not a property")
+    _check_parameters(BaseLinearLayerWithLoRA, "_apply_sync", ["self", "x", "bias"])
+    _check_parameters(BaseLinearLayerWithLoRA, "_get_quant_method", ["self"])
+
+
+def _check_parameters(owner: type, name: str, expected: list[str]) -> None:
+    found = list(inspect.signature(getattr(owner, name)).parameters)
+    if found != expected:
+        raise AttributeError(f"{owner.__name__}.{name} takes {found}, not {expected}")
+
+
+def install(platform_class: type) -> None:
+    """Have vLLM use both of the above. Doing so again changes nothing."""
+    qualified_name = f"{GroupedLora.__module__}.{GroupedLora.__qualname__}"
+    platform_class.get_punica_wrapper = classmethod(lambda cls: qualified_name)  # pyright: ignore[reportAttributeAccessIssue]
+    stock = BaseLinearLayerWithLoRA._apply_sync
+    if stock.__module__ != __name__:
+        merged = MergedLinears(stock)
+        BaseLinearLayerWithLoRA._apply_sync = lambda self, x, bias=None: merged.apply(self, x, bias)

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from typing import Any, cast
 
 import pytest
 import torch
@@ -110,20 +111,27 @@ def test_unknown_vllm_is_left_alone_with_one_warning(monkeypatch, caplog):
 
 @pytest.fixture
 def vllm_cpu(monkeypatch):
-    """vLLM's CPU platform class, put back as it was afterwards."""
+    """vLLM's CPU platform class; it and the layer class are put back as they were afterwards."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.platforms import current_platform
 
     platform_class = type(current_platform)
+    monkeypatch.setattr(BaseLinearLayerWithLoRA, "_apply_sync", BaseLinearLayerWithLoRA._apply_sync)
     monkeypatch.setattr(platform_class, "get_punica_wrapper", platform_class.get_punica_wrapper)
     return platform_class
 
 
 @pytest.mark.integration
-def test_register_replaces_vllms_class(vllm_cpu):
+def test_register_replaces_vllms_classes_once(vllm_cpu):
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
+    stock = BaseLinearLayerWithLoRA._apply_sync
     cpu_lora.register()
+    replaced = BaseLinearLayerWithLoRA._apply_sync
+    assert replaced is not stock
     cpu_lora.register()
+    assert BaseLinearLayerWithLoRA._apply_sync is replaced
     assert resolve_obj_by_qualname(vllm_cpu.get_punica_wrapper()).__name__ == "GroupedLora"
 
 
@@ -175,3 +183,68 @@ def test_vllms_operations_in_a_mixed_batch():
     wrapper.add_lora_logits(logits, x, a[0], b[0], 1.0)
     whole = _row_by_row(torch.zeros(len(ids), sum(WIDTHS)), x, a, b, slots, 1.0)
     torch.testing.assert_close(logits.double(), whole[:, : WIDTHS[0]], atol=1e-5, rtol=1e-5)
+
+
+class Layer:
+    """As much of vLLM's fused linear layer with adapters as is asked for; counts products with its base weight."""
+
+    def __init__(self, dtype=torch.float32):
+        from flowjax.rollout.cpu_lora_wrapper import GroupedLora
+
+        a, b = _weights(dtype)
+        self.lora_a_stacked, self.lora_b_stacked = tuple(a), tuple(b)
+        self.output_slices, self.base_layer = WIDTHS, torch.nn.Linear(INPUTS, sum(WIDTHS), bias=False, dtype=dtype)
+        self.punica_wrapper = GroupedLora(max_num_batched_tokens=16, max_batches=16, device="cpu")
+        self.products = 0
+
+    def set_slots(self, *slots: int) -> torch.Tensor:
+        from vllm.lora.layers import LoRAMapping
+
+        ids = tuple(slot + 1 for slot in slots)
+        self.punica_wrapper.update_metadata(LoRAMapping(ids, ids, is_prefill=True), [1, 2, 3, 4], SLOTS, 64)
+        return torch.tensor(slots)
+
+    def _get_quant_method(self):
+        return self
+
+    def apply(self, base_layer, x, bias):
+        self.products += 1
+        return torch.nn.functional.linear(x, base_layer.weight.detach(), bias)
+
+
+@pytest.mark.integration
+def test_merged_product_follows_the_adapters():
+    """One adapter in the step: one product with the merged weight, formed anew when vLLM has written to a slot."""
+    from flowjax.rollout.cpu_lora_wrapper import MergedLinears
+
+    layer: Any = Layer()
+    bias = torch.randn(sum(WIDTHS))
+    linears = MergedLinears(lambda layer, x, bias: pytest.fail("stock"))
+    for step, slot in enumerate((2, 2, 0, 2)):
+        slots, x = layer.set_slots(*[slot] * 5), torch.randn(5, INPUTS)
+        if step == 3:
+            layer.lora_b_stacked[1][2] = torch.randn(1, WIDTHS[1], RANK)
+        y = torch.nn.functional.linear(x, layer.base_layer.weight.detach(), bias)
+        expected = _row_by_row(y, x, layer.lora_a_stacked, layer.lora_b_stacked, slots, 1.0)
+        torch.testing.assert_close(linears.apply(layer, x, bias).double(), expected, atol=1e-5, rtol=1e-5)
+        assert layer.products == (1, 1, 2, 3)[step]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("slots", [(1, 1, -1), (1, 2, 2), (-1, -1, -1)])
+def test_other_batches_are_left_to_the_layer(slots):
+    from flowjax.rollout.cpu_lora_wrapper import MergedLinears
+
+    layer, stock = cast(Any, Layer()), cast(Any, lambda *arguments: "stock")
+    layer.set_slots(*slots)
+    assert MergedLinears(stock).apply(layer, torch.randn(3, INPUTS)) == "stock"
+
+
+@pytest.mark.integration
+def test_half_precision_is_not_merged():
+    """The merged weight would be rounded."""
+    from flowjax.rollout.cpu_lora_wrapper import MergedLinears
+
+    layer, stock = cast(Any, Layer(torch.bfloat16)), cast(Any, lambda *arguments: "stock")
+    layer.set_slots(1, 1, 1)
+    assert MergedLinears(stock).apply(layer, torch.randn(3, INPUTS).bfloat16()) == "stock"

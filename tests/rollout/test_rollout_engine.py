@@ -147,6 +147,16 @@ def test_mixed_batch_equals_transformers_and_peft(server, reference, temperature
     assert far_from_base > 20  # so that mixing adapters up would have been seen
 
 
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_batch_of_one_adapter_equals_peft(server, reference, name):
+    """The usual step of a run, which the CPU backend serves from merged weights."""
+    prompts = _prompts(16, seed=2)
+    completions = asyncio.run(_ask(server, [(name, prompt) for prompt in prompts], Sampling(1.0, max_new_tokens=4)))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = reference(name, prompt, completion.sampled_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
 def test_end_of_sequence_is_kept_and_equal_prompts_differ(server):
     completions = asyncio.run(_ask(server, [("base", [5, 6, 7])] * 64, Sampling(1.0, max_new_tokens=16)))
     assert len({completion.sampled_ids for completion in completions}) > 32

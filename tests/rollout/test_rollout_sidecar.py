@@ -106,6 +106,13 @@ def test_cpu_settings(config, cpu, tmp_path):
     assert "--gpu-memory-utilization" not in argv
 
 
+@pytest.mark.parametrize("sequences", [16, 5000])
+def test_cpu_steps_are_small_but_hold_a_token_of_every_sequence(config, cpu, tmp_path, sequences):
+    """vLLM refuses to start otherwise."""
+    config.engine.max_concurrent_sequences = sequences
+    assert sequences <= int(_value(engine_command(config, tmp_path, 1)[0], "--max-num-batched-tokens")) <= 5000
+
+
 def test_extra_arguments_come_last_and_so_win(config, cpu, tmp_path):
     config.engine.python, config.engine.extra_args = "/opt/vllm/bin/python", ("--max-num-seqs", "7")
     argv, _ = engine_command(config, tmp_path, 1)
