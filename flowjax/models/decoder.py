@@ -17,6 +17,7 @@ from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch
 from flowjax.models.sharding import Placement, ShardingRules
 
 Remat = Literal["none", "layer"]
+UNROLLED_LAYERS = 4  # a model this shallow compiles as fast unrolled, and does not copy what its backward pass keeps
 Arrays = dict[str, jax.Array]
 
 
@@ -74,7 +75,8 @@ class Decoder(nnx.Module):
             dropout_key: turns the adapter's dropout on.
         """
         config = self.config
-        x = self._constrain(self._base("embedding")[tokens], "rows", "tokens", "act_embed")
+        table = self._constrain(self._base("embedding"), "vocab", None)  # gathered as head() is, not its look-ups
+        x = self._constrain(table[tokens], "rows", "tokens", "act_embed")
         rope = rope_angles(positions, config)
         seen = segment_mask(segments, positions, config.sliding_window_tokens)
 
@@ -92,7 +94,7 @@ class Decoder(nnx.Module):
         drops = self.lora is not None and self.lora.dropout > 0
         keys = jax.random.split(dropout_key, config.layers) if drops and dropout_key is not None else None
         body = jax.checkpoint(layer, prevent_cse=False) if self.remat == "layer" else layer
-        x, _ = jax.lax.scan(body, x, (weights, adapter, keys))
+        x, _ = jax.lax.scan(body, x, (weights, adapter, keys), unroll=config.layers <= UNROLLED_LAYERS)
         return rms_norm(x, self._base("final_norm"), config.norm_epsilon)
 
     def head(self) -> Float[Array, "hidden vocab"]:
