@@ -16,6 +16,7 @@ or lacks a field is answered with 400 and {error}; nothing has changed then.
 import asyncio
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 from aiohttp import web
 
 from flowjax.dataflow.flow import Flow
-from flowjax.records import WireError, pack, unpack
+from flowjax.records import Trajectory, WireError, pack, unpack
 
 _HOLD_S = 1.0
 _POLL_S = 0.01
@@ -44,8 +45,11 @@ class Server:
         app.router.add_get("/status", self._status)
         return app
 
-    async def _lease(self, message: dict[str, Any]) -> dict[str, Any]:
-        worker, slots, kind = str(message["worker"]), int(message["slots"]), message.get("kind")
+    async def _lease(self, message: Any) -> dict[str, Any]:
+        worker, slots = _fields(message, worker=str, slots=int)
+        kind = message.get("kind")
+        if kind not in (None, "train", "eval"):
+            raise WireError(f"field kind is {kind!r}: it is train, eval or absent")
         leases = await _hold(lambda: self._flow.lease(worker, slots, kind) or (self._flow.finished or None)) or []
         if leases is True:
             return {"leases": [], "state": "done", "retry_s": 1.0}
@@ -59,22 +63,27 @@ class Server:
         ]
         return {"leases": described, "state": "run" if leases else "wait", "retry_s": 0.0}
 
-    async def _renew(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"lost": self._flow.renew(message["lease_ids"])}
+    async def _renew(self, message: Any) -> dict[str, Any]:
+        (lease_ids,) = _fields(message, lease_ids=list)
+        return {"lost": self._flow.renew(lease_ids)}
 
-    async def _trajectories(self, message: dict[str, Any]) -> dict[str, Any]:
-        counted = [self._flow.accept(item["lease_id"], item["trajectory"]) for item in message["items"]]
+    async def _trajectories(self, message: Any) -> dict[str, Any]:
+        (items,) = _fields(message, items=list)
+        played = [_fields(item, lease_id=str, trajectory=Trajectory) for item in items]
+        counted = [self._flow.accept(lease_id, trajectory) for lease_id, trajectory in played]
         return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
 
-    async def _give_back(self, message: dict[str, Any]) -> dict[str, Any]:
-        self._flow.give_back(message["lease_ids"], message["error"])
+    async def _give_back(self, message: Any) -> dict[str, Any]:
+        lease_ids, error = _fields(message, lease_ids=list, error=str)
+        self._flow.give_back(lease_ids, error)
         return {}
 
-    async def _versions(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"oldest_needed": self._flow.report_serving(int(message["serving"]))}
+    async def _versions(self, message: Any) -> dict[str, Any]:
+        (serving,) = _fields(message, serving=int)
+        return {"oldest_needed": self._flow.report_serving(serving)}
 
-    async def _batch(self, message: dict[str, Any]) -> dict[str, Any]:
-        step = int(message["step"])
+    async def _batch(self, message: Any) -> dict[str, Any]:
+        (step,) = _fields(message, step=int)
         served = await _hold(lambda: self._flow.batch(step))
         if served is None:
             return {"state": "wait"}
@@ -86,23 +95,42 @@ class Server:
         rows = [row for group in groups for row in group.rows]
         return {"state": "run", "rows": rows, "totals": totals, "dropped": dropped}
 
-    async def _committed(self, message: dict[str, Any]) -> dict[str, Any]:
-        self._flow.commit(int(message["version"]))
+    async def _committed(self, message: Any) -> dict[str, Any]:
+        (version,) = _fields(message, version=int)
+        self._flow.commit(version)
         return {}
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self._flow.status())
 
 
+def _fields(message: Any, **kinds: type) -> list[Any]:
+    """The named fields of a message.
+
+    Raises:
+        WireError: the message is no map, or a field is missing or of another kind.
+    """
+    if not isinstance(message, dict):
+        raise WireError(f"the body is a {type(message).__name__}: send a map")
+    for name, kind in kinds.items():
+        if name not in message:
+            raise WireError(f"field {name} is missing")
+        if not isinstance(message[name], kind) or (kind is int and isinstance(message[name], bool)):
+            raise WireError(f"field {name} is {type(message[name]).__name__}: send {kind.__name__}")
+    return [message[name] for name in kinds]
+
+
 def _endpoint(
-    handle: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+    handle: Callable[[Any], Awaitable[dict[str, Any]]],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def respond(request: web.Request) -> web.Response:
         try:
             answer, status = await handle(unpack(await request.read())), 200
-        except (WireError, KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-            answer, status = {"error": f"{request.path}: {reason}"}, 400
+        except WireError as error:
+            answer, status = {"error": f"{request.path}: {error}"}, 400
+        except Exception as error:
+            logging.exception("%s failed", request.path)
+            answer, status = {"error": f"{request.path} failed ({type(error).__name__}: {error})"}, 500
         return web.Response(body=pack(answer), status=status, content_type="application/msgpack")
 
     return respond

@@ -1,0 +1,252 @@
+"""Admission, staleness, evaluation and batches, over HTTP as the other roles see them."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import grain
+import numpy as np
+import pytest
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestServer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flowjax.config import default_config
+from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.server import Server
+from flowjax.monitor.metrics import read_metrics
+from flowjax.records import Task, Trajectory, Turn, pack, unpack
+
+
+def configuration(**dataflow):
+    config = default_config()
+    config.rollout.group_size = 2
+    config.trainer.update({"steps": 4, "groups_per_step": 3})
+    config.eval.tasks = 5
+    config.reward.components = {"success": 1.0}
+    config.credit.name = "grpo"
+    config.dataflow.update(dataflow)
+    return config
+
+
+def make_flow(folder: Path, config=None) -> Flow:
+    config = config or configuration()
+    tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
+    held_out = grain.MapDataset.range(100).map(lambda index: Task(f"held-{index}", "toy", index))
+    return Flow(config, folder, train_tasks=tasks, held_out_tasks=held_out)
+
+
+def played(lease, *, version: int, success: float = 1.0, turns: int = 2) -> Trajectory:
+    ids = np.array([lease.seed % 50, 3, 4], np.int32)
+    made = [
+        Turn("agent", version, ids[:2], ids[2:], np.float32([-0.5]), "stop", turn, turn + 1, 0.0, True, turn == turns)
+        for turn in range(1, turns + 1)
+    ]
+    outcome = {"success": success, "turns": float(turns)}
+    return Trajectory(lease.trajectory_id, lease.group_id, lease.task.task_id, lease.seed, made, outcome)
+
+
+def play(flow: Flow, leases, *, version: int, success=lambda lease: 1.0) -> None:
+    for lease in leases:
+        assert flow.accept(lease.lease_id, played(lease, version=version, success=success(lease)))
+
+
+def train_leases(flow: Flow, most: int = 1000):
+    return flow.lease("w", most, "train")
+
+
+def test_nothing_is_leased_before_a_version_is_served(tmp_path):
+    flow = make_flow(tmp_path)
+    assert flow.lease("w", 10) == []
+    flow.report_serving(0)
+    assert flow.lease("w", 10)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_admission_is_bounded_by_staleness_and_length(tmp_path, max_staleness):
+    flow = make_flow(tmp_path, configuration(max_staleness=max_staleness))
+    for version in range(6):
+        flow.report_serving(version)
+        play(flow, train_leases(flow), version=version)
+        admitted = len(flow._ledger.ready("train"))
+        assert admitted == min(version + max_staleness + 1, 4) * 3
+
+
+def test_synchronous_training_serves_exactly_the_groups_of_its_version(tmp_path):
+    flow = make_flow(tmp_path, configuration(max_staleness=0))
+    for step in range(4):
+        flow.report_serving(step)
+        assert flow.batch(step) is None
+        play(flow, train_leases(flow), version=step)
+        groups, dropped = flow.batch(step)
+        assert dropped == 0
+        assert [group.oldest_version for group in groups] == [step] * 3
+    flow.report_serving(4)
+    assert train_leases(flow) == []
+
+
+def test_stale_groups_are_dropped_counted_and_replaced(tmp_path):
+    flow = make_flow(tmp_path, configuration(max_staleness=1))
+    flow.report_serving(0)
+    leases = train_leases(flow)
+    play(flow, leases, version=0)
+    assert flow.batch(0) is not None
+    flow.report_serving(2)  # the trainer has gone on; the second batch's groups are still of version 0
+    play(flow, train_leases(flow), version=2)
+    groups, dropped = flow.batch(2)
+    assert dropped == 3
+    assert min(group.oldest_version for group in groups) >= 1
+    # The dropped groups' places are open again.
+    assert len(train_leases(flow)) == 2 * 3
+
+
+def test_a_batch_is_served_again_unchanged_after_a_restart(tmp_path):
+    flow = make_flow(tmp_path)
+    flow.report_serving(0)
+    play(flow, train_leases(flow), version=0, success=lambda lease: float(lease.seed % 2))
+    before, _ = flow.batch(0)
+    flow.close()
+    again, _ = make_flow(tmp_path).batch(0)
+    for one, other in zip(before, again, strict=True):
+        for row, same in zip(one.rows, other.rows, strict=True):
+            np.testing.assert_array_equal(row.tokens, same.tokens)
+            np.testing.assert_array_equal(row.advantages, same.advantages)
+    assert any(abs(row.advantages).max() > 0.1 for group in before for row in group.rows)
+
+
+def test_evaluation_before_and_after_is_written_once_and_pins_its_version(tmp_path):
+    flow = make_flow(tmp_path)
+    assert flow.report_serving(0) == 0
+    leases = flow.lease("w", 1000, "eval")
+    assert [(lease.version, lease.task.task_id) for lease in leases] == [(0, f"held-{index}") for index in range(5)]
+    assert flow.report_serving(3) == 0  # version 0 stays loaded while its evaluation is under way
+    play(flow, leases, version=0, success=lambda lease: float(lease.task.seed < 2))
+    assert flow.report_serving(3) == 2
+    assert not flow.finished
+    flow.commit(4)
+    assert flow.report_serving(4) == 3 or flow.lease("w", 1000, "eval")
+    play(flow, flow.lease("w", 1000, "eval"), version=4)
+    lines = [entry for entry in read_metrics(tmp_path) if entry["kind"] == "eval"]
+    assert (lines[0]["version"], lines[0]["success_rate"], lines[0]["episodes"]) == (0, 0.4, 5)
+    assert lines[0]["low"] < 0.4 < lines[0]["high"]
+
+
+def test_finished_means_trained_and_evaluated(tmp_path):
+    flow = make_flow(tmp_path)
+    flow.report_serving(4)
+    play(flow, flow.lease("w", 1000, "eval"), version=4)
+    assert not flow.finished
+    flow.commit(4)
+    assert flow.finished
+
+
+def test_evaluating_given_versions_trains_nothing(tmp_path):
+    config = configuration()
+    config.eval.versions = (7,)
+    flow = make_flow(tmp_path, config)
+    flow.report_serving(7)
+    leases = flow.lease("w", 1000)
+    assert {lease.kind for lease in leases} == {"eval"}
+    play(flow, leases, version=7)
+    assert flow.finished
+
+
+def test_trajectories_of_a_batch_are_written_down(tmp_path):
+    flow = make_flow(tmp_path)
+    flow.report_serving(0)
+    play(flow, train_leases(flow), version=0)
+    flow.batch(0)
+    lines = [json.loads(line) for line in (tmp_path / "trajectories" / "000000.jsonl").read_text().splitlines()]
+    assert len(lines) == 6
+    assert lines[0]["turns"][0]["sampled_ids"] == [4]
+
+
+def test_order_of_tasks_is_fixed(tmp_path):
+    names = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        flow = make_flow(tmp_path / folder)
+        flow.report_serving(0)
+        names.append([(lease.task.task_id, lease.seed) for lease in train_leases(flow)])
+    assert names[0] == names[1]
+
+
+class Served:
+    """A server over a real flow, and a client's view of it."""
+
+    def __init__(self, folder: Path):
+        self.flow = make_flow(folder)
+        self.server = TestServer(Server(self.flow, temperatures={"train": 1.0, "eval": 0.5}).application())
+
+    async def post(self, path: str, body: bytes) -> tuple[int, dict]:
+        async with ClientSession() as session, session.post(self.server.make_url(path), data=body) as answer:
+            return answer.status, unpack(await answer.read())
+
+    def run(self, scenario) -> None:
+        async def main() -> None:
+            async with self.server:
+                await scenario(self.post)
+
+        asyncio.run(main())
+
+
+def test_a_batch_travels_over_http(tmp_path):
+    served = Served(tmp_path)
+
+    async def scenario(post) -> None:
+        status, answer = await post("/versions", pack({"worker": "w", "policy": "agent", "serving": 0, "in_use": []}))
+        assert (status, answer) == (200, {"oldest_needed": 0})
+        _, answer = await post("/lease", pack({"worker": "w", "slots": 100, "kind": "train"}))
+        items = []
+        for lease in answer["leases"]:
+            assert lease["temperature"] == 1.0
+            record = type("Lease", (), lease)
+            items.append({"lease_id": lease["lease_id"], "trajectory": played(record, version=0)})
+        assert (await post("/trajectories", pack({"worker": "w", "items": items})))[1]["accepted"] == len(items)
+        assert (await post("/trajectories", pack({"worker": "w", "items": items})))[1]["duplicate"] == len(items)
+        status, answer = await post("/batch", pack({"policy": "agent", "step": 0}))
+        assert status == 200
+        assert answer["totals"]["episodes"] == 6
+        assert len(answer["rows"]) == 12
+
+    served.run(scenario)
+
+
+REFUSED = [
+    ("/lease", {"slots": 1}, "worker is missing"),
+    ("/lease", {"worker": "w", "slots": "many"}, "slots is str"),
+    ("/lease", {"worker": "w", "slots": 1, "kind": "nap"}, "kind is 'nap'"),
+    ("/trajectories", {"items": [{"lease_id": "x", "trajectory": {"turns": []}}]}, "trajectory is dict"),
+    ("/batch", {"step": True}, "step is bool"),
+    ("/committed", [], "body is a list"),
+]
+
+
+@pytest.mark.parametrize(("path", "message", "reason"), REFUSED)
+def test_bad_messages_are_refused_with_a_reason(tmp_path, path, message, reason):
+    served = Served(tmp_path)
+
+    async def scenario(post) -> None:
+        status, answer = await post(path, pack(message))
+        assert status == 400
+        assert reason in answer["error"]
+
+    served.run(scenario)
+    assert make_flow(tmp_path).status()["committed"] == -1
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.binary(max_size=60), min_size=5, max_size=5))
+def test_noise_is_refused_and_changes_nothing(tmp_path_factory, bodies):
+    served = Served(tmp_path_factory.mktemp("flow"))
+    before = served.flow.status()
+
+    async def scenario(post) -> None:
+        for path, body in zip(("/lease", "/trajectories", "/renew", "/batch", "/versions"), bodies, strict=True):
+            status, answer = await post(path, body)
+            assert status == 400
+            assert answer["error"]
+        assert served.flow.status() == before
+
+    served.run(scenario)
