@@ -19,7 +19,7 @@ from flowjax.models.config import ModelError
 from flowjax.rollout.client import EngineClient, EngineError
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
 from flowjax.rollout.episode import Player
-from flowjax.rollout.service import RolloutService
+from flowjax.rollout.service import RolloutError, RolloutService
 from flowjax.weights.follow import Follower, WeightsError, peft_exporter
 from flowjax.workflows.codec import CodecError
 
@@ -57,19 +57,25 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
     logging.info("stopped after %d episodes", service.counters.episodes)
 
 
+def run(run_dir: Path) -> int:
+    """Play until SIGTERM. Returns the exit status; what went wrong is the last line on stderr."""
+    try:
+        asyncio.run(_serve(load_run(run_dir), run_dir))
+    except (EngineError, DataflowError, RolloutError, WeightsError) as error:
+        problem, status = error, _FAILED
+    except (CodecError, ConfigError, ModelError, WorldError) as error:
+        problem, status = error, _USER_MISTAKE
+    else:
+        return 0
+    print(f"rollout: {problem}", file=sys.stderr, flush=True)
+    return status
+
+
 def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.INFO)
     jax.config.update("jax_platforms", "cpu")  # adapters are restored to host memory: no accelerator is touched
-    run_dir = Path(_RUN.value).absolute()
-    try:
-        asyncio.run(_serve(load_run(run_dir), run_dir))
-    except (EngineError, DataflowError, WeightsError) as error:
-        print(f"rollout: {error}", file=sys.stderr, flush=True)
-        sys.exit(_FAILED)
-    except (CodecError, ConfigError, ModelError, WorldError) as error:
-        print(f"rollout: {error}", file=sys.stderr, flush=True)
-        sys.exit(_USER_MISTAKE)
+    sys.exit(run(Path(_RUN.value).absolute()))
 
 
 if __name__ == "__main__":

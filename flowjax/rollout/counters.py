@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -51,6 +52,6 @@ class Rates:
 
 def write_status(path: Path, status: Mapping[str, Any]) -> None:
     """Replace the status file in one step, so that who reads it never sees half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     partial.write_text(json.dumps({**status, "time_s": time.time()}))
     partial.replace(path)

@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from flowjax.records import Trajectory
 from flowjax.rollout.client import Completion, EngineClient, EngineError, Sampling, UnknownModel
 from flowjax.rollout.dataflow_client import Lease
 from flowjax.weights.follow import Follower, model_name
-from flowjax.workflows.agent import Agent
+from flowjax.workflows.agent import Agent, Generate
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import AGENT, Options, Played
 
@@ -113,7 +113,7 @@ class Player:
                 await self._served(policy, lease.policy_version)
                 return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
 
-    def _generator(self, policy: str, lease: Lease) -> Callable[[list[int]], Awaitable[Completion]]:
+    def _generator(self, policy: str, lease: Lease) -> Generate:
         """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
         sampling = Sampling(lease.temperature, self.config.rollout.max_new_tokens)
         pinned = lease.policy_version

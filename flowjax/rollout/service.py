@@ -23,10 +23,15 @@ from flowjax.weights.follow import Follower
 _log = logging.getLogger(__name__)
 _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
 _ITEMS_PER_MESSAGE = 64
+_FRUITLESS_ROUNDS = 4  # of all slots, after which the service ends
 _PROBE_EVERY_S = 1.0
 _REPORT_EVERY_S = 1.0
 _LOG_EVERY_S = 30.0
 _DRAIN_S = 5.0  # for the last messages to the dataflow
+
+
+class RolloutError(RuntimeError):
+    """The service cannot play; the message says why."""
 
 
 class RolloutService:
@@ -58,7 +63,8 @@ class RolloutService:
         self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
         self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
         self._engine_up = False
-        self._refused_in_a_row = 0
+        self._fruitless = 0  # episodes in a row that came to nothing
+        self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rates = Rates()
         self.counters = Counters()
 
@@ -67,19 +73,22 @@ class RolloutService:
 
         Raises:
             EngineError, DataflowError, WeightsError: engine or dataflow have been away for longer than the run allows.
+            RolloutError: episode after episode comes to nothing.
         """
         loops = (self._follower.run, self._lease, self._hand_over, self._renew, self._versions, self._watch_engine)
         tasks = [asyncio.create_task(loop()) for loop in (*loops, self._report, stop.wait)]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            done, _ = await asyncio.wait([*tasks, self._hopeless], return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
         finally:
+            self._hopeless.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._drain()
-            self._write_status()
+            with contextlib.suppress(OSError):
+                write_status(self._status_path, self._status())
 
     async def _lease(self) -> None:
         """Keep every slot playing."""
@@ -105,17 +114,27 @@ class RolloutService:
             trajectory = await self._player.play(lease)
         except EngineError as error:
             self._unplayed.append((lease.lease_id, str(error)))
-            self._refused_in_a_row += 1
+            self._came_to_nothing(str(error))
         else:
             self._finished.append((lease.lease_id, trajectory))
-            self._refused_in_a_row = 0
             self.counters.add(trajectory)
+            if trajectory.status in ("ok", "truncated"):
+                self._fruitless = 0
+            else:
+                self._came_to_nothing(trajectory.error)
             if trajectory.error:
                 _log.warning("episode %s: %s: %s", trajectory.trajectory_id, trajectory.status, trajectory.error)
         finally:
             del self._playing[lease.lease_id]
             self._slot_freed.set()
             self._something_to_send.set()
+
+    def _came_to_nothing(self, why: str) -> None:
+        """Single failures are data; when nothing else comes any more, going on would use up every task."""
+        self._fruitless += 1
+        if self._fruitless == _FRUITLESS_ROUNDS * self._slots:
+            text = f"{self._fruitless} episodes in a row came to nothing, the last because: {why}"
+            self._hopeless.set_exception(RolloutError(text))
 
     async def _hand_over(self) -> None:
         """Send finished episodes, many at once."""
@@ -167,15 +186,14 @@ class RolloutService:
             seen_s = now_s if up else seen_s
             if now_s - seen_s > self._engine_away_s:
                 raise EngineError(f"the engine has been away for {now_s - seen_s:.0f} s: see logs/engine.log")
-            if self._refused_in_a_row > 2 * self._slots:
-                why = f", the last because {self._unplayed[-1][1]}" if self._unplayed else ""
-                raise EngineError(f"{self._refused_in_a_row} episodes in a row could not be played{why}")
             await asyncio.sleep(_PROBE_EVERY_S)
 
     async def _report(self) -> None:
         logged_s = time.monotonic()
         while True:
-            status = self._write_status()
+            status = self._status()
+            with contextlib.suppress(OSError):  # a full disk stops the trainer, whose message is the better one
+                await asyncio.to_thread(write_status, self._status_path, status)
             if time.monotonic() - logged_s > _LOG_EVERY_S:
                 logged_s = time.monotonic()
                 _log.info(
@@ -185,13 +203,13 @@ class RolloutService:
                 )
             await asyncio.sleep(_REPORT_EVERY_S)
 
-    def _write_status(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, Any]:
         pool = self._player.pool.counts
         try:
             serving = self._follower.current(self._policy)[0]
         except KeyError:
             serving = None
-        status = {
+        return {
             **asdict(self.counters),
             **self._rates.update(self.counters, time.monotonic()),
             "in_flight": len(self._playing),
@@ -202,8 +220,6 @@ class RolloutService:
             "killed_envs": pool.timeouts + pool.crashes,
             "replayed_episodes": pool.replays,
         }
-        write_status(self._status_path, status)
-        return status
 
     async def _drain(self) -> None:
         """Stop playing; hand over what is finished and give back the rest."""

@@ -249,8 +249,8 @@ class Follower:
         retry.failed()
         if version == newest and retry.failing_s() > self._stuck_s:
             raise WeightsError(
-                f"the engine has refused {name} for {self._stuck_s:.0f} s ({error}): see logs/engine.log, and that "
-                "engine and trainer have the same model.path and policy.lora"
+                f"{name} has not reached the engine for {self._stuck_s:.0f} s ({error}): see logs/engine.log, that "
+                "engine and trainer have the same model.path and policy.lora, and that the disk is not full"
             )
 
     def _write_folder(self, policy: str, version: int) -> None:

@@ -29,10 +29,9 @@ def write_peft_folder(folder: Path, tensors: Mapping[str, np.ndarray], peft_conf
         )
         (unfinished / "adapter_config.json").write_text(json.dumps(dict(peft_config), indent=2))
         unfinished.chmod(0o755)
-        for path in (*unfinished.iterdir(), unfinished):
+        for path in unfinished.iterdir():
             _sync(path)
         unfinished.rename(folder)
-        _sync(folder.parent)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -161,10 +161,10 @@ class Serving:
 
     async def stop(self) -> None:
         self._stop.set()
-        await asyncio.wait_for(self.task, 20)
+        await asyncio.wait_for(self.task, 60)
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)

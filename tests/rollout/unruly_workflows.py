@@ -11,5 +11,9 @@ async def every_fourth_raises(task, *, seed, env, agents, options):
     return await single.play(task, seed=seed, env=env, agents=agents, options=options)
 
 
+async def raises(task, *, seed, env, agents, options):
+    raise RuntimeError("this workflow is broken")
+
+
 async def hangs(task, *, seed, env, agents, options):
     await asyncio.sleep(3600)

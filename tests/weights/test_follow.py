@@ -208,7 +208,7 @@ def test_gives_up_on_a_version_that_stays_refused(tmp_path, engine):
         run = Run(tmp_path, engine, stuck_s=0.2)
         engine.refuse.add("agent@0")
         run.publish(0)
-        with pytest.raises(WeightsError, match=r"refused agent@0 .*max_lora_rank.*policy\.lora"):
+        with pytest.raises(WeightsError, match=r"agent@0 has not reached the engine .*max_lora_rank.*policy\.lora"):
             await asyncio.wait_for(run.follower.run(), 10)
 
     asyncio.run(scenario())
