@@ -106,7 +106,8 @@ class RolloutService:
                 if len(self._playing) >= self._slots:
                     retry_s = 1.0
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._slot_freed.wait(), retry_s)
+                async with asyncio.timeout(retry_s):  # not wait_for, which can lose a cancellation before Python 3.12
+                    await self._slot_freed.wait()
                 await asyncio.sleep(_GATHER_S)
 
     async def _episode(self, lease: Lease) -> None:
@@ -172,7 +173,8 @@ class RolloutService:
             oldest = await self._dataflow.report_versions(self._policy, serving, self._follower.in_use(self._policy))
             self._follower.keep_from(self._policy, oldest)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._follower.changed(self._policy, serving), _REPORT_EVERY_S)
+                async with asyncio.timeout(_REPORT_EVERY_S):
+                    await self._follower.changed(self._policy, serving)
 
     async def _watch_engine(self) -> None:
         """No episodes are leased for an engine that is away, and one that stays away ends the service."""

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,15 +182,14 @@ class Follower:
                 raise
             except Exception as error:
                 if not engine_down:
-                    _log.warning("the engine does not answer the follower: %s", error)
+                    _log.info("waiting for the engine: %s", error)
                 engine_down = True
                 self._retries.clear()
                 self._observed_at_s = -_OBSERVE_EVERY_S
                 await asyncio.sleep(_FIRST_RETRY_S)
-            try:
-                await asyncio.wait_for(self._wake.wait(), self._poll_s)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def _reconcile(self) -> None:

@@ -57,8 +57,8 @@ def read_adapter(directory: Path, step: int) -> dict[str, Any]:
         CheckpointError: there is no such step or it cannot be read.
     """
     path = epath.Path(_committed_path(directory, step) / "adapter")
-    handler = ocp.PyTreeCheckpointHandler()
     with _readable(path):
+        handler = ocp.PyTreeCheckpointHandler()
         metadata: Any = handler.metadata(path)
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
         return _unboxed(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=on_host)))
