@@ -19,7 +19,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.env.options = ConfigDict({"rows": 6, "columns": 6, "boxes": 1})
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"
-    config.credit.options = ConfigDict({"gamma": 0.9})
+    config.credit.options = ConfigDict({"gamma": 0.8, "step_weight": 2.0, "pool": "rows"})
     recipes[arg](config)
     return config
 
@@ -31,6 +31,7 @@ def _nano(config: ConfigDict) -> None:
     config.model.remat = "none"
     config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
     config.env.prompt = "compact"
+    config.env.max_turns = 12
     config.engine.dtype = "float32"
     config.engine.max_model_tokens = 32
     config.engine.kv_cache_bytes = 256 * 1024**2
@@ -38,9 +39,7 @@ def _nano(config: ConfigDict) -> None:
     config.rollout.max_new_tokens = 2
     config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
-    config.trainer.steps = 100
-    config.warm_start.label_noise = 0.6
-    config.warm_start.steps = 600
+    config.trainer.steps = 120
     config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 18
     config.trainer.micro_batch_rows = 128
@@ -53,7 +52,8 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.env.options.rows = config.env.options.columns = 8
     config.policy.lora.rank = 64
     config.policy.lora.alpha = 64.0
-    config.engine.tensor_parallel = 2
+    config.engine.tensor_parallel = 4
+    config.mesh.fsdp = 4
     config.engine.max_model_tokens = 4096
     config.rollout.max_prompt_tokens = 2048
     config.rollout.max_new_tokens = 1024

@@ -127,10 +127,11 @@ def default_config() -> ConfigDict:
     # Imitation of the world's scripted expert, which makes the nano base model.
     config.warm_start = ConfigDict()
     config.warm_start.states = 60_000  # demonstrated states
-    config.warm_start.steps = 1500  # batches
+    config.warm_start.steps = 600  # batches
     config.warm_start.batch_rows = 128  # states per batch
     config.warm_start.learning_rate = 2e-3
-    config.warm_start.label_noise = 0.3  # share of expert labels replaced by a random legal action
+    config.warm_start.noisy_share = 0.25  # last share of the batches, whose labels are noisy
+    config.warm_start.label_noise = 0.5  # share of noisy labels that are a random legal action instead
     config.warm_start.path_noise = 0.2  # share of random moves on the expert's path, so that odd states are seen
     return config
 

@@ -1,8 +1,9 @@
 """The nano base model: `python -m flowjax.trainer.warm_start --run=<run folder>`.
 
 A tokenizer of the world's own words and a small random decoder, trained through the ordinary loop to imitate the
-world's scripted expert. The expert is made noisy on purpose: a share of its labels is replaced by random legal actions,
-so that the base knows the way but does not walk it reliably, which is what reinforcement learning then has to mend.
+world's scripted expert. At the end the expert is made noisy on purpose: a share of its labels is replaced by random
+legal actions, so that the base knows the way but does not walk it reliably, which is what reinforcement learning then
+has to mend.
 """
 
 import itertools
@@ -46,11 +47,8 @@ def build_base(config: ConfigDict, run_dir: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     world = load_world(config.env.module)
     model = create_nano(world.vocabulary(), partial, key=jax.random.key(config.seed), **config.model.nano.to_dict())
-    started_s = time.perf_counter()
-    rows = imitation_rows(config, world, Codec(partial))
-    logging.info("%d expert states in %.1f s", len(rows), time.perf_counter() - started_s)
     settings = _supervised(config)
-    batches = _batches(rows, settings.warm_start.batch_rows, np.random.default_rng(config.seed))
+    batches = _batches(config, world, Codec(partial))
     trained = train(
         settings,
         model,
@@ -63,8 +61,10 @@ def build_base(config: ConfigDict, run_dir: Path) -> None:
     partial.rename(folder)
 
 
-def imitation_rows(config: ConfigDict, world: World, codec: Codec) -> list[TokenRow]:
-    """The expert's states and (noisy) actions, `config.warm_start.states` of them, as rows to imitate."""
+def imitation_rows(
+    config: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
+) -> list[TokenRow]:
+    """The first `states` states on the expert's way through the training tasks, and its actions, as rows to imitate."""
     options = config.env.options.to_dict()
     tasks = world.tasks("train", config.env.data_seed, **options)[: config.env.train_tasks]
     pairs = demonstrations(
@@ -72,13 +72,14 @@ def imitation_rows(config: ConfigDict, world: World, codec: Codec) -> list[Token
         tasks,
         options=options,
         path_noise=config.warm_start.path_noise,
-        label_noise=config.warm_start.label_noise,
+        label_noise=label_noise,
         max_turns=config.env.max_turns,
         style=config.env.prompt,
         rng=np.random.default_rng(config.seed),
     )
-    pairs = itertools.islice(pairs, config.warm_start.states)
-    return [_row(codec.encode(messages), codec.encode_reply(reply)) for messages, reply in pairs]
+    return [
+        _row(codec.encode(messages), codec.encode_reply(reply)) for messages, reply in itertools.islice(pairs, states)
+    ]
 
 
 def _row(prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> TokenRow:
@@ -88,8 +89,21 @@ def _row(prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> TokenRow:
     return TokenRow("expert", tokens, sampled, nothing, sampled.astype(np.float32), np.where(sampled, 0, -1))
 
 
-def _batches(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator) -> Iterator[list[TokenRow]]:
-    """Endless shuffled epochs."""
+def _batches(config: ConfigDict, world: World, codec: Codec) -> Iterator[list[TokenRow]]:
+    """`warm_start.steps` batches: clean labels first, then noisy ones."""
+    warm = config.warm_start
+    noisy = round(warm.noisy_share * warm.steps)
+    rng = np.random.default_rng(config.seed)
+    for steps, label_noise in ((warm.steps - noisy, 0.0), (noisy, warm.label_noise)):
+        states = min(warm.states, steps * warm.batch_rows)
+        started_s = time.perf_counter()
+        rows = imitation_rows(config, world, codec, states=states, label_noise=label_noise)
+        logging.info("%d expert states in %.1f s", len(rows), time.perf_counter() - started_s)
+        yield from itertools.islice(_epochs(rows, warm.batch_rows, rng), steps)
+
+
+def _epochs(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator) -> Iterator[list[TokenRow]]:
+    """Shuffled batches without end."""
     while True:
         order = rng.permutation(len(rows))
         for start in range(0, len(rows) - batch_rows + 1, batch_rows):
@@ -105,7 +119,11 @@ def _supervised(config: ConfigDict) -> ConfigDict:
     settings.trainer.update({"steps": config.warm_start.steps, "updates_per_step": 1})
     settings.trainer.micro_batch_rows = config.warm_start.batch_rows
     settings.optimizer.update(
-        {"learning_rate": config.warm_start.learning_rate, "schedule": "cosine", "warmup_steps": 50}
+        {
+            "learning_rate": config.warm_start.learning_rate,
+            "schedule": "cosine",
+            "warmup_steps": min(50, config.warm_start.steps // 2),
+        }
     )
     return settings
 

@@ -162,3 +162,36 @@ def test_a_killed_run_leaves_nothing_behind_and_resumes(folder):
     kept = {e["step"]: e["loss"] for e in read_metrics(run_dir) if e["kind"] == "train"}
     # All but the step whose checkpoint was perhaps not yet committed are as they were, and that one had the same batch.
     assert {step: kept[step] for step in losses} == pytest.approx(losses, rel=1e-3, abs=1e-6)
+
+
+def evaluate(folder: Path, checkpoint: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flowjax.evaluate", f"--config={folder / 'recipe.py'}"]
+    return subprocess.run(
+        [*command, f"--checkpoint={checkpoint}", *flags], cwd=folder, capture_output=True, text=True, timeout=400
+    )
+
+
+def test_a_checkpoint_plays_the_held_out_tasks(folder):
+    run_dir = folder / "runs" / "whole"
+    done = evaluate(folder, run_dir / "checkpoints" / "agent" / str(STEPS), "--config.eval.tasks=24")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held-out success" in done.stdout
+    (entry,) = [e for e in read_metrics(run_dir / "evaluations" / str(STEPS)) if e["kind"] == "eval"]
+    assert (entry["version"], entry["episodes"]) == (STEPS, 24)
+
+
+def test_what_cannot_be_evaluated_is_refused_in_a_line(folder):
+    checkpoints = folder / "runs" / "whole" / "checkpoints" / "agent"
+    missing = evaluate(folder, checkpoints / "77")
+    assert missing.returncode == 2
+    assert "not a committed checkpoint" in missing.stderr
+    other = evaluate(folder, checkpoints / "1", "--config.policy.lora.rank=4")
+    assert other.returncode == 2
+    assert "config.policy" in other.stderr
+    for file in (checkpoints / "1" / "adapter").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    broken = evaluate(folder, checkpoints / "1")
+    assert broken.returncode == 2
+    assert str(checkpoints / "1") in broken.stderr
+    assert "Traceback" not in broken.stderr
