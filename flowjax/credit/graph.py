@@ -119,8 +119,8 @@ def to_dot(graph: StateGraph) -> str:
     highest = max((node.value for node in graph.nodes), default=0.0)
     lines = [
         "digraph states {",
-        '  rankdir=LR; bgcolor="transparent"; nodesep=0.25; ranksep=0.7;',
-        '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=10, color="#5a6472"];',
+        '  rankdir=LR; bgcolor="white"; nodesep=0.25; ranksep=0.7;',
+        '  node [shape=box, style="rounded,filled", fontname="monospace", fontsize=9, color="#5a6472"];',
         '  edge [fontname="Helvetica", fontsize=9, arrowsize=0.7];',
     ]
     for node in graph.nodes:

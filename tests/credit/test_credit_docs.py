@@ -1,6 +1,7 @@
 """The worked examples of docs/credit are what the code computes, and every estimator has a page."""
 
 import ast
+import inspect
 import re
 from pathlib import Path as File
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from credit_tables import Path, paths_table
 
-from flowjax.credit.estimators import ESTIMATORS, estimate
+from flowjax.credit.estimators import ESTIMATORS, estimate, get_estimator
 
 DOCS = File(__file__).parents[2] / "docs" / "credit"
 COLUMNS = ["group", "episode", "turn", "state", "next", "reward", "score", "ends", "advantage"]
@@ -51,6 +52,15 @@ def test_page(name):
         ]
         got = np.asarray(estimate(paths_table(paths), name, **options))[: len(rows)]
         np.testing.assert_allclose([float(row["advantage"]) for row in rows], got, atol=6e-5)
+
+
+def test_options_of_rewardflow_are_listed_with_their_defaults_first():
+    text = (DOCS / "rewardflow.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", text, flags=re.MULTILINE))
+    for name, parameter in inspect.signature(get_estimator("rewardflow")).parameters.items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            (cell,) = (values for names, values in listed.items() if f"`{name}`" in names)
+            assert cell.split(",")[0].split(";")[0].strip("` ") == str(parameter.default), name
 
 
 def test_index_names_every_page():
