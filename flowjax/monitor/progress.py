@@ -20,6 +20,7 @@ class Progress:
     def __init__(self, run_dir: Path):
         self.run_dir = Path(run_dir)
         self._offset, self._inode, self._rest = 0, -1, b""
+        self._newest_s = 0.0
         self._clear()
 
     def _clear(self) -> None:
@@ -28,11 +29,11 @@ class Progress:
         self.totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
 
     def update(self) -> list[dict[str, Any]]:
-        """Read on. Returns the entries that are new."""
+        """Read on. Returns the entries that are new: those of a file that was replaced only as far as they are later."""
         try:
             with (self.run_dir / METRICS_FILE).open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:  # replaced by a trainer that resumed at an earlier step
+                if replaced := inode != self._inode:  # by a trainer that resumed at an earlier step
                     self._clear()
                     self._offset, self._inode, self._rest = 0, inode, b""
                 file.seek(self._offset)
@@ -44,6 +45,9 @@ class Progress:
         self._rest = rest
         entries = list(parse_lines(whole)) if newline else []
         self._fold(entries)
+        if replaced:
+            entries = [entry for entry in entries if entry.get("time_s", 0.0) > self._newest_s]
+        self._newest_s = max([self._newest_s, *(entry.get("time_s", 0.0) for entry in entries)])
         return entries
 
     def _fold(self, entries: Iterable[dict[str, Any]]) -> None:

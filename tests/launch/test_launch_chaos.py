@@ -103,10 +103,12 @@ def assert_complete(run_dir: Path) -> None:
     trained = [json.loads(line)["trajectory_id"] for file in files for line in file.read_text().splitlines()]
     assert len(trained) == STEPS * 4 * 4
     assert len(set(trained)) == len(trained)
-    for entry in read_metrics(run_dir):
-        if entry["kind"] == "train":
-            assert entry["mismatch_k3"] < 1e-5
-            assert entry["staleness_max"] <= 1
+    train = [entry for entry in read_metrics(run_dir) if entry["kind"] == "train"]
+    assert all(entry["staleness_max"] <= 1 for entry in train)
+    compared = [entry["mismatch_k3"] for entry in train if "mismatch_k3" in entry]
+    # A trainer that has just resumed has only its newest version at hand to compare with the engine's.
+    assert len(compared) >= STEPS - 1
+    assert max(compared) < 1e-5
 
 
 def test_a_killed_engine_is_replaced_and_the_run_finishes(folder):
@@ -160,8 +162,11 @@ def test_a_killed_run_leaves_nothing_behind_and_resumes(folder):
         resumed.wait()
     assert_complete(run_dir)
     kept = {e["step"]: e["loss"] for e in read_metrics(run_dir) if e["kind"] == "train"}
-    # All but the step whose checkpoint was perhaps not yet committed are as they were, and that one had the same batch.
+    # The last step is taken again when its checkpoint was not committed, with the same batch.
     assert {step: kept[step] for step in losses} == pytest.approx(losses, rel=1e-3, abs=1e-6)
+    output = (folder / "output.txt").read_text()
+    assert "held out, version 0" not in output  # told by the first run
+    assert output.count(f"step {STEPS}/{STEPS}") == 1
 
 
 def evaluate(folder: Path, checkpoint: Path, *flags: str) -> subprocess.CompletedProcess[str]:
