@@ -86,8 +86,10 @@ class Player:
                 played = await self._play(lease)
         except EngineError:
             raise
-        except TimeoutError:
+        except TimeoutError as error:
             limit_s = self.config.rollout.episode_timeout_s
+            if not await self.engine.healthy():
+                raise EngineError(f"the engine was away for longer than the {limit_s} s of an episode") from error
             played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
         except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
             played = Played([], {}, "env_error", f"{type(error).__name__}: {error}")

@@ -168,6 +168,22 @@ def test_an_episode_that_takes_too_long_is_a_timeout(tmp_path):
     asyncio.run(scenario())
 
 
+def test_an_episode_that_runs_out_of_time_without_an_engine_is_played_again(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, rollout__episode_timeout_s=0.5, engine__request_timeout_s=30.0)
+        async with run.servers() as servers, run.serving(servers) as serving:
+            servers.engine.hold.clear()
+            await until(lambda: servers.leased == 8)
+            servers.engine.away = True
+            servers.engine.hold.set()
+            await until(lambda: serving.service.counters.given_back >= 8)
+            assert not servers.counted
+            servers.engine.restart()
+            await until(lambda: any(trajectory.status == "ok" for trajectory in servers.counted))
+
+    asyncio.run(scenario())
+
+
 def test_leases_are_renewed_and_a_lost_one_stops_its_episode(tmp_path):
     async def scenario():
         run = RolloutRun(tmp_path, workflow="unruly_workflows.hangs", dataflow__lease_s=3.0)
