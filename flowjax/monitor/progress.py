@@ -29,7 +29,7 @@ class Progress:
         self.totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
 
     def update(self) -> list[dict[str, Any]]:
-        """Read on. Returns the entries that are new: those of a file that was replaced only as far as they are later."""
+        """Read on. Returns the entries that are new; of a file that was replaced, those later than all that were seen."""
         try:
             with (self.run_dir / METRICS_FILE).open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
