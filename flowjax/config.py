@@ -131,7 +131,7 @@ def default_config() -> ConfigDict:
     config.warm_start.batch_rows = 128  # states per batch
     config.warm_start.learning_rate = 2e-3
     config.warm_start.noisy_share = 0.25  # last share of the batches, whose labels are noisy
-    config.warm_start.label_noise = 0.5  # share of noisy labels that are a random legal action instead
+    config.warm_start.label_noise = 0.6  # share of noisy labels that are a random legal action instead
     config.warm_start.path_noise = 0.2  # share of random moves on the expert's path, so that odd states are seen
     return config
 
