@@ -29,7 +29,7 @@ class Progress:
         self.totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
 
     def update(self) -> list[dict[str, Any]]:
-        """Read on. Returns the entries that are new; of a file that was replaced, those later than all that were seen."""
+        """Read on. Returns what is new; of a file that was replaced, what is later than anything seen before."""
         try:
             with (self.run_dir / METRICS_FILE).open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
