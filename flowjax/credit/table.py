@@ -159,12 +159,6 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
     return TurnTable(**padded)
 
 
-def turn_count(table: TurnTable) -> int:
-    """Rows up to the last one that carries a turn which counts."""
-    counted = np.flatnonzero(np.asarray(table.mask))
-    return int(counted[-1]) + 1 if len(counted) else 0
-
-
 def columns_of(table: TurnTable) -> dict[str, np.ndarray]:
     """The table's columns on the host, padding included."""
     return {field.name: np.asarray(getattr(table, field.name)) for field in dataclasses.fields(table)}

@@ -189,3 +189,56 @@ def _compare(turns: list[Turn], credit: list[float]) -> list[float]:
         mean = statistics.fmean(companions if len(companions) > 1 else groups[turn.group])
         result.append((value - mean) / spread[turn.group])
     return result
+
+
+def rewardflow_published(turns: list[Turn], gamma: float = 0.9, invalid_penalty: float = 0.0) -> list[float]:
+    """What the published code computes, step by step, with its faults. Scores are episode returns."""
+    found = paths(turns)
+    iterations = max(len(path) for path in found)
+    by_group: dict[int, list[list[int]]] = defaultdict(list)
+    for path in found:
+        by_group[turns[path[0]].group].append(path)
+    credit = [0.0] * len(turns)
+    for group in by_group.values():
+        values = _published_values(turns, group, iterations, gamma)
+        for path in group:
+            for step, row in enumerate(path):
+                turn = turns[row]
+                credit[row] = values.get(turn.next_state, 0.0) - values.get(turn.state, 0.0)
+                if step == iterations - 1:
+                    credit[row] = turn.reward
+    rows: dict[int, list[float]] = defaultdict(list)
+    visits: dict[int, list[float]] = defaultdict(list)
+    for row, turn in enumerate(turns):
+        credit[row] -= invalid_penalty * (not turn.valid)
+        visits[turn.state].append(credit[row])
+        rows[turn.group].append(turn.score - invalid_penalty * (not turn.valid))
+    result = []
+    for row, turn in enumerate(turns):
+        episode = turn.score - invalid_penalty * (not turn.valid)
+        if len(rows[turn.group]) > 1:
+            episode -= statistics.fmean(rows[turn.group])
+        result.append(episode + credit[row] - statistics.fmean(visits[turn.state]))
+    return result
+
+
+def _published_values(turns: list[Turn], group: list[list[int]], iterations: int, gamma: float) -> dict[int, float]:
+    edges: list[tuple[int, int]] = []
+    values: dict[int, float] = {}
+    for path in group:
+        arrived = 0.0
+        for step, row in enumerate(path):
+            turn = turns[row]
+            if step < iterations - 1 and turn.state != turn.next_state:
+                values.setdefault(turn.state, arrived)
+                values.setdefault(turn.next_state, turn.reward)
+                edges.append((turn.state, turn.next_state))
+            arrived = turn.reward
+    for _ in range(1000):
+        fresh = dict(values)
+        for source, target in edges:
+            fresh[source] = max(fresh[source], gamma * values[target])
+        if fresh == values:
+            break
+        values = fresh
+    return values

@@ -18,6 +18,7 @@ COLUMNS = ["group", "episode", "turn", "state", "next", "reward", "score", "ends
 def worked_examples(text: str):
     """Each example of a page: its options and its rows."""
     for section in text.split("## Worked example")[1:]:
+        section = section.partition("\n## ")[0]
         options = re.search(r"Options: `(.*?)`", section)
         assert options, "an example names its options"
         call = ast.parse(f"f({'' if options[1] == 'none' else options[1]})", mode="eval").body

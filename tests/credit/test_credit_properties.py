@@ -105,14 +105,18 @@ def test_step_credit_telescopes(options, paths):
             np.testing.assert_allclose(before[1:], after[:-1], atol=1e-6)
 
 
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 @FEW
 @given(paths=groups_of_paths(groups=1))
-def test_one_success_means_reverse_breadth_first_search(paths):
+def test_one_success_means_reverse_breadth_first_search(direction, paths):
     paths = [Path(p.states, p.rewards, p.terminal, p.group) for p in paths]
     edges: dict[int, set[int]] = {}
     for path in paths:
+        ended = path.states[-1] if path.terminal else None
         for source, target in zip(path.states, path.states[1:], strict=False):
             edges.setdefault(target, set()).add(source)
+            if direction == "bidirectional" and target != ended:
+                edges.setdefault(source, set()).add(target)
     distance, queue = {100: 0}, deque([100])
     while queue:
         node = queue.popleft()
@@ -121,7 +125,8 @@ def test_one_success_means_reverse_breadth_first_search(paths):
                 distance[source] = distance[node] + 1
                 queue.append(source)
     won = any(100 in path.states for path in paths)
-    before = by_path(paths, state_values(paths_table(paths, pad_to=ROWS), gamma=0.8).before)
+    table = paths_table(paths, pad_to=ROWS)
+    before = by_path(paths, state_values(table, gamma=0.8, edge_direction=direction).before)
     for path, values in zip(paths, before, strict=True):
         expected = [0.8 ** distance[s] if won and s in distance else 0.0 for s in path.states[:-1]]
         np.testing.assert_allclose(values, expected, rtol=1e-5)

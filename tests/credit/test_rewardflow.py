@@ -10,7 +10,7 @@ from credit_tables import Path, paths_table
 from flowjax.credit.estimators import estimate
 from flowjax.credit.rewardflow import reference_compatible, rewardflow, state_values, step_credit
 from flowjax.credit.states import TextStep, alfworld_keys, search_keys, webshop_keys
-from flowjax.credit.values import Graph, decayed_values, optimal_values
+from flowjax.credit.values import Graph, decayed_values, optimal_values, pagerank_values
 
 _VALUE_OPTIONS = inspect.signature(state_values).parameters
 
@@ -275,6 +275,23 @@ def test_pagerank_sums_to_one_in_each_graph_and_prefers_the_neighbourhood_of_suc
     assert np.asarray(found.values)[present].sum() == pytest.approx(2.0, abs=1e-4)
     before = np.asarray(found.before)
     assert before[1] > before[0] > before[3] > before[4]
+
+
+def test_pagerank_solves_its_equation():
+    """rank = d (P' rank + dangling p) + (1 - d) p, solved as a linear system."""
+    edges = [(0, 1), (1, 2), (1, 3), (3, 0), (2, 4)]
+    base, damping = np.array([0, 0, 0, 0, 3.0]), 0.7
+    found = pagerank_values(
+        graph(*edges, nodes=5), jnp.array(base), jnp.zeros(5, int), damping=damping, bidirectional=False,
+        max_sweeps=500, tolerance=1e-9,
+    )  # fmt: skip
+    transition = np.zeros((5, 5))
+    for source, target in edges:
+        transition[source, target] = 1 / sum(edge[0] == source for edge in edges)
+    preference = base / base.sum()
+    transition[4] = preference  # dangling
+    expected = np.linalg.solve(np.eye(5) - damping * transition.T, (1 - damping) * preference)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_an_only_visit_is_compared_with_the_group():
