@@ -86,17 +86,16 @@ class RolloutRun:
         return json.loads((self.folder / "status-rollout.json").read_text())
 
     @contextlib.asynccontextmanager
-    async def servers(self) -> AsyncIterator["Servers"]:
-        """Dataflow and engine, known in endpoints.json."""
+    async def servers(self, engine_url: str = "") -> AsyncIterator["Servers"]:
+        """Dataflow and engine (another than the fake one by its address), known in endpoints.json."""
         vocabulary = json.loads((self.model / "tokenizer.json").read_text())["model"]["vocab"]
         engine = FakeEngine([vocabulary[name] for name in sokoban.DIRECTIONS])
         flow = self.flow()
         dataflow = TestServer(Server(flow, temperatures={"train": 1.0, "eval": 0.5}).application())
         await asyncio.gather(engine.server.start_server(), dataflow.start_server())
-        servers = Servers(engine, flow, dataflow)
-        (self.folder / "endpoints.json").write_text(
-            json.dumps({"engine": engine.url, "dataflow": servers.dataflow_url})
-        )
+        servers = Servers(engine, flow, dataflow, engine_url or engine.url)
+        endpoints = {"engine": servers.engine_url, "dataflow": servers.dataflow_url}
+        (self.folder / "endpoints.json").write_text(json.dumps(endpoints))
         try:
             yield servers
         finally:
@@ -108,7 +107,7 @@ class RolloutRun:
         """A rollout service playing in this process; stopped in an orderly way at the end."""
         config = self.config
         async with (
-            EngineClient.of_run(config, self.folder, servers.engine.url) as engine,
+            EngineClient.of_run(config, self.folder, servers.engine_url) as engine,
             DataflowClient(servers.dataflow_url, worker="test", away_s=config.dataflow.lease_s) as dataflow,
             EnvPool(workers=1, step_timeout_s=config.env.step_timeout_s) as pool,
         ):
@@ -125,8 +124,8 @@ class RolloutRun:
 class Servers:
     """`counted` are the trajectories that the dataflow has taken, `refused` those that it has not."""
 
-    def __init__(self, engine: FakeEngine, flow: Flow, dataflow: TestServer):
-        self.engine, self.dataflow = engine, dataflow
+    def __init__(self, engine: FakeEngine, flow: Flow, dataflow: TestServer, engine_url: str):
+        self.engine, self.dataflow, self.engine_url = engine, dataflow, engine_url
         self.counted: list[Trajectory] = []
         self.refused: list[Trajectory] = []
         self.flow = self.watch(flow)

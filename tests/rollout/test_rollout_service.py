@@ -189,7 +189,7 @@ def test_leases_are_renewed_and_a_lost_one_stops_its_episode(tmp_path):
         run = RolloutRun(tmp_path, workflow="unruly_workflows.hangs", dataflow__lease_s=3.0)
         async with run.servers() as servers, run.serving(servers) as serving:
             playing = serving.service._playing
-            await until(lambda: servers.leased == 8)
+            await until(lambda: len(playing) == 8)
             first = sorted(playing)
             await asyncio.sleep(3.5)
             assert sorted(playing) == first
