@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.models.config import ModelConfig, RopeScaling
 
+BLOCK_TOKENS = 1024  # longer rows attend block after block of queries
 MASKED = -1e30  # finite, so that a row that sees nothing gives a mean and not NaN
 
 
@@ -64,7 +65,7 @@ def attend(
     value: Float[Array, "rows tokens kv_heads dim"],
     seen: Bool[Array, "rows tokens tokens"],
     *,
-    block_tokens: int = 1024,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> Float[Array, "rows tokens heads dim"]:
     """softmax(q k / sqrt(dim)) v with float32 scores; heads share keys in groups, never repeated in memory (GQA).
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from flowjax.models.attention import BLOCK_TOKENS
 from flowjax.models.config import ModelConfig
 from flowjax.models.lora import Lora, adapter_specs
 
@@ -34,7 +35,7 @@ def estimate(
         data, fsdp, tensor: sizes of the mesh.
 
     Activations count what the backward pass keeps: one hidden state per layer with remat, all inputs of linear maps
-    and attention weights without, plus the working set of one layer. XLA's own temporaries add to it: allow 20 %.
+    and attention weights without, plus one layer's gradients. XLA's own temporaries add to it: allow 20 %.
     """
     size = DTYPE_BYTES[dtype]
     shards = fsdp * tensor
@@ -48,7 +49,8 @@ def estimate(
     kept = local_rows * tokens * config.hidden_size * size
     working = _layer_bytes(config, local_rows, tokens, size, tensor)
     layers = config.layers if train else 1
-    activations = kept * layers + working if remat == "layer" or not train else (kept + working) * layers
+    held = layers if train and remat == "none" else 1  # layers whose inner values exist at once
+    activations = kept * layers + working * (held + train)  # while training, the gradients of one layer's values too
     chunk_tokens = min(chunk, rows * tokens) / (data * fsdp)
     return {
         "base": math.ceil(config.parameter_count() / shards) * size,
@@ -65,7 +67,7 @@ def _layer_bytes(config: ModelConfig, rows: int, tokens: int, size: int, tensor:
     """What one layer's forward pass holds for its backward pass."""
     wide = 3 * config.ffn_size + 3 * config.query_size + 2 * config.kv_size
     linear = rows * tokens * (math.ceil(wide / tensor) + 4 * config.hidden_size) * size
-    scores = rows * math.ceil(config.heads / tensor) * tokens * tokens * (FLOAT32 + size)
+    scores = rows * math.ceil(config.heads / tensor) * min(tokens, BLOCK_TOKENS) * tokens * (FLOAT32 + size)
     return linear + scores
 
 

@@ -4,10 +4,12 @@ Matrices are stored [in, out], and those of the layers stacked [layers, in, out]
 a checkpoint holds few, big arrays.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from flowjax.models.config import ModelConfig
@@ -26,8 +28,14 @@ class ParamSpec:
     dtype: DTypeLike
 
 
-def normal(std: float) -> Initializer:
-    return jax.nn.initializers.normal(std)
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std^2). A dataclass and no closure: equal parameters then share one compiled initialiser."""
+
+    std: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        return self.std * jax.random.normal(key, shape, dtype)
 
 
 ones = jax.nn.initializers.ones
@@ -55,7 +63,7 @@ def layer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
     residual_std = std / (2 * count) ** 0.5  # GPT-2: the residual sum of 2 * layers branches keeps its scale
     specs = {}
     for name, ((size_in, axis_in), (size_out, axis_out)) in matrix_sizes(config).items():
-        init = normal(residual_std if name in ("o_proj", "down_proj") else std)
+        init = Normal(residual_std if name in ("o_proj", "down_proj") else std)
         specs[name] = ParamSpec((count, size_in, size_out), ("layers", axis_in, axis_out), init, dtype)
     for name in ("input_norm", "ffn_norm"):
         specs[name] = ParamSpec((count, config.hidden_size), ("layers", None), ones, dtype)
@@ -72,20 +80,23 @@ def layer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
 def outer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
     """The parameters outside the layers."""
     specs = {
-        "embedding": ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), normal(0.02), dtype),
+        "embedding": ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), Normal(0.02), dtype),
         "final_norm": ParamSpec((config.hidden_size,), (None,), ones, dtype),
     }
     if not config.tie_embeddings:
-        specs["lm_head"] = ParamSpec((config.hidden_size, config.vocab_size), ("embed", "vocab"), normal(0.02), dtype)
+        specs["lm_head"] = ParamSpec((config.hidden_size, config.vocab_size), ("embed", "vocab"), Normal(0.02), dtype)
     return specs
 
 
 def initialise(specs: Mapping[str, ParamSpec], key: jax.Array, placement: Placement | None) -> dict[str, jax.Array]:
     """Random arrays for `specs`, made in place on the devices that hold them; the same on every mesh."""
+    keys = jax.random.split(key, len(specs))
+    return {
+        name: _maker(spec, placement and placement.of(spec.axes))(key)
+        for key, (name, spec) in zip(keys, specs.items(), strict=True)
+    }
 
-    def make(key: jax.Array) -> dict[str, jax.Array]:
-        keys = jax.random.split(key, len(specs))
-        return {name: spec.init(k, spec.shape, spec.dtype) for k, (name, spec) in zip(keys, specs.items(), strict=True)}
 
-    shardings = placement and {name: placement.of(spec.axes) for name, spec in specs.items()}
-    return jax.jit(make, out_shardings=shardings)(key)
+@functools.cache
+def _maker(spec: ParamSpec, sharding: NamedSharding | None) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda key: spec.init(key, spec.shape, spec.dtype), out_shardings=sharding)

@@ -18,10 +18,12 @@ from flowjax.models.sharding import make_mesh
 
 CONFIG = nano_config(64, hidden_size=32, layers=2, heads=8, kv_heads=4, head_dim=8, ffn_size=64)
 LORA = Lora(4, 8.0)
+MESHES = {"fsdp8": (1, 8, 1), "data2_fsdp4": (2, 4, 1), "fsdp2_tensor4": (1, 2, 4)}
 
 
 def loss_and_gradients(folder: Path, mesh, lora: Lora | None):
-    decoder = load_decoder(folder, lora=lora, dtype=jnp.float32, mesh=mesh, key=jax.random.key(1))
+    remat = "none" if lora else "layer"
+    decoder = load_decoder(folder, lora=lora, dtype=jnp.float32, mesh=mesh, remat=remat, key=jax.random.key(1))
     for parts in decoder.adapter.values():
         parts["b"].set_value(parts["b"].get_value() + 0.05)
     random = np.random.default_rng(0)
@@ -56,7 +58,9 @@ def main(folder: Path) -> None:
     answer = {}
     for kind, lora in (("lora", LORA), ("full", None)):
         loss, gradients, _, _ = loss_and_gradients(folder, None, lora)
-        for name, sizes in {"fsdp8": (1, 8, 1), "data2_fsdp4": (2, 4, 1), "fsdp2_tensor4": (1, 2, 4)}.items():
+        for name, sizes in MESHES.items():
+            if lora is None and name != "fsdp2_tensor4":
+                continue
             mesh = make_mesh(*sizes)
             sharded_loss, sharded_gradients, decoder, same_layout = loss_and_gradients(folder, mesh, lora)
             matrix = decoder.layers["q_proj"].get_value()

@@ -17,17 +17,19 @@ from flowjax.models.decoder import Decoder
 from flowjax.models.sharding import MESH_AXES, Placement, ShardingRules, make_mesh, resolve_mesh
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(600)
 def test_the_same_on_eight_devices(tmp_path):
     script = Path(__file__).with_name("sharded_check.py")
     flags = "--xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=550
     )
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout.splitlines()[-1])
     assert answer.pop("same_initial_values")
-    assert len(answer) == 6
+    assert answer.keys() == {"fsdp8_lora", "data2_fsdp4_lora", "fsdp2_tensor4_lora", "fsdp2_tensor4_full"}
     for name, found in answer.items():
         assert found["parts"] == (4 if "data2" in name else 8), name
         assert found["same_layout"], name
