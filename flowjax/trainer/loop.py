@@ -75,7 +75,8 @@ def train(
         state = State(saved.adapter, frozen, saved.optimizer, step=latest, skipped=saved.data["skipped"])
     elif checkpoints is not None:
         checkpoints.save(0, state.trained, state.optimizer, {"skipped": 0})
-    recent = {state.step: _copy(state.trained)}  # trained arrays of the versions that a batch may come from
+    recent = _recent(checkpoints, state, max_staleness=config.dataflow.max_staleness)
+    save_s = 0.0
 
     # ------------------------------------------------------------------------------------------------------ compile
     _compile_ahead(functions, state, config, mesh)  # while the engine starts and the first episodes are played
@@ -102,8 +103,9 @@ def train(
         taken = []
         for part in on_device:
             sums = None
-            for micro_batch in part:
-                sums = functions.add(state.trained, state.frozen, micro_batch, sums)
+            anchors = functions.anchors(recent[state.step], state.trained, state.frozen, part)
+            for micro_batch, anchor in zip(part, anchors, strict=True):
+                sums = functions.add(state.trained, state.frozen, micro_batch, anchor, sums)
             state.trained, state.optimizer, values = functions.apply(state.trained, state.optimizer, sums)
             taken.append(values)
         state.step += 1
@@ -111,15 +113,7 @@ def train(
         state.skipped += int(sum(values["skipped"] for values in taken))
         stepped_s = time.perf_counter()
 
-        # publish: the checkpoint's commit marker is the publication
-        if checkpoints is not None:
-            checkpoints.save(state.step, state.trained, state.optimizer, {"skipped": state.skipped})
-            recent[state.step] = _copy(state.trained)
-            for version in sorted(recent)[: -(config.dataflow.max_staleness + 1)]:
-                del recent[version]
-        saved_s = time.perf_counter()
-
-        # log
+        # log: before the checkpoint, so that a committed step always has its line
         line = {
             "step": state.step,
             **_mean_of(taken),
@@ -131,12 +125,20 @@ def train(
             "compile_count": functions.compile_count(),
             "wait_s": waited_s - started_s,
             "step_s": stepped_s - waited_s,
-            "save_s": saved_s - stepped_s,
-            "total_s": saved_s - started_s,
+            "save_s": save_s,  # of the step before
+            "total_s": stepped_s - started_s + save_s,
         }
         line["tokens_per_s"] = line["row_tokens"] / line["step_s"]
         metrics.write("train", **line)
         on_step(line)
+
+        # publish: the checkpoint's commit marker is the publication
+        recent[state.step] = _copy(state.trained)
+        for version in sorted(recent)[: -(config.dataflow.max_staleness + 1)]:
+            del recent[version]
+        if checkpoints is not None:
+            checkpoints.save(state.step, state.trained, state.optimizer, {"skipped": state.skipped})
+        save_s = time.perf_counter() - stepped_s
 
     # ---------------------------------------------------------------------------------------------------------- end
     if checkpoints is not None:
@@ -147,6 +149,14 @@ def train(
 
 def _copy(arrays: Arrays) -> Arrays:
     return jax.tree.map(jnp.copy, arrays)
+
+
+def _recent(checkpoints: Checkpoints | None, state: State, *, max_staleness: int) -> dict[int, Arrays]:
+    """Trained arrays of the versions that a batch may have been sampled from, by version."""
+    versions = checkpoints.committed_steps() if checkpoints else []
+    known = [version for version in versions if state.step - max_staleness <= version < state.step]
+    earlier = {v: checkpoints.restore_adapter(v, state.trained) for v in known if checkpoints}
+    return earlier | {state.step: _copy(state.trained)}
 
 
 def _compile_ahead(functions: UpdateFunctions, state: State, config: ConfigDict, mesh: Mesh) -> None:
@@ -160,8 +170,9 @@ def _compile_ahead(functions: UpdateFunctions, state: State, config: ConfigDict,
         pack(rows, row_tokens=config.trainer.row_tokens, micro_batch_rows=config.trainer.micro_batch_rows)[0], mesh
     )
     functions.logprobs(state.trained, state.frozen, batch)
-    sums = functions.add(state.trained, state.frozen, batch, None)
-    sums = functions.add(state.trained, state.frozen, batch, sums)
+    (anchor,) = functions.anchors(state.trained, state.trained, state.frozen, [batch])
+    sums = functions.add(state.trained, state.frozen, batch, anchor, None)
+    sums = functions.add(state.trained, state.frozen, batch, anchor, sums)
     functions.apply(_copy(state.trained), _copy(state.optimizer), sums)
 
 

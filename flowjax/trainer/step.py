@@ -1,6 +1,6 @@
 """One optimiser update as two jitted functions: add a micro-batch's gradient sums, then divide once and apply."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from flowjax.losses.kl import kl_penalty
+from flowjax.losses.m2po import m2po_bounds
+from flowjax.losses.options import needs_bounds, needs_proximal
 from flowjax.losses.policy import policy_loss
 from flowjax.models.logprobs import token_logprobs
 from flowjax.trainer.batch import MicroBatch
@@ -27,16 +29,31 @@ class Sums:
     values: dict[str, Float[Array, ""]]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Anchor:
+    """What some objectives want to know before the gradient pass; None for those that do not.
+
+    proximal_logprobs: of the policy at the start of the step, for the decoupled objective.
+    ratio_bounds: M2PO's clip bounds, found over the whole update.
+    """
+
+    proximal_logprobs: Float[Array, "rows sampled"] | None = None
+    ratio_bounds: tuple[Float[Array, ""], Float[Array, ""]] | None = None
+
+
 @dataclass(frozen=True)
 class UpdateFunctions:
     """The compiled pieces of an update.
 
-    add: (trained, frozen, batch, sums | None) -> sums
+    anchors: (trained at the start of the step, trained, frozen, batches) -> one anchor per batch
+    add: (trained, frozen, batch, anchor, sums | None) -> sums
     apply: (trained, optimizer_state, sums) -> (trained, optimizer_state, metrics)
     logprobs: (trained, frozen, batch) -> log-probabilities of the sampled tokens
     compile_count: () -> how many shapes the functions have been compiled for
     """
 
+    anchors: Callable[..., list[Anchor]]
     add: Callable[..., Sums]
     apply: Callable[..., tuple[Arrays, Arrays, dict[str, Float[Array, ""]]]]
     logprobs: Callable[..., Float[Array, "rows sampled"]]
@@ -84,7 +101,7 @@ def make_update(
             model, batch, temperature=temperature, chunk_tokens=chunk_tokens, adapter_scale=adapter_scale
         )
 
-    def summed_loss(trained: Arrays, frozen: Arrays, batch: MicroBatch):
+    def summed_loss(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor):
         logprobs, entropy = logprobs_of(trained, frozen, batch)
         loss, denominator, values = policy_loss(
             logprobs,
@@ -94,6 +111,8 @@ def make_update(
             kind=kind,
             sequences=batch.sequences,
             sequence_count=batch.sequences.size,
+            proximal_logprobs=anchor.proximal_logprobs,
+            ratio_bounds=anchor.ratio_bounds,
             **options,
         )
         entropy_sum = jnp.sum(entropy, where=batch.mask)
@@ -107,17 +126,19 @@ def make_update(
         return total, {**values, "denominator": denominator}
 
     @jax.jit
-    def first(trained: Arrays, frozen: Arrays, batch: MicroBatch) -> Sums:
-        (_, values), gradient = jax.value_and_grad(summed_loss, has_aux=True)(trained, frozen, batch)
+    def first(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor) -> Sums:
+        (_, values), gradient = jax.value_and_grad(summed_loss, has_aux=True)(trained, frozen, batch, anchor)
         return Sums(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), values)
 
-    def further(trained: Arrays, frozen: Arrays, batch: MicroBatch, sums: Sums) -> Sums:
-        return jax.tree.map(jnp.add, sums, first(trained, frozen, batch))
+    def further(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor, sums: Sums) -> Sums:
+        return jax.tree.map(jnp.add, sums, first(trained, frozen, batch, anchor))
 
     further = jax.jit(further, donate_argnames="sums")
 
-    def add(trained: Arrays, frozen: Arrays, batch: MicroBatch, sums: Sums | None) -> Sums:
-        return first(trained, frozen, batch) if sums is None else further(trained, frozen, batch, sums)
+    def add(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor, sums: Sums | None) -> Sums:
+        if sums is None:
+            return first(trained, frozen, batch, anchor)
+        return further(trained, frozen, batch, anchor, sums)
 
     def apply(trained: Arrays, optimizer_state: Arrays, sums: Sums):
         denominator = jnp.maximum(sums.values["denominator"], 1e-8)
@@ -137,7 +158,20 @@ def make_update(
     apply = jax.jit(apply, donate_argnums=(0, 1))
     logprobs = jax.jit(lambda trained, frozen, batch: logprobs_of(trained, frozen, batch)[0])
 
+    def anchors(start: Arrays, trained: Arrays, frozen: Arrays, batches: Sequence[MicroBatch]) -> list[Anchor]:
+        bounds = None
+        if needs_bounds(kind):
+            ours = jnp.concatenate([logprobs(trained, frozen, batch).reshape(-1) for batch in batches])
+            theirs, advantages, mask = (
+                jnp.concatenate([jnp.reshape(getattr(batch, name), -1) for batch in batches])
+                for name in ("behaviour_logprobs", "advantages", "mask")
+            )
+            bounds = m2po_bounds(ours, theirs, advantages, mask, threshold=options.get("m2_threshold", 0.01))[:2]
+        if not needs_proximal(options):
+            return [Anchor(None, bounds)] * len(batches)
+        return [Anchor(logprobs(start, frozen, batch), bounds) for batch in batches]
+
     def compile_count() -> int:
         return sum(function._cache_size() for function in (first, further, apply, logprobs))
 
-    return UpdateFunctions(add, apply, logprobs, compile_count)
+    return UpdateFunctions(anchors, add, apply, logprobs, compile_count)

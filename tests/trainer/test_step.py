@@ -12,7 +12,7 @@ from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import pack
-from flowjax.trainer.step import make_update
+from flowjax.trainer.step import Anchor, make_update
 
 CONFIG = nano_config(40, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 LORA = Lora(rank=4, alpha=8.0, rslora=False, targets=("q_proj", "v_proj", "down_proj"))
@@ -56,8 +56,10 @@ def functions(graph, **changes):
 def gradient(split, *, row_tokens: int, micro_batch_rows: int, **changes):
     graph, trained, frozen = split
     update, sums = functions(graph, **changes), None
-    for batch in pack(rows(), row_tokens=row_tokens, micro_batch_rows=micro_batch_rows):
-        sums = update.add(trained, frozen, batch, sums)
+    start = jax.tree.map(lambda leaf: leaf * 0.9, trained)
+    batches = pack(rows(), row_tokens=row_tokens, micro_batch_rows=micro_batch_rows)
+    for batch, anchor in zip(batches, update.anchors(start, trained, frozen, batches), strict=True):
+        sums = update.add(trained, frozen, batch, anchor, sums)
     stepped, _, metrics = update.apply(jax.tree.map(jnp.copy, trained), optax.sgd(1.0).init(trained), sums)
     moved = jax.tree.map(lambda before, after: before - after, trained, stepped)
     return moved, jax.device_get(metrics)
@@ -76,6 +78,23 @@ def test_layout_changes_neither_gradient_nor_metrics(split, row_tokens, micro_ba
     for name, value in expected[1].items():
         np.testing.assert_allclose(got[1][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
     assert expected[1]["gradient_norm"] > 1e-3
+
+
+OBJECTIVES = [
+    ("m2po", {"m2_threshold": 0.001}),
+    ("ppo", {"correction": "token_truncate", "correction_high": 1.01}),
+    ("gspo", {"clip_low": 0.01, "clip_high": 0.01}),
+    ("ppo", {"aggregation": "sequence_mean_token_mean"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OBJECTIVES)
+def test_layout_does_not_change_objectives_that_look_beyond_a_token(split, kind, options):
+    changes = {"kind": kind, "options": options, "kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+    expected = gradient(split, row_tokens=16, micro_batch_rows=16, **changes)
+    got = gradient(split, row_tokens=64, micro_batch_rows=1, **changes)
+    assert_close(got[0], expected[0])
+    np.testing.assert_allclose(got[1]["loss"], expected[1]["loss"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
@@ -110,7 +129,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted(split):
     update, optimizer = functions(graph), optax.sgd(1.0)
     broken = rows(3)
     broken[0].advantages[broken[0].sampled] = np.nan
-    sums = update.add(trained, frozen, pack(broken, row_tokens=16, micro_batch_rows=4)[0], None)
+    sums = update.add(trained, frozen, pack(broken, row_tokens=16, micro_batch_rows=4)[0], Anchor(), None)
     stepped, _, metrics = update.apply(jax.tree.map(jnp.copy, trained), optimizer.init(trained), sums)
     assert metrics["skipped"] == 1.0
     assert_close(stepped, trained, atol=0)
@@ -122,5 +141,7 @@ def test_the_base_is_the_reference_policy(split):
     zeros = jax.tree.map(jnp.zeros_like, trained)
     batch = pack(rows(), row_tokens=16, micro_batch_rows=16)[0]
     update = functions(graph)
-    assert float(update.add(zeros, frozen, batch, None).values["reference_kl"]) == pytest.approx(0.0, abs=1e-6)
-    assert float(update.add(trained, frozen, batch, None).values["reference_kl"]) > 1e-4
+    assert float(update.add(zeros, frozen, batch, Anchor(), None).values["reference_kl"]) == pytest.approx(
+        0.0, abs=1e-6
+    )
+    assert float(update.add(trained, frozen, batch, Anchor(), None).values["reference_kl"]) > 1e-4
