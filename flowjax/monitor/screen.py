@@ -30,11 +30,13 @@ class Screen:
         self, run_dir: Path, *, steps: int, warm_steps: int = 0, states: Mapping[str, RoleState], console: Console
     ):
         self.progress, self._warm = Progress(run_dir), Progress(run_dir / "warm_start")
-        self._warm_steps, self._warm_told = warm_steps, 0
+        self._warm_steps = warm_steps
         self._run_dir, self._steps, self.states, self._console = run_dir, steps, states, console
         self._started_s = time.time()
         self._live: Live | None = None
         self.progress.update()  # what a resumed run did before is known, but not told again
+        self._warm.update()
+        self._warm_told = self._warm_tenths()
         if console.is_terminal:
             self._live = Live(self.render(), console=console, auto_refresh=False, transient=True)
             self._live.start(refresh=True)
@@ -47,8 +49,8 @@ class Screen:
         self._warm.update()
         if self._live is not None:
             self._live.update(self.render(), refresh=True)
-        elif (tenth := 10 * self._warm.step // max(self._warm_steps, 1)) > self._warm_told:
-            self._warm_told = tenth
+        elif (tenths := self._warm_tenths()) > self._warm_told:
+            self._warm_told = tenths
             loss = fixed(self._warm.recent("loss"))
             self.say(f"warm start {self._warm.step}/{self._warm_steps}  loss {loss}  {self._warm_left()} left")
 
@@ -65,6 +67,9 @@ class Screen:
     def render(self) -> RenderableType:
         parts = [self._bar(), self._numbers(), self._roles()]
         return Panel(Group(*parts), title=f"flowjax · {self._run_dir}", subtitle="Ctrl-C stops", padding=(0, 1))
+
+    def _warm_tenths(self) -> int:
+        return 10 * self._warm.step // max(self._warm_steps, 1)
 
     def _warm_left(self) -> str:
         return clock(self._warm.remaining_s(self._warm_steps))

@@ -99,6 +99,9 @@ def test_warm_start_has_the_bar_until_it_is_done(tmp_path):
     screen.refresh()
     assert "warm start 25/100" in text_of(screen.render())
     assert console.export_text().splitlines() == ["warm start 25/100  loss 1.500  0:07 left"]
+    later = plain_console()
+    Screen(tmp_path, steps=10, warm_steps=100, states=states, console=later).refresh()
+    assert later.export_text() == ""  # a resumed run does not tell it again
     states["warm_start"].phase = "done"
     assert "step 0/10" in text_of(screen.render())
 
