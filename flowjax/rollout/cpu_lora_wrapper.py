@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from flowjax.rollout.cpu_lora import RowGroup, add_lora, expand, group_rows, shrink
 
@@ -69,35 +70,41 @@ class MergedLinears:
     """A linear layer's answer to a batch of one adapter: a single product with W + B A.
 
     The sum is formed when it is first needed and kept until vLLM writes to the layer's adapters again. It is only done
-    for small float32 layers, where it changes nothing but the order of additions.
+    for small, unquantized float32 layers, where it changes nothing but the order of additions.
     """
 
     def __init__(self, stock: Apply):
         self._stock = stock
-        self._kept: WeakKeyDictionary[BaseLinearLayerWithLoRA, tuple[Any, torch.Tensor]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[BaseLinearLayerWithLoRA, dict[int, tuple[Any, torch.Tensor]]]
+        self._kept = WeakKeyDictionary()
 
     def apply(self, layer: BaseLinearLayerWithLoRA, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        wrapper, b = layer.punica_wrapper, layer.lora_b_stacked
-        size = x.shape[-1] * sum(layer.output_slices)
-        if not isinstance(wrapper, GroupedLora) or x.ndim != 2 or x.dtype != torch.float32 or size > MERGED_SIZE_LIMIT:
-            return self._stock(layer, x, bias)
-        slot = wrapper.only_slot(x.shape[0])
-        if slot is None or b[0].dtype != torch.float32:
+        wrapper = layer.punica_wrapper
+        slot = wrapper.only_slot(x.shape[0]) if isinstance(wrapper, GroupedLora) and x.ndim == 2 else None
+        if slot is None or not self._mergeable(layer, x):
             return self._stock(layer, x, bias)
         product = x @ self._merged(layer, slot, x.shape[-1])
         return product if bias is None else product.add_(bias)
 
+    @staticmethod
+    def _mergeable(layer: BaseLinearLayerWithLoRA, x: torch.Tensor) -> bool:
+        return (
+            x.dtype == layer.lora_b_stacked[0].dtype == torch.float32
+            and x.shape[-1] * sum(layer.output_slices) <= MERGED_SIZE_LIMIT
+            and isinstance(layer._get_quant_method(), UnquantizedLinearMethod)
+        )
+
     def _merged(self, layer: BaseLinearLayerWithLoRA, slot: int, inputs: int) -> torch.Tensor:
         """(W + B A)^T of a slot: what the layer answers to the unit vectors, for vLLM may keep W in a packed form."""
         a, b = layer.lora_a_stacked, layer.lora_b_stacked
-        written = slot, *(tensor._version for tensor in (*a, *b))  # PyTorch counts writes to a tensor
-        kept = self._kept.get(layer)
-        if kept is None or kept[0] != written:
+        written = tuple(tensor._version for tensor in (*a, *b))  # PyTorch counts the writes to a tensor
+        slots = self._kept.setdefault(layer, {})
+        if slot not in slots or slots[slot][0] != written:
             unit = torch.eye(inputs)
             merged = layer._get_quant_method().apply(layer.base_layer, unit, None)
             add_lora(merged, unit, a, b, layer.output_slices, [(slot, slice(0, inputs))], 1.0)
-            kept = self._kept[layer] = written, merged
-        return kept[1]
+            slots[slot] = written, merged
+        return slots[slot][1]
 
 
 def check_vllm() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -188,7 +189,9 @@ def test_vllms_operations_in_a_mixed_batch():
 class Layer:
     """As much of vLLM's fused linear layer with adapters as is asked for; counts products with its base weight."""
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self, dtype=torch.float32, quantized=False):
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
         from flowjax.rollout.cpu_lora_wrapper import GroupedLora
 
         a, b = _weights(dtype)
@@ -196,6 +199,13 @@ class Layer:
         self.output_slices, self.base_layer = WIDTHS, torch.nn.Linear(INPUTS, sum(WIDTHS), bias=False, dtype=dtype)
         self.punica_wrapper = GroupedLora(max_num_batched_tokens=16, max_batches=16, device="cpu")
         self.products = 0
+
+        def apply(layer, x, bias=None):
+            self.products += 1
+            return torch.nn.functional.linear(x, layer.weight.detach(), bias)
+
+        self.method = SimpleNamespace() if quantized else UnquantizedLinearMethod()
+        self.method.apply = apply
 
     def set_slots(self, *slots: int) -> torch.Tensor:
         from vllm.lora.layers import LoRAMapping
@@ -205,11 +215,7 @@ class Layer:
         return torch.tensor(slots)
 
     def _get_quant_method(self):
-        return self
-
-    def apply(self, base_layer, x, bias):
-        self.products += 1
-        return torch.nn.functional.linear(x, base_layer.weight.detach(), bias)
+        return self.method
 
 
 @pytest.mark.integration
@@ -220,14 +226,14 @@ def test_merged_product_follows_the_adapters():
     layer: Any = Layer()
     bias = torch.randn(sum(WIDTHS))
     linears = MergedLinears(lambda layer, x, bias: pytest.fail("stock"))
-    for step, slot in enumerate((2, 2, 0, 2)):
+    for step, (slot, products) in enumerate([(2, 1), (2, 1), (0, 2), (2, 2), (2, 3)]):
         slots, x = layer.set_slots(*[slot] * 5), torch.randn(5, INPUTS)
-        if step == 3:
+        if step == 4:
             layer.lora_b_stacked[1][2] = torch.randn(1, WIDTHS[1], RANK)
         y = torch.nn.functional.linear(x, layer.base_layer.weight.detach(), bias)
         expected = _row_by_row(y, x, layer.lora_a_stacked, layer.lora_b_stacked, slots, 1.0)
         torch.testing.assert_close(linears.apply(layer, x, bias).double(), expected, atol=1e-5, rtol=1e-5)
-        assert layer.products == (1, 1, 2, 3)[step]
+        assert layer.products == products
 
 
 @pytest.mark.integration
@@ -241,10 +247,11 @@ def test_other_batches_are_left_to_the_layer(slots):
 
 
 @pytest.mark.integration
-def test_half_precision_is_not_merged():
-    """The merged weight would be rounded."""
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"quantized": True}])
+def test_rounded_weights_are_not_merged(options):
     from flowjax.rollout.cpu_lora_wrapper import MergedLinears
 
-    layer, stock = cast(Any, Layer(torch.bfloat16)), cast(Any, lambda *arguments: "stock")
+    layer, stock = cast(Any, Layer(**options)), cast(Any, lambda *arguments: "stock")
     layer.set_slots(1, 1, 1)
-    assert MergedLinears(stock).apply(layer, torch.randn(3, INPUTS).bfloat16()) == "stock"
+    x = torch.randn(3, INPUTS, dtype=options.get("dtype", torch.float32))
+    assert MergedLinears(stock).apply(layer, x) == "stock"

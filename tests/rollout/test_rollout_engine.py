@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 EOS = 1
 ADAPTERS = ("agent@3", "agent@4")
-START_TIMEOUT_S = 150.0
+START_TIMEOUT_S = 240.0
 
 
 class Server:
