@@ -50,6 +50,14 @@ class Rates:
         return {f"{name}_per_s": (after[name] - before[name]) / elapsed_s if elapsed_s else 0.0 for name in after}
 
 
+def read_leases(path: Path) -> list[str]:
+    """Leases that were held when the status file was last written: after a crash, those of the predecessor."""
+    try:
+        return [str(lease_id) for lease_id in json.loads(path.read_text())["leases"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 def write_status(path: Path, status: Mapping[str, Any]) -> None:
     """Replace the status file in one step, so that who reads it never sees half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")

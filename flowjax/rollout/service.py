@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from flowjax.records import Trajectory
 from flowjax.rollout.client import EngineClient, EngineError
-from flowjax.rollout.counters import Counters, Rates, write_status
+from flowjax.rollout.counters import Counters, Rates, read_leases, write_status
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError, Lease
 from flowjax.rollout.episode import Player
 from flowjax.weights.follow import Follower
@@ -56,6 +56,7 @@ class RolloutService:
         self._renew_every_s = config.dataflow.lease_s / 3
         self._engine_away_s = config.engine.start_timeout_s
         self._status_path = run_dir / "status-rollout.json"
+        self._left_behind = read_leases(self._status_path)  # by a service that was killed: nobody plays them now
         self._engine, self._dataflow, self._follower, self._player = engine, dataflow, follower, player
         self._playing: dict[str, asyncio.Task[None]] = {}  # by lease
         self._finished: list[tuple[str, Trajectory]] = []
@@ -92,6 +93,8 @@ class RolloutService:
 
     async def _lease(self) -> None:
         """Keep every slot playing."""
+        if self._left_behind:
+            await self._dataflow.give_back(self._left_behind, "")
         await self._follower.ready()
         while True:
             self._slot_freed.clear()
@@ -215,6 +218,7 @@ class RolloutService:
             **asdict(self.counters),
             **self._rates.update(self.counters, time.monotonic()),
             "in_flight": len(self._playing),
+            "leases": [*self._playing, *(lease_id for lease_id, _ in self._finished)],
             "unsent": len(self._finished),
             "serving_version": serving,
             "versions_in_use": self._follower.in_use(self._policy),

@@ -255,6 +255,27 @@ def test_the_process_gives_everything_back_on_sigterm(tmp_path):
     asyncio.run(scenario())
 
 
+def test_what_a_killed_service_was_playing_is_played_at_once_by_the_next(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, dataflow__lease_s=3600.0)
+        async with run.servers() as servers:
+            servers.engine.hold.clear()
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "flowjax.rollout", f"--run={run.folder}"
+            )
+            await until(lambda: servers.leased == 8)
+            await until(lambda: len(run.status()["leases"]) == 8)
+            process.kill()
+            await process.wait()
+            servers.engine.hold.set()
+            async with run.serving(servers):
+                await until(lambda: len(servers.counted) == 16)
+        assert not servers.refused and len({trajectory.trajectory_id for trajectory in servers.counted}) == 16
+        assert run.status()["leases"] == []
+
+    asyncio.run(scenario())
+
+
 def _children_of(pid: int) -> list[str]:
     """Processes whose command line names `pid`, as environment workers do with their parent's."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
