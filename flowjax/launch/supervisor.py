@@ -104,6 +104,7 @@ class Supervisor:
     def kill(self) -> None:
         """Kill everything now; a `stop` under way ends at once."""
         self._hurried = True
+        self._stopping.update(self._keepers)
         for child in self._children.values():
             child.kill()
 
