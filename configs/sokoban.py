@@ -53,6 +53,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.policy.lora.rank = 64
     config.policy.lora.alpha = 64.0
     config.engine.tensor_parallel = 4
+    config.engine.prompts_per_request = 1  # long replies: none waits for another
     config.mesh.fsdp = 4
     config.engine.max_model_tokens = 4096
     config.rollout.max_prompt_tokens = 2048
@@ -61,5 +62,5 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
     config.trainer.row_tokens = 8192
-    config.trainer.micro_batch_rows = 8
+    config.trainer.micro_batch_rows = 4
     config.optimizer.learning_rate = 2e-5

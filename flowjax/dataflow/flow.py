@@ -136,7 +136,7 @@ class Flow:
             return False
         seeds = [_episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
         self._ledger.add_group(
-            f"train-{position:08d}", self._train_tasks[position], seeds, kind="train", position=position
+            f"train-{position:08d}", _task(self._train_tasks, position), seeds, kind="train", position=position
         )
         return True
 
@@ -154,7 +154,7 @@ class Flow:
         for index in range(config.eval.tasks):
             self._ledger.add_group(
                 f"eval-{version}-{index:06d}",
-                self._held_out_tasks[index],
+                _task(self._held_out_tasks, index),
                 [_episode_seed(0, index, 0)],
                 kind="eval",
                 position=index,
@@ -166,9 +166,8 @@ class Flow:
         self._settled(self._ledger.expire())
 
     def _settled(self, group_ids: Sequence[str]) -> None:
-        for group_id in group_ids:
-            if group_id.startswith("train"):
-                self._credit(group_id)
+        for group_id in set(group_ids) & set(self._ledger.ready("train")):
+            self._credit(group_id)
         for version in self._ledger.eval_versions("ready"):
             if not self._ledger.count_groups("eval", version).get("open"):
                 self._finish_evaluation(version)
@@ -216,6 +215,13 @@ class Flow:
         path.parent.mkdir(exist_ok=True)
         groups = [self._ledger.group(group_id) for group_id in group_ids]
         path.write_text("".join(json.dumps(line) + "\n" for group in groups for line in _readable(group)))
+
+
+def _task(tasks: grain.MapDataset[Task], index: int) -> Task:
+    task = tasks[index]
+    if task is None:
+        raise ValueError(f"the task source filtered out task {index}: a source of tasks must have every index")
+    return task
 
 
 def _episode_seed(seed: int, position: int, member: int) -> int:

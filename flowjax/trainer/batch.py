@@ -7,10 +7,11 @@ compiled. A micro-batch of shorter rows has more of them: its number of token sl
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.records import TokenRow
 
@@ -24,21 +25,21 @@ class BatchError(ValueError):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward-backward pass. Padding has segment 0, and mask False.
+    """One forward-backward pass, on the host until it is placed. Padding has segment 0, and mask False.
 
     `places` are the indices, within their row, of the sampled tokens; a token is predicted from the place before it.
     `sequences` number the sequences of the micro-batch from 0, for losses that average over a sequence first.
     """
 
-    tokens: Int[np.ndarray, "rows tokens"]
-    positions: Int[np.ndarray, "rows tokens"]
-    segments: Int[np.ndarray, "rows tokens"]
-    places: Int[np.ndarray, "rows sampled"]
-    mask: Bool[np.ndarray, "rows sampled"]
-    behaviour_logprobs: Float[np.ndarray, "rows sampled"]
-    advantages: Float[np.ndarray, "rows sampled"]
-    versions: Int[np.ndarray, "rows sampled"]
-    sequences: Int[np.ndarray, "rows sampled"]
+    tokens: Int[Array, "rows tokens"]
+    positions: Int[Array, "rows tokens"]
+    segments: Int[Array, "rows tokens"]
+    places: Int[Array, "rows sampled"]
+    mask: Bool[Array, "rows sampled"]
+    behaviour_logprobs: Float[Array, "rows sampled"]
+    advantages: Float[Array, "rows sampled"]
+    versions: Int[Array, "rows sampled"]
+    sequences: Int[Array, "rows sampled"]
 
 
 def row_buckets(row_tokens: int) -> list[int]:
@@ -92,35 +93,34 @@ def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[in
 
 
 def _lay_out(bins: Sequence[Sequence[TokenRow]], rows: int, tokens: int, sampled: int) -> MicroBatch:
-    def empty(width: int, dtype: type) -> np.ndarray:
-        return np.zeros((rows, width), dtype)
+    def empty(width: int, dtype: type, value: int = 0) -> np.ndarray:
+        return np.full((rows, width), value, dtype)
 
-    batch = MicroBatch(
-        tokens=empty(tokens, np.int32),
-        positions=empty(tokens, np.int32),
-        segments=empty(tokens, np.int32),
-        places=np.ones((rows, sampled), np.int32),
-        mask=empty(sampled, np.bool_),
-        behaviour_logprobs=empty(sampled, np.float32),
-        advantages=empty(sampled, np.float32),
-        versions=np.full((rows, sampled), -1, np.int32),
-        sequences=empty(sampled, np.int32),
-    )
+    by_token = {name: empty(tokens, np.int32) for name in ("tokens", "positions", "segments")}
+    by_sampled = {
+        "places": empty(sampled, np.int32, 1),
+        "mask": empty(sampled, np.bool_),
+        "behaviour_logprobs": empty(sampled, np.float32),
+        "advantages": empty(sampled, np.float32),
+        "versions": empty(sampled, np.int32, -1),
+        "sequences": empty(sampled, np.int32),
+    }
     sequence = 0
     for index, members in enumerate(bins):
         start = filled = 0
         for segment, row in enumerate(members, start=1):
             span = slice(start, start + len(row.tokens))
-            batch.tokens[index, span] = row.tokens
-            batch.positions[index, span] = np.arange(len(row.tokens))
-            batch.segments[index, span] = segment
+            by_token["tokens"][index, span] = row.tokens
+            by_token["positions"][index, span] = np.arange(len(row.tokens))
+            by_token["segments"][index, span] = segment
             places = np.flatnonzero(row.sampled)
             to = slice(filled, filled + len(places))
-            batch.places[index, to] = start + places
-            batch.mask[index, to] = True
-            batch.behaviour_logprobs[index, to] = row.logprobs[places]
-            batch.advantages[index, to] = row.advantages[places]
-            batch.versions[index, to] = row.versions[places]
-            batch.sequences[index, to] = sequence
+            by_sampled["places"][index, to] = start + places
+            by_sampled["mask"][index, to] = True
+            by_sampled["behaviour_logprobs"][index, to] = row.logprobs[places]
+            by_sampled["advantages"][index, to] = row.advantages[places]
+            by_sampled["versions"][index, to] = row.versions[places]
+            by_sampled["sequences"][index, to] = sequence
             start, filled, sequence = span.stop, to.stop, sequence + 1
-    return batch
+    arrays: dict[str, Any] = by_token | by_sampled
+    return MicroBatch(**arrays)

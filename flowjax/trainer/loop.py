@@ -120,7 +120,7 @@ def train(
             **agreement,
             **_episode_metrics(served),
             **_row_metrics(served.rows, packed, version=state.step - 1),
-            "learning_rate": float(schedule(state.step * trainer.updates_per_step - 1)),
+            "learning_rate": float(np.asarray(schedule(state.step * trainer.updates_per_step - 1))),
             "skipped_updates": state.skipped,
             "compile_count": functions.compile_count(),
             "wait_s": waited_s - started_s,
@@ -195,7 +195,7 @@ def _agreement(functions: UpdateFunctions, recent: dict[int, Arrays], frozen: Ar
     for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(recent)):
         mask = versions == version
         ours = functions.logprobs(recent[version], frozen, batch)
-        gap = jax.device_get(mismatch_metrics(ours, batch.behaviour_logprobs, mask))
+        gap = jax.device_get(mismatch_metrics(ours, batch.behaviour_logprobs, jnp.asarray(mask)))
         sums["mismatch_k3"] += float(gap["k3"])
         sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["max"]))
         tokens += int(mask.sum())

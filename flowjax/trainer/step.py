@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from flowjax.losses.kl import kl_penalty
 from flowjax.losses.m2po import m2po_bounds
 from flowjax.losses.options import needs_bounds, needs_proximal
-from flowjax.losses.policy import policy_loss
+from flowjax.losses.policy import Kind, policy_loss
 from flowjax.models.logprobs import token_logprobs
 from flowjax.trainer.batch import MicroBatch
 
@@ -82,7 +82,7 @@ def make_update(
     graph: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     *,
-    kind: str,
+    kind: Kind,
     options: dict[str, Any],
     kl_coefficient: float,
     entropy_coefficient: float,
@@ -172,6 +172,6 @@ def make_update(
         return [Anchor(logprobs(start, frozen, batch), bounds) for batch in batches]
 
     def compile_count() -> int:
-        return sum(function._cache_size() for function in (first, further, apply, logprobs))
+        return sum(cast(Any, function)._cache_size() for function in (first, further, apply, logprobs))
 
     return UpdateFunctions(anchors, add, apply, logprobs, compile_count)

@@ -38,9 +38,21 @@ def make_flow(folder: Path, config=None) -> Flow:
 
 
 def played(lease, *, version: int, success: float = 1.0, turns: int = 2) -> Trajectory:
-    ids = np.array([lease.seed % 50, 3, 4], np.int32)
+    ids, logprobs = np.array([lease.seed % 50, 3, 4], np.int32), np.array([-0.5], np.float32)
     made = [
-        Turn("agent", version, ids[:2], ids[2:], np.float32([-0.5]), "stop", turn, turn + 1, 0.0, True, turn == turns)
+        Turn(
+            "agent",
+            version,
+            ids[:2],
+            ids[2:],
+            logprobs,
+            "stop",
+            turn,
+            turn + 1,
+            0.0,
+            True,
+            turn == turns,
+        )
         for turn in range(1, turns + 1)
     ]
     outcome = {"success": success, "turns": float(turns)}
@@ -50,6 +62,12 @@ def played(lease, *, version: int, success: float = 1.0, turns: int = 2) -> Traj
 def play(flow: Flow, leases, *, version: int, success=lambda lease: 1.0) -> None:
     for lease in leases:
         assert flow.accept(lease.lease_id, played(lease, version=version, success=success(lease)))
+
+
+def batch(flow: Flow, step: int):
+    served = flow.batch(step)
+    assert served is not None
+    return served
 
 
 def train_leases(flow: Flow, most: int = 1000):
@@ -79,7 +97,7 @@ def test_synchronous_training_serves_exactly_the_groups_of_its_version(tmp_path)
         flow.report_serving(step)
         assert flow.batch(step) is None
         play(flow, train_leases(flow), version=step)
-        groups, dropped = flow.batch(step)
+        groups, dropped = batch(flow, step)
         assert dropped == 0
         assert [group.oldest_version for group in groups] == [step] * 3
     flow.report_serving(4)
@@ -94,7 +112,7 @@ def test_stale_groups_are_dropped_counted_and_replaced(tmp_path):
     assert flow.batch(0) is not None
     flow.report_serving(2)  # the trainer has gone on; the second batch's groups are still of version 0
     play(flow, train_leases(flow), version=2)
-    groups, dropped = flow.batch(2)
+    groups, dropped = batch(flow, 2)
     assert dropped == 3
     assert min(group.oldest_version for group in groups) >= 1
     # The dropped groups' places are open again.
@@ -105,9 +123,9 @@ def test_a_batch_is_served_again_unchanged_after_a_restart(tmp_path):
     flow = make_flow(tmp_path)
     flow.report_serving(0)
     play(flow, train_leases(flow), version=0, success=lambda lease: float(lease.seed % 2))
-    before, _ = flow.batch(0)
+    before, _ = batch(flow, 0)
     flow.close()
-    again, _ = make_flow(tmp_path).batch(0)
+    again, _ = batch(make_flow(tmp_path), 0)
     for one, other in zip(before, again, strict=True):
         for row, same in zip(one.rows, other.rows, strict=True):
             np.testing.assert_array_equal(row.tokens, same.tokens)
@@ -150,6 +168,17 @@ def test_evaluating_given_versions_trains_nothing(tmp_path):
     assert {lease.kind for lease in leases} == {"eval"}
     play(flow, leases, version=7)
     assert flow.finished
+
+
+def test_a_group_that_failed_altogether_is_dropped_and_replaced(tmp_path):
+    flow = make_flow(tmp_path, configuration(max_attempts=1))
+    flow.report_serving(0)
+    leases = train_leases(flow)
+    broken = [lease for lease in leases if lease.group_id == leases[0].group_id]
+    flow.give_back([lease.lease_id for lease in broken], "world is gone")
+    assert flow.status()["dropped_groups"] == 1
+    (replacement,) = {lease.group_id for lease in train_leases(flow)}
+    assert replacement not in {lease.group_id for lease in leases}
 
 
 def test_trajectories_of_a_batch_are_written_down(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flowjax.dataflow.ledger import Ledger
-from flowjax.records import Task, Trajectory, Turn
+from flowjax.records import Status, Task, Trajectory, Turn
 
 
 class Clock:
@@ -31,7 +31,7 @@ def add(ledger: Ledger, position: int, members: int = 2) -> str:
     return group_id
 
 
-def played(lease, *, status="ok", version=0) -> Trajectory:
+def played(lease, *, status: Status = "ok", version=0) -> Trajectory:
     ids = np.array([1, 2], np.int32)
     turn = Turn("agent", version, ids, ids[:1], np.zeros(1, np.float32), "stop", 1, 2, 0.0, True, True)
     return Trajectory(lease.trajectory_id, lease.group_id, lease.task.task_id, lease.seed, (turn,), {}, status)
@@ -112,9 +112,10 @@ def test_a_failure_reported_under_a_lost_lease_does_not_end_the_new_one(ledger, 
 
 def test_a_group_without_any_trajectory_is_dropped(ledger):
     group_id = add(ledger, 0, members=1)
+    settled = []
     for _ in range(2):
         lease = ledger.lease("w", 1)[0]
-        _, settled = ledger.accept(lease.lease_id, played(lease, status="env_error"))
+        settled += ledger.accept(lease.lease_id, played(lease, status="env_error"))[1]
     assert settled == [group_id]
     assert ledger.count_groups("train") == {"dropped": 1}
 
