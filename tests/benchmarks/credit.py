@@ -25,7 +25,7 @@ from tests.benchmarks import credit_loops
 
 SIZES = {"ALFWorld, 16 x 8 x 25": (16, 8, 25), "Search, 256 x 5 x 4": (256, 5, 4), "100 x ALFWorld": (1600, 8, 25)}
 LONGEST_LOOP_S = 20.0
-_RUNS = flags.DEFINE_integer("runs", 20, "Runs of each jitted estimator; the least time counts.")
+_BUDGET_S = flags.DEFINE_float("budget_s", 1.0, "Time spent on each jitted estimator; the least time counts.")
 _SWEEPS = flags.DEFINE_integer("published_sweeps", 1000, "Sweeps of the published propagation loop.")
 
 
@@ -64,11 +64,11 @@ def as_turns(columns: dict[str, np.ndarray]) -> list[credit_loops.Turn]:
     return [credit_loops.Turn(**dict(zip(lists, row, strict=True))) for row in zip(*lists.values(), strict=True)]
 
 
-def jitted_s(table: TurnTable, name: str, runs: int) -> tuple[float, float]:
-    """Least and median time of a run after compilation."""
+def jitted_s(table: TurnTable, name: str, budget_s: float) -> tuple[float, float]:
+    """Least and median time of a run after compilation, over runs that fill the budget (five at least)."""
     jax.block_until_ready(estimate(table, name))
-    times = []
-    for _ in range(runs):
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < budget_s:
         start = time.perf_counter()
         jax.block_until_ready(estimate(table, name))
         times.append(time.perf_counter() - start)
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
         published = functools.partial(credit_loops.rewardflow, sweeps=_SWEEPS.value)
         for row, loop in {**loops, "rewardflow, published loop": published}.items():
             name = row.partition(",")[0]
-            least, median = jitted_s(table, name, _RUNS.value)
+            least, median = jitted_s(table, name, _BUDGET_S.value)
             if rate.get(row, 0.0) * len(turns) < LONGEST_LOOP_S:
                 loop_time, expected = loop_s(loop, turns)
                 rate[row] = loop_time / len(turns)

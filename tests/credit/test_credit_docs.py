@@ -26,7 +26,7 @@ def worked_examples(text: str):
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
         assert rows[0] == COLUMNS
         yield (
-            {k.arg: ast.literal_eval(k.value) for k in call.keywords},
+            {str(k.arg): ast.literal_eval(k.value) for k in call.keywords},
             [dict(zip(COLUMNS, row, strict=True)) for row in rows[2:]],
         )
 

@@ -1,6 +1,7 @@
 """RewardFlow: golden values of the published code, and each of its faults beside the fixed behaviour."""
 
 import inspect
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -321,6 +322,6 @@ def test_lone_group_as_published_keeps_its_score():
 def test_a_cycle_without_exit_is_worth_nothing():
     table = paths_table([Path([0, 1, 0], [-0.1, -0.1], terminal=False), Path([0, 2], [10.0])])
     lost = paths_table([Path([0, 1, 0], [-0.1, -0.1], terminal=False)])
-    options = {"node_reward": "edge", "source_reward": "reward", "sources": "any"}
+    options: dict[str, Any] = {"node_reward": "edge", "source_reward": "reward", "sources": "any"}
     np.testing.assert_allclose(credits(table, **options)[0], [10.0, 8.9, 10.0], rtol=1e-6)
     np.testing.assert_array_equal(credits(lost, **options)[0], [0.0, 0.0])
