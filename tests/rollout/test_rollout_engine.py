@@ -13,12 +13,19 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from flowjax.config import default_config
+from flowjax.models.decoder import set_adapter
+from flowjax.models.hf import load_decoder
+from flowjax.models.lora import Lora, adapter_from_peft
 from flowjax.models.nano import create_nano
+from flowjax.records import TokenRow
 from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
 from flowjax.rollout.sidecar import EngineHealth, engine_command
+from flowjax.trainer.batch import pack
+from flowjax.trainer.step import sampled_logprobs
 
 pytestmark = pytest.mark.integration
 
@@ -249,3 +256,27 @@ def test_call_survives_a_killed_engine(server, reference):
     for prompt, completion in zip(prompts, asyncio.run(crash()), strict=True):
         expected = reference(ADAPTERS[0], prompt, completion.sampled_ids, 1.0)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["base", *ADAPTERS])
+def test_the_trainer_recomputes_what_the_engine_sampled(server, name):
+    """Packed rows through the trainer's own log-prob function, at the sampling temperature."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora = Lora(rank=4, alpha=8.0, targets=targets)
+    decoder = load_decoder(server.folder / "base", lora=lora, dtype="float32", remat="none", key=jax.random.key(1))
+    if name != "base":
+        tensors = load_file(server.folder / name / "adapter_model.safetensors")
+        set_adapter(decoder, adapter_from_peft(tensors, decoder.config, lora))
+    prompts = _prompts(12, seed=3)
+    completions = asyncio.run(_ask(server, [(name, prompt) for prompt in prompts], Sampling(0.8, max_new_tokens=4)))
+    rows = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = np.array([*prompt, *completion.sampled_ids], np.int32)
+        sampled = np.arange(len(tokens)) >= len(prompt)
+        logprobs = np.zeros(len(tokens), np.float32)
+        logprobs[sampled] = completion.logprobs
+        rows.append(TokenRow(name, tokens, sampled, logprobs, np.zeros_like(logprobs), sampled.astype(np.int32)))
+    for batch in pack(rows, row_tokens=128, micro_batch_rows=4):
+        ours, _ = sampled_logprobs(decoder, batch, temperature=0.8, chunk_tokens=16)
+        assert np.asarray(batch.mask).any()
+        np.testing.assert_allclose(np.where(batch.mask, ours, 0.0), batch.behaviour_logprobs, atol=1e-4)
