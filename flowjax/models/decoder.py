@@ -93,8 +93,10 @@ class Decoder(nnx.Module):
         adapter = self._adapter()
         drops = self.lora is not None and self.lora.dropout > 0
         keys = jax.random.split(dropout_key, config.layers) if drops and dropout_key is not None else None
+        # Unrolled, XLA's CPU backend merges a layer with its recomputation (despite prevent_cse), and nothing is saved.
+        unroll = config.layers <= UNROLLED_LAYERS and self.remat == "none"
         body = jax.checkpoint(layer, prevent_cse=False) if self.remat == "layer" else layer
-        x, _ = jax.lax.scan(body, x, (weights, adapter, keys), unroll=config.layers <= UNROLLED_LAYERS)
+        x, _ = jax.lax.scan(body, x, (weights, adapter, keys), unroll=unroll)
         return rms_norm(x, self._base("final_norm"), config.norm_epsilon)
 
     def head(self) -> Float[Array, "hidden vocab"]:
