@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgpack
 import numpy as np
@@ -138,7 +138,8 @@ def _unpack_value(value: dict[str, Any]) -> Any:
 
 def pack(message: Any) -> bytes:
     """One message as bytes: any nesting of records, arrays, lists, maps and scalars."""
-    return msgpack.packb({"schema": SCHEMA_VERSION, "body": message}, default=_pack_value, use_bin_type=True)
+    envelope = {"schema": SCHEMA_VERSION, "body": message}
+    return cast(bytes, msgpack.packb(envelope, default=_pack_value, use_bin_type=True))
 
 
 def unpack(data: bytes) -> Any:

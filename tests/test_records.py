@@ -35,14 +35,21 @@ def test_a_trajectory_survives_the_wire():
     assert first.prompt_ids.dtype == np.int32
     assert first.logprobs.dtype == np.float32
     np.testing.assert_array_equal(first.prompt_ids, np.arange(5))
-    np.testing.assert_array_equal(first.logprobs, np.float32([-0.25]))
+    np.testing.assert_array_equal(first.logprobs, np.array([-0.25], np.float32))
 
 
 def test_two_dimensional_arrays_and_bools_survive():
-    row = TokenRow("p", np.arange(3), np.array([True, False, True]), *(np.ones(3, np.float32),) * 2, np.zeros(3, int))
+    values = np.ones(3, np.float32)
+    row = TokenRow("p", np.arange(3), np.array([True, False, True]), values, values, np.zeros(3, np.int32))
     got = unpack(pack(row))
     assert got.sampled.tolist() == [True, False, True]
     np.testing.assert_array_equal(unpack(pack(np.arange(6).reshape(2, 3))), np.arange(6).reshape(2, 3))
+
+
+def raw(envelope: dict) -> bytes:
+    packed = msgpack.packb(envelope)
+    assert packed is not None
+    return packed
 
 
 @given(st.binary(max_size=200))
@@ -52,7 +59,7 @@ def test_arbitrary_bytes_are_refused_with_a_wire_error(data):
 
 
 def test_another_schema_version_is_named():
-    data = msgpack.packb({"schema": SCHEMA_VERSION + 1, "body": {}})
+    data = raw({"schema": SCHEMA_VERSION + 1, "body": {}})
     with pytest.raises(WireError, match=f"schema version {SCHEMA_VERSION + 1}"):
         unpack(data)
 
@@ -60,10 +67,10 @@ def test_another_schema_version_is_named():
 def test_a_record_with_missing_or_unknown_fields_is_refused():
     envelope = {"schema": SCHEMA_VERSION, "body": {"__record__": "Task", "task_id": "x"}}
     with pytest.raises(WireError):
-        unpack(msgpack.packb(envelope))
+        unpack(raw(envelope))
     envelope["body"] = {"__record__": "Nonsense"}
     with pytest.raises(WireError, match="Nonsense"):
-        unpack(msgpack.packb(envelope))
+        unpack(raw(envelope))
 
 
 def test_truncated_messages_are_refused():
