@@ -29,7 +29,7 @@ class NanoShape:
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
-    head_dim: int = 32
+    head_dim: int = 32  # vLLM's CPU attention takes no 8; 32 and 64 are safe
     ffn_size: int = 384
     max_positions: int = 2048
     rope_theta: float = 1e4
