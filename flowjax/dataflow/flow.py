@@ -10,7 +10,7 @@ import grain
 from ml_collections import ConfigDict
 
 from flowjax.dataflow.ledger import Lease, Ledger
-from flowjax.dataflow.rows import CreditedGroup, credit_group
+from flowjax.dataflow.rows import CreditedBatch, credit_batch
 from flowjax.monitor.metrics import MetricsWriter, wilson
 from flowjax.records import Group, Task, Trajectory
 
@@ -44,7 +44,7 @@ class Flow:
             clock=clock,
         )
         self._metrics = MetricsWriter(run_dir)
-        self._credited: dict[str, CreditedGroup] = {}
+        self._oldest: dict[str, int] = {}  # version of the oldest token of a group
         self._eval_started_s: dict[int, float] = {}
         self.serving = -1  # newest version that the engine serves; -1 before version 0 is there
         self.committed = -1  # newest version that the trainer has committed
@@ -81,21 +81,26 @@ class Flow:
         self._settled(settled)
         return counted
 
-    def batch(self, step: int) -> tuple[list[CreditedGroup], int] | None:
-        """The groups that turn version `step` into `step + 1`, and how many were dropped as too old; None: wait."""
-        oldest = step - self._config.dataflow.max_staleness
+    def batch(self, step: int) -> tuple[CreditedBatch, int] | None:
+        """What turns version `step` into `step + 1`, and how many groups were dropped as too old; None: wait."""
+        config = self._config
+        oldest = step - config.dataflow.max_staleness
         dropped_before = self._ledger.count_groups("train").get("dropped", 0)
         group_ids = self._ledger.assign(
-            step,
-            self._config.trainer.groups_per_step,
-            usable=lambda group_id: self._credit(group_id).oldest_version >= oldest,
+            step, config.trainer.groups_per_step, usable=lambda group_id: self._oldest_version(group_id) >= oldest
         )
         if group_ids is None:
             return None
-        groups = [self._credit(group_id) for group_id in group_ids]
-        if self._config.dataflow.keep_trajectories:
-            self._write_trajectories(step, group_ids)
-        return groups, self._ledger.count_groups("train").get("dropped", 0) - dropped_before
+        groups = [self._ledger.group(group_id) for group_id in group_ids]
+        batch = credit_batch(
+            groups,
+            components=config.reward.components.to_dict(),
+            estimator=config.credit.name,
+            options=config.credit.options.to_dict(),
+        )
+        if config.dataflow.keep_trajectories:
+            self._write_trajectories(step, groups)
+        return batch, self._ledger.count_groups("train").get("dropped", 0) - dropped_before
 
     def commit(self, version: int) -> None:
         """The trainer has committed a checkpoint of `version`."""
@@ -166,26 +171,17 @@ class Flow:
         self._settled(self._ledger.expire())
 
     def _settled(self, group_ids: Sequence[str]) -> None:
-        for group_id in set(group_ids) & set(self._ledger.ready("train")):
-            self._credit(group_id)
+        if not any(group_id.startswith("eval") for group_id in group_ids):
+            return
         for version in self._ledger.eval_versions("ready"):
             if not self._ledger.count_groups("eval", version).get("open"):
                 self._finish_evaluation(version)
 
-    def _credit(self, group_id: str) -> CreditedGroup:
-        """Rewards and credit of a settled group: worked out once, again only after a restart."""
-        if group_id not in self._credited:
-            config = self._config
-            self._credited[group_id] = credit_group(
-                self._ledger.group(group_id),
-                components=config.reward.components.to_dict(),
-                estimator=config.credit.name,
-                options=config.credit.options.to_dict(),
-            )
-            keep = 4 * config.trainer.groups_per_step * (config.dataflow.max_staleness + 1)
-            while len(self._credited) > keep:
-                self._credited.pop(next(iter(self._credited)))
-        return self._credited[group_id]
+    def _oldest_version(self, group_id: str) -> int:
+        if group_id not in self._oldest:
+            turns = [turn for trajectory in self._ledger.group(group_id).trajectories for turn in trajectory.turns]
+            self._oldest[group_id] = min((turn.version for turn in turns), default=0)
+        return self._oldest[group_id]
 
     def _finish_evaluation(self, version: int) -> None:
         trajectories = [
@@ -210,10 +206,9 @@ class Flow:
         )
         self._ledger.close_eval(version)
 
-    def _write_trajectories(self, step: int, group_ids: Sequence[str]) -> None:
+    def _write_trajectories(self, step: int, groups: Sequence[Group]) -> None:
         path = self._run_dir / "trajectories" / f"{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        groups = [self._ledger.group(group_id) for group_id in group_ids]
         path.write_text("".join(json.dumps(line) + "\n" for group in groups for line in _readable(group)))
 
 

@@ -1,4 +1,4 @@
-"""A complete group -> rewards -> credit -> the token rows that a trainer sees."""
+"""Complete groups -> rewards -> credit -> the token rows that a trainer sees."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,38 +13,39 @@ from flowjax.rewards.scores import trajectory_scores
 
 
 @dataclass(frozen=True, slots=True)
-class CreditedGroup:
-    """What a batch needs of a group: rows to train on, and sums for the log.
+class CreditedBatch:
+    """The rows to train on, and sums over the batch for the log.
 
-    `totals` add up over groups: trajectories, turns, invalid_turns, reward, and one `reward/<component>` each.
+    `totals`: episodes, turns, invalid_turns, reward, success, and one `reward/<component>` each.
     """
 
     rows: Sequence[TokenRow]
     totals: Mapping[str, float]
-    oldest_version: int
 
 
-def credit_group(
-    group: Group, *, components: Mapping[str, float], estimator: str, options: Mapping[str, Any]
-) -> CreditedGroup:
-    """Reward and credit one group, and lay its turns out as token rows."""
-    scores, parts = trajectory_scores([group], components)
-    table = build_table([group], scores)
-    advantages = np.asarray(estimate(table, estimator, **options))
+def credit_batch(
+    groups: Sequence[Group], *, components: Mapping[str, float], estimator: str, options: Mapping[str, Any]
+) -> CreditedBatch:
+    """Reward and credit the groups of a batch in one call, and lay their turns out as token rows.
+
+    One call for all of them, because some estimators take statistics over the batch (REINFORCE++).
+    """
+    scores, parts = trajectory_scores(groups, components)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    advantages = np.asarray(estimate(build_table(groups, scores), estimator, **options))
     rows, start = [], 0
-    for trajectory in group.trajectories:
+    for trajectory in trajectories:
         rows += token_rows(trajectory, advantages[start : start + len(trajectory.turns)])
         start += len(trajectory.turns)
-    turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
     totals = {
-        "episodes": len(group.trajectories),
-        "turns": len(turns),
-        "invalid_turns": sum(not turn.valid for turn in turns),
+        "episodes": len(trajectories),
+        "turns": start,
+        "invalid_turns": sum(not turn.valid for trajectory in trajectories for turn in trajectory.turns),
         "reward": float(scores.sum()),
-        "success": sum(t.outcome.get("success", 0.0) for t in group.trajectories),
+        "success": sum(trajectory.outcome.get("success", 0.0) for trajectory in trajectories),
         **{f"reward/{name}": float(values.sum()) for name, values in parts.items()},
     }
-    return CreditedGroup(rows, totals, min((turn.version for turn in turns), default=0))
+    return CreditedBatch(rows, totals)
 
 
 def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray) -> list[TokenRow]:

@@ -87,13 +87,8 @@ class Server:
         served = await _hold(lambda: self._flow.batch(step))
         if served is None:
             return {"state": "wait"}
-        groups, dropped = served
-        totals: dict[str, float] = {}
-        for group in groups:
-            for name, value in group.totals.items():
-                totals[name] = totals.get(name, 0.0) + value
-        rows = [row for group in groups for row in group.rows]
-        return {"state": "run", "rows": rows, "totals": totals, "dropped": dropped}
+        batch, dropped = served
+        return {"state": "run", "rows": batch.rows, "totals": batch.totals, "dropped": dropped}
 
     async def _committed(self, message: Any) -> dict[str, Any]:
         (version,) = _fields(message, version=int)

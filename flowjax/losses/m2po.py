@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 WIDEST_LOW = 0.95
 WIDEST_HIGH = 20.0
+SLACK = 1e-5  # so that rounding never cuts the token that the bound was taken from
 
 
 def m2po_bounds(
@@ -37,7 +38,7 @@ def m2po_bounds(
     largest_kept = jnp.where(jnp.any(fits), jnp.max(jnp.where(fits, ascending, 0.0)), smallest)
     second_moment = jnp.sum(squares) / jnp.maximum(count, 1)
     wide = (count == 0) | (second_moment <= threshold)
-    tau = jnp.sqrt(largest_kept)
+    tau = jnp.sqrt(largest_kept) * (1 + SLACK) + SLACK
     low = jnp.where(wide, WIDEST_LOW, jnp.minimum(-jnp.expm1(-tau), WIDEST_LOW))
     high = jnp.where(wide, WIDEST_HIGH, jnp.minimum(jnp.expm1(tau), WIDEST_HIGH))
     return low, high, second_moment

@@ -110,7 +110,7 @@ def policy_loss(
         sequence_count,
     )  # fmt: skip
     losses = surrogate.loss * weights
-    mode = aggregation or ("sequence_mean_token_mean" if kind == "gspo" else "token_mean")
+    mode = aggregation or default_aggregation(kind)
     total, denominator = aggregate(
         losses,
         mask,
@@ -120,6 +120,11 @@ def policy_loss(
         sequence_tokens=sequence_tokens,
     )
     return total, denominator, _metrics(inputs, surrogate, weights, mask)
+
+
+def default_aggregation(kind: Kind) -> Aggregation:
+    """How an objective averages its tokens unless told otherwise."""
+    return "sequence_mean_token_mean" if kind == "gspo" else "token_mean"
 
 
 def aggregate(

@@ -16,7 +16,7 @@ class SourceError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The rows of one batch, and sums over its episodes for the log (see `dataflow.rows.CreditedGroup.totals`)."""
+    """The rows of one batch, and sums over its episodes for the log (see `dataflow.rows.CreditedBatch`)."""
 
     rows: Sequence[TokenRow]
     totals: Mapping[str, float] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from flowjax.losses.kl import kl_penalty
 from flowjax.losses.m2po import m2po_bounds
 from flowjax.losses.options import needs_bounds, needs_proximal
-from flowjax.losses.policy import Kind, policy_loss
+from flowjax.losses.policy import Kind, aggregate, default_aggregation, policy_loss
 from flowjax.models.logprobs import token_logprobs
 from flowjax.trainer.batch import MicroBatch
 
@@ -95,6 +95,8 @@ def make_update(
     the split into micro-batches changes it.
     """
 
+    aggregation = options.get("aggregation") or default_aggregation(kind)
+
     def logprobs_of(trained: Arrays, frozen: Arrays, batch: MicroBatch, adapter_scale: float = 1.0):
         model = nnx.merge(graph, trained, frozen)
         return sampled_logprobs(
@@ -115,15 +117,25 @@ def make_update(
             ratio_bounds=anchor.ratio_bounds,
             **options,
         )
-        entropy_sum = jnp.sum(entropy, where=batch.mask)
-        values = {**values, "loss": loss, "entropy": entropy_sum, "tokens": jnp.sum(batch.mask, dtype=jnp.float32)}
-        total = loss - entropy_coefficient * entropy_sum
+
+        def added_up(per_token: Array) -> Array:
+            return aggregate(
+                per_token,
+                batch.mask,
+                aggregation=aggregation,
+                sequences=batch.sequences,
+                sequence_count=batch.sequences.size,
+                sequence_tokens=options.get("sequence_tokens"),
+            )[0]
+
+        values = {**values, "entropy": jnp.sum(entropy, where=batch.mask)}
+        total = loss - entropy_coefficient * added_up(entropy)
         if kl_coefficient:
             reference, _ = logprobs_of(trained, frozen, batch, adapter_scale=0.0)
-            penalty = jnp.sum(kl_penalty(logprobs, jax.lax.stop_gradient(reference), kind="k3"), where=batch.mask)
-            values["reference_kl"] = penalty
-            total = total + kl_coefficient * penalty
-        return total, {**values, "denominator": denominator}
+            penalty = kl_penalty(logprobs, jax.lax.stop_gradient(reference), kind="k3")
+            values["reference_kl"] = jnp.sum(penalty, where=batch.mask)
+            total = total + kl_coefficient * added_up(penalty)
+        return total, {**values, "loss": loss, "denominator": denominator}
 
     @jax.jit
     def first(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor) -> Sums:
@@ -151,8 +163,10 @@ def make_update(
         def keep(new: Array, old: Array) -> Array:
             return jnp.where(finite, new, old)
 
-        metrics = {name: value / denominator for name, value in sums.values.items()}
-        metrics |= {"gradient_norm": norm, "skipped": 1.0 - finite, "trained_tokens": sums.values["tokens"]}
+        tokens = sums.values["tokens"]
+        metrics = {name: value / jnp.maximum(tokens, 1) for name, value in sums.values.items()}
+        metrics |= {"loss": sums.values["loss"] / denominator, "gradient_norm": norm, "trained_tokens": tokens}
+        metrics["skipped"] = 1.0 - finite
         return jax.tree.map(keep, stepped, trained), jax.tree.map(keep, next_state, optimizer_state), metrics
 
     apply = jax.jit(apply, donate_argnums=(0, 1))

@@ -97,9 +97,10 @@ def test_synchronous_training_serves_exactly_the_groups_of_its_version(tmp_path)
         flow.report_serving(step)
         assert flow.batch(step) is None
         play(flow, train_leases(flow), version=step)
-        groups, dropped = batch(flow, step)
+        served, dropped = batch(flow, step)
         assert dropped == 0
-        assert [group.oldest_version for group in groups] == [step] * 3
+        assert {version for row in served.rows for version in row.versions[row.sampled].tolist()} == {step}
+        assert served.totals["episodes"] == 3 * 2
     flow.report_serving(4)
     assert train_leases(flow) == []
 
@@ -112,9 +113,9 @@ def test_stale_groups_are_dropped_counted_and_replaced(tmp_path):
     assert flow.batch(0) is not None
     flow.report_serving(2)  # the trainer has gone on; the second batch's groups are still of version 0
     play(flow, train_leases(flow), version=2)
-    groups, dropped = batch(flow, 2)
+    served, dropped = batch(flow, 2)
     assert dropped == 3
-    assert min(group.oldest_version for group in groups) >= 1
+    assert min(row.versions[row.sampled].min() for row in served.rows) >= 1
     # The dropped groups' places are open again.
     assert len(train_leases(flow)) == 2 * 3
 
@@ -126,11 +127,25 @@ def test_a_batch_is_served_again_unchanged_after_a_restart(tmp_path):
     before, _ = batch(flow, 0)
     flow.close()
     again, _ = batch(make_flow(tmp_path), 0)
-    for one, other in zip(before, again, strict=True):
-        for row, same in zip(one.rows, other.rows, strict=True):
-            np.testing.assert_array_equal(row.tokens, same.tokens)
-            np.testing.assert_array_equal(row.advantages, same.advantages)
-    assert any(abs(row.advantages).max() > 0.1 for group in before for row in group.rows)
+    for row, same in zip(before.rows, again.rows, strict=True):
+        np.testing.assert_array_equal(row.tokens, same.tokens)
+        np.testing.assert_array_equal(row.advantages, same.advantages)
+    assert max(abs(row.advantages).max() for row in before.rows) > 0.1
+
+
+def test_statistics_of_the_batch_span_its_groups(tmp_path):
+    """Whitened advantages have mean 0 over the batch, not over each group."""
+    config = configuration()
+    config.credit.name = "reinforce_plus_plus"
+    flow = make_flow(tmp_path, config)
+    flow.report_serving(0)
+    leases = train_leases(flow)
+    winner = leases[0].group_id
+    play(flow, leases, version=0, success=lambda lease: float(lease.group_id == winner))
+    served, _ = batch(flow, 0)
+    advantages = [float(row.advantages[row.sampled].mean()) for row in served.rows]
+    assert abs(sum(advantages)) < 1e-4
+    assert max(advantages) > 0.5
 
 
 def test_evaluation_before_and_after_is_written_once_and_pins_its_version(tmp_path):
