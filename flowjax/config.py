@@ -30,7 +30,6 @@ def default_config() -> ConfigDict:
     config.policy.lora.rank = 32
     config.policy.lora.alpha = 32.0  # update is alpha / rank * B A (alpha / sqrt(rank) with rslora)
     config.policy.lora.rslora = False
-    config.policy.lora.dropout = 0.0
     config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     # The world that episodes are played in.

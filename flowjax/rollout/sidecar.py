@@ -67,9 +67,8 @@ def engine_command(config: ConfigDict, run_dir: Path, port: int) -> tuple[list[s
     switches = ["--disable-uvicorn-access-log", *(["--enable-lora"] if config.policy.train == "lora" else [])]
     environment = dict(_ENVIRONMENT)
     if on_cpu:
-        switches.append(
-            "--enforce-eager"
-        )  # compiling takes longer than it saves, and vLLM's CPU LoRA forgoes it anyway
+        # Compiling takes longer than it saves, and vLLM's CPU LoRA forgoes it anyway.
+        switches.append("--enforce-eager")
         # Smaller steps than vLLM's: their activations stay in the core's cache.
         options["--max-num-batched-tokens"] = max(_CPU_STEP_TOKENS, engine.max_concurrent_sequences)
         environment |= _CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(engine.threads)}
