@@ -226,38 +226,6 @@ def test_adapters_come_and_go(server):
     asyncio.run(come_and_go())
 
 
-def test_call_survives_a_killed_engine(server, reference):
-    """The engine dies in mid-request and comes back on the same port without its adapters."""
-    prompts, sampling = _prompts(48, seed=3), Sampling(1.0, max_new_tokens=60)
-
-    async def generate(client: EngineClient, prompt: list[int], reloads: list[float]):
-        while True:
-            try:
-                return await client.generate(ADAPTERS[0], prompt, sampling)
-            except UnknownModel:
-                reloads.append(time.monotonic())
-                await client.load_adapter(ADAPTERS[0], server.folder / ADAPTERS[0])
-
-    async def crash():
-        reloads: list[float] = []
-        async with server.client(request_timeout_s=START_TIMEOUT_S) as client:
-            calls = [asyncio.create_task(generate(client, prompt, reloads)) for prompt in prompts]
-            await asyncio.sleep(0.3)
-            unfinished = sum(not call.done() for call in calls)
-            server.kill()
-            assert unfinished
-            assert not await client.healthy()
-            server.launch()
-            completions = await asyncio.gather(*calls)
-            assert reloads
-            assert await client.healthy()
-        return completions
-
-    for prompt, completion in zip(prompts, asyncio.run(crash()), strict=True):
-        expected = reference(ADAPTERS[0], prompt, completion.sampled_ids, 1.0)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["base", *ADAPTERS])
 def test_the_trainer_recomputes_what_the_engine_sampled(server, name):
     """Packed rows through the trainer's own log-prob function, at the sampling temperature."""
@@ -280,3 +248,37 @@ def test_the_trainer_recomputes_what_the_engine_sampled(server, name):
         ours, _ = sampled_logprobs(decoder, batch, temperature=0.8, chunk_tokens=16)
         assert np.asarray(batch.mask).any()
         np.testing.assert_allclose(np.where(batch.mask, ours, 0.0), batch.behaviour_logprobs, atol=1e-4)
+
+
+def test_call_survives_a_killed_engine(server, reference):
+    """The engine dies in mid-request and comes back on the same port without its adapters."""
+    prompts, sampling = _prompts(48, seed=3), Sampling(1.0, max_new_tokens=60)
+
+    async def generate(client: EngineClient, prompt: list[int], reloads: list[float]):
+        while True:
+            try:
+                return await client.generate(ADAPTERS[0], prompt, sampling)
+            except UnknownModel:
+                reloads.append(time.monotonic())
+                await client.load_adapter(ADAPTERS[0], server.folder / ADAPTERS[0])
+
+    async def crash():
+        reloads: list[float] = []
+        async with server.client(request_timeout_s=START_TIMEOUT_S) as client:
+            assert server.process is not None
+            os.killpg(server.process.pid, signal.SIGSTOP)  # so that it certainly dies with requests at hand
+            calls = [asyncio.create_task(generate(client, prompt, reloads)) for prompt in prompts]
+            await asyncio.sleep(0.3)
+            unfinished = sum(not call.done() for call in calls)
+            server.kill()
+            assert unfinished == len(prompts)
+            assert not await client.healthy()
+            server.launch()
+            completions = await asyncio.gather(*calls)
+            assert reloads
+            assert await client.healthy()
+        return completions
+
+    for prompt, completion in zip(prompts, asyncio.run(crash()), strict=True):
+        expected = reference(ADAPTERS[0], prompt, completion.sampled_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
