@@ -9,7 +9,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that pushes boxes onto targets, one move per turn, with credit from the group's state graph.
 
     nano       2 CPU cores, 3 min   python -m flowjax.launch --config=configs/sokoban.py:nano
-               (5 min with the base model, which is made once)
+               (4 min with the base model, which is made once)
                held-out success 0.52 -> 0.88 [0.84, 0.90]; other seeds 0.52 -> 0.88, 0.49 -> 0.85
     qwen3_8b   8 x A100 80 GB       python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b   (not run by us)
     """

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from flowjax.records import Group
+from flowjax.records import COUNTED_STATUSES, Group
 
-COUNTED_STATUSES = frozenset({"ok", "truncated"})
 SMALLEST_TABLE = 64
 
 

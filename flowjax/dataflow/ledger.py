@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowjax.records import Group, Task, Trajectory, pack, unpack
+from flowjax.records import COUNTED_STATUSES, Group, Task, Trajectory, pack, unpack
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
@@ -168,7 +168,7 @@ class Ledger:
             ).fetchone()
             if row is None or row["state"] in ("done", "quarantined"):
                 return False, []
-            if trajectory.status not in ("ok", "truncated"):
+            if trajectory.status not in COUNTED_STATUSES:
                 if row["lease_id"] != lease_id:
                     return False, []
                 return True, self._release([row], trajectory.error or trajectory.status, count_attempt=True)

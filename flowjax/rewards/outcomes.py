@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from flowjax.records import Group, Trajectory
-
-COUNTED_STATUSES = frozenset({"ok", "truncated"})
+from flowjax.records import COUNTED_STATUSES, Group, Trajectory
 
 
 class RewardError(ValueError):
