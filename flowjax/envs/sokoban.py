@@ -130,7 +130,12 @@ def expert(env: Sokoban) -> str:
     return DIRECTIONS[best_direction(env.room, env.position)]
 
 
-def vocabulary() -> tuple[str, ...]:
+def random_action(observation: Observation, rng: np.random.Generator) -> str:
+    return observation.legal_actions[rng.integers(len(observation.legal_actions))]
+
+
+def vocabulary(**options: Any) -> tuple[str, ...]:
+    del options  # the same for every size
     return (*SYMBOLS, *DIRECTIONS, "none")
 
 
@@ -149,9 +154,20 @@ def prompt(observation: Observation, history: Sequence[Past], style: Style) -> l
     return [{"role": "user", "content": "\n\n".join(parts)}]
 
 
+def follow_up(observation: Observation, style: Style) -> list[Message]:
+    if style == "compact":
+        return [{"role": "user", "content": _compact(observation.text)}]
+    return [{"role": "user", "content": f"The grid now:\n{observation.text}\n\n{INSTRUCTION}"}]
+
+
+def reply(action: str, style: Style) -> str:
+    return action if style == "compact" else f"<action>{action}</action>"
+
+
 def _compact(text: str) -> str:
     return " ".join(cell for row in text.split("\n")[1:-1] for cell in row.split()[1:-1])
 
 
-def parse_action(reply: str, legal: tuple[str, ...]) -> str | None:
+def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
+    del reference  # the published parser differs in nothing that a reply of this protocol can show
     return tagged_action(reply, legal)

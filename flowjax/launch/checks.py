@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "gigpo", "rewardflow", "maxrl", "pass_at_k", "best_of_group"}
 _AT_LEAST = {
+    "env.history": -1,
     "env.max_turns": 1,
     "env.workers": 1,
     "env.train_tasks": 1,
@@ -40,6 +41,7 @@ _ONE_OF = {
     "model.dtype": ("float32", "bfloat16", "float16"),
     "model.remat": ("none", "layer"),
     "policy.train": ("lora", "full"),
+    "env.context": ("window", "append"),
     "env.prompt": ("instruct", "compact"),
     "optimizer.name": ("adamw", "sgd"),
     "optimizer.schedule": ("constant", "cosine", "linear"),

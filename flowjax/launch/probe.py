@@ -180,7 +180,7 @@ def _model(config: ConfigDict) -> Any:
         from flowjax.envs.base import load_world
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
 
-        words = len(load_world(config.env.module).vocabulary())
+        words = len(load_world(config.env.module).vocabulary(**config.env.options.to_dict()))
         return nano_config(words + len(SPECIAL_TOKENS), **config.model.nano.to_dict())
     return parse_config(KNOWN_MODELS[folder.name]) if folder.name in KNOWN_MODELS else None
 

@@ -106,12 +106,19 @@ class Player:
 
     async def _play(self, lease: Lease) -> Played:
         policy, env = self.config.policy.name, self.config.env
-        options = Options(self.world, max_turns=env.max_turns, prompt=env.prompt)
+        options = Options(
+            self.world,
+            max_turns=env.max_turns,
+            prompt=env.prompt,
+            context=env.context,
+            history=env.history,
+            reference_parsing=env.reference_parsing,
+        )
         agents = {AGENT: Agent(self.codec, self._generator(policy, lease))}
         async with self.pool.session(env.module, env.options.to_dict()) as session:
             if lease.policy_version is None:
                 return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
-            with self.follower.using(policy, lease.policy_version):
+            with self.follower.using(policy, lease.policy_version, pinned=True):
                 await self._served(policy, lease.policy_version)
                 return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
 
@@ -127,19 +134,23 @@ class Player:
                 with self.follower.using(policy, version):
                     try:
                         return await self.engine.generate(name, prompt_ids, sampling)
-                    except UnknownModel:  # the engine has been restarted
+                    except UnknownModel:  # the engine has been restarted, or holds other weights by now
                         self.follower.recheck(name)
-                        await self._served(policy, version)
+                        await self._served(policy, pinned)
 
         return generate
 
-    async def _served(self, policy: str, version: int) -> None:
+    async def _served(self, policy: str, version: int | None) -> None:
+        """Wait until the engine has that version, or whichever is the current one."""
         bound_s = self.config.engine.start_timeout_s
         try:
             async with asyncio.timeout(bound_s):
-                await self.follower.serve(policy, version)
+                if version is None:
+                    await self.follower.serve_current(policy)
+                else:
+                    await self.follower.serve(policy, version)
         except TimeoutError as error:
-            name = model_name(policy, version)
+            name = policy if version is None else model_name(policy, version)
             raise EngineError(
                 f"{name} has not come to the engine within {bound_s:.0f} s: see logs/engine.log"
             ) from error

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, load_run
 from flowjax.envs.base import World, WorldError, load_world
-from flowjax.envs.demonstrations import demonstrations
+from flowjax.envs.demonstrations import Exchange, demonstrations
 from flowjax.models.config import ModelError
 from flowjax.models.hf import save_decoder
 from flowjax.models.nano import create_nano
@@ -46,7 +46,8 @@ def build_base(config: ConfigDict, run_dir: Path) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     world = load_world(config.env.module)
-    model = create_nano(world.vocabulary(), partial, key=jax.random.key(config.seed), **config.model.nano.to_dict())
+    words = world.vocabulary(**config.env.options.to_dict())
+    model = create_nano(words, partial, key=jax.random.key(config.seed), **config.model.nano.to_dict())
     settings = _supervised(config)
     batches = _batches(config, world, Codec(partial))
     trained = train(
@@ -64,10 +65,10 @@ def build_base(config: ConfigDict, run_dir: Path) -> None:
 def imitation_rows(
     config: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
 ) -> list[TokenRow]:
-    """The first `states` states on the expert's way through the training tasks, and its actions, as rows to imitate."""
+    """The expert's way through the training tasks as rows to imitate, until they hold `states` replies."""
     options = config.env.options.to_dict()
     tasks = world.tasks("train", config.env.data_seed, **options)[: config.env.train_tasks]
-    pairs = demonstrations(
+    conversations = demonstrations(
         world,
         tasks,
         options=options,
@@ -76,15 +77,28 @@ def imitation_rows(
         max_turns=config.env.max_turns,
         style=config.env.prompt,
         rng=np.random.default_rng(config.seed),
+        context=config.env.context,
+        history=max(config.env.history, 0),
     )
-    return [
-        _row(codec.encode(messages), codec.encode_reply(reply)) for messages, reply in itertools.islice(pairs, states)
-    ]
+    rows: list[TokenRow] = []
+    replies = 0
+    while replies < states:
+        conversation = next(conversations)
+        rows.append(_row(codec, conversation))
+        replies += len(conversation)
+    return rows
 
 
-def _row(prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> TokenRow:
-    tokens = np.array([*prompt_ids, *reply_ids], np.int32)
-    sampled = np.arange(len(tokens)) >= len(prompt_ids)
+def _row(codec: Codec, conversation: Sequence[Exchange]) -> TokenRow:
+    ids: list[int] = []
+    is_reply: list[bool] = []
+    reply_ids: list[int] = []
+    for messages, reply in conversation:
+        prompt_ids = codec.encode_after(reply_ids, messages) if ids else codec.encode(messages)
+        reply_ids = codec.encode_reply(reply)
+        ids += [*prompt_ids, *reply_ids]
+        is_reply += [False] * len(prompt_ids) + [True] * len(reply_ids)
+    tokens, sampled = np.array(ids, np.int32), np.array(is_reply)
     nothing = np.zeros(len(tokens), np.float32)
     return TokenRow("expert", tokens, sampled, nothing, sampled.astype(np.float32), np.where(sampled, 0, -1))
 
@@ -99,6 +113,11 @@ def _batches(config: ConfigDict, world: World, codec: Codec) -> Iterator[list[To
         started_s = time.perf_counter()
         rows = imitation_rows(config, world, codec, states=states, label_noise=label_noise)
         logging.info("%d expert states in %.1f s", len(rows), time.perf_counter() - started_s)
+        if len(rows) < warm.batch_rows:
+            raise ConfigError(
+                f"config.warm_start.states is {warm.states}, which makes only {len(rows)} rows, fewer than "
+                f"config.warm_start.batch_rows ({warm.batch_rows}): raise states or lower batch_rows"
+            )
         yield from itertools.islice(_epochs(rows, warm.batch_rows, rng), steps)
 
 

@@ -40,6 +40,10 @@ class Tokens(Protocol):
 
     def encode(self, messages: Sequence[Message]) -> list[int]: ...
 
+    def encode_after(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]: ...
+
+    def within_limit(self, prompt_ids: list[int]) -> list[int]: ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -69,9 +73,16 @@ class Agent:
     def __init__(self, codec: Tokens, generate: Generate):
         self._codec, self._generate = codec, generate
 
-    async def act(self, messages: Sequence[Message]) -> Reply:
-        """One reply to `messages`. The codec's `PromptTooLong` passes through."""
-        prompt_ids = self._codec.encode(messages)
+    async def act(self, messages: Sequence[Message], *, after: Reply | None = None) -> Reply:
+        """One reply to `messages`; with `after`, the next one of the conversation that led to that reply, token by
+        token. The codec's `PromptTooLong` passes through.
+        """
+        if after is None:
+            prompt_ids = self._codec.encode(messages)
+        else:
+            sampled_ids = after.sampled_ids.tolist()
+            follow_up = self._codec.encode_after(sampled_ids, messages)
+            prompt_ids = self._codec.within_limit([*after.prompt_ids.tolist(), *sampled_ids, *follow_up])
         started_s = time.perf_counter()
         sampled = await self._generate(prompt_ids)
         generate_s = time.perf_counter() - started_s

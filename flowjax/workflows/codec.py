@@ -47,6 +47,7 @@ class Codec:
         self._limit = max_prompt_tokens
         self._options = dict(template_options or {})
         self._frame = functools.lru_cache(maxsize=64)(self._make_frame)
+        self._between = functools.lru_cache(maxsize=64)(self._make_between)
 
     @property
     def eos_token_id(self) -> int:
@@ -58,10 +59,31 @@ class Codec:
         Raises:
             PromptTooLong: they are more than the codec's limit.
         """
-        ids = self._tokenize(self._text(messages))
-        if self._limit is not None and len(ids) > self._limit:
-            raise PromptTooLong(len(ids), self._limit)
-        return ids
+        return self.within_limit(self._tokenize(self._text(messages)))
+
+    def within_limit(self, prompt_ids: list[int]) -> list[int]:
+        """The prompt as it is.
+
+        Raises:
+            PromptTooLong: it has more tokens than the codec's limit.
+        """
+        if self._limit is not None and len(prompt_ids) > self._limit:
+            raise PromptTooLong(len(prompt_ids), self._limit)
+        return prompt_ids
+
+    def encode_after(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Token ids that follow the sampled `reply` when the conversation goes on with `messages`.
+
+        What the template puts between the reply's text and the next reply; the end-of-sequence token only where the
+        reply itself lacks it, because it was cut. Contents lose the white space around them, as many templates have it.
+        """
+        text = self._between(tuple(message["role"] for message in messages))
+        pieces = [text[0]]
+        for message, after in zip(messages, text[1:], strict=True):
+            pieces += message["content"].strip(), after
+        ids = self._tokenize("".join(pieces))
+        ended = len(reply) > 0 and reply[-1] == self.eos_token_id
+        return ids[1:] if ended and ids[:1] == [self.eos_token_id] else ids
 
     def encode_reply(self, reply: str) -> list[int]:
         """Token ids of a complete reply, end-of-sequence included."""
@@ -87,6 +109,27 @@ class Codec:
         return self._tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **self._options
         )
+
+    def _make_between(self, roles: tuple[str, ...]) -> tuple[str, ...]:
+        """The template's text between a reply and the messages that follow it, between them, and after the last.
+
+        Raises:
+            CodecError: the template does not copy the contents, so a conversation cannot be extended token by token.
+        """
+        contents = [f"<content {i}>" for i in range(len(roles))]
+        said, answered = "<first message>", "<reply>"
+        follow = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        text = self._render([{"role": "user", "content": said}, {"role": "assistant", "content": answered}, *follow])
+        pieces = []
+        for content in (answered, *contents):
+            before, found, text = text.partition(content)
+            if not found:
+                raise CodecError(
+                    "the tokenizer's chat_template changes the messages that it renders, so that a conversation cannot "
+                    "be extended token by token: use config.env.context=window"
+                )
+            pieces.append(before)
+        return (*pieces[1:], text)
 
     def _make_frame(self, roles: tuple[str, ...]) -> tuple[str, ...] | None:
         """The template's text before, between and after the contents; None where it changes contents.

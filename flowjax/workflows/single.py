@@ -1,10 +1,10 @@
-"""One agent plays one environment, each turn a prompt of its own with a short window of the past."""
+"""One agent plays one environment: each turn a prompt of its own with a short past, or all one conversation."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowjax.envs.base import EnvDied, Observation, Past, Session, Step, Style, World
+from flowjax.envs.base import Context, EnvDied, Observation, Past, Session, Step, Style, World
 from flowjax.records import Status, Task, Turn
 from flowjax.workflows.agent import Agent, Reply
 from flowjax.workflows.codec import PromptTooLong
@@ -16,12 +16,14 @@ AGENT = "agent"  # its name among the agents
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How an episode is played. `history` is the number of past turns shown, None for the style's default."""
+    """How an episode is played. `history` is the number of past turns that a window shows, -1 the style's default."""
 
     world: World
     max_turns: int = 15
     prompt: Style = "instruct"
-    history: int | None = None
+    context: Context = "window"
+    history: int = -1
+    reference_parsing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +44,23 @@ async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agen
     pass through.
     """
     world = options.world
-    window = DEFAULT_HISTORY[options.prompt] if options.history is None else options.history
+    window = DEFAULT_HISTORY[options.prompt] if options.history < 0 else options.history
     past: list[Past] = []
     turns: list[Turn] = []
+    reply: Reply | None = None
     outcome = dict.fromkeys(world.OUTCOMES, 0.0)
     status: Status = "ok"
     error = ""
     try:
         observation = await env.reset(task, seed)
         for number in range(1, options.max_turns + 1):
-            shown = past[-window:] if window > 0 else []
-            reply = await agents[AGENT].act(world.prompt(observation, shown, options.prompt))
-            action = world.parse_action(reply.text, observation.legal_actions) or ""
+            if options.context == "append" and reply is not None:
+                reply = await agents[AGENT].act(world.follow_up(observation, options.prompt), after=reply)
+            else:
+                shown = past[-window:] if window > 0 else []
+                reply = await agents[AGENT].act(world.prompt(observation, shown, options.prompt))
+            legal = observation.legal_actions
+            action = world.parse_action(reply.text, legal, reference=options.reference_parsing) or ""
             started_s = time.perf_counter()
             step = await env.step(action)
             turns.append(_turn(reply, observation, step, env_s=time.perf_counter() - started_s))

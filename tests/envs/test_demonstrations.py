@@ -17,7 +17,7 @@ TASKS = sokoban.tasks("train", 0)[:200]
 def pairs(count: int, **changes):
     settings = {"path_noise": 0.0, "label_noise": 0.0, "max_turns": 15, "style": "compact"} | changes
     walk = demonstrations(WORLD, TASKS, options={}, rng=np.random.default_rng(0), **settings)
-    return list(itertools.islice(walk, count))
+    return [exchange for (exchange,) in itertools.islice(walk, count)]
 
 
 def is_best(content: str, label: str) -> bool:
@@ -60,8 +60,24 @@ def test_the_tasks_come_again_and_none_at_all_are_refused():
     first = TASKS[0]
     assert first is not None
     length = moves_to_go(*parse(first.payload["level"])) or 0
-    states = [messages[0]["content"] for messages, _ in itertools.islice(walk, 2 * length)]
+    states = [messages[0]["content"] for [(messages, _)] in itertools.islice(walk, 2 * length)]
     assert states[:length] == states[length:]
     with pytest.raises(WorldError, match="train_tasks"):
         next(demonstrations(WORLD, [], options={}, path_noise=0, label_noise=0, max_turns=1, style="compact",
                             rng=np.random.default_rng(0)))  # fmt: skip
+
+
+def test_in_append_mode_an_episode_is_one_conversation_that_takes_the_replies_it_shows():
+    walk = demonstrations(
+        WORLD, TASKS, options={}, path_noise=0.5, label_noise=0.3, max_turns=6, style="compact",
+        rng=np.random.default_rng(0), context="append",
+    )  # fmt: skip
+    lengths = set()
+    for conversation, index in zip(walk, range(100), strict=False):
+        env = sokoban.make()
+        observation = env.reset(TASKS[index], TASKS[index].seed)
+        lengths.add(len(conversation))
+        for messages, reply in conversation:
+            assert messages == sokoban.follow_up(observation, "compact")
+            observation = env.step(reply).observation
+    assert 1 <= min(lengths) < max(lengths) == 6

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from typing import Any
 
 from flowjax.envs.base import Observation, Step
 from flowjax.records import Task, state_key
@@ -47,7 +48,7 @@ def expert(env: Counter) -> str:
 def tasks(split: str, data_seed: int, **options): ...
 
 
-def vocabulary() -> tuple[str, ...]:
+def vocabulary(**options: Any) -> tuple[str, ...]:
     return ("1", "2")
 
 
@@ -55,5 +56,17 @@ def prompt(observation: Observation, history, style: str) -> list[dict[str, str]
     return [{"role": "user", "content": observation.text}]
 
 
-def parse_action(reply: str, legal: tuple[str, ...]) -> str:
+def random_action(observation: Observation, rng) -> str:
+    return "1"
+
+
+def follow_up(observation: Observation, style: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": observation.text}]
+
+
+def reply(action: str, style: str) -> str:
+    return action
+
+
+def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str:
     return reply

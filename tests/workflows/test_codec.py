@@ -15,6 +15,7 @@ CHAT = (
     "{% for m in messages %}<eos> {{ m.role }} {{ m.content.split('one')[-1] if m.role == 'assistant' else m.content }}"
     " end {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
 )
+TRIMMING_CHAT = "{% for m in messages %}{{ m.role }} {{ m.content | trim }} end {% endfor %}assistant "
 TRIMMING = "{% for m in messages %}user {{ m.content | trim }} end {% endfor %}"
 
 
@@ -81,3 +82,32 @@ def test_folders_without_a_tokenizer_or_a_template_are_named(tmp_path: Path, fol
     tokenizer.save_pretrained(str(tmp_path / "plain"))
     with pytest.raises(CodecError, match="no chat_template"):
         Codec(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("template", [None, CHAT, TRIMMING_CHAT])
+@pytest.mark.parametrize("follow_up", [[user("one # two")], [{"role": "system", "content": "two"}, user("three")]])
+def test_a_conversation_is_extended_as_the_template_would_have_it(folder: Path, template: str | None, follow_up: list):
+    if template is not None:
+        with_template(folder, template)
+    codec = Codec(folder)
+    opening, reply = [user("two _")], "up down"
+    reply_ids = codec.encode_reply(reply)
+    extended = [*codec.encode(opening), *reply_ids, *codec.encode_after(reply_ids, follow_up)]
+    whole = codec.encode([*opening, {"role": "assistant", "content": reply}, *follow_up])
+    eos = codec.eos_token_id
+    assert [i for i in extended if i != eos] == [i for i in whole if i != eos]
+    assert extended[: len(codec.encode(opening)) + 3] == [*codec.encode(opening), *reply_ids]
+
+
+def test_a_cut_reply_gets_the_end_that_the_template_gives_it_once(folder: Path):
+    with_template(folder, "{% for m in messages %}{{ m.role }} {{ m.content }} <eos> {% endfor %}assistant ")
+    codec = Codec(folder)
+    ended = codec.encode_reply("up")
+    cut = ended[:-1]
+    assert [*ended, *codec.encode_after(ended, [user("one")])] == [*cut, *codec.encode_after(cut, [user("one")])]
+
+
+def test_a_template_that_changes_contents_is_refused_in_append_mode(folder: Path):
+    with_template(folder, "{% for m in messages %}{{ m.content | upper }} {% endfor %}")
+    with pytest.raises(CodecError, match="context=window"):
+        Codec(folder).encode_after([3], [user("one")])

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flowjax.dataflow.rows import token_rows
 from flowjax.envs import sokoban
 from flowjax.envs.base import EnvDied, Observation, Step, load_world
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.sokoban_rooms import key, moves_to_go, parse
 from flowjax.models.nano import build_tokenizer
-from flowjax.records import Task
+from flowjax.records import Task, Trajectory
 from flowjax.workflows.agent import UNVERSIONED, Agent, served_version
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import OUTCOMES, Options, Played, play
@@ -161,3 +162,24 @@ def test_the_engine_s_own_name_says_the_version():
     assert served_version("a@b@3") == ("a@b", 3)
     assert served_version("base") == ("base", UNVERSIONED)
     assert served_version("me@home") == ("me@home", UNVERSIONED)
+
+
+def test_append_mode_is_one_conversation_token_by_token(folder: Path):
+    codec = Codec(folder)
+    played = episode(folder, ["left", "nonsense", "right"], context="append", max_turns=3)
+    assert [turn.valid for turn in played.turns] == [True, False, True]
+    before = played.turns[0]
+    assert codec.decode(before.prompt_ids.tolist()) == "P _ X _ O"
+    for turn in played.turns[1:]:
+        known = [*before.prompt_ids.tolist(), *before.sampled_ids.tolist()]
+        assert turn.prompt_ids.tolist()[: len(known)] == known
+        assert codec.decode(turn.prompt_ids.tolist()[len(known) :]) == "P _ X _ O"
+        before = turn
+    (row,) = token_rows(Trajectory("a", "g", "t", 0, played.turns, {}), [1.0, 2.0, 3.0])
+    assert row.tokens.tolist() == [*before.prompt_ids.tolist(), *before.sampled_ids.tolist()]
+    assert row.advantages[row.sampled].tolist() == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+
+
+def test_append_mode_ends_truncated_when_the_conversation_grows_too_long(folder: Path):
+    played = episode(folder, ["left"] * 5, context="append", max_prompt_tokens=12)
+    assert (played.status, len(played.turns)) == ("truncated", 2)

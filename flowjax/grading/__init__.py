@@ -1,0 +1,1 @@
+"""Text to verdict: questions, mathematics, multiple choice, programs in a sandbox."""
