@@ -31,6 +31,10 @@ def default_config() -> ConfigDict:
     config.policy.lora.alpha = 32.0  # update is alpha / rank * B A (alpha / sqrt(rank) with rslora)
     config.policy.lora.rslora = False
     config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    # Several policies on the one base: name -> the sections in which it differs, for example
+    # {"solver": {}, "verifier": {"optimizer": {"learning_rate": 1e-4}}}. Empty: the one named by config.policy.
+    config.policies = ConfigDict()
+    config.agents = ConfigDict()  # agent of the workflow -> the policy that speaks for it; empty: the only policy
 
     # The world that episodes are played in.
     config.env = ConfigDict()
@@ -136,6 +140,42 @@ def default_config() -> ConfigDict:
     config.warm_start.label_noise = 0.6  # share of noisy labels that are a random legal action instead
     config.warm_start.path_noise = 0.2  # share of random moves on the expert's path, so that odd states are seen
     return config
+
+
+PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # sections a policy may have of its own
+
+
+def policy_configs(config: ConfigDict) -> dict[str, ConfigDict]:
+    """For each policy of the run, by name, the whole config as that policy alone would have it.
+
+    Raises:
+        ConfigError: a policy changes a section that all share, or a field that there is not.
+    """
+    if not config.policies:
+        return {config.policy.name: config}
+    return {name: _policy_config(config, name) for name in config.policies}
+
+
+def _policy_config(config: ConfigDict, name: str) -> ConfigDict:
+    own = ConfigDict(config.to_dict())
+    own.policies = ConfigDict()
+    own.policy.name = name
+    for section, changes in config.policies[name].items():
+        if section not in PER_POLICY:
+            raise ConfigError(
+                f"config.policies.{name}.{section} is set, but a policy may differ only in {', '.join(PER_POLICY)}: "
+                f"set config.{section} for all of them"
+            )
+        open_fields = {"components", "options"}  # their names are looked up elsewhere
+        for field, value in changes.items():
+            if field not in own[section] and field not in open_fields:
+                known = ", ".join(own[section])
+                raise ConfigError(f"config.policies.{name}.{section}.{field} is no field: use one of {known}")
+            if isinstance(own[section][field], ConfigDict) and field not in open_fields:
+                own[section][field].update(value)
+            else:
+                own[section][field] = value
+    return own.lock()
 
 
 def save_run(config: ConfigDict, run_dir: Path) -> None:
