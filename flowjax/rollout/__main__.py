@@ -20,7 +20,8 @@ from flowjax.rollout.client import EngineClient, EngineError
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
 from flowjax.rollout.episode import Player
 from flowjax.rollout.service import RolloutError, RolloutService
-from flowjax.weights.follow import Follower, WeightsError, peft_exporter
+from flowjax.weights.follow import Follower, WeightsError
+from flowjax.weights.hand_over import hand_over
 from flowjax.workflows.codec import CodecError
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
@@ -41,7 +42,7 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     endpoints = _endpoints(run_dir)
-    export = peft_exporter(config)
+    forms = {config.policy.name: hand_over(config)}
     worker = f"{socket.gethostname()}-{os.getpid()}"
     async with (
         EngineClient.of_run(config, run_dir, endpoints["engine"]) as engine,
@@ -49,7 +50,7 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
         staleness = config.dataflow.max_staleness
-        follower = Follower(engine, run_dir, [config.policy.name], export, max_staleness=staleness)
+        follower = Follower(engine, run_dir, forms, max_staleness=staleness)
         player = Player.of_run(config, engine=engine, follower=follower, pool=pool)
         service = RolloutService(config, run_dir, engine=engine, dataflow=dataflow, follower=follower, player=player)
         logging.info("playing as %s on %s", worker, endpoints["engine"])

@@ -160,6 +160,19 @@ class EngineClient:
         if status != 200 and name not in await self.models():
             raise EngineError(f"the engine cannot load {name} from {path}: {_reason(answer)}{self._see_log()}")
 
+    async def load_weights(self, name: str, path: Path) -> None:
+        """Have the engine replace all its weights by those of a Hugging Face folder, and serve them as `name`.
+
+        Completions that have begun end before, those that come meanwhile wait.
+
+        Raises:
+            EngineError: the engine is away or cannot use the folder.
+        """
+        body = {"name": name, "path": str(Path(path).resolve())}
+        status, answer = await self._control("POST", "/v1/load_weights", body, timeout_s=self._timeout_s)
+        if status != 200:
+            raise EngineError(f"the engine cannot load {name} from {path}: {_reason(answer)}{self._see_log()}")
+
     async def unload_adapter(self, name: str) -> None:
         """Have the engine forget an adapter; requests that are running on it end as they began.
 
@@ -251,10 +264,12 @@ class EngineClient:
             raise _Away("the engine aborted requests")  # it does so when it is stopped
         return [_completion(choice, answer["model"]) for choice in choices]
 
-    async def _control(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    async def _control(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _CONTROL_TIMEOUT_S
+    ) -> tuple[int, Any]:
         """An administrative request, tried once: whoever keeps adapters in step tries again anyway."""
         try:
-            async with asyncio.timeout(_CONTROL_TIMEOUT_S), self._request(method, path, body) as response:
+            async with asyncio.timeout(timeout_s), self._request(method, path, body) as response:
                 return response.status, await _content(response)
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(

@@ -22,6 +22,8 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max
 _PROBE_TIMEOUT_S = 5.0
 _CPU_STEP_TOKENS = 1024
 
+_ENGINE_SIDE = Path(__file__).parent / "engine_side"  # modules for the engine's own interpreter
+
 _ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -60,12 +62,15 @@ def engine_command(config: ConfigDict, run_dir: Path, port: int) -> tuple[list[s
         "--tensor-parallel-size": engine.tensor_parallel,
         "--logprobs-mode": "processed_logprobs",  # those of the distribution sampled from: after temperature and top-p
         "--generation-config": "vllm",  # not the model's own top-k, top-p and penalties
-        **_lora_options(config),
+        **_policy_options(config),
     }
     if engine.kv_cache_bytes:
         options["--kv-cache-memory-bytes"] = engine.kv_cache_bytes
     switches = ["--disable-uvicorn-access-log", *(["--enable-lora"] if config.policy.train == "lora" else [])]
     environment = dict(_ENVIRONMENT)
+    if config.policy.train == "full":
+        inherited = os.environ.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(_ENGINE_SIDE), *([inherited] if inherited else [])])
     if on_cpu:
         # Compiling takes longer than it saves, and vLLM's CPU LoRA forgoes it anyway.
         switches.append("--enforce-eager")
@@ -82,9 +87,10 @@ def engine_command(config: ConfigDict, run_dir: Path, port: int) -> tuple[list[s
     return [*argv, *switches, *map(str, engine.extra_args)], environment
 
 
-def _lora_options(config: ConfigDict) -> dict[str, Any]:
+def _policy_options(config: ConfigDict) -> dict[str, Any]:
     if config.policy.train != "lora":
-        return {}
+        module = "flowjax_served_weights"
+        return {"--middleware": f"{module}.ServedWeights", "--worker-extension-cls": f"{module}.WorkerExtension"}
     rank = config.policy.lora.rank
     max_rank = next((served for served in VLLM_RANKS if served >= rank), None)
     if max_rank is None:

@@ -1,8 +1,9 @@
 """The follower: makes the engine serve what the trainer has published.
 
 It reconciles what is wanted (the newest committed step of each policy, and every version in use) with what the engine
-itself lists. An adapter reaches the engine as an immutable folder `adapters/<policy>@<step>` under a name of its own,
-so a request in flight ends on the version it began with, and nothing pauses.
+itself lists. A version reaches the engine as an immutable folder `adapters/<policy>@<step>` under a name of its own.
+Adapters lie beside each other there, so a request in flight ends on the version it began with, and nothing pauses. Full
+weights replace each other: the engine holds one version, which stays for as long as an episode is pinned to it.
 """
 
 import asyncio
@@ -10,26 +11,19 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-from ml_collections import ConfigDict
-
-from flowjax.config import ConfigError
-from flowjax.models.config import read_config
-from flowjax.models.lora import Lora, peft_config, peft_tensors
-from flowjax.weights.peft import remove_unfinished, write_peft_folder
+from flowjax.weights.hand_over import HandOver
+from flowjax.weights.peft import remove_unfinished
 from flowjax.weights.publish import committed_steps, read_adapter
 from flowjax.workflows.agent import UNVERSIONED, served_version
 
 _log = logging.getLogger(__name__)
 _OBSERVE_EVERY_S = 2.0  # how long the engine's own list may be out of date when nothing hints at a change
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
-
-PeftAdapter = tuple[Mapping[str, np.ndarray], Mapping[str, Any]]  # tensors, adapter_config.json
 
 
 class WeightsError(RuntimeError):
@@ -43,6 +37,8 @@ class Engine(Protocol):
 
     async def load_adapter(self, name: str, path: Path) -> None: ...
 
+    async def load_weights(self, name: str, path: Path) -> None: ...
+
     async def unload_adapter(self, name: str) -> None: ...
 
 
@@ -51,30 +47,13 @@ def model_name(policy: str, version: int) -> str:
     return f"{policy}@{version}"
 
 
-def peft_exporter(config: ConfigDict) -> Callable[[Any], PeftAdapter]:
-    """From a checkpoint's adapter to PEFT tensors and config, for the run's model and LoRA.
-
-    Raises:
-        ConfigError: the run trains all weights.
-    """
-    if config.policy.train != "lora":
-        # Full fine-tuning hands over merged weights here: reload in place, prefix cache salted by version.
-        raise ConfigError(
-            f"config.policy.train is {config.policy.train!r}, which cannot reach the engine yet: set it to 'lora'"
-        )
-    model, lora = read_config(Path(config.model.path)), Lora(**config.policy.lora.to_dict())
-    described = peft_config(lora, config.model.path)
-    return lambda adapter: (peft_tensors(adapter, model, lora), described)
-
-
 class Follower:
     """Keeps the engine on the newest version of each policy.
 
     Args:
-        engine: where adapters go.
+        engine: where versions go.
         run_dir: holds `checkpoints/<policy>/` and `adapters/`.
-        policies: names of the published policies.
-        export: from a restored adapter to its PEFT form.
+        hand_overs: the published policies, and in which form each reaches the engine.
         max_staleness: versions behind the current one that stay loaded even when unused. Engines hold few.
         poll_s: interval at which the checkpoint folders are listed.
         stuck_s: how long the newest version may fail to load on a living engine before `run` gives up.
@@ -84,14 +63,19 @@ class Follower:
         self,
         engine: Engine,
         run_dir: Path,
-        policies: Sequence[str],
-        export: Callable[[Any], PeftAdapter],
+        hand_overs: Mapping[str, HandOver],
         *,
         max_staleness: int,
         poll_s: float = 0.02,
         stuck_s: float = 60.0,
     ):
-        self._engine, self._run_dir, self._policies, self._export = engine, run_dir, tuple(policies), export
+        if len(hand_overs) > 1 and any(each.in_place for each in hand_overs.values()):
+            raise WeightsError(
+                f"config.policies names {', '.join(hand_overs)}, but an engine holds the full weights of one policy: "
+                "set policy.train to 'lora'"
+            )
+        self._engine, self._run_dir, self._hand_overs = engine, run_dir, dict(hand_overs)
+        self._policies = tuple(hand_overs)
         self._max_staleness, self._poll_s, self._stuck_s = max_staleness, poll_s, stuck_s
         self._adapters = run_dir / "adapters"
         self._observed: set[str] = set()
@@ -99,6 +83,7 @@ class Follower:
         self._current: dict[str, int] = {}
         self._oldest_needed = dict.fromkeys(self._policies, 0)
         self._in_use: Counter[tuple[str, int]] = Counter()
+        self._pinned: Counter[tuple[str, int]] = Counter()  # those of `_in_use` that whole episodes hold
         self._wanted: Counter[tuple[str, int]] = Counter()  # asked for by `serve`
         self._retries: dict[tuple[str, int], _Retry] = {}
         self._wake = asyncio.Event()
@@ -114,16 +99,19 @@ class Follower:
         return version, model_name(policy, version)
 
     @contextmanager
-    def using(self, policy: str, version: int) -> Iterator[None]:
-        """While entered, the version is kept on the engine."""
+    def using(self, policy: str, version: int, *, pinned: bool = False) -> Iterator[None]:
+        """While entered, the version is kept on the engine; where it holds one alone, only if it is `pinned`."""
+        counters = (self._in_use, self._pinned) if pinned else (self._in_use,)
         key = policy, version
-        self._in_use[key] += 1
+        for counter in counters:
+            counter[key] += 1
         try:
             yield
         finally:
-            self._in_use[key] -= 1
-            if not self._in_use[key]:
-                del self._in_use[key]
+            for counter in counters:
+                counter[key] -= 1
+                if not counter[key]:
+                    del counter[key]
 
     def in_use(self, policy: str) -> list[int]:
         """Versions of a policy with something in flight."""
@@ -156,6 +144,15 @@ class Follower:
             self._wanted[key] -= 1
             if not self._wanted[key]:
                 del self._wanted[key]
+
+    async def serve_current(self, policy: str) -> None:
+        """Return when the engine has the current version, whichever that has become by then."""
+        self._wake.set()
+        async with self._changed:
+            await self._changed.wait_for(lambda: model_name(*self._newest_known(policy)) in self._observed)
+
+    def _newest_known(self, policy: str) -> tuple[str, int]:
+        return policy, self._current.get(policy, UNVERSIONED)
 
     def recheck(self, name: str) -> None:
         """The engine does not know `name`: it has been restarted. Look again at once."""
@@ -203,7 +200,11 @@ class Follower:
             await self._retire(policy)
 
     def _wanted_versions(self, policy: str, newest: int | None) -> list[int]:
-        """Newest first: it is what new turns wait for."""
+        """Newest first: it is what new turns wait for. In place, one: the oldest that is pinned, else the newest."""
+        if self._hand_overs[policy].in_place:
+            pinned = [version for name, version in (*self._pinned, *self._wanted) if name == policy]
+            alone = min(pinned) if pinned else newest
+            return [] if alone is None else [alone]
         wanted = {version for name, version in (*self._in_use, *self._wanted) if name == policy}
         wanted |= {version for version in (newest, self._current.get(policy)) if version is not None}
         return sorted(wanted, reverse=True)
@@ -236,7 +237,7 @@ class Follower:
             folder = self._adapters / name
             if not folder.exists():
                 await asyncio.to_thread(self._write_folder, policy, version)
-            await self._engine.load_adapter(name, folder)
+            await self._hand_overs[policy].load(self._engine, name, folder)
         except Exception as caught:  # whatever went wrong, what counts is whether the engine lists the name
             error = caught
         await self._observe()
@@ -253,8 +254,8 @@ class Follower:
             )
 
     def _write_folder(self, policy: str, version: int) -> None:
-        tensors, described = self._export(read_adapter(self._run_dir / "checkpoints" / policy, version))
-        write_peft_folder(self._adapters / model_name(policy, version), tensors, described)
+        arrays = read_adapter(self._run_dir / "checkpoints" / policy, version)
+        self._hand_overs[policy].write(self._adapters / model_name(policy, version), arrays)
 
     async def _retire(self, policy: str) -> None:
         """Unload what is behind the staleness bound and not in use; then delete those folders that nobody will need."""
@@ -267,6 +268,8 @@ class Follower:
             if owner != policy or version == UNVERSIONED or version >= oldest_loaded or busy:
                 continue
             if name in self._observed:
+                if self._hand_overs[policy].in_place:
+                    continue  # the next version takes its place
                 self._observed.discard(name)
                 await self._engine.unload_adapter(name)
             if version < self._oldest_needed[policy]:

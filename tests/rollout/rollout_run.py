@@ -22,7 +22,8 @@ from flowjax.rollout.client import EngineClient
 from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import Player
 from flowjax.rollout.service import RolloutService
-from flowjax.weights.follow import Follower, peft_exporter
+from flowjax.weights.follow import Follower
+from flowjax.weights.hand_over import hand_over
 from flowjax.weights.publish import Checkpoints
 
 WORLD = {"rows": 5, "columns": 5, "boxes": 1}
@@ -111,7 +112,7 @@ class RolloutRun:
             DataflowClient(servers.dataflow_url, worker="test", away_s=config.dataflow.lease_s) as dataflow,
             EnvPool(workers=1, step_timeout_s=config.env.step_timeout_s) as pool,
         ):
-            follower = Follower(engine, self.folder, ["agent"], peft_exporter(config), max_staleness=1, poll_s=0.01)
+            follower = Follower(engine, self.folder, {"agent": hand_over(config)}, max_staleness=1, poll_s=0.01)
             player = Player.of_run(config, engine=engine, follower=follower, pool=pool)
             parts = {"engine": engine, "dataflow": dataflow, "follower": follower, "player": player}
             serving = Serving(RolloutService(config, self.folder, **parts))

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flowjax.config import ConfigError, default_config
+from flowjax.config import default_config
 from flowjax.weights import follow
-from flowjax.weights.follow import Follower, WeightsError, peft_exporter
+from flowjax.weights.follow import Follower, WeightsError
+from flowjax.weights.hand_over import PeftHandOver, hand_over
+from flowjax.weights.peft import write_peft_folder
 from flowjax.weights.publish import Checkpoints
 
 
@@ -39,6 +41,10 @@ class Engine:
             raise RuntimeError("500: adapter rank is greater than max_lora_rank")
         self.loaded[name] = float(load_file(path / "adapter_model.safetensors")["a"][0])
 
+    async def load_weights(self, name: str, path: Path) -> None:
+        self.loaded.clear()
+        await self.load_adapter(name, path)
+
     async def unload_adapter(self, name: str) -> None:
         self._check_alive()
         self.calls.append(f"unload {name}")
@@ -53,15 +59,27 @@ class Engine:
             raise ConnectionError("connection refused")
 
 
+class Plain:
+    """Hands a checkpoint's arrays over as they are."""
+
+    def __init__(self, in_place: bool = False):
+        self.in_place = in_place
+
+    def write(self, folder: Path, arrays) -> None:
+        write_peft_folder(folder, arrays, {"r": 1})
+
+    async def load(self, engine, name: str, folder: Path) -> None:
+        await (engine.load_weights if self.in_place else engine.load_adapter)(name, folder)
+
+
 class Run:
     """A run folder with a publishing trainer and a running follower."""
 
-    def __init__(self, folder: Path, engine: Engine, **options):
+    def __init__(self, folder: Path, engine: Engine, in_place: bool = False, **options):
         self.folder, self.engine = folder, engine
         self.checkpoints = Checkpoints(folder / "checkpoints" / "agent", keep=3)
-        self.follower = Follower(
-            engine, folder, ["agent"], lambda adapter: (adapter, {"r": 1}), max_staleness=1, poll_s=0.005, **options
-        )
+        forms = {"agent": Plain(in_place)}
+        self.follower = Follower(engine, folder, forms, max_staleness=1, poll_s=0.005, **options)
 
     def publish(self, step: int) -> None:
         self.checkpoints.save(step, {"a": jnp.full(3, float(step))}, {"m": jnp.zeros(3)}, {})
@@ -281,15 +299,42 @@ def test_exports_the_models_own_peft_layout(tmp_path):
     a, b = np.arange(48.0).reshape(2, 8, 3), np.arange(48.0).reshape(2, 3, 8)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(0, {"q_proj": {"a": jnp.asarray(a), "b": jnp.asarray(b)}}, {}, {})
-    tensors, adapter_config = peft_exporter(config)(follow.read_adapter(tmp_path / "checkpoints", 0))
+    form = hand_over(config)
+    assert isinstance(form, PeftHandOver)
+    tensors, adapter_config = form.tensors(follow.read_adapter(tmp_path / "checkpoints", 0))
     prefix = "base_model.model.model.layers.1.self_attn.q_proj"
     np.testing.assert_array_equal(tensors[f"{prefix}.lora_A.weight"], a[1].T)
     np.testing.assert_array_equal(tensors[f"{prefix}.lora_B.weight"], b[1].T)
     assert adapter_config["r"] == 3 and adapter_config["target_modules"] == ["q_proj"]
 
 
-def test_full_training_is_refused_by_name():
-    config = default_config()
-    config.policy.train = "full"
-    with pytest.raises(ConfigError, match=r"config\.policy\.train is 'full'"):
-        peft_exporter(config)
+def test_full_weights_replace_each_other_once_no_episode_is_pinned(tmp_path, engine):
+    async def scenario():
+        run = Run(tmp_path, engine, in_place=True)
+        async with run.following() as follower:
+            run.publish(0)
+            await asyncio.wait_for(follower.ready(), 5)
+            with follower.using("agent", 0, pinned=True):
+                await asyncio.wait_for(follower.serve("agent", 0), 5)
+                run.publish(1)
+                await asyncio.sleep(0.1)
+                assert engine.loaded == {"agent@0": 0.0} and follower.current("agent")[0] == 0
+            with follower.using("agent", 0):  # a single turn holds nothing up: the engine ends it first
+                assert await asyncio.wait_for(follower.changed("agent", 0), 5) == 1
+            assert engine.loaded == {"agent@1": 1.0}
+            with follower.using("agent", 0, pinned=True):  # an evaluation of an older version
+                await asyncio.wait_for(follower.serve("agent", 0), 5)
+                assert engine.loaded == {"agent@0": 0.0}
+                waiting = asyncio.create_task(follower.serve_current("agent"))
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+            await asyncio.wait_for(waiting, 5)
+            assert engine.loaded == {"agent@1": 1.0}
+        assert not any(call.startswith("unload") for call in engine.calls)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_holds_the_full_weights_of_one_policy_only(tmp_path, engine):
+    with pytest.raises(WeightsError, match=r"full weights of one policy: set policy\.train to 'lora'"):
+        Follower(engine, tmp_path, {"one": Plain(True), "two": Plain(True)}, max_staleness=1)

@@ -1,0 +1,99 @@
+"""In which form a published version reaches the engine: a PEFT adapter beside others, or all weights in place."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from flowjax.models.config import ModelConfig, ModelError, read_config
+from flowjax.models.decoder import Decoder, base_specs
+from flowjax.models.hf import save_decoder
+from flowjax.models.lora import Lora, peft_config, peft_tensors
+from flowjax.weights.peft import new_folder, write_peft_folder
+
+
+class EngineWeights(Protocol):
+    """The two ways of an engine to take weights."""
+
+    async def load_adapter(self, name: str, path: Path) -> None: ...
+
+    async def load_weights(self, name: str, path: Path) -> None: ...
+
+
+class HandOver(Protocol):
+    """A form of hand-over. `in_place`: a version replaces the one before it, so that the engine holds one alone."""
+
+    in_place: bool
+
+    def write(self, folder: Path, arrays: Any) -> None:
+        """Make the immutable folder of a version from what its checkpoint holds."""
+        ...
+
+    async def load(self, engine: Any, name: str, folder: Path) -> None:
+        """Have the engine serve the folder as `name`."""
+        ...
+
+
+class PeftHandOver:
+    """A LoRA adapter as PEFT lays it out; the engine holds several, beside its base."""
+
+    in_place = False
+
+    def __init__(self, model: ModelConfig, lora: Lora, base_path: str):
+        self._model, self._lora, self._described = model, lora, peft_config(lora, base_path)
+
+    def tensors(self, arrays: Any) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
+        """The adapter's tensors and its adapter_config.json."""
+        return peft_tensors(arrays, self._model, self._lora), self._described
+
+    def write(self, folder: Path, arrays: Any) -> None:
+        write_peft_folder(folder, *self.tensors(arrays))
+
+    async def load(self, engine: EngineWeights, name: str, folder: Path) -> None:
+        await engine.load_adapter(name, folder)
+
+
+class FullHandOver:
+    """All weights as a Hugging Face folder in the engine's precision, loaded into the running model."""
+
+    in_place = True
+
+    def __init__(self, model: ModelConfig, dtype: str):
+        self._model, self._dtype = model, dtype
+
+    def write(self, folder: Path, arrays: Any) -> None:
+        with new_folder(folder) as unfinished:
+            save_decoder(decoder_of(self._model, arrays), unfinished, dtype=jnp.dtype(self._dtype))
+
+    async def load(self, engine: EngineWeights, name: str, folder: Path) -> None:
+        await engine.load_weights(name, folder)
+
+
+def hand_over(config: ConfigDict) -> HandOver:
+    """The form that the run's policy needs."""
+    model = read_config(Path(config.model.path))
+    if config.policy.train == "full":
+        return FullHandOver(model, config.engine.dtype)
+    return PeftHandOver(model, Lora(**config.policy.lora.to_dict()), config.model.path)
+
+
+def decoder_of(model: ModelConfig, arrays: Mapping[str, Any]) -> Decoder:
+    """A decoder without adapter around the host arrays of a full checkpoint; nothing is put on a device.
+
+    Raises:
+        ModelError: an array is missing or has another shape.
+    """
+    decoder = nnx.eval_shape(lambda: Decoder(model, dtype=jnp.float32, key=jax.random.key(0)))
+    layers = arrays.get("layers", {})
+    for name, spec in base_specs(model, jnp.float32).items():
+        array = layers.get(name, arrays.get(name))
+        if array is None or np.shape(array) != tuple(spec.shape):
+            found = "is missing" if array is None else f"has shape {np.shape(array)} instead of {tuple(spec.shape)}"
+            raise ModelError(f"the checkpoint's {name} {found}: it belongs to another model, or holds an adapter")
+        decoder.parameter(name).set_value(array)
+    return decoder
