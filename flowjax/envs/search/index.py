@@ -1,0 +1,179 @@
+"""Indices over passages: BM25 by words, dense by vectors. Both answer a batch of queries with the best rows of each.
+
+Equal scores are ordered by row, so that the same corpus and query give the same passages on every machine.
+"""
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from flowjax.envs.base import WorldError
+
+Scored = list[tuple[int, float]]  # rows and their scores, best first
+Encoder = Callable[[Sequence[str], Literal["query", "passage"]], Float[np.ndarray, "texts width"]]
+_WORD = re.compile(r"(?u)\b\w\w+\b")
+_BLOCK = 1024  # passages encoded at once
+
+
+class Index(Protocol):
+    """What the server and the in-process retriever need of an index."""
+
+    kind: str
+
+    def search(self, queries: Sequence[str], count: int) -> list[Scored]:
+        """At most `count` rows for each query; fewer where fewer have anything in common with it."""
+        ...
+
+
+class BM25Index:
+    """BM25 (k1 1.5, b 0.75, Lucene's idf) over lower-case English stems without stop words, by bm25s."""
+
+    kind = "bm25"
+
+    def __init__(self, texts: Sequence[str]):
+        bm25s, self._stop_words, self._stemmer = _bm25s()
+        tokens = bm25s.tokenize(list(texts), stopwords="en", stemmer=self._stemmer, show_progress=False)
+        self._bm25: Any = bm25s.BM25()
+        self._bm25.index(tokens, show_progress=False)
+        self._read()
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "BM25Index":
+        """The index that `save` wrote, its postings mapped from disk."""
+        index = cls.__new__(cls)
+        bm25s, index._stop_words, index._stemmer = _bm25s()
+        index._bm25 = bm25s.BM25.load(str(folder), mmap=True)
+        index._read()
+        return index
+
+    def save(self, folder: str | Path) -> None:
+        self._bm25.save(str(folder), show_progress=False)
+
+    def _read(self) -> None:
+        scores = self._bm25.scores
+        self._weights, self._rows, self._starts = scores["data"], scores["indices"], scores["indptr"]
+        self._rank: dict[str, int] = self._bm25.vocab_dict
+        self.passages = int(scores["num_docs"])
+
+    def search(self, queries: Sequence[str], count: int) -> list[Scored]:
+        return [self._scored(self._terms(query), count) for query in queries]
+
+    def _terms(self, query: str) -> list[int]:
+        words = [word for word in _WORD.findall(query.lower()) if word not in self._stop_words]
+        return [self._rank[stem] for stem in self._stemmer.stemWords(words) if stem in self._rank]
+
+    def _scored(self, terms: Sequence[int], count: int) -> Scored:
+        spans = [slice(self._starts[term], self._starts[term + 1]) for term in terms]
+        if not spans:
+            return []
+        rows = np.concatenate([self._rows[span] for span in spans])
+        return _best(np.bincount(rows, np.concatenate([self._weights[span] for span in spans])), count, 0.0)
+
+
+class DenseIndex:
+    """Inner products of unit vectors, exactly. faiss holds them where it is installed, numpy otherwise."""
+
+    kind = "dense"
+
+    def __init__(self, encode: Encoder, vectors: Float[np.ndarray, "passages width"] | Any):
+        """`vectors`: one row per passage, or a faiss index of them."""
+        self._encode = encode
+        self._index: Any = None
+        self._vectors: Any = None
+        if not isinstance(vectors, np.ndarray):
+            self._index = vectors
+        elif (faiss := _faiss()) is not None:
+            self._index = faiss.IndexFlatIP(vectors.shape[1])
+            self._index.add(np.ascontiguousarray(vectors, np.float32))
+        else:
+            self._vectors = np.ascontiguousarray(vectors, np.float32)
+        self.passages = int(len(vectors) if isinstance(vectors, np.ndarray) else vectors.ntotal)
+
+    @classmethod
+    def build(cls, texts: Sequence[str], encode: Encoder) -> "DenseIndex":
+        return cls(encode, encode_passages(texts, encode))
+
+    @classmethod
+    def load(cls, path: str | Path, encode: Encoder) -> "DenseIndex":
+        """Vectors from a .npy file, or a faiss index from any other (the published e5_Flat.index among them)."""
+        if Path(path).suffix == ".npy":
+            return cls(encode, np.load(path))
+        faiss = _faiss()
+        if faiss is None:
+            raise WorldError(f"{path} is a faiss index and faiss is not installed: pip install faiss-cpu")
+        return cls(encode, faiss.read_index(str(path)))
+
+    def search(self, queries: Sequence[str], count: int) -> list[Scored]:
+        wanted = np.ascontiguousarray(self._encode(queries, "query"), np.float32)
+        if self._index is not None:
+            scores, rows = self._index.search(wanted, min(count, self.passages))
+            return [_ordered(row[row >= 0], score[row >= 0]) for row, score in zip(rows, scores, strict=True)]
+        return [_best(scores, count, -np.inf) for scores in wanted @ self._vectors.T]
+
+
+def encode_passages(texts: Sequence[str], encode: Encoder) -> Float[np.ndarray, "passages width"]:
+    blocks = [encode(texts[start : start + _BLOCK], "passage") for start in range(0, len(texts), _BLOCK)]
+    return np.concatenate(blocks).astype(np.float32)
+
+
+def _best(scores: Float[np.ndarray, "rows"], count: int, floor: float) -> Scored:
+    """The `count` best rows above `floor`, ties by row. Overwrites `scores`; for the few wanted, scans beat sorting."""
+    best: Scored = []
+    for _ in range(min(count, len(scores))):
+        row = int(scores.argmax())
+        if scores[row] <= floor:
+            break
+        best.append((row, float(scores[row])))
+        scores[row] = floor
+    return best
+
+
+def _ordered(rows: Int[np.ndarray, "found"], scores: Float[np.ndarray, "found"]) -> Scored:
+    order = np.lexsort((rows, -scores))
+    return list(zip(rows[order].tolist(), scores[order].tolist(), strict=True))
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError:
+        return None
+    return faiss
+
+
+def _bm25s() -> tuple[Any, frozenset[str], Any]:
+    """The modules bm25s, its English stop words, and a stemmer.
+
+    Raises:
+        WorldError: they are not installed.
+    """
+    try:
+        with _without("jax", "jax.lax", "numba"):
+            import bm25s
+            from bm25s.stopwords import STOPWORDS_EN
+        import Stemmer
+    except ImportError as error:
+        raise WorldError(f"BM25 needs bm25s and PyStemmer ({error}): pip install 'flowjax[search]'") from error
+    return bm25s, frozenset(STOPWORDS_EN), Stemmer.Stemmer("english")
+
+
+@contextlib.contextmanager
+def _without(*modules: str) -> Iterator[None]:
+    """Hide modules from what is imported meanwhile: bm25s would start a jax backend, and so seize a GPU, for a top-k
+    that is not used here."""
+    hidden: dict[str, Any] = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(dict.fromkeys(modules))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    try:
+        yield
+    finally:
+        for name, module in hidden.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module

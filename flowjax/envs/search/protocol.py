@@ -1,0 +1,121 @@
+"""How an agent talks to the search world: actions, tags, what it is shown, for each of the two published protocols.
+
+An action is `search[<words>]`, `answer[<text>]` or, in ASearcher's protocol with page access, `access[<url>]`. Which
+protocol is spoken shows in the templates among the legal actions.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flowjax.envs.search.corpus import Document
+
+Verb = Literal["search", "answer", "access"]
+ProtocolName = Literal["rewardflow", "asearcher"]
+
+MAX_QUERY_CHARACTERS = 1000
+MAX_ANSWER_CHARACTERS = 1000  # anything longer is no short answer, and ends the episode as malformed
+QUESTION, NOTICE, NOTHING = "Question: ", "The last reply held no legal action.", "Nothing was found."
+OPENING, CLOSING = "<information>", "</information>"
+
+ANSWER = "answer[<text>]"
+TEMPLATES: dict[ProtocolName, tuple[str, ...]] = {
+    "rewardflow": ("search[<words>]", ANSWER),
+    "asearcher": ("search[<query>]", ANSWER),
+}
+ACCESS = "access[<url>]"
+
+_TAG = re.compile(r"<(/?)(search|answer|access)>", re.IGNORECASE)
+_SHOWN_TAGS = re.compile(r"</?(?:information|search|answer|access|think)>", re.IGNORECASE)
+_ACTION = re.compile(r"(search|answer|access)\[(.*)\]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """An observation's text taken apart: the question, the latest result ("" before the first), a notice."""
+
+    question: str
+    information: str
+    notice: str = ""
+
+
+def templates(protocol: ProtocolName, access: bool) -> tuple[str, ...]:
+    return (*TEMPLATES[protocol], ACCESS) if access else TEMPLATES[protocol]
+
+
+def protocol_of(legal: Sequence[str]) -> ProtocolName:
+    return "asearcher" if TEMPLATES["asearcher"][0] in legal else "rewardflow"
+
+
+def action_of(verb: str, argument: str) -> str:
+    return f"{verb}[{' '.join(argument.split())}]"
+
+
+def read_action(action: str, legal: Sequence[str]) -> tuple[str, str] | None:
+    """Verb and argument, None where the action fits none of the templates. Only answers may be empty."""
+    match = _ACTION.fullmatch(action)
+    if match is None or not any(template.startswith(f"{match[1]}[") for template in legal):
+        return None
+    verb, argument = match[1], match[2].strip()
+    if verb != "answer" and not 0 < len(argument) <= MAX_QUERY_CHARACTERS:
+        return None
+    return verb, argument
+
+
+def parse_tags(reply: str, legal: Sequence[str]) -> str | None:
+    """The action of a reply that holds exactly one pair of exactly one of the legal tags."""
+    verbs = {template.split("[")[0] for template in legal}
+    tags = [(match[1], match[2].lower(), match) for match in _TAG.finditer(reply) if match[2].lower() in verbs]
+    if [tag[0] for tag in tags] != ["", "/"] or tags[0][1] != tags[1][1]:
+        return None
+    action = action_of(tags[0][1], reply[tags[0][2].end() : tags[1][2].start()])
+    return action if read_action(action, legal) else None
+
+
+def parse_as_published(reply: str, legal: Sequence[str]) -> str | None:
+    """What the published systems execute, whatever else the reply holds.
+
+    RewardFlow: the text up to the first `</search>`, else the first `</answer>`; in it the first search, else the first
+    answer. It calls a reply with both, or with two of one, invalid, and executes it all the same. ASearcher: the first
+    search, else the first access, else the first answer.
+    """
+    verbs = ["search", "access", "answer"] if protocol_of(legal) == "asearcher" else ["search", "answer"]
+    if protocol_of(legal) == "rewardflow":
+        for end in ("</search>", "</answer>"):  # case-sensitive, unlike the extraction
+            if end in reply:
+                reply = reply[: reply.index(end) + len(end)]
+                break
+    for verb in verbs:
+        if match := re.search(rf"<{verb}>(.*?)</{verb}>", reply, re.DOTALL | re.IGNORECASE):
+            action = action_of(verb, match[1])
+            return action if read_action(action, legal) else None
+    return None
+
+
+def information(documents: Sequence[Document], protocol: ProtocolName, limit_characters: int) -> str:
+    """What a search found, without the tags around it. Tags inside documents are taken out."""
+    if not documents:
+        return NOTHING
+    lines = []
+    for number, found in enumerate(documents, 1):
+        contents = _SHOWN_TAGS.sub("", found.contents)[:limit_characters]
+        url = _SHOWN_TAGS.sub("", found.url)
+        lines.append(f"[Doc {number}]({url}):\n{contents}" if protocol == "asearcher" else f"Doc {number}: {contents}")
+    return "\n".join(lines)
+
+
+def show(question: str, found: str, notice: bool) -> str:
+    """The text of an observation; `read` takes it apart again."""
+    parts = [QUESTION + question]
+    if found:
+        parts += [OPENING, found, CLOSING]
+    return "\n".join([*parts, NOTICE] if notice else parts)
+
+
+def read(text: str) -> Shown:
+    first, _, rest = text.partition("\n")
+    notice = NOTICE if rest == NOTICE or rest.endswith(f"{CLOSING}\n{NOTICE}") else ""
+    start, end = rest.find(OPENING), rest.rfind(CLOSING)
+    inside = rest[start + len(OPENING) : end].strip("\n") if 0 <= start < end else ""
+    return Shown(first.removeprefix(QUESTION), inside, notice)

@@ -1,0 +1,271 @@
+"""The search world's environment, options, tasks and expert."""
+
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from flowjax.envs.base import Observation, Split, Step, WorldError
+from flowjax.envs.search.client import WIRES, RemoteRetriever, Retriever, Wire, local
+from flowjax.envs.search.corpus import MAX_HOPS, MIN_DOCUMENTS, Document, Question, Questions, encyclopedia
+from flowjax.envs.search.files import CORPUS, HOW_TO_GET, read_questions
+from flowjax.envs.search.names import syllables_for
+from flowjax.envs.search.protocol import (
+    MAX_ANSWER_CHARACTERS,
+    ProtocolName,
+    action_of,
+    information,
+    protocol_of,
+    read,
+    read_action,
+    show,
+    templates,
+)
+from flowjax.grading.qa import augmented_f1, exact_match, f1_score, normalise_answer
+from flowjax.records import Task, state_key
+
+if TYPE_CHECKING:
+    import grain
+
+OUTCOMES = ("success", "f1", "answered", "searches")
+LOCAL = "local"
+_SERVED = itertools.count()  # environments of this process that ask servers
+_CAPITALISED = re.compile(r"\b[A-Z]\w+")
+_FRAME = frozenset({"Question", "What", "Doc", "The", "Nothing"})  # capitalised, and no names
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Keyword arguments of `make` and `tasks`."""
+
+    path: str = ""  # folder with corpus.jsonl and the two question files; "" for the generated encyclopedia
+    documents: int = 1000  # generated
+    corpus_seed: int = 0  # fixes the generated documents, whatever the data seed is
+    hops: Sequence[int] | int = 2  # documents a generated question takes, or several such numbers
+    retriever: Sequence[str] | str = LOCAL  # local, or addresses of servers (several: a list, or with commas)
+    wire: Wire | Literal[""] = ""  # request format of the servers; "" is that of the protocol's own system
+    topk: int = 3  # documents shown after a search
+    document_characters: int = 5000  # longest text shown of one
+    search_timeout_s: float = 8.0  # of one search, all attempts together; keep it under config.env.step_timeout_s
+    protocol: ProtocolName = "rewardflow"
+    access: bool = False  # asearcher: pages can be opened by their address
+    score: Literal["em", "f1"] = "em"  # reward of an answer; success is exact match in either case
+
+    def __post_init__(self):
+        allowed: Mapping[str, Any] = {"protocol": get_args(ProtocolName), "wire": ("", *WIRES), "score": ("em", "f1")}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                known = ", ".join(repr(value) for value in values)
+                raise WorldError(f"env.options {name}={getattr(self, name)!r}: use one of {known}")
+        for name, least, most in (("topk", 1, 100), ("document_characters", 1, 1 << 20), ("corpus_seed", 0, 1 << 63)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= most:
+                raise WorldError(f"env.options {name}={value!r}: give a whole number from {least} to {most}")
+        if not isinstance(self.documents, int) or self.documents < MIN_DOCUMENTS:
+            raise WorldError(f"env.options documents={self.documents!r}: questions need at least {MIN_DOCUMENTS}")
+        syllables_for(self.documents)
+        if not self.hop_counts or not set(self.hop_counts) <= set(range(1, MAX_HOPS + 1)):
+            raise WorldError(f"env.options hops={self.hops!r}: give numbers from 1 to {MAX_HOPS}")
+        if not self.search_timeout_s > 0:
+            raise WorldError(f"env.options search_timeout_s={self.search_timeout_s}: give a time above 0")
+        if self.access and self.protocol != "asearcher":
+            raise WorldError("env.options access=True needs protocol=asearcher: RewardFlow's protocol opens no pages")
+
+    @property
+    def hop_counts(self) -> tuple[int, ...]:
+        return (self.hops,) if isinstance(self.hops, int) else tuple(dict.fromkeys(self.hops))
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of the retrieval servers; () for an index in this process."""
+        if self.retriever == LOCAL:
+            return ()
+        given = self.retriever.split(",") if isinstance(self.retriever, str) else self.retriever
+        return tuple(url.strip() for url in given)
+
+    def open_retriever(self) -> Retriever:
+        if not self.servers:
+            return local(self.path, self.documents, self.corpus_seed)
+        wire: Wire = self.wire or ("queries" if self.protocol == "asearcher" else "query")
+        choose = f"{os.getpid()} {next(_SERVED)}"
+        return RemoteRetriever(self.servers, wire=wire, timeout_s=self.search_timeout_s, choose=choose)
+
+
+def read_options(options: Mapping[str, Any]) -> Options:
+    known = [field.name for field in fields(Options)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise WorldError(f"env.options {', '.join(unknown)}: Search's are {', '.join(known)}")
+    return Options(**options)
+
+
+class Search:
+    """A question and what has been found out about it. State: the question and the set of documents retrieved so far,
+    or, once an answer is given, whether it was right, wrong or malformed."""
+
+    def __init__(self, options: Options, retriever: Retriever):
+        self._options, self._retriever = options, retriever
+        self._legal = templates(options.protocol, options.access)
+        self._question: Question | None = None
+
+    @property
+    def question(self) -> Question:
+        if self._question is None:
+            raise RuntimeError("the environment has not been reset")
+        return self._question
+
+    @property
+    def titles(self) -> frozenset[str]:
+        """Titles of the documents retrieved so far."""
+        return frozenset(self._known.values())
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        return tuple(self._queries)
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        payload = task.payload
+        names = ("answers", "chain", "augmented")
+        self._question = Question(payload["question"], *(tuple(payload.get(name, ())) for name in names))
+        self._known: dict[str, str] = {}  # id -> title
+        self._queries: list[str] = []
+        self._found, self._notice, self._verdict = "", False, ""
+        self._f1 = 0.0
+        return self._observe()
+
+    def step(self, action: str) -> Step:
+        question, asked = self.question, read_action(action, self._legal)
+        if self._verdict:
+            return Step(self._observe(), 0.0, True, False, self._outcome())
+        self._notice = asked is None
+        if asked is None:
+            return Step(self._observe(), 0.0, False, False, self._outcome())
+        verb, argument = asked
+        if verb == "answer":
+            reward = self._answer(question, argument)
+            return Step(self._observe(), reward, True, True, self._outcome())
+        found = self._look_up(verb, argument)
+        self._queries.append(argument)
+        self._known.update((passage.id, passage.title) for passage in found)
+        self._found = information(found, self._options.protocol, self._options.document_characters)
+        return Step(self._observe(), 0.0, False, True, self._outcome())
+
+    def _look_up(self, verb: str, argument: str) -> list[Document]:
+        if verb == "search":
+            return self._retriever.search(argument, self._options.topk)
+        page = self._retriever.access(argument)
+        return [] if page is None else [page]
+
+    def _answer(self, question: Question, said: str) -> float:
+        if not normalise_answer(said) or len(said) > MAX_ANSWER_CHARACTERS:
+            self._verdict = "malformed"
+            return 0.0
+        self._verdict = "right" if exact_match(said, question.answers) else "wrong"
+        if self._options.protocol == "asearcher":
+            self._f1 = augmented_f1(said, question.answers, question.augmented)
+        else:
+            self._f1 = f1_score(said, question.answers)
+        return self._f1 if self._options.score == "f1" else float(self._verdict == "right")
+
+    def _observe(self) -> Observation:
+        text = show(self.question.text, self._found, self._notice)
+        return Observation(text, self._legal, self._key())
+
+    def _key(self) -> int:
+        """Wrong answers that score differently are different states: a state has one reward."""
+        if not self._verdict:
+            return state_key("search", self.question.text, *sorted(self._known))
+        scored = f"{self._f1:.6f}" if self._options.score == "f1" else ""
+        return state_key("search", self.question.text, "answer", self._verdict, scored)
+
+    def _outcome(self) -> dict[str, float]:
+        right, answered = float(self._verdict == "right"), float(bool(self._verdict))
+        return {"success": right, "f1": self._f1, "answered": answered, "searches": float(len(self._queries))}
+
+
+def make(**options: Any) -> Search:
+    """An environment; see `Options`."""
+    read = read_options(options)
+    return Search(read, read.open_retriever())
+
+
+class _TaskSource:
+    """Questions as tasks, by index."""
+
+    def __init__(self, questions: Sequence[Question], order: np.ndarray | None, name: str):
+        self._questions, self._order, self._name = questions, order, name
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def __getitem__(self, index: int) -> Task:
+        row = index if self._order is None else int(self._order[index])
+        question = self._questions[row]
+        identity = f"{self._name}-{state_key(question.text):016x}"
+        payload = {"question": question.text, "answers": question.answers, "chain": question.chain}
+        if question.augmented:
+            payload["augmented"] = question.augmented
+        return Task(identity, "search", index, {name: _plain(value) for name, value in payload.items()})
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
+    """Every question of a split once, in an order that the data seed draws.
+
+    Training and held-out questions of the generated encyclopedia are about things that never mention each other. From
+    files, training questions that are also test questions are left out.
+    """
+    import grain  # imports jax, which processes that only hold environments do without
+
+    if split not in ("train", "held_out"):
+        raise WorldError(f"split is {split!r}: give train or held_out")
+    read = read_options(options)
+    if not read.path:
+        book = encyclopedia(read.documents, read.corpus_seed)
+        questions = Questions(book, split, data_seed, read.hop_counts)
+        return grain.MapDataset.source(_TaskSource(questions, None, f"search-{read.documents}-{read.corpus_seed}"))
+    if not read.servers and not (Path(read.path) / CORPUS).is_file():
+        raise WorldError(f"env.options path={read.path!r} holds no {CORPUS}: {HOW_TO_GET}, or name a retriever")
+    questions = read_questions(read.path, split)
+    order = np.random.default_rng([data_seed, split == "held_out"]).permutation(len(questions))
+    return grain.MapDataset.source(_TaskSource(questions, order, f"search-{split}"))
+
+
+def expert(env: Search) -> str:
+    """Search for each document that leads to the answer, by its name, then answer.
+
+    Where a question comes without that chain: search for the question itself, then give the gold answer.
+    """
+    question = env.question
+    for name in question.chain[:-1] or (question.text,):
+        if name not in env.titles and name not in env.queries:
+            return action_of("search", name)
+    return action_of("answer", question.answers[0])
+
+
+def random_action(observation: Observation, rng: np.random.Generator) -> str:
+    """A search or an answer at random, about a name that the observation holds (or a word, where it holds none)."""
+    template = observation.legal_actions[rng.integers(len(observation.legal_actions))]
+    verb = template.split("[")[0]
+    shown = read(observation.text)
+    if verb == "access":
+        addresses = re.findall(r"^\[Doc \d+\]\((.*)\):$", shown.information, re.MULTILINE)
+        if addresses:
+            return action_of(verb, addresses[rng.integers(len(addresses))])
+        verb = "search"
+    text = f"{shown.question}\n{shown.information}"
+    names = [name for name in dict.fromkeys(_CAPITALISED.findall(text)) if name not in _FRAME]
+    names = names or re.findall(r"\w+", text) or ["nothing"]
+    return action_of(verb, names[rng.integers(len(names))])
+
+
+def protocol(observation: Observation) -> ProtocolName:
+    return protocol_of(observation.legal_actions)
