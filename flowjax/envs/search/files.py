@@ -18,9 +18,9 @@ from flowjax.envs.search.corpus import Document, Question
 CORPUS = "corpus.jsonl"
 _FILES: dict[Split, str] = {"train": "train", "held_out": "test"}
 HOW_TO_GET = (
-    "make small data with `python -m data.search.build --out=FOLDER`, or fetch wiki-18.jsonl "
-    "(PeterJinGo/wiki-18-corpus, as corpus.jsonl) and train.parquet and test.parquet (PeterJinGo/nq_hotpotqa_train) from Hugging Face into one "
-    "folder (docs/worlds/search.md)"
+    "make small data with `python -m data.search.build --out=FOLDER`, or put PeterJinGo/wiki-18-corpus (as "
+    "corpus.jsonl) and PeterJinGo/nq_hotpotqa_train (train.parquet, test.parquet) from Hugging Face into a folder; "
+    "see docs/worlds/search.md"
 )
 
 

@@ -4,6 +4,7 @@ Equal scores are ordered by row, so that the same corpus and query give the same
 """
 
 import contextlib
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -96,8 +97,14 @@ class DenseIndex:
         self.passages = int(len(vectors) if isinstance(vectors, np.ndarray) else vectors.ntotal)
 
     @classmethod
-    def build(cls, texts: Sequence[str], encode: Encoder) -> "DenseIndex":
-        return cls(encode, encode_passages(texts, encode))
+    def build(cls, texts: Sequence[str], encode: Encoder, save_to: Path | None = None) -> "DenseIndex":
+        """Encode every text; `save_to` is the .npy file that keeps the vectors."""
+        if save_to is not None and save_to.suffix != ".npy":
+            raise WorldError(f"--index_path={save_to} is not there and can be made only as a .npy file: name it so")
+        vectors = encode_passages(texts, encode)
+        if save_to is not None:
+            np.save(save_to, vectors)
+        return cls(encode, vectors)
 
     @classmethod
     def load(cls, path: str | Path, encode: Encoder) -> "DenseIndex":
@@ -160,6 +167,7 @@ def _bm25s() -> tuple[Any, frozenset[str], Any]:
         import Stemmer
     except ImportError as error:
         raise WorldError(f"BM25 needs bm25s and PyStemmer ({error}): pip install 'flowjax[search]'") from error
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     return bm25s, frozenset(STOPWORDS_EN), Stemmer.Stemmer("english")
 
 

@@ -1,0 +1,291 @@
+"""A retrieval server: `python -m flowjax.envs.search.server --corpus=corpus.jsonl --port=8000`.
+
+It speaks the request formats of three published systems, all POST and JSON:
+
+    /retrieve  {"query": text, "topk": 3, "return_scores": true}        one query: RewardFlow, verl-agent, SkyRL
+    /retrieve  {"queries": [text, ...], "topk": 3, "return_scores"}     many: Search-R1, ASearcher
+               -> {"result": [[{"document": {"id", "contents", "url"}, "score": 1.5}, ...], ...]}, a list per query;
+                  without scores the bare documents; for "query" they are always scored, as its clients expect
+    /access    {"urls": [address, ...]} -> {"result": [{"url", "contents"} or null, ...]}
+    /search    {"query": text, "n_docs": 5, "min_words": 20, "backend", "nprobe"}, X-API-Key    AstraFlow
+               -> {"results": {"passages": [[{"text", "source", "passage_id", "filename"}]], "scores": [[1.5]]}}
+
+and GET /health. A wrong request is answered 400, 401, 413 or 503 with {"error": reason}. Where the environment variable
+FLOWJAX_SEARCH_KEY is set, every POST must bring it as X-API-Key; an address that is not loopback needs it or --open.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from flowjax.envs.base import WorldError
+from flowjax.envs.search.batching import Batcher, Busy
+from flowjax.envs.search.client import KEY_VARIABLE, pages
+from flowjax.envs.search.corpus import Document, encyclopedia
+from flowjax.envs.search.encoders import load_encoder
+from flowjax.envs.search.files import HOW_TO_GET, Corpus
+from flowjax.envs.search.index import BM25Index, DenseIndex, Index
+
+MAX_BODY_BYTES = 1 << 20
+MAX_QUERIES = 1024  # in one request
+MAX_URLS = 64
+MAX_TOPK = 100
+MAX_QUERY_CHARACTERS = 4000
+MAX_WAITING = 16_384  # queries
+DEFAULT_TOPK, DEFAULT_MIN_WORDS = 3, 20
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Refused(Exception):
+    """A request that is answered with a status and a reason."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+class Service:
+    """The endpoints over one corpus and its index."""
+
+    def __init__(self, documents: Sequence[Document], index: Index, batcher: Batcher, key: str):
+        self._documents, self._index, self._batcher, self._key = documents, index, batcher, key
+        self._pages: Mapping[str, int] | None = None
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/health", self._health)
+        for path, handler in (("/retrieve", self._retrieve), ("/access", self._access), ("/search", self._search)):
+            app.router.add_post(path, handler)
+        app.cleanup_ctx.append(self._batching)
+        return app
+
+    async def _batching(self, app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._batcher.run())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        self._batcher.close()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key; word every refusal as JSON."""
+        try:
+            given = request.headers.get("X-API-Key", "")
+            if self._key and request.method == "POST" and not hmac.compare_digest(given.encode(), self._key.encode()):
+                raise Refused(401, "X-API-Key is missing or wrong")
+            return await handler(request)
+        except Refused as refused:
+            return web.json_response({"error": str(refused)}, status=refused.status)
+        except Busy as busy:
+            return web.json_response({"error": str(busy)}, status=503, headers={"Retry-After": "1"})
+        except web.HTTPRequestEntityTooLarge:
+            return web.json_response({"error": f"the body is over {MAX_BODY_BYTES} bytes"}, status=413)
+        except web.HTTPException as error:
+            return web.json_response({"error": f"{request.method} {request.path}: {error.reason}"}, status=error.status)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        told = {"index": self._index.kind, "documents": len(self._documents)}
+        counts = {"queries": self._batcher.queries, "batches": self._batcher.batches}
+        return web.json_response({"status": "ok", **told, **counts})
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        if ("query" in body) == ("queries" in body):
+            raise Refused(400, 'give either "query" (a text) or "queries" (a list of texts)')
+        single = "query" in body
+        queries = [_text(body["query"], "query")] if single else _texts(body, "queries", MAX_QUERIES)
+        count = _whole(body, "topk", DEFAULT_TOPK, 1, MAX_TOPK)
+        scored = single or _flag(body, "return_scores")
+        found = await self._batcher.search(queries, count)
+        return _answer({"result": [[self._item(row, score, scored) for row, score in rows] for rows in found]})
+
+    def _item(self, row: int, score: float, scored: bool) -> dict[str, Any]:
+        passage = self._documents[row]
+        fields = {"id": passage.id, "contents": passage.contents, "url": passage.url}
+        return {"document": fields, "score": score} if scored else fields
+
+    async def _access(self, request: web.Request) -> web.Response:
+        urls = _texts(await _body(request), "urls", MAX_URLS)
+        if self._pages is None:
+            self._pages = await asyncio.to_thread(pages, self._documents)
+        rows = [self._pages.get(url) for url in urls]
+        return _answer({"result": [None if row is None else self._page(row) for row in rows]})
+
+    def _page(self, row: int) -> dict[str, str]:
+        passage = self._documents[row]
+        return {"id": passage.id, "url": passage.url, "contents": passage.contents}
+
+    async def _search(self, request: web.Request) -> web.Response:
+        """`backend` and `nprobe` are read and change nothing: there is one exact index. `min_words` drops shorter
+        passages, out of twice as many as are asked for."""
+        body = await _body(request)
+        query = _text(body.get("query"), "query")
+        count = _whole(body, "n_docs", DEFAULT_TOPK, 1, MAX_TOPK)
+        least = _whole(body, "min_words", DEFAULT_MIN_WORDS, 0, 1 << 20)
+        [rows] = await self._batcher.search([query], count * 2 if least else count)
+        found = [(self._documents[row], score) for row, score in rows]
+        kept = [(passage, score) for passage, score in found if len(passage.contents.split()) >= least][:count]
+        passages = [{"text": p.contents, "source": "corpus", "passage_id": p.id, "filename": p.url} for p, _ in kept]
+        return _answer({"results": {"passages": [passages], "scores": [[score for _, score in kept]]}})
+
+
+def _answer(value: Mapping[str, Any]) -> web.Response:
+    return web.Response(body=json.dumps(value, ensure_ascii=False).encode(), content_type="application/json")
+
+
+async def _body(request: web.Request) -> Mapping[str, Any]:
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise Refused(400, f"the body is a JSON {type(body).__name__}, not an object")
+    return body
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise Refused(400, f'"{name}" must be a text that is not empty')
+    if len(value) > MAX_QUERY_CHARACTERS:
+        raise Refused(400, f'"{name}" has {len(value)} characters, the limit is {MAX_QUERY_CHARACTERS}')
+    return value
+
+
+def _texts(body: Mapping[str, Any], name: str, most: int) -> list[str]:
+    values = body.get(name)
+    if not isinstance(values, list) or not 0 < len(values) <= most:
+        raise Refused(400, f'"{name}" must be a list of 1 to {most} texts')
+    return [_text(value, f"{name}[{number}]") for number, value in enumerate(values)]
+
+
+def _whole(body: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise Refused(400, f'"{name}" must be a whole number from {least} to {most}')
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise Refused(400, f'"{name}" must be true or false')
+    return value
+
+
+def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m flowjax.envs.search.server", allow_abbrev=False)
+    parser.add_argument("--corpus", default="", help="JSONL file in the wiki-18 format")
+    parser.add_argument("--documents", type=int, default=0, help="instead of a corpus: so many generated documents")
+    parser.add_argument("--corpus_seed", type=int, default=0, help="of the generated documents")
+    parser.add_argument("--index", choices=("bm25", "dense"), default="bm25")
+    parser.add_argument("--index_path", default="", help="load the index from here; if nothing is there, save it")
+    parser.add_argument("--encoder", default="", help="dense: a Hugging Face folder or package.module:function")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
+    parser.add_argument("--open", action="store_true", help="serve other machines without a key")
+    parser.add_argument("--max_batch", type=int, default=256, help="queries searched at once")
+    parser.add_argument("--batch_window_ms", type=float, default=1.0, help="wait of a query for company")
+    return parser.parse_args(argv)
+
+
+def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
+    """Corpus and index.
+
+    Raises:
+        WorldError: something that was named is missing, or nothing was named.
+    """
+    if bool(arguments.corpus) == bool(arguments.documents):
+        raise WorldError(f"give either --corpus=FILE or --documents=N (generated): {HOW_TO_GET}")
+    if arguments.index == "dense" and not arguments.encoder:
+        raise WorldError("--index=dense needs --encoder: a Hugging Face folder or package.module:function")
+    documents: Sequence[Document] = (
+        Corpus(arguments.corpus)
+        if arguments.corpus
+        else encyclopedia(arguments.documents, arguments.corpus_seed).documents()
+    )
+    index = _load_index(arguments, documents)
+    if index.passages != len(documents):
+        raise WorldError(
+            f"--index_path={arguments.index_path} holds {index.passages} passages and the corpus {len(documents)}: "
+            "remove the index to have it made anew, or name the corpus that it was made of"
+        )
+    return documents, index
+
+
+def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) -> BM25Index | DenseIndex:
+    path = Path(arguments.index_path) if arguments.index_path else None
+    if arguments.index == "bm25":
+        if path is not None and path.is_dir():
+            return BM25Index.load(path)
+        index = BM25Index([passage.contents for passage in documents])
+        if path is not None:
+            index.save(path)
+        return index
+    encode = load_encoder(arguments.encoder)
+    if path is not None and path.is_file():
+        return DenseIndex.load(path, encode)
+    return DenseIndex.build([passage.contents for passage in documents], encode, save_to=path)
+
+
+def check_exposure(host: str, key: str, open_to_all: bool) -> None:
+    """Refuse to serve other machines without a key unless that is asked for."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not (loopback or key or open_to_all):
+        raise WorldError(
+            f"--host={host} serves other machines: set {KEY_VARIABLE} to a key that requests must bring as X-API-Key, "
+            "or add --open"
+        )
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    check_exposure(arguments.host, key, arguments.open)
+    documents, index = load(arguments)
+    window_s = arguments.batch_window_ms / 1000
+    batcher = Batcher(index, max_batch=arguments.max_batch, window_s=window_s, max_waiting=MAX_WAITING)
+    runner = web.AppRunner(Service(documents, index, batcher, key).app(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, arguments.host, arguments.port)
+    try:
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        raise WorldError(f"--port={arguments.port} on {arguments.host} is not free ({error}): give another") from error
+    host, port = runner.addresses[0][:2]
+    print(f"{index.kind} over {len(documents)} documents on http://{host}:{port}", flush=True)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
+    await runner.cleanup()
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = read_arguments(argv)
+    try:
+        asyncio.run(serve(arguments))
+    except WorldError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
