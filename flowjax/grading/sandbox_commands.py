@@ -1,0 +1,148 @@
+"""How a program is started in the sandbox: bubblewrap's command line, or the bare interpreter with resource limits."""
+
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAM = "/box/program.py"  # where bubblewrap shows the program
+_SHARED_MEMORY_BYTES = 16 << 20
+_OWN_UIDS = 1 << 30  # uids from here on are one per box, so that no box counts another's processes
+_counter = itertools.count()
+
+# Sets the limits of a program that runs without bubblewrap, then becomes it. Linux ends it with its parent.
+_LIMIT_AND_RUN = """
+import json, resource, sys
+settings = json.loads(sys.argv[1])
+try:
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9)
+except Exception:
+    pass
+for name, value in settings["limits"].items():
+    try:
+        resource.setrlimit(getattr(resource, name), (value, value))
+    except (AttributeError, ValueError, OSError):
+        pass
+sys.path[:0] = settings["packages"]
+sys.argv = [settings["program"]]
+with open(settings["program"], encoding="utf-8") as file:
+    source = file.read()
+code = compile(source, settings["program"], "exec")
+exec(code, {"__name__": "__main__", "__file__": settings["program"], "__builtins__": __builtins__})
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a program may use. Bytes and seconds; `memory_bytes` is per process, so all of them together may use
+    `processes` times as much for as long as the wall clock lets them."""
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    memory_bytes: int = 512 << 20
+    processes: int = 8  # threads count
+    file_bytes: int = 16 << 20  # one file
+    disk_bytes: int = 64 << 20  # /tmp as a whole; bubblewrap only
+    output_bytes: int = 1 << 20  # of stdout and of stderr
+    open_files: int = 64
+
+    def resources(self) -> dict[str, int]:
+        """The limits that the kernel enforces, by their names in `resource`."""
+        return {
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_CPU": max(1, round(self.cpu_s + 0.499)),
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_CORE": 0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python that the sandbox can show: its executable and the folder that holds its library."""
+
+    executable: str
+    prefix: str
+
+
+def interpreters() -> tuple[Interpreter, ...]:
+    """Candidates, best first: the one that runs this process (its base, if that is a virtual environment), then the
+    system's."""
+    own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    found = [Interpreter(own, os.path.realpath(sys.base_prefix))]
+    if system := shutil.which("python3", path="/usr/bin:/usr/local/bin"):
+        found.append(Interpreter(os.path.realpath(system), "/usr"))
+    return tuple(dict.fromkeys(found))
+
+
+def own_uid() -> int:
+    return _OWN_UIDS + (os.getpid() % (1 << 22)) * 128 + next(_counter) % 128
+
+
+def bubblewrap_command(
+    limits: Limits,
+    interpreter: Interpreter,
+    *,
+    program_fd: int,
+    filter_fd: int | None,
+    drop_root: bool,
+    packages: Sequence[str] = (),
+) -> list[str]:
+    """bwrap, setpriv, prlimit, python. With `drop_root` (we are root) mounts are made as root and the program gets a
+    uid of its own; without, bubblewrap makes a user namespace."""
+    command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    command += [] if drop_root else ["--unshare-user"]
+    command += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
+    command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+    for folder in ("bin", "sbin", "lib", "lib64", "lib32"):
+        if Path("/", folder).is_symlink():
+            command += ["--symlink", f"usr/{folder}", f"/{folder}"]
+        elif Path("/", folder).is_dir():
+            command += ["--ro-bind", f"/{folder}", f"/{folder}"]
+    for path in ("/etc/ld.so.cache", "/etc/alternatives"):
+        command += ["--ro-bind-try", path, path]
+    shown = [interpreter.prefix, *packages]
+    for path in shown:
+        if path != "/usr" and not path.startswith("/usr/"):
+            command += [*_visible_parents(path), "--ro-bind", path, path]
+    command += ["--perms", "1777", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
+    command += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
+    command += ["--perms", "0755", "--dir", "/box", "--perms", "0444", "--ro-bind-data", str(program_fd), PROGRAM]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+    command += ["--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
+    command += ["--seccomp", str(filter_fd)] if filter_fd is not None else []
+    if drop_root:
+        uid = own_uid()
+        command += ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+        command += ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
+    command += ["prlimit", *(f"--{name[7:].lower()}={value}" for name, value in limits.resources().items()), "--"]
+    return [*command, interpreter.executable, *_python_options(packages), PROGRAM]
+
+
+def _visible_parents(path: str) -> list[str]:
+    """bubblewrap makes the parents of what it shows readable by root alone; these are for everyone."""
+    arguments: list[str] = []
+    for parent in reversed(Path(path).parents[:-1]):
+        arguments += ["--perms", "0755", "--dir", str(parent)]
+    return arguments
+
+
+def _python_options(packages: Sequence[str]) -> list[str]:
+    if not packages:
+        return ["-I", "-S", "-B"]
+    start = f"import runpy, sys; sys.path[:0] = {list(packages)!r}; sys.argv = ['{PROGRAM}']; "
+    return ["-I", "-S", "-B", "-c", f"{start}runpy.run_path('{PROGRAM}', run_name='__main__')"]
+
+
+def limited_command(
+    limits: Limits, interpreter: Interpreter, *, program: str, packages: Sequence[str] = ()
+) -> list[str]:
+    """The interpreter with resource limits and nothing else."""
+    settings = {"limits": limits.resources(), "program": program, "packages": list(packages)}
+    return [interpreter.executable, "-I", "-S", "-B", "-c", _LIMIT_AND_RUN, json.dumps(settings)]

@@ -1,0 +1,310 @@
+"""What runs inside the sandbox beside a tested program. Its source is sent there; it imports nothing of this package.
+
+The first line of standard input is a job in JSON. Answers are lines of JSON on what standard output was at the start; what
+the program prints goes to standard error. The program shares this process and can say whatever it likes in its name,
+so nothing secret is here: neither expected results nor tests, only inputs. `serve` and `check` are two boxes: tests run
+in the second one and reach the program in the first one only by sending data.
+"""
+
+import builtins
+import json
+import os
+import signal
+import sys
+import types
+
+_MAX_DEPTH = 60
+_MAX_ITEMS_OF_ITERATOR = 100_000
+
+
+def encode(value, depth=0):
+    """A value as JSON that keeps Python's types; subclasses become their base, what is no data becomes ["other", type]."""
+    if value is None or value is True or value is False:
+        return value
+    if depth > _MAX_DEPTH:
+        return ["other", "nested too deeply"]
+    if isinstance(value, int):
+        number = int(value)
+        return number if -(1 << 63) <= number < 1 << 63 else ["int", hex(number)]
+    if isinstance(value, float):
+        return ["float", float.hex(float(value))]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, complex):
+        return ["complex", float.hex(value.real), float.hex(value.imag)]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", bytes(value).hex()]
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return [kind.__name__, *(encode(item, depth + 1) for item in kind.__iter__(value))]
+    if isinstance(value, dict):
+        return ["dict", *(encode(part, depth + 1) for item in dict.items(value) for part in item)]
+    if isinstance(value, range):
+        return ["range", *(encode(part) for part in (value.start, value.stop, value.step))]
+    if hasattr(type(value), "__next__") or isinstance(value, (type({}.keys()), type({}.values()), type({}.items()))):
+        items = []
+        for item in value:
+            items.append(encode(item, depth + 1))
+            if len(items) > _MAX_ITEMS_OF_ITERATOR:
+                return ["other", "endless iterator"]
+        return ["iterator", *items]
+    return ["other", type(value).__name__]
+
+
+def decode(value):
+    """The value that `encode` wrote down.
+
+    Raises:
+        ValueError: it is no such writing, or holds what is no data.
+    """
+    if not isinstance(value, list):
+        if isinstance(value, (dict, float)):
+            raise ValueError("not an encoded value")
+        return value
+    kind, *parts = value
+    if kind in ("list", "tuple", "set", "frozenset"):
+        return getattr(builtins, kind)([decode(part) for part in parts])
+    if kind == "dict":
+        items = [decode(part) for part in parts]
+        return dict(zip(items[::2], items[1::2]))
+    if kind == "int":
+        return int(parts[0], 16)
+    if kind == "float":
+        return float.fromhex(parts[0])
+    if kind == "complex":
+        return complex(float.fromhex(parts[0]), float.fromhex(parts[1]))
+    if kind == "bytes":
+        return bytes.fromhex(parts[0])
+    if kind == "range":
+        return range(*parts)
+    if kind == "iterator":
+        return iter([decode(part) for part in parts])
+    raise ValueError(f"a value of type {parts[0] if parts else kind} cannot leave the sandbox")
+
+
+class _Late(BaseException):
+    """The time of one case is over."""
+
+
+def _ring(number, frame):
+    raise _Late
+
+
+class _Clock:
+    """Raises `_Late` after a while, and again soon in case it was caught."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def __enter__(self):
+        signal.signal(signal.SIGALRM, _ring)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds, 0.2)
+
+    def __exit__(self, *exc):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class _Lines:
+    """Lines of JSON in and out."""
+
+    def __init__(self, out):
+        self._out, self._unread = out, bytearray()
+
+    def read(self):
+        while b"\n" not in self._unread:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return None
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(bytes(line))
+
+    def write(self, *message):
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            data = data[os.write(self._out, data) :]
+
+
+def _reason(error, file):
+    """One line about an exception, with the line of `file` that it came from."""
+    line, trace = getattr(error, "lineno", None), error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    if isinstance(error, _Late):
+        return "took too long"
+    try:
+        said = str(error.msg if isinstance(error, SyntaxError) else error)[:300]
+    except BaseException:
+        said = ""
+    return type(error).__name__ + (": " + said if said else "") + (f" (line {line})" if line else "")
+
+
+def _load(source, name):
+    """A fresh module that has run `source`."""
+    module = types.ModuleType(name)
+    module.__file__ = name + ".py"
+    sys.modules[name] = module
+    exec(compile(source, name + ".py", "exec"), module.__dict__)
+    return module
+
+
+def _function(module, entry):
+    """The function under test; a method of `Solution` where there is no such function."""
+    if hasattr(module, entry):
+        return getattr(module, entry)
+    if hasattr(module, "Solution"):
+        return getattr(module.Solution(), entry)
+    raise NameError(f"name {entry!r} is not defined")
+
+
+def _solution(job, lines):
+    """The tested function; None, and said so, where the program does not load."""
+    try:
+        with _Clock(job["case_s"]):
+            return _function(_load(job["program"], "solution"), job["entry"])
+    except BaseException as error:
+        lines.write("load", _reason(error, "solution.py"))
+        return None
+
+
+def _answer(function, arguments, keywords, seconds):
+    try:
+        with _Clock(seconds):
+            return ["ok", encode(function(*decode(arguments), **decode(keywords)))]
+    except BaseException as error:
+        return ["error", _reason(error, "solution.py")]
+
+
+def calls(job, lines):
+    """Call the function once for each of the job's arguments."""
+    function = _solution(job, lines)
+    if function is not None:
+        for number, arguments in enumerate(job["arguments"]):
+            lines.write(number, *_answer(function, arguments, ["dict"], job["case_s"]))
+
+
+def serve(job, lines):
+    """Call the function for whoever asks."""
+    function = _solution(job, lines)
+    while function is not None:
+        request = lines.read()
+        if request is None:
+            return
+        lines.write("answer", *_answer(function, request[0], request[1], job["case_s"]))
+
+
+def check(job, lines):
+    """Run tests against a function that is in another box. Only this box knows the token."""
+
+    def candidate(*arguments, **keywords):
+        lines.write("call", encode(arguments), encode(keywords))
+        reply = lines.read()
+        if reply is None:
+            raise RuntimeError("the program has ended")
+        if reply[1] != "ok":
+            raise RuntimeError(reply[2])
+        return decode(reply[2])
+
+    for number, source in enumerate(job["sources"]):
+        try:
+            with _Clock(job["case_s"]):
+                names = types.ModuleType("tests").__dict__
+                exec(compile(job["setup"], "setup.py", "exec"), names)
+                names.update({"candidate": candidate, job["entry"]: candidate})
+                exec(compile(source, "tests.py", "exec"), names)
+            lines.write("verdict", job["token"], number, True, "")
+        except BaseException as error:
+            lines.write("verdict", job["token"], number, False, _reason(error, "tests.py"))
+
+
+def scripts(job, lines):
+    """Run the program once for each of the job's inputs, each time as a process of its own."""
+    code = None
+    try:
+        code = compile(job["program"], "solution.py", "exec")
+    except BaseException as error:
+        lines.write("load", _reason(error, "solution.py"))
+    for number, text in enumerate(job["inputs"]) if code is not None else ():
+        lines.write(number, *_script(code, text.encode("utf-8", "surrogatepass"), job["case_s"], job["output_bytes"]))
+
+
+def _unnamed_file(data=b""):
+    path = f"box-{os.getpid()}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(path)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _script(code, text, seconds, output_bytes):
+    files = [_unnamed_file(text), _unnamed_file(), _unnamed_file()]
+    child = os.fork()
+    if child == 0:
+        _become(code, files)
+    status = None
+    try:
+        with _Clock(seconds):
+            status = os.waitpid(child, 0)[1]
+    except _Late:
+        pass
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except OSError:
+        pass
+    if status is None:
+        os.waitpid(child, 0)
+    out, err = (os.pread(fd, output_bytes + 1, 0).decode("utf-8", "replace") for fd in files[1:])
+    for fd in files:
+        os.close(fd)
+    if status is None:
+        return ["error", "took too long", out]
+    if len(out) > output_bytes:
+        return ["error", "printed too much", ""]
+    if status != 0:
+        last = err.strip().splitlines()[-1:] or [f"ended with status {status}"]
+        return ["error", last[0][:300], out]
+    return ["ok", out]
+
+
+def _become(code, files):
+    """In the child: be the program, and end."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        for number, fd in enumerate(files):
+            os.dup2(fd, number)
+        os.closerange(3, 64)
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        sys.argv = ["solution.py"]
+        try:
+            exec(code, module.__dict__)
+            status = 0
+        except SystemExit as exit:
+            status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        except BaseException as error:
+            sys.stderr.write("\n" + _reason(error, "solution.py") + "\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        status = 1
+    os._exit(status & 255)
+
+
+def main():
+    lines = _Lines(os.dup(1))
+    os.dup2(2, 1)
+    builtins.exit = builtins.quit = sys.exit  # what the site module would bring
+    job = lines.read()
+    {"calls": calls, "serve": serve, "check": check, "scripts": scripts}[job["mode"]](job, lines)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
