@@ -1,0 +1,170 @@
+"""A LoRA policy-gradient step beside Tunix's and TRL's: python -m tests.benchmarks.trainer
+
+`bash launch/benchmark_peers.sh` makes the peers' environment first. Every trainer is a process of its own, holds the same
+base model (a Hugging Face folder), adapter and rows in float32, and they step in turns: one round is `--steps` steps of
+each. Printed are real tokens per second (median over all steps, least and greatest median of a round), peak memory,
+ratios, and first loss and gradient norm, which must agree. docs/benchmarks/trainer.md has the figures.
+
+With --device, steps of Qwen3 shapes are timed on whatever accelerator jax sees, without peers.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from tests.benchmarks.trainer_case import CASES, Case, write_case
+
+LOSS_TOLERANCE = 1e-5  # absolute; advantages have standard deviation 1
+NORM_TOLERANCE = 1e-3  # relative
+TRAINERS = ("flowjax", "tunix", "trl-eager", "trl-compiled")
+
+_CASES = flags.DEFINE_list("cases", [name for name in CASES if name != "tiny"], f"Of {', '.join(CASES)}.")
+_TRAINERS = flags.DEFINE_list("trainers", list(TRAINERS), "Which take part; flowjax is the one compared with.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of each trainer.")
+_STEPS = flags.DEFINE_integer("steps", 3, "Steps in a turn.")
+_THREADS = flags.DEFINE_integer("threads", 2, "Cores that each trainer may use while it is its turn.")
+_PEERS = flags.DEFINE_string("peers", ".venv-peers", "Folder of the peers' environment.")
+_DEVICE = flags.DEFINE_bool("device", False, "Time Qwen3 shapes on the accelerator instead.")
+_SHAPES = flags.DEFINE_list("shapes", ["qwen3-1.7b", "qwen3-8b"], "With --device: shapes.")
+_TOKENS = flags.DEFINE_list("tokens", ["4096", "16384"], "With --device: packed tokens in a step.")
+
+
+@dataclass
+class Runner:
+    """A trainer's process and what it has said so far."""
+
+    name: str
+    process: subprocess.Popen[str]
+    first: dict[str, Any] = field(default_factory=dict)
+    rounds: list[list[float]] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} stopped with status {self.process.wait()}: its messages stand above")
+        return json.loads(line)
+
+    def turn(self, steps: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"step {steps}\n")
+        self.process.stdin.flush()
+        said = self.answer()
+        self.rounds.append(said["seconds"])
+        self.peak_bytes = said["peak_bytes"]
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        if self.process.poll() is None:
+            self.process.stdin.close()
+        self.process.wait()
+
+
+def write_base(case: Case, folder: Path) -> None:
+    """A random Qwen3 of the case's shape, with a tokenizer, as a Hugging Face folder."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax  # this process only starts the trainers
+    import jax.numpy as jnp
+
+    from flowjax.models.config import ModelConfig
+    from flowjax.models.decoder import Decoder
+    from flowjax.models.hf import save_decoder
+    from flowjax.models.nano import SPECIAL_TOKENS, build_tokenizer
+
+    sizes = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size")
+    config = ModelConfig(**{name: getattr(case, name) for name in sizes}, eos_token_ids=(1,), pad_token_id=0)
+    save_decoder(Decoder(config, dtype=jnp.float32, key=jax.random.key(0)), folder)
+    build_tokenizer([f"w{i}" for i in range(case.vocab_size - len(SPECIAL_TOKENS))], folder)
+
+
+def start(name: str, folder: Path, threads: int, peers: Path) -> Runner:
+    """Start a trainer on a case; its first line is still to be read."""
+    peer, _, variant = name.partition("-")
+    python = sys.executable if peer == "flowjax" else str(peers / "bin" / "python")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    process = subprocess.Popen(
+        [python, "-m", f"tests.benchmarks.trainer_{peer}", str(folder), variant, str(threads)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    return Runner(name, process)
+
+
+def measure(case: Case, names: list[str], *, rounds: int, steps: int, threads: int, peers: Path) -> list[Runner]:
+    """All trainers on one case, in turns."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_case(case, folder)
+        write_base(case, folder / "base")
+        runners: list[Runner] = []
+        try:
+            for name in names:  # one after the other: compilation uses every core
+                runners.append(start(name, folder, threads, peers))
+                runners[-1].first = runners[-1].answer()
+            for _ in range(rounds):
+                for runner in runners:
+                    runner.turn(steps)
+        finally:
+            for runner in runners:
+                runner.end()
+    return runners
+
+
+def report(case: Case, runners: list[Runner]) -> bool:
+    """Print a table in Markdown; False if the trainers disagree on the first step."""
+    ours = runners[0]
+    speeds = {runner.name: case.tokens / statistics.median(sum(runner.rounds, [])) for runner in runners}
+    print(f"\n{case.name}: {len(case.lengths)} rows, {case.tokens} real tokens, longest {max(case.lengths)}\n")
+    print(
+        "| trainer | tokens/s | rounds | ours is | peak memory | of it loaded | ours is | first loss | gradient norm |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    agree = True
+    for runner in runners:
+        medians = sorted(case.tokens / statistics.median(seconds) for seconds in runner.rounds)
+        loss, norm = runner.first["loss"], runner.first["gradient_norm"]
+        agree &= abs(loss - ours.first["loss"]) <= LOSS_TOLERANCE
+        agree &= abs(norm / ours.first["gradient_norm"] - 1) <= NORM_TOLERANCE
+        print(
+            f"| {runner.name} | {speeds[runner.name]:,.0f} | {medians[0]:,.0f} to {medians[-1]:,.0f} "
+            f"| {speeds[ours.name] / speeds[runner.name]:.2f} x | {runner.peak_bytes / 2**30:.2f} GiB "
+            f"| {runner.first['loaded_bytes'] / 2**30:.2f} | {ours.peak_bytes / runner.peak_bytes:.2f} x "
+            f"| {loss:.6f} | {norm:.6f} |"
+        )
+    verdict = "agree" if agree else "DISAGREE"
+    print(f"\nFirst losses (to {LOSS_TOLERANCE}) and gradient norms (to {NORM_TOLERANCE:.1%}) {verdict}.", flush=True)
+    return agree
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if _DEVICE.value:
+        from tests.benchmarks.trainer_device import time_shapes
+
+        return time_shapes(_SHAPES.value, [int(tokens) for tokens in _TOKENS.value], steps=_STEPS.value)
+    peers = Path(_PEERS.value)
+    unknown = [*(set(_CASES.value) - set(CASES)), *(set(_TRAINERS.value) - set(TRAINERS))]
+    if unknown:
+        raise app.UsageError(f"{', '.join(unknown)}: cases are {', '.join(CASES)}; trainers {', '.join(TRAINERS)}")
+    if set(_TRAINERS.value) != {"flowjax"} and not (peers / "bin" / "python").exists():
+        raise app.UsageError(f"--peers is {peers}, which has no bin/python: run bash launch/benchmark_peers.sh")
+    settings = {"rounds": _ROUNDS.value, "steps": _STEPS.value, "threads": _THREADS.value, "peers": peers}
+    measured = [(CASES[name], measure(CASES[name], _TRAINERS.value, **settings)) for name in _CASES.value]
+    if not all([report(case, runners) for case, runners in measured]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,87 @@
+"""flowjax's own update, from rows to stepped adapter, for `tests.benchmarks.trainer`."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from flowjax.models.decoder import set_adapter
+from flowjax.models.hf import load_decoder
+from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam
+from flowjax.records import TokenRow
+from flowjax.trainer.batch import pack
+from flowjax.trainer.optimizer import make_optimizer
+from flowjax.trainer.step import make_update
+from tests.benchmarks.trainer_case import (
+    CLIP,
+    CLIP_NORM,
+    LEARNING_RATE,
+    Case,
+    Rows,
+    Trainer,
+    make_rows,
+    read_case,
+    serve,
+)
+
+
+def token_rows(case: Case) -> list[TokenRow]:
+    """The rows as the dataflow serves them."""
+    rows = make_rows(case)
+    made = []
+    for tokens, behaviour, advantage in zip(rows.tokens, rows.behaviour, rows.advantages, strict=True):
+        prompt = Rows.prompt_tokens(len(tokens))
+        sampled = np.arange(len(tokens)) >= prompt
+        logprobs = np.concatenate([np.zeros(prompt, np.float32), behaviour])
+        made.append(TokenRow("agent", tokens, sampled, logprobs, advantage * sampled, np.where(sampled, 0, -1)))
+    return made
+
+
+def stacked(arrays: dict[str, np.ndarray], layers: int) -> dict[str, dict[str, np.ndarray]]:
+    """Per-layer arrays as {target: {"a": [layers, in, rank], "b": [layers, rank, out]}}."""
+    return {
+        target: {part: np.stack([arrays[f"{layer}.{target}.{part}"] for layer in range(layers)]) for part in "ab"}
+        for target in ALL_TARGETS
+    }
+
+
+def make(folder: Path) -> Trainer:
+    case, arrays = read_case(folder)
+    lora = Lora(rank=case.rank, alpha=float(case.rank))
+    model = load_decoder(folder / "base", lora=lora, dtype=jnp.float32, remat="none")
+    set_adapter(model, stacked(arrays, case.layers))
+    graph, trained, frozen = nnx.split(model, LoraParam, ...)
+    options = {"name": "adamw", "learning_rate": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    schedule = {"schedule": "constant", "warmup_steps": 0, "clip_norm": CLIP_NORM}
+    optimizer = make_optimizer(ConfigDict({**options, **schedule}), 1000)
+    update = make_update(
+        graph,
+        optimizer,
+        kind="ppo",
+        options={"clip_low": CLIP, "clip_high": CLIP},
+        kl_coefficient=0.0,
+        entropy_coefficient=0.0,
+        temperature=1.0,
+        chunk_tokens=1024,
+    )
+    rows = token_rows(case)
+    state = {"trained": trained, "optimizer": optimizer.init(trained)}
+
+    def step() -> tuple[float, float]:
+        sums = None
+        batches = pack(rows, row_tokens=max(case.lengths), micro_batch_rows=len(case.lengths))
+        batches = [jax.device_put(batch) for batch in batches]
+        for batch, anchor in zip(batches, update.anchors(trained, state["trained"], frozen, batches), strict=True):
+            sums = update.add(state["trained"], frozen, batch, anchor, sums)
+        state["trained"], state["optimizer"], metrics = update.apply(state["trained"], state["optimizer"], sums)
+        jax.block_until_ready(state)
+        return float(metrics["loss"]), float(metrics["gradient_norm"])
+
+    return Trainer(step)
+
+
+if __name__ == "__main__":
+    serve(make)

@@ -1,0 +1,111 @@
+# pyright: reportMissingImports=false
+"""TRL's GRPOTrainer with a PEFT adapter, for `tests.benchmarks.trainer`; runs in the peers' environment.
+
+The second argument is the variant: eager or compiled (`torch_compile` of its arguments).
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.benchmarks.trainer_case import (
+    CLIP,
+    CLIP_NORM,
+    LEARNING_RATE,
+    Case,
+    Trainer,
+    make_rows,
+    padded,
+    read_case,
+    serve,
+)
+
+_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _trainer(case: Case, folder: Path, *, compiled: bool) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "base", dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    )
+    arguments = GRPOConfig(
+        output_dir=tempfile.mkdtemp(prefix="trl-"),
+        per_device_train_batch_size=len(case.lengths),
+        num_generations=len(case.lengths),
+        max_completion_length=max(case.lengths),
+        loss_type="bnpo",
+        epsilon=CLIP,
+        beta=0.0,
+        learning_rate=LEARNING_RATE,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=CLIP_NORM,
+        gradient_checkpointing=False,
+        temperature=1.0,
+        torch_compile=compiled,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        max_steps=1000,
+    )
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["never rolled out"] * len(case.lengths)}),
+        processing_class=AutoTokenizer.from_pretrained(folder / "base"),
+        peft_config=LoraConfig(r=case.rank, lora_alpha=case.rank, lora_dropout=0.0, target_modules=_TARGETS),
+    )
+
+
+def _set_adapter(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
+    """Put the case's arrays in place of what PEFT drew; every LoRA parameter must be met."""
+    left = set(arrays)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            parts = path.split(".")
+            if "lora_A" not in parts and "lora_B" not in parts:
+                continue
+            side = "a" if "lora_A" in parts else "b"
+            target = next(part for part in parts if part in _TARGETS)
+            name = f"{parts[parts.index('layers') + 1]}.{target}.{side}"
+            parameter.copy_(torch.from_numpy(arrays[name].T.copy()))
+            left.discard(name)
+    if left:
+        raise ValueError(f"the model has no LoRA parameter for {sorted(left)[:3]}")
+
+
+def make(folder: Path) -> Trainer:
+    case, arrays = read_case(folder)
+    trainer = _trainer(case, folder, compiled=sys.argv[2] == "compiled")
+    _set_adapter(trainer.model, arrays)
+    rows = {name: torch.from_numpy(array) for name, array in padded(make_rows(case)).items()}
+    inputs = {name: rows[name].long() for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    inputs |= {"advantages": rows["advantages"], "old_per_token_logps": rows["behaviour"]}
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    trainer._prepare_inputs = lambda _: inputs  # its own would roll out
+    trainer.create_optimizer_and_scheduler(num_training_steps=1000)
+    model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model_wrapped = model
+    trainer.current_gradient_accumulation_steps = 1
+
+    def step() -> tuple[float, float]:
+        loss = trainer.training_step(model, inputs, None)
+        norm = trainer.accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        trainer.lr_scheduler.step()
+        model.zero_grad()
+        return float(loss), float(norm)
+
+    return Trainer(step)
+
+
+if __name__ == "__main__":
+    serve(make)
