@@ -11,9 +11,11 @@ def get_config(arg: str = "nano") -> ConfigDict:
     nano       2 CPU cores, 3 min   python -m flowjax.launch --config=configs/sokoban.py:nano
                (4 min with the base model, which is made once)
                held-out success 0.52 -> 0.88 [0.84, 0.90]; other seeds 0.52 -> 0.88, 0.49 -> 0.85
+    nano_append  2 CPU cores        python -m flowjax.launch --config=configs/sokoban.py:nano_append
+               as nano, but an episode is one conversation; 3 steps are what we ran
     qwen3_8b   8 x A100 80 GB       python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b   (not run by us)
     """
-    recipes = {"nano": _nano, "qwen3_8b": _qwen3_8b}
+    recipes = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
     if arg not in recipes:
         raise ConfigError(f"configs/sokoban.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
@@ -46,6 +48,18 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 18
     config.trainer.micro_batch_rows = 128
     config.optimizer.learning_rate = 1e-3
+
+
+def _nano_append(config: ConfigDict) -> None:
+    _nano(config)
+    config.name = "sokoban-nano-append"
+    config.model.path = "models/nano-sokoban-append"
+    config.env.context = "append"
+    turn_tokens = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    episode_tokens = config.env.max_turns * turn_tokens
+    config.engine.max_model_tokens = config.trainer.row_tokens = episode_tokens
+    config.rollout.max_prompt_tokens = episode_tokens - config.rollout.max_new_tokens
+    config.trainer.micro_batch_rows = 16
 
 
 def _qwen3_8b(config: ConfigDict) -> None:

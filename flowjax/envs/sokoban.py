@@ -4,21 +4,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import UInt8
 
 from flowjax.envs.base import Message, Observation, Past, Split, Step, Style, WorldError, tagged_action
 from flowjax.envs.sokoban_levels import Shape, generate
+from flowjax.envs.sokoban_pictures import picture, tiles
 from flowjax.envs.sokoban_rooms import (
     DIRECTIONS,
     SYMBOLS,
     Position,
     Room,
-    best_direction,
     grid,
     key,
     move,
     parse,
     solved,
 )
+from flowjax.envs.sokoban_solver import best_direction
 from flowjax.records import Task
 
 if TYPE_CHECKING:
@@ -41,8 +43,11 @@ First reason step by step about the next move inside <think> </think>, then give
 class Sokoban:
     """One level at a time. A task carries its level in `payload["level"]`, or else its seed generates one."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, tile_pixels: int = 0):
+        if tile_pixels:
+            tiles(tile_pixels)  # refuses a size that cannot be drawn
         self._shape = shape
+        self._tile_pixels = tile_pixels
         self._room: Room | None = None
         self._position = Position(0, 0)
 
@@ -55,6 +60,11 @@ class Sokoban:
     @property
     def position(self) -> Position:
         return self._position
+
+    @property
+    def picture(self) -> UInt8[np.ndarray, "height width 3"] | None:
+        """The room as it is now in RGB, None without the option `tile_pixels`."""
+        return picture(self.room, self._position, self._tile_pixels) if self._tile_pixels else None
 
     def reset(self, task: Task, seed: int) -> Observation:
         level = task.payload.get("level")
@@ -93,13 +103,15 @@ def _shape(rows: int = 6, columns: int | None = None, **options: Any) -> Shape:
         return Shape(rows, rows if columns is None else columns, **options)
     except TypeError as error:
         raise WorldError(
-            f"env.options {sorted(options)}: Sokoban's are rows, columns, boxes, search_depth, min_moves ({error})"
+            f"env.options {sorted(options)}: Sokoban's are rows, columns, boxes, search_depth, min_moves, tile_pixels "
+            f"({error})"
         ) from error
 
 
-def make(**options: Any) -> Sokoban:
-    """Options: rows, columns (as rows), boxes, search_depth, min_moves; see `Shape`."""
-    return Sokoban(_shape(**options))
+def make(*, tile_pixels: int = 0, **options: Any) -> Sokoban:
+    """Options: rows, columns (as rows), boxes, search_depth, min_moves, see `Shape`; tile_pixels, side of a cell in
+    the environment's `picture` (0: it draws none)."""
+    return Sokoban(_shape(**options), tile_pixels)
 
 
 class _LevelSource:
@@ -116,8 +128,9 @@ class _LevelSource:
         return Task(f"sokoban-{name}", "sokoban", index, {"level": "\n".join(grid(room, position))})
 
 
-def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
+def tasks(split: Split, data_seed: int, *, tile_pixels: int = 0, **options: Any) -> "grain.MapDataset[Task]":
     """Levels without end: any index, in any order, in any process. Train and held-out rooms differ by content."""
+    del tile_pixels  # levels do not depend on how they are shown
     import grain  # imports jax, which processes that only hold environments do without
 
     if split not in ("train", "held_out"):
@@ -169,5 +182,17 @@ def _compact(text: str) -> str:
 
 
 def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
-    del reference  # the published parser differs in nothing that a reply of this protocol can show
-    return tagged_action(reply, legal)
+    """The action that a reply names.
+
+    With `reference`, as RewardFlow reads replies: the first of up, down, left, right, still that occurs anywhere in the
+    first `<action>` pair, be it inside another word, and only beside a `<think>` pair.
+    """
+    if not reference:
+        return tagged_action(reply, legal)
+    text = reply.lower()
+    _, opened, inside = text.partition("<action>")
+    inside, closed, _ = inside.partition("</action>")
+    if not (opened and closed and "<think>" in reply and "</think>" in reply):
+        return None
+    found = next((name for name in (*DIRECTIONS, "still") if name in inside), None)
+    return found if found in legal else None

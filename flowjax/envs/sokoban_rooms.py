@@ -1,11 +1,10 @@
-"""Sokoban rooms: how a move changes a position, the text grid, and the shortest solution from every position.
+"""Sokoban rooms: how a move changes a position, the text grid, and keys of positions and rooms.
 
 Cells are numbered row by row; sets of cells are the bits of an int. A room's border is wall, so that a cell's
 neighbours are its number plus a constant offset.
 """
 
 import functools
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +14,6 @@ from flowjax.records import state_key
 
 DIRECTIONS = ("up", "down", "left", "right")
 SYMBOLS = ("#", "_", "O", "√", "X", "P", "S")  # wall, floor, target, box on target, box, player, player on target
-MAX_POSITIONS = 2_000_000  # of a room that is solved; some hundred MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,67 +101,6 @@ def parse(text: str) -> tuple[Room, Position]:
         )
     room = Room(len(lines), columns, ((1 << len(cells)) - 1) & ~walls, targets)
     return room, Position(player.bit_length() - 1, boxes)
-
-
-@functools.lru_cache(maxsize=128)
-def distances(room: Room) -> dict[tuple[int, int], int]:
-    """Moves to the solution from every (player, boxes) that has one, by breadth-first search backwards from all ends.
-
-    Positions that are missing cannot be solved. Exact, and meant for small rooms: the number of positions grows as
-    (floor cells) to the power (boxes + 1).
-
-    Raises:
-        WorldError: there are more than MAX_POSITIONS.
-    """
-    floor, free_cells = room.floor, room.floor.bit_count()
-    positions = free_cells * math.comb(free_cells - 1, room.targets.bit_count())
-    if positions > MAX_POSITIONS:
-        raise WorldError(
-            f"a Sokoban room with {free_cells} free cells and {room.targets.bit_count()} boxes has {positions:,} "
-            f"positions, too many for the expert ({MAX_POSITIONS:,}): use fewer boxes or a smaller room"
-        )
-    ends = [cell for cell in range(floor.bit_length()) if (floor & ~room.targets) >> cell & 1]
-    found = {(player, room.targets): 0 for player in ends}
-    frontier = list(found)
-    moves = 0
-    while frontier:
-        moves += 1
-        earlier: list[tuple[int, int]] = []
-        for player, boxes in frontier:
-            free = floor & ~boxes
-            for offset in room.offsets:
-                behind = player - offset
-                if not free >> behind & 1:
-                    continue
-                walked = (behind, boxes)
-                if walked not in found:
-                    found[walked] = moves
-                    earlier.append(walked)
-                ahead = player + offset
-                if boxes >> ahead & 1:
-                    pushed = (behind, boxes ^ (1 << ahead | 1 << player))
-                    if pushed not in found:
-                        found[pushed] = moves
-                        earlier.append(pushed)
-        frontier = earlier
-    return found
-
-
-def moves_to_go(room: Room, position: Position) -> int | None:
-    """Length of the shortest solution, None where there is none."""
-    return distances(room).get((position.player, position.boxes))
-
-
-def best_direction(room: Room, position: Position) -> int:
-    """First move of a shortest solution (the earliest of DIRECTIONS); where there is none, the first that changes
-    anything."""
-    known = distances(room)
-    options = [(direction, move(room, position, direction)) for direction in range(4)]
-    changing = [(direction, after) for direction, after in options if after != position]
-    reachable = [(known[p.player, p.boxes], d) for d, p in changing if (p.player, p.boxes) in known]
-    if reachable:
-        return min(reachable)[1]
-    return changing[0][0] if changing else 0
 
 
 @functools.lru_cache(maxsize=16)

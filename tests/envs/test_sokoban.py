@@ -13,7 +13,8 @@ from plain_sokoban import PlainSokoban, shortest
 
 from flowjax.envs import sokoban
 from flowjax.envs.base import Past, Split, WorldError
-from flowjax.envs.sokoban_rooms import DIRECTIONS, key, moves_to_go, parse, room_key
+from flowjax.envs.sokoban_rooms import DIRECTIONS, key, parse, room_key
+from flowjax.envs.sokoban_solver import moves_to_go
 from flowjax.records import Task
 
 SHAPES = [{}, {"rows": 8}, {"boxes": 2}, {"rows": 7, "columns": 9, "boxes": 3}]
@@ -157,10 +158,55 @@ def test_in_a_lost_position_the_expert_still_moves():
     assert sokoban.expert(env) in env.effective_actions()
 
 
-def test_a_room_too_large_for_the_expert_is_refused_at_once():
-    wide = "\n".join(["#" * 14, "#PXXXXX_OOOOO#", *["#" + "_" * 12 + "#"] * 8, "#" * 14])
-    with pytest.raises(WorldError, match="too many for the expert"):
-        sokoban.expert(play_of(wide))
+def test_published_parsing_finds_directions_inside_words_and_wants_thoughts():
+    cases = {
+        "<think>a</think><action>up</action>": ("up", "up"),
+        "<think>a</think><action>push it upwards</action>": (None, "up"),
+        "<think>a</think><action>right, then up</action>": (None, "up"),
+        "<think>a</think><action>left</action><action>up</action>": ("up", "left"),
+        "<think>a</think><action>still</action>": (None, None),
+        "<action>up</action>": ("up", None),
+        "up": ("up", None),
+    }
+    for text, (ours, published) in cases.items():
+        assert sokoban.parse_action(text, DIRECTIONS) == ours
+        assert sokoban.parse_action(text, DIRECTIONS, reference=True) == published
+
+
+def test_ten_thousand_replies_without_sense():
+    rng = np.random.default_rng(0)
+    words = ["<action>", "</action>", "<think>", "</think>", "up", "Down", " left ", "right", "\x00", "é√", ""]
+    env = sokoban.make()
+    env.reset(Task("t", "sokoban", 3), 0)
+    for count in rng.integers(6, size=10_000).tolist():
+        text = "".join(words[i] for i in rng.integers(len(words), size=count))
+        for reference in (False, True):
+            action = sokoban.parse_action(text, DIRECTIONS, reference=reference)
+            assert action is None or action in DIRECTIONS
+        before = env.position
+        step = env.step(text)
+        assert step.valid == (text in DIRECTIONS)
+        assert step.valid or env.position == before
+        if step.terminal:
+            env.reset(Task("t", "sokoban", count), 0)
+
+
+def test_random_actions_are_legal_and_fair():
+    rng = np.random.default_rng(0)
+    observation = sokoban.make().reset(Task("t", "sokoban", 3), 0)
+    drawn = [sokoban.random_action(observation, rng) for _ in range(400)]
+    assert min(drawn.count(direction) for direction in DIRECTIONS) > 60
+
+
+def test_an_episode_in_append_mode_says_each_grid_once():
+    env = play_of(CORRIDOR)
+    first = sokoban.prompt(env.reset(Task("t", "sokoban", 0, {"level": CORRIDOR}), 0), [], "compact")
+    then = sokoban.follow_up(env.step("right").observation, "compact")
+    assert [message["content"] for message in (*first, *then)] == ["P _ X _ O", "_ P X _ O"]
+    [instruct] = sokoban.follow_up(env.step("right").observation, "instruct")
+    assert "<action>" in instruct["content"]
+    for style in ("compact", "instruct"):
+        assert all(sokoban.parse_action(sokoban.reply(d, style), DIRECTIONS) == d for d in DIRECTIONS)
 
 
 def images(level: str) -> set[str]:

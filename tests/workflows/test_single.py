@@ -12,12 +12,13 @@ from flowjax.dataflow.rows import token_rows
 from flowjax.envs import sokoban
 from flowjax.envs.base import EnvDied, Observation, Step, load_world
 from flowjax.envs.pool import EnvPool
-from flowjax.envs.sokoban_rooms import key, moves_to_go, parse
+from flowjax.envs.sokoban_rooms import key, parse
+from flowjax.envs.sokoban_solver import moves_to_go
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Task, Trajectory
-from flowjax.workflows.agent import UNVERSIONED, Agent, served_version
+from flowjax.workflows.agent import UNVERSIONED, Agent, Played, served_version
 from flowjax.workflows.codec import Codec
-from flowjax.workflows.single import OUTCOMES, Options, Played, play
+from flowjax.workflows.single import OUTCOMES, Options, play
 
 WORLD = load_world("flowjax.envs.sokoban")
 CORRIDOR = Task("corridor", "sokoban", 0, {"level": "#######\n#P_X_O#\n#######"})

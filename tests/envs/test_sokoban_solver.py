@@ -1,0 +1,67 @@
+"""Shortest solutions: A* against search backwards from all ends, and rooms of many boxes."""
+
+import numpy as np
+import pytest
+
+from flowjax.envs import sokoban, sokoban_solver
+from flowjax.envs.base import WorldError
+from flowjax.envs.sokoban_levels import Shape, generate
+from flowjax.envs.sokoban_rooms import Position, Room, move, parse, solved
+from flowjax.records import Task
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(7, 6, boxes=2), Shape(7, 7, boxes=3)], ids=str)
+def test_both_searches_agree_everywhere(shape: Shape):
+    rng = np.random.default_rng(0)
+    for _ in range(15):
+        room, position = generate(rng, shape)
+        known = sokoban_solver.distances(room)
+        for _ in range(4):
+            found = sokoban_solver.shortest_solution(room, position)
+            expected = known.get((position.player, position.boxes))
+            assert (None if found is None else len(found)) == expected
+            assert found is None or ends_solved(room, position, found)
+            for _ in range(6):  # astray, often beyond saving
+                position = move(room, position, int(rng.integers(4)))
+
+
+def ends_solved(room: Room, position: Position, directions: tuple[int, ...]) -> bool:
+    for direction in directions:
+        assert not solved(room, position)
+        position = move(room, position, direction)
+    return solved(room, position)
+
+
+def test_the_expert_solves_large_rooms_of_four_boxes():
+    shape = Shape(10, 10, boxes=4)
+    rng = np.random.default_rng(1)
+    env = sokoban.make(rows=10, boxes=4)
+    sizes = []
+    for index in range(4):
+        room, position = generate(rng, shape)
+        sizes.append(sokoban_solver.is_small(room))
+        expected = sokoban_solver.moves_to_go(room, position)
+        assert expected is not None
+        level = "\n".join(sokoban.grid(room, position))
+        env.reset(Task(str(index), "sokoban", 0, {"level": level}), 0)
+        steps = [env.step(sokoban.expert(env)) for _ in range(expected)]
+        assert [step.terminal for step in steps] == [False] * (expected - 1) + [True]
+    assert not all(sizes)
+
+
+def test_positions_beyond_saving_are_known_at_once():
+    wide = ["#" * 12, *["#" + "_" * 10 + "#"] * 8, "#" * 12]
+    wide[1], wide[4] = "#X________P#", "#_X_X_OOO__#"
+    room, position = parse("\n".join(wide))
+    assert not sokoban_solver.is_small(room)
+    assert sokoban_solver.moves_to_go(room, position) is None
+    assert move(room, position, sokoban_solver.best_direction(room, position)) != position
+
+
+def test_a_level_too_hard_for_the_expert_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sokoban_solver, "MAX_EXPANDED", 200)
+    wide = "\n".join(["#" * 14, *["#" + "_" * 12 + "#"] * 4, "#P_X_X_X_____#", "#" + "_" * 9 + "OOO#", "#" * 14])
+    env = sokoban.make()
+    env.reset(Task("t", "sokoban", 0, {"level": wide}), 0)
+    with pytest.raises(WorldError, match="use fewer boxes or a smaller room"):
+        sokoban.expert(env)
