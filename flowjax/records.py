@@ -1,7 +1,8 @@
 """The records that rooms hand to each other, and their wire format.
 
-A `Task` is played several times: a `Group` of `Trajectory` records, each a sequence of `Turn` records. Credit turns a
-group into `TokenRow` records, which is all the trainer ever sees. On the wire every record is a msgpack map under a
+A `Task` is played several times, each time under a `Lease`, which makes an `Episode`: one `Trajectory` for each agent's
+part in it, a sequence of `Turn` records. What one policy did in all episodes of a task is a `Group`. Credit turns
+groups into `TokenRow` records, which is all the trainer ever sees. On the wire every record is a msgpack map under a
 schema version; token and log-probability arrays travel as raw little-endian bytes.
 """
 
@@ -58,9 +59,26 @@ class Turn:
     env_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to play one episode. `versions` holds the policies whose version is fixed; others play their newest."""
+
+    lease_id: str
+    task: Task
+    group_id: str
+    episode_id: str
+    seed: int
+    kind: Literal["train", "eval"]
+    temperature: float
+    versions: Mapping[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The turns of one episode. `outcome` holds the named numbers that rewards read, `success` among them."""
+    """The turns of one agent in one episode. `outcome` holds the named numbers that rewards read, `success` among them.
+
+    `policy` is the one that spoke for the agent.
+    """
 
     trajectory_id: str
     group_id: str
@@ -70,11 +88,31 @@ class Trajectory:
     outcome: Mapping[str, float]
     status: Status = "ok"
     error: str = ""
+    policy: str = "agent"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """One play of a task, by one agent or several. `outcome` is that of the whole, which evaluation counts."""
+
+    episode_id: str
+    group_id: str
+    task_id: str
+    seed: int
+    trajectories: Sequence[Trajectory]
+    outcome: Mapping[str, float]
+    status: Status = "ok"
+    error: str = ""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Those of all agents."""
+        return [turn for trajectory in self.trajectories for turn in trajectory.turns]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The trajectories of one task, compared with each other for credit."""
+    """One policy's trajectories of one task, compared with each other for credit."""
 
     group_id: str
     task: Task
@@ -106,7 +144,7 @@ def state_key(*parts: str | bytes | int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-_RECORDS: dict[str, type] = {cls.__name__: cls for cls in (Task, Turn, Trajectory, Group, TokenRow)}
+_RECORDS: dict[str, type] = {cls.__name__: cls for cls in (Task, Turn, Lease, Trajectory, Episode, Group, TokenRow)}
 _ARRAY_KINDS = {"i": "<i4", "f": "<f4", "b": "|b1"}
 
 

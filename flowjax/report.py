@@ -30,7 +30,7 @@ _WINDOW = 10
 
 
 def divided_group(path: Path) -> Group:
-    """The group of a `trajectories/<step>.jsonl` file whose share of successes is nearest to a half."""
+    """The group of a `trajectories/<policy>/<step>.jsonl` file whose share of successes is nearest to a half."""
     groups: dict[str, list[Trajectory]] = {}
     for line in path.read_text().splitlines():
         entry = json.loads(line)
@@ -50,7 +50,7 @@ def divided_group(path: Path) -> Group:
 
 def draw_state_graph(run: Path) -> str | None:
     """State graph of a group of the run's last batch as SVG text; None where no trajectories were kept."""
-    files = sorted((run / "trajectories").glob("*.jsonl"))
+    files = sorted((run / "trajectories").glob("*/*.jsonl"), key=lambda path: path.name)
     if not files:
         return None
     config, group = load_run(run), divided_group(files[-1])

@@ -20,9 +20,9 @@ def run(tmp_path: Path) -> Path:
     metrics.write("eval", step=0, success_rate=0.2, low=0.1, high=0.3)
     for step in range(1, 5):
         metrics.write("train", step=step, success_rate=step / 5)
-    (folder / "trajectories").mkdir()
+    (folder / "trajectories" / "agent").mkdir(parents=True)
     lines = [*episodes("even", [1, 0, 1, 0]), *episodes("lost", [0, 0, 0, 0])]
-    (folder / "trajectories" / "000003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "trajectories" / "agent" / "000003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -56,7 +56,7 @@ def test_the_curve_has_a_line_and_its_evaluations(run: Path):
 
 
 def test_the_group_drawn_is_the_divided_one(run: Path):
-    group = divided_group(run / "trajectories" / "000003.jsonl")
+    group = divided_group(run / "trajectories" / "agent" / "000003.jsonl")
     assert (group.group_id, len(group.trajectories)) == ("even", 4)
     picture = draw_state_graph(run)
     assert picture is not None

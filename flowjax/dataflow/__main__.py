@@ -33,8 +33,7 @@ async def _main(run_dir: Path) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     port = urlsplit(json.loads((run_dir / "endpoints.json").read_text())["dataflow"]).port
     logging.info("serving on 127.0.0.1:%s", port)
-    temperatures = {"train": config.rollout.temperature, "eval": config.eval.temperature}
-    await serve(flow, run_dir, port=port or 0, temperatures=temperatures, stop=stop)
+    await serve(flow, run_dir, port=port or 0, stop=stop)
 
 
 def main(argv: list[str]) -> None:

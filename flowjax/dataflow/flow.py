@@ -2,28 +2,30 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grain
 from ml_collections import ConfigDict
 
-from flowjax.dataflow.ledger import Lease, Ledger
+from flowjax.config import policy_configs
+from flowjax.dataflow.ledger import Kind, Ledger
 from flowjax.dataflow.rows import CreditedBatch, credit_batch
 from flowjax.monitor.metrics import MetricsWriter, wilson
-from flowjax.records import Group, Task, Trajectory
+from flowjax.records import Episode, Group, Lease, Task
 
 
 class Flow:
-    """One policy's tasks, groups and batches.
+    """The tasks, groups and batches of a run's policies.
 
-    Staleness is bounded twice. At admission: a group is opened only while
+    Staleness is bounded twice. At admission: a group is opened only while for some policy
 
         groups opened < (serving version + max_staleness + 1) * groups per step
 
     so that it will be trained at most `max_staleness` versions after the one it is played with. And when a batch is
-    served: a group with an older token is dropped and counted, and another task is opened in its place.
+    served: a group with an older token is dropped and counted, and another task is opened in its place. No policy waits
+    for another: the groups that a slower one has no use for in time are dropped from its stream alone.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Flow:
         clock: Callable[[], float] = time.time,
     ):
         self._config, self._run_dir, self._clock = config, run_dir, clock
+        self._configs = policy_configs(config)
         self._train_tasks, self._held_out_tasks = train_tasks, held_out_tasks
         self._ledger = Ledger(
             run_dir / "dataflow.sqlite",
@@ -44,24 +47,28 @@ class Flow:
             clock=clock,
         )
         self._metrics = MetricsWriter(run_dir)
-        self._oldest: dict[str, int] = {}  # version of the oldest token of a group
-        self._eval_started_s: dict[int, float] = {}
-        self.serving = -1  # newest version that the engine serves; -1 before version 0 is there
-        self.committed = -1  # newest version that the trainer has committed
+        self._oldest: dict[tuple[str, str], int] = {}  # version of a policy's oldest token in a group
+        self._eval_started_s: dict[str, float] = {}
+        self.serving = dict.fromkeys(self._configs, -1)  # newest versions that the engine serves; -1 before version 0
+        self.committed = dict.fromkeys(self._configs, -1)  # newest versions that the trainers have committed
 
     def close(self) -> None:
         self._ledger.close()
 
-    def report_serving(self, version: int) -> int:
-        """Note what the engine serves. Returns the oldest version that must stay loaded."""
-        self.serving = max(self.serving, version)
-        self._open_evaluations()
-        pinned = self._ledger.eval_versions("open")
-        return min([max(self.serving - self._config.dataflow.max_staleness, 0), *pinned])
+    @property
+    def policies(self) -> Sequence[str]:
+        return list(self._configs)
 
-    def lease(self, worker: str, slots: int, kind: str | None = None) -> list[Lease]:
+    def report_serving(self, policy: str, version: int) -> int:
+        """Note what the engine serves. Returns the policy's oldest version that must stay loaded."""
+        self.serving[policy] = max(self.serving[policy], version)
+        self._open_evaluation()
+        pinned = [versions[policy] for versions in self._ledger.evaluations("open").values()]
+        return min([max(self.serving[policy] - self._config.dataflow.max_staleness, 0), *pinned])
+
+    def lease(self, worker: str, slots: int, kind: Kind | None = None) -> list[Lease]:
         """Up to `slots` episodes to play; none when nothing is admissible now."""
-        if self.serving < 0:
+        if min(self.serving.values()) < 0:
             return []
         self._expire()
         leases = self._ledger.lease(worker, slots, kind)
@@ -75,23 +82,27 @@ class Flow:
     def give_back(self, lease_ids: Sequence[str], error: str) -> None:
         self._settled(self._ledger.give_back(lease_ids, error, count_attempt=bool(error)))
 
-    def accept(self, lease_id: str, trajectory: Trajectory) -> bool:
+    def accept(self, lease_id: str, episode: Episode) -> bool:
         """Take in a played episode; False when it does not count (a duplicate, or of another run)."""
-        counted, settled = self._ledger.accept(lease_id, trajectory)
+        counted, settled = self._ledger.accept(lease_id, episode)
         self._settled(settled)
         return counted
 
-    def batch(self, step: int) -> tuple[CreditedBatch, int] | None:
-        """What turns version `step` into `step + 1`, and how many groups were dropped as too old; None: wait."""
-        config = self._config
+    def batch(self, policy: str, step: int) -> tuple[CreditedBatch, int] | None:
+        """What turns the policy's version `step` into `step + 1`, and how many groups were dropped as too old; None:
+        wait."""
+        config = self._configs[policy]
         oldest = step - config.dataflow.max_staleness
-        dropped_before = self._ledger.count_groups("train").get("dropped", 0)
+        dropped_before = self._ledger.count_streams(policy).get("dropped", 0)
         group_ids = self._ledger.assign(
-            step, config.trainer.groups_per_step, usable=lambda group_id: self._oldest_version(group_id) >= oldest
+            policy,
+            step,
+            config.trainer.groups_per_step,
+            usable=lambda group_id: self._oldest_version(group_id, policy) >= oldest,
         )
         if group_ids is None:
             return None
-        groups = [self._ledger.group(group_id) for group_id in group_ids]
+        groups = [self._ledger.group(group_id, policy) for group_id in group_ids]
         batch = credit_batch(
             groups,
             components=config.reward.components.to_dict(),
@@ -99,73 +110,99 @@ class Flow:
             options=config.credit.options.to_dict(),
         )
         if config.dataflow.keep_trajectories:
-            self._write_trajectories(step, groups)
-        return batch, self._ledger.count_groups("train").get("dropped", 0) - dropped_before
+            self._write_trajectories(policy, step, groups)
+        return batch, self._ledger.count_streams(policy).get("dropped", 0) - dropped_before
 
-    def commit(self, version: int) -> None:
-        """The trainer has committed a checkpoint of `version`."""
-        self.committed = max(self.committed, version)
-        self._ledger.close_batches(version - self._config.trainer.keep_checkpoints)
+    def commit(self, policy: str, version: int) -> None:
+        """The policy's trainer has committed a checkpoint of `version`."""
+        self.committed[policy] = max(self.committed[policy], version)
+        self._ledger.close_batches(policy, version - self._configs[policy].trainer.keep_checkpoints)
 
     @property
     def finished(self) -> bool:
         """Whether all training is committed and every evaluation is in."""
-        if self._ledger.eval_versions("open"):
+        if self._ledger.evaluations("open"):
             return False
+        evaluated = self._ledger.evaluations().values()
         if self._config.eval.versions:
-            return set(self._config.eval.versions) <= set(self._ledger.eval_versions())
-        evaluated = not self._config.eval.tasks or self._config.trainer.steps in self._ledger.eval_versions()
-        return self.committed >= self._config.trainer.steps and evaluated
+            return {step for versions in evaluated for step in versions.values()} >= set(self._config.eval.versions)
+        last = self._last_versions()
+        trained = all(self.committed[policy] >= version for policy, version in last.items())
+        return trained and (not self._config.eval.tasks or last in evaluated)
 
     def status(self) -> dict[str, Any]:
-        """Counts for the live screen."""
-        groups = self._ledger.count_groups("train")
-        return {
-            "version": self.serving,
-            "committed": self.committed,
-            "ready_groups": groups.get("ready", 0),
-            "open_groups": groups.get("open", 0),
-            "dropped_groups": groups.get("dropped", 0),
-            **self._ledger.count_episodes(),
-        }
+        """Counts for the live screen; the first policy's where there are several, and all of them by policy."""
+        by_policy = {}
+        for policy in self._configs:
+            streams = self._ledger.count_streams(policy)
+            by_policy[policy] = {
+                "version": self.serving[policy],
+                "committed": self.committed[policy],
+                **{f"{state}_groups": streams.get(state, 0) for state in ("ready", "open", "dropped")},
+            }
+        return {**next(iter(by_policy.values())), "policies": by_policy, **self._ledger.count_episodes()}
+
+    def _last_versions(self) -> dict[str, int]:
+        return {policy: config.trainer.steps for policy, config in self._configs.items()}
 
     def _open_next_group(self) -> bool:
-        """Open the next training task if the staleness bound and the length of the run admit it."""
+        """Open the next training task if the staleness bound and the length of the run admit it for some policy."""
         config = self._config
-        if config.eval.versions:
+        learning = [policy for policy, last in self._last_versions().items() if self.committed[policy] < last]
+        if config.eval.versions or not any(map(self._admits, learning)):
             return False
-        counts = self._ledger.count_groups("train")
-        position = sum(counts.values())
-        versions = min(self.serving + config.dataflow.max_staleness + 1, config.trainer.steps)
-        if position - counts.get("dropped", 0) >= versions * config.trainer.groups_per_step:
-            return False
+        position = self._ledger.count_groups()
         seeds = [_episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
         self._ledger.add_group(
-            f"train-{position:08d}", _task(self._train_tasks, position), seeds, kind="train", position=position
+            f"train-{position:08d}",
+            _task(self._train_tasks, position),
+            seeds,
+            kind="train",
+            position=position,
+            temperature=config.rollout.temperature,
+            policies=learning,
         )
         return True
 
-    def _open_evaluations(self) -> None:
-        config, version = self._config, self.serving
-        if version in self._ledger.eval_versions() or not config.eval.tasks:
+    def _admits(self, policy: str) -> bool:
+        config = self._configs[policy]
+        streams = self._ledger.count_streams(policy)
+        versions = min(self.serving[policy] + config.dataflow.max_staleness + 1, config.trainer.steps)
+        return sum(streams.values()) - streams.get("dropped", 0) < versions * config.trainer.groups_per_step
+
+    def _open_evaluation(self) -> None:
+        """Evaluate the versions that are served now, if that is due and not done yet."""
+        config, versions = self._config, dict(self.serving)
+        name = ",".join(f"{policy}@{version}" for policy, version in versions.items())
+        if min(versions.values()) < 0 or not config.eval.tasks or not self._evaluation_due(versions):
             return
-        if config.eval.versions:
-            due = version in config.eval.versions
-        else:
-            every = config.eval.every_steps
-            due = version in (0, config.trainer.steps) or bool(every and version % every == 0)
-        if not due:
+        if name in self._ledger.evaluations():
             return
         for index in range(config.eval.tasks):
             self._ledger.add_group(
-                f"eval-{version}-{index:06d}",
+                f"eval-{name}-{index:06d}",
                 _task(self._held_out_tasks, index),
                 [_episode_seed(0, index, 0)],
                 kind="eval",
                 position=index,
-                version=version,
+                temperature=config.eval.temperature,
+                evaluation=name,
+                versions=versions,
             )
-        self._eval_started_s[version] = self._clock()
+        self._eval_started_s[name] = self._clock()
+
+    def _evaluation_due(self, versions: Mapping[str, int]) -> bool:
+        """At the start, at the end, and when the slowest policy has made another `eval.every_steps`."""
+        config = self._config
+        if config.eval.versions:
+            return set(versions.values()) <= set(config.eval.versions)
+        if not any(versions.values()) or versions == self._last_versions():
+            return True
+        every, slowest = config.eval.every_steps, min(versions.values())
+        if not every or slowest < every:
+            return False
+        evaluated = [min(earlier.values()) for earlier in self._ledger.evaluations().values()]
+        return slowest // every > max(evaluated, default=0) // every
 
     def _expire(self) -> None:
         self._settled(self._ledger.expire())
@@ -173,42 +210,42 @@ class Flow:
     def _settled(self, group_ids: Sequence[str]) -> None:
         if not any(group_id.startswith("eval") for group_id in group_ids):
             return
-        for version in self._ledger.eval_versions("ready"):
-            if not self._ledger.count_groups("eval", version).get("open"):
-                self._finish_evaluation(version)
+        unfinished = self._ledger.evaluations("open")
+        for name, versions in self._ledger.evaluations("ready").items():
+            if name not in unfinished:
+                self._finish_evaluation(name, versions)
 
-    def _oldest_version(self, group_id: str) -> int:
-        if group_id not in self._oldest:
-            turns = [turn for trajectory in self._ledger.group(group_id).trajectories for turn in trajectory.turns]
-            self._oldest[group_id] = min((turn.version for turn in turns), default=0)
-        return self._oldest[group_id]
+    def _oldest_version(self, group_id: str, policy: str) -> int:
+        if (group_id, policy) not in self._oldest:
+            turns = [turn for part in self._ledger.group(group_id, policy).trajectories for turn in part.turns]
+            self._oldest[group_id, policy] = min((turn.version for turn in turns), default=0)
+        return self._oldest[group_id, policy]
 
-    def _finish_evaluation(self, version: int) -> None:
-        trajectories = [
-            trajectory
-            for group_id in self._ledger.ready("eval", version)
-            for trajectory in self._ledger.group(group_id).trajectories
-        ]
-        successes = sum(trajectory.outcome.get("success", 0.0) >= 1.0 for trajectory in trajectories)
-        low, high = wilson(successes, len(trajectories))
+    def _finish_evaluation(self, name: str, versions: Mapping[str, int]) -> None:
+        episodes = [episode for group_id in self._ledger.evaluated(name) for episode in self._ledger.episodes(group_id)]
+        successes = sum(episode.outcome.get("success", 0.0) >= 1.0 for episode in episodes)
+        low, high = wilson(successes, len(episodes))
+        turns = sum(len(episode.turns) for episode in episodes)
+        version = min(versions.values())
         self._metrics.write(
             "eval",
             step=version,
             version=version,
-            episodes=len(trajectories),
-            unfinished=self._config.eval.tasks - len(trajectories),
-            success_rate=successes / max(len(trajectories), 1),
+            versions=dict(versions),
+            episodes=len(episodes),
+            unfinished=self._config.eval.tasks - len(episodes),
+            success_rate=successes / max(len(episodes), 1),
             low=low,
             high=high,
-            turns_mean=sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
-            env_return_mean=sum(t.outcome.get("env_return", 0.0) for t in trajectories) / max(len(trajectories), 1),
-            seconds=self._clock() - self._eval_started_s.get(version, self._clock()),
+            turns_mean=turns / max(len(episodes), 1),
+            env_return_mean=sum(e.outcome.get("env_return", 0.0) for e in episodes) / max(len(episodes), 1),
+            seconds=self._clock() - self._eval_started_s.get(name, self._clock()),
         )
-        self._ledger.close_eval(version)
+        self._ledger.close_evaluation(name)
 
-    def _write_trajectories(self, step: int, groups: Sequence[Group]) -> None:
-        path = self._run_dir / "trajectories" / f"{step:06d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
+    def _write_trajectories(self, policy: str, step: int, groups: Sequence[Group]) -> None:
+        path = self._run_dir / "trajectories" / policy / f"{step:06d}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(line) + "\n" for group in groups for line in _readable(group)))
 
 

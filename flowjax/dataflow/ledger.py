@@ -1,33 +1,46 @@
 """Every task, episode and batch of a run, in one SQLite file that survives any process dying.
 
-A group (one task, played `members` times) moves open -> ready -> assigned -> closed, or ends dropped. An episode moves
-waiting -> leased -> done, back to waiting when its lease runs out, or ends quarantined after too many attempts. Which
-batch a group belongs to is written down before the batch is served, so that a batch asked for twice is the same batch:
-the step number in the trainer's checkpoint is therefore the whole record of what it has consumed.
+An episode moves waiting -> leased -> done, back to waiting when its lease runs out, or ends quarantined after too many
+attempts. A group (one task, played `members` times) has a stream for each policy that learns from it, which moves
+open -> ready -> assigned -> closed, or ends dropped: policies use up the same group at their own rates. Which batch a
+stream belongs to is written down before the batch is served, so that a batch asked for twice is the same batch: the
+step number in the trainer's checkpoint is therefore the whole record of what it has consumed. An evaluation is a set of
+groups that share a name, each with the one stream "".
 """
 
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
-from flowjax.records import COUNTED_STATUSES, Group, Task, Trajectory, pack, unpack
+from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Task, Trajectory, pack, unpack
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
     group_id TEXT PRIMARY KEY,
     kind TEXT NOT NULL,            -- train | eval
     position INTEGER NOT NULL,     -- place in the order of tasks
-    version INTEGER,               -- eval: the pinned policy version
-    task BLOB NOT NULL,
-    state TEXT NOT NULL,           -- open | ready | assigned | closed | dropped
-    step INTEGER                   -- train: the batch that it is assigned to
+    evaluation TEXT NOT NULL,      -- name of the evaluation, "" for training
+    versions BLOB NOT NULL,        -- policy -> version, where they are fixed
+    temperature REAL NOT NULL,
+    task BLOB NOT NULL
 );
-CREATE INDEX IF NOT EXISTS groups_by_state ON groups (kind, state, position);
+CREATE INDEX IF NOT EXISTS groups_by_position ON groups (kind, position);
+CREATE INDEX IF NOT EXISTS groups_by_evaluation ON groups (evaluation);
+CREATE TABLE IF NOT EXISTS streams (
+    policy TEXT NOT NULL,          -- "" for evaluation
+    group_id TEXT NOT NULL REFERENCES groups,
+    position INTEGER NOT NULL,
+    state TEXT NOT NULL,           -- open | ready | assigned | closed | dropped
+    step INTEGER,                  -- the batch that it is assigned to
+    PRIMARY KEY (policy, group_id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS streams_by_state ON streams (policy, state, position);
+CREATE INDEX IF NOT EXISTS streams_by_group ON streams (group_id);
 CREATE TABLE IF NOT EXISTS episodes (
-    trajectory_id TEXT PRIMARY KEY,
+    episode_id TEXT PRIMARY KEY,
     group_id TEXT NOT NULL REFERENCES groups,
     seed INTEGER NOT NULL,
     state TEXT NOT NULL,           -- waiting | leased | done | quarantined
@@ -35,26 +48,15 @@ CREATE TABLE IF NOT EXISTS episodes (
     lease_id TEXT,
     worker TEXT,
     deadline_s REAL,
-    trajectory BLOB,
+    episode BLOB,
     error TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS episodes_by_group ON episodes (group_id);
 CREATE INDEX IF NOT EXISTS episodes_by_state ON episodes (state, deadline_s);
+CREATE INDEX IF NOT EXISTS episodes_by_lease ON episodes (lease_id);
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to play one episode until `deadline_s` (seconds since the epoch)."""
-
-    lease_id: str
-    task: Task
-    group_id: str
-    trajectory_id: str
-    seed: int
-    kind: str
-    version: int | None
-    deadline_s: float
+_EVALUATION = ""  # the stream of an evaluation's group
+Kind = Literal["train", "eval"]
 
 
 class Ledger:
@@ -79,29 +81,47 @@ class Ledger:
         self._db.close()
 
     def add_group(
-        self, group_id: str, task: Task, seeds: Sequence[int], *, kind: str, position: int, version: int | None = None
+        self,
+        group_id: str,
+        task: Task,
+        seeds: Sequence[int],
+        *,
+        kind: Kind,
+        position: int,
+        temperature: float,
+        policies: Sequence[str] = (_EVALUATION,),
+        evaluation: str = "",
+        versions: Mapping[str, int] | None = None,
     ) -> None:
-        """Open a group with one waiting episode per seed; a group that exists already is left as it is."""
+        """Open a group with one waiting episode per seed and one stream for each of `policies`.
+
+        A group that exists already is left as it is.
+        """
         with self._transaction():
             added = self._db.execute(
-                "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, 'open', NULL)",
-                (group_id, kind, position, version, pack(task)),
+                "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (group_id, kind, position, evaluation, pack(dict(versions or {})), temperature, pack(task)),
             )
             if added.rowcount:
                 self._db.executemany(
-                    "INSERT INTO episodes (trajectory_id, group_id, seed, state) VALUES (?, ?, ?, 'waiting')",
+                    "INSERT INTO episodes (episode_id, group_id, seed, state) VALUES (?, ?, ?, 'waiting')",
                     [(f"{group_id}/{member:03d}", group_id, seed) for member, seed in enumerate(seeds)],
                 )
+                self._db.executemany(
+                    "INSERT INTO streams VALUES (?, ?, ?, 'open', NULL)",
+                    [(policy, group_id, position) for policy in policies],
+                )
 
-    def lease(self, worker: str, slots: int, kind: str | None = None) -> list[Lease]:
+    def lease(self, worker: str, slots: int, kind: Kind | None = None) -> list[Lease]:
         """Up to `slots` waiting episodes, evaluation before training, then in the order of tasks."""
         deadline_s = self._clock() + self._lease_s
         leases = []
         with self._transaction():
             rows = self._db.execute(
-                "SELECT trajectory_id, group_id, seed, kind, version, task FROM episodes JOIN groups USING (group_id)"
+                "SELECT episode_id, group_id, seed, kind, versions, temperature, task"
+                " FROM episodes JOIN groups USING (group_id)"
                 " WHERE episodes.state = 'waiting' AND (? IS NULL OR kind = ?)"
-                " ORDER BY kind = 'train', position, trajectory_id LIMIT ?",
+                " ORDER BY kind = 'train', position, episode_id LIMIT ?",
                 (kind, kind, slots),
             ).fetchall()
             for row in rows:
@@ -109,16 +129,16 @@ class Ledger:
                     lease_id=uuid.uuid4().hex,
                     task=unpack(row["task"]),
                     group_id=row["group_id"],
-                    trajectory_id=row["trajectory_id"],
+                    episode_id=row["episode_id"],
                     seed=row["seed"],
                     kind=row["kind"],
-                    version=row["version"],
-                    deadline_s=deadline_s,
+                    temperature=row["temperature"],
+                    versions=unpack(row["versions"]),
                 )
                 self._db.execute(
                     "UPDATE episodes SET state = 'leased', attempts = attempts + 1, lease_id = ?, worker = ?,"
-                    " deadline_s = ? WHERE trajectory_id = ?",
-                    (lease.lease_id, worker, deadline_s, lease.trajectory_id),
+                    " deadline_s = ? WHERE episode_id = ?",
+                    (lease.lease_id, worker, deadline_s, lease.episode_id),
                 )
                 leases.append(lease)
         return leases
@@ -140,7 +160,7 @@ class Ledger:
         with self._transaction():
             rows = [
                 self._db.execute(
-                    "SELECT trajectory_id, group_id FROM episodes WHERE lease_id = ? AND state = 'leased'", (lease_id,)
+                    "SELECT episode_id, group_id FROM episodes WHERE lease_id = ? AND state = 'leased'", (lease_id,)
                 ).fetchone()
                 for lease_id in lease_ids
             ]
@@ -150,98 +170,115 @@ class Ledger:
         """Take back the leases whose deadline has passed. Returns the groups that are settled by it."""
         with self._transaction():
             rows = self._db.execute(
-                "SELECT trajectory_id, group_id FROM episodes WHERE state = 'leased' AND deadline_s < ?",
+                "SELECT episode_id, group_id FROM episodes WHERE state = 'leased' AND deadline_s < ?",
                 (self._clock(),),
             ).fetchall()
             return self._release(rows, "lease ran out", count_attempt=True)
 
-    def accept(self, lease_id: str, trajectory: Trajectory) -> tuple[bool, list[str]]:
+    def accept(self, lease_id: str, episode: Episode) -> tuple[bool, list[str]]:
         """Take in a played episode: True and the groups settled by it, or (False, []) for one that does not count.
 
-        A trajectory counts once, whoever sends it and under whichever lease. One whose episode failed for a cause
-        outside the policy (`env_error`, `timeout`, `cancelled`) is played again, until `max_attempts`.
+        An episode counts once, whoever sends it and under whichever lease. One that failed for a cause outside the
+        policies (`env_error`, `timeout`, `cancelled`) is played again, until `max_attempts`.
         """
         with self._transaction():
             row = self._db.execute(
-                "SELECT trajectory_id, group_id, state, lease_id FROM episodes WHERE trajectory_id = ?",
-                (trajectory.trajectory_id,),
+                "SELECT episode_id, group_id, state, lease_id FROM episodes WHERE episode_id = ?", (episode.episode_id,)
             ).fetchone()
             if row is None or row["state"] in ("done", "quarantined"):
                 return False, []
-            if trajectory.status not in COUNTED_STATUSES:
+            if episode.status not in COUNTED_STATUSES:
                 if row["lease_id"] != lease_id:
                     return False, []
-                return True, self._release([row], trajectory.error or trajectory.status, count_attempt=True)
+                return True, self._release([row], episode.error or episode.status, count_attempt=True)
             self._db.execute(
-                "UPDATE episodes SET state = 'done', trajectory = ?, lease_id = NULL WHERE trajectory_id = ?",
-                (pack(trajectory), trajectory.trajectory_id),
+                "UPDATE episodes SET state = 'done', episode = ?, lease_id = NULL WHERE episode_id = ?",
+                (pack(episode), episode.episode_id),
             )
             return True, self._settle([row["group_id"]])
 
-    def group(self, group_id: str) -> Group:
-        """A group with the trajectories that it has, members in order."""
-        row = self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()
-        done = self._db.execute(
-            "SELECT trajectory FROM episodes WHERE group_id = ? AND state = 'done' ORDER BY trajectory_id", (group_id,)
+    def episodes(self, group_id: str) -> list[Episode]:
+        """The episodes of a group that are in, members in order."""
+        rows = self._db.execute(
+            "SELECT episode FROM episodes WHERE group_id = ? AND state = 'done' ORDER BY episode_id", (group_id,)
         )
-        return Group(group_id, unpack(row["task"]), tuple(unpack(episode["trajectory"]) for episode in done))
+        return [unpack(row["episode"]) for row in rows]
 
-    def assign(self, step: int, groups: int, *, usable: Callable[[str], bool]) -> list[str] | None:
-        """The groups of batch `step`: those written down for it, else the first ready ones; None when they are too few.
+    def group(self, group_id: str, policy: str) -> Group:
+        """What `policy` did in the episodes of a group that are in."""
+        row = self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+        return Group(group_id, unpack(row["task"]), tuple(_trajectories(self.episodes(group_id), policy)))
 
-        Groups for which `usable` is False are dropped and counted. Groups of later steps go back to ready: the trainer
-        has lost the checkpoints that consumed them.
+    def assign(self, policy: str, step: int, groups: int, *, usable: Callable[[str], bool]) -> list[str] | None:
+        """The groups of the policy's batch `step`: those written down for it, else the first ready ones; None when
+        they are too few.
+
+        Streams of groups for which `usable` is False are dropped and counted. Those of later steps go back to ready:
+        the trainer has lost the checkpoints that consumed them.
         """
         with self._transaction():
             self._db.execute(
-                "UPDATE groups SET state = 'ready', step = NULL"
-                " WHERE kind = 'train' AND state = 'assigned' AND step > ?",
-                (step,),
+                "UPDATE streams SET state = 'ready', step = NULL WHERE policy = ? AND state = 'assigned' AND step > ?",
+                (policy, step),
             )
-            assigned = [
-                row["group_id"]
-                for row in self._db.execute(
-                    "SELECT group_id FROM groups WHERE kind = 'train' AND step = ? ORDER BY position", (step,)
-                )
-            ]
+            assigned = self._db.execute(
+                "SELECT group_id FROM streams WHERE policy = ? AND state IN ('assigned', 'closed') AND step = ?"
+                " ORDER BY position",
+                (policy, step),
+            ).fetchall()
             if assigned:
-                return assigned
+                return [row["group_id"] for row in assigned]
             chosen: list[str] = []
-            for group_id in self.ready("train"):
+            for group_id in self.ready(policy):
                 if usable(group_id):
                     chosen.append(group_id)
                 else:
-                    self._db.execute("UPDATE groups SET state = 'dropped' WHERE group_id = ?", (group_id,))
+                    self._db.execute(
+                        "UPDATE streams SET state = 'dropped' WHERE policy = ? AND group_id = ?", (policy, group_id)
+                    )
                 if len(chosen) == groups:
                     break
             if len(chosen) < groups:
                 return None
             self._db.executemany(
-                "UPDATE groups SET state = 'assigned', step = ? WHERE group_id = ?", [(step, g) for g in chosen]
+                "UPDATE streams SET state = 'assigned', step = ? WHERE policy = ? AND group_id = ?",
+                [(step, policy, group_id) for group_id in chosen],
             )
             return chosen
 
-    def close_batches(self, before_step: int) -> None:
-        """Forget the trajectories of batches below `before_step`: no checkpoint that is kept needs them again."""
-        self._close("kind = 'train' AND state = 'assigned' AND step < ?", before_step)
+    def close_batches(self, policy: str, before_step: int) -> None:
+        """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE streams SET state = 'closed' WHERE policy = ? AND state = 'assigned' AND step < ?",
+                (policy, before_step),
+            )
+            self._forget()
 
-    def close_eval(self, version: int) -> None:
-        """Forget the trajectories of a finished evaluation."""
-        self._close("kind = 'eval' AND state IN ('ready', 'dropped') AND version = ?", version)
+    def close_evaluation(self, name: str) -> None:
+        """Forget the episodes of a finished evaluation."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE streams SET state = 'closed' WHERE policy = '' AND state = 'ready'"
+                " AND group_id IN (SELECT group_id FROM groups WHERE evaluation = ?)",
+                (name,),
+            )
+            self._forget()
 
-    def ready(self, kind: str, version: int | None = None) -> list[str]:
-        """Settled groups that nothing has used yet, in the order of tasks; for evaluation, of one pinned version."""
+    def ready(self, policy: str) -> list[str]:
+        """Groups with a settled stream of the policy that nothing has used yet, in the order of tasks."""
         rows = self._db.execute(
-            "SELECT group_id FROM groups WHERE kind = ? AND version IS ? AND state = 'ready' ORDER BY position",
-            (kind, version),
+            "SELECT group_id FROM streams WHERE policy = ? AND state = 'ready' ORDER BY position", (policy,)
         )
         return [row["group_id"] for row in rows]
 
-    def count_groups(self, kind: str, version: int | None = None) -> dict[str, int]:
-        """Groups by state; for evaluation, of one pinned version."""
-        rows = self._db.execute(
-            "SELECT state, COUNT(*) AS n FROM groups WHERE kind = ? AND version IS ? GROUP BY state", (kind, version)
-        )
+    def count_groups(self) -> int:
+        """Training groups ever opened."""
+        return self._db.execute("SELECT COUNT(*) FROM groups WHERE kind = 'train'").fetchone()[0]
+
+    def count_streams(self, policy: str) -> dict[str, int]:
+        """The policy's streams by state."""
+        rows = self._db.execute("SELECT state, COUNT(*) AS n FROM streams WHERE policy = ? GROUP BY state", (policy,))
         return {row["state"]: row["n"] for row in rows}
 
     def count_episodes(self) -> dict[str, int]:
@@ -249,50 +286,70 @@ class Ledger:
         rows = self._db.execute("SELECT state, COUNT(*) AS n FROM episodes GROUP BY state")
         return {row["state"]: row["n"] for row in rows}
 
-    def eval_versions(self, state: str | None = None) -> list[int]:
-        """Versions that an evaluation was opened for; with `state`, those with groups in it."""
+    def evaluations(self, state: str | None = None) -> dict[str, dict[str, int]]:
+        """Versions of the policies in every evaluation, by its name; with `state`, of those with groups in it."""
         rows = self._db.execute(
-            "SELECT DISTINCT version FROM groups WHERE kind = 'eval' AND (? IS NULL OR state = ?) ORDER BY version",
+            "SELECT evaluation, versions FROM groups JOIN streams USING (group_id)"
+            " WHERE kind = 'eval' AND (? IS NULL OR state = ?) GROUP BY evaluation ORDER BY MIN(groups.rowid)",
             (state, state),
         )
-        return [row["version"] for row in rows]
+        return {row["evaluation"]: unpack(row["versions"]) for row in rows}
 
-    def _close(self, condition: str, value: int) -> None:
-        with self._transaction():
-            self._db.execute(
-                f"DELETE FROM episodes WHERE group_id IN (SELECT group_id FROM groups WHERE {condition})", (value,)
-            )
-            self._db.execute(f"UPDATE groups SET state = 'closed' WHERE {condition}", (value,))
+    def evaluated(self, name: str) -> list[str]:
+        """Groups of an evaluation that are in."""
+        rows = self._db.execute(
+            "SELECT group_id FROM groups JOIN streams USING (group_id)"
+            " WHERE evaluation = ? AND state = 'ready' ORDER BY groups.position",
+            (name,),
+        )
+        return [row["group_id"] for row in rows]
+
+    def _forget(self) -> None:
+        """Delete episodes that no stream will ask for again."""
+        self._db.execute(
+            "DELETE FROM episodes WHERE state IN ('done', 'quarantined') AND group_id IN"
+            " (SELECT group_id FROM streams GROUP BY group_id HAVING SUM(state NOT IN ('closed', 'dropped')) = 0)"
+        )
 
     def _release(self, rows: Sequence[sqlite3.Row], error: str, *, count_attempt: bool) -> list[str]:
         for row in rows:
             self._db.execute(
                 "UPDATE episodes SET lease_id = NULL, error = ?, attempts = attempts - ?,"
-                " state = CASE WHEN ? AND attempts >= ? THEN 'quarantined' ELSE 'waiting' END WHERE trajectory_id = ?",
-                (error, 0 if count_attempt else 1, count_attempt, self._max_attempts, row["trajectory_id"]),
+                " state = CASE WHEN ? AND attempts >= ? THEN 'quarantined' ELSE 'waiting' END WHERE episode_id = ?",
+                (error, 0 if count_attempt else 1, count_attempt, self._max_attempts, row["episode_id"]),
             )
         return self._settle({row["group_id"] for row in rows})
 
     def _settle(self, group_ids: Iterable[str]) -> list[str]:
-        """Close open groups whose episodes have all ended: ready with what they have, dropped when that is nothing."""
+        """Close open groups whose episodes have all ended: each stream is ready with what its policy did in them, or
+        dropped when that is nothing. An evaluation's stream is dropped when no episode is in."""
         settled = []
         for group_id in group_ids:
-            left, done = self._db.execute(
-                "SELECT SUM(state IN ('waiting', 'leased')), SUM(state = 'done') FROM episodes WHERE group_id = ?",
-                (group_id,),
-            ).fetchone()
-            if left:
+            left = self._db.execute(
+                "SELECT COUNT(*) FROM episodes WHERE group_id = ? AND state IN ('waiting', 'leased')", (group_id,)
+            ).fetchone()[0]
+            open_streams = self._db.execute(
+                "SELECT policy FROM streams WHERE group_id = ? AND state = 'open'", (group_id,)
+            ).fetchall()
+            if left or not open_streams:
                 continue
-            closed = self._db.execute(
-                "UPDATE groups SET state = ? WHERE group_id = ? AND state = 'open'",
-                ("ready" if done else "dropped", group_id),
-            )
-            if closed.rowcount:
-                settled.append(group_id)
+            episodes = self.episodes(group_id)
+            for (policy,) in open_streams:
+                done = episodes if policy == _EVALUATION else _trajectories(episodes, policy)
+                self._db.execute(
+                    "UPDATE streams SET state = ? WHERE policy = ? AND group_id = ?",
+                    ("ready" if done else "dropped", policy, group_id),
+                )
+            settled.append(group_id)
         return settled
 
     def _transaction(self) -> "_Transaction":
         return _Transaction(self._db)
+
+
+def _trajectories(episodes: Iterable[Episode], policy: str) -> list[Trajectory]:
+    """What a policy did in them; parts without a turn say nothing."""
+    return [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]
 
 
 class _Transaction:

@@ -2,7 +2,7 @@
 
     POST /lease         {worker, slots, kind?}               -> {leases, state: run | wait | done, retry_s}
     POST /renew         {worker, lease_ids}                  -> {lost}
-    POST /trajectories  {worker, items: [{lease_id, trajectory}]} -> {accepted, duplicate}
+    POST /episodes      {worker, items: [{lease_id, episode}]} -> {accepted, duplicate}
     POST /give_back     {worker, lease_ids, error}           -> {}
     POST /versions      {worker, policy, serving, in_use}    -> {oldest_needed}
     POST /batch         {policy, step}                       -> {state: run, rows, totals, dropped} | {state: wait}
@@ -14,7 +14,6 @@ or lacks a field is answered with 400 and {error}; nothing has changed then.
 """
 
 import asyncio
-import dataclasses
 import json
 import logging
 import time
@@ -25,7 +24,7 @@ from typing import Any
 from aiohttp import web
 
 from flowjax.dataflow.flow import Flow
-from flowjax.records import Trajectory, WireError, pack, unpack
+from flowjax.records import Episode, WireError, pack, unpack
 
 _HOLD_S = 1.0
 _POLL_S = 0.01
@@ -35,12 +34,12 @@ MAX_BODY_BYTES = 256 * 1024 * 1024
 class Server:
     """Routes to a `Flow`. Everything runs on one event loop, so a request sees a settled state."""
 
-    def __init__(self, flow: Flow, *, temperatures: dict[str, float]):
-        self._flow, self._temperatures = flow, temperatures
+    def __init__(self, flow: Flow):
+        self._flow = flow
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        for name in ("lease", "renew", "trajectories", "give_back", "versions", "batch", "committed"):
+        for name in ("lease", "renew", "episodes", "give_back", "versions", "batch", "committed"):
             app.router.add_post(f"/{name}", _endpoint(getattr(self, f"_{name}")))
         app.router.add_get("/status", self._status)
         return app
@@ -53,24 +52,16 @@ class Server:
         leases = await _hold(lambda: self._flow.lease(worker, slots, kind) or (self._flow.finished or None)) or []
         if leases is True:
             return {"leases": [], "state": "done", "retry_s": 1.0}
-        described = [
-            {
-                **{field.name: getattr(lease, field.name) for field in dataclasses.fields(lease)},
-                "policy_version": lease.version,
-                "temperature": self._temperatures[lease.kind],
-            }
-            for lease in leases
-        ]
-        return {"leases": described, "state": "run" if leases else "wait", "retry_s": 0.0}
+        return {"leases": leases, "state": "run" if leases else "wait", "retry_s": 0.0}
 
     async def _renew(self, message: Any) -> dict[str, Any]:
         (lease_ids,) = _fields(message, lease_ids=list)
         return {"lost": self._flow.renew(lease_ids)}
 
-    async def _trajectories(self, message: Any) -> dict[str, Any]:
+    async def _episodes(self, message: Any) -> dict[str, Any]:
         (items,) = _fields(message, items=list)
-        played = [_fields(item, lease_id=str, trajectory=Trajectory) for item in items]
-        counted = [self._flow.accept(lease_id, trajectory) for lease_id, trajectory in played]
+        played = [_fields(item, lease_id=str, episode=Episode) for item in items]
+        counted = [self._flow.accept(lease_id, episode) for lease_id, episode in played]
         return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
 
     async def _give_back(self, message: Any) -> dict[str, Any]:
@@ -79,21 +70,28 @@ class Server:
         return {}
 
     async def _versions(self, message: Any) -> dict[str, Any]:
-        (serving,) = _fields(message, serving=int)
-        return {"oldest_needed": self._flow.report_serving(serving)}
+        policy, serving = self._policy(message, serving=int)
+        return {"oldest_needed": self._flow.report_serving(policy, serving)}
 
     async def _batch(self, message: Any) -> dict[str, Any]:
-        (step,) = _fields(message, step=int)
-        served = await _hold(lambda: self._flow.batch(step))
+        policy, step = self._policy(message, step=int)
+        served = await _hold(lambda: self._flow.batch(policy, step))
         if served is None:
             return {"state": "wait"}
         batch, dropped = served
         return {"state": "run", "rows": batch.rows, "totals": batch.totals, "dropped": dropped}
 
     async def _committed(self, message: Any) -> dict[str, Any]:
-        (version,) = _fields(message, version=int)
-        self._flow.commit(version)
+        policy, version = self._policy(message, version=int)
+        self._flow.commit(policy, version)
         return {}
+
+    def _policy(self, message: Any, **kinds: type) -> list[Any]:
+        """The policy that a message is about, and further fields of it."""
+        policy, *values = _fields(message, policy=str, **kinds)
+        if policy not in self._flow.policies:
+            raise WireError(f"field policy is {policy!r}: this run has {', '.join(self._flow.policies)}")
+        return [policy, *values]
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self._flow.status())
@@ -139,9 +137,9 @@ async def _hold(attempt: Callable[[], Any]) -> Any:
     return result or None
 
 
-async def serve(flow: Flow, run_dir: Path, *, port: int, temperatures: dict[str, float], stop: asyncio.Event) -> None:
+async def serve(flow: Flow, run_dir: Path, *, port: int, stop: asyncio.Event) -> None:
     """Serve on loopback until `stop` is set, writing `status-dataflow.json` every second."""
-    runner = web.AppRunner(Server(flow, temperatures=temperatures).application(), access_log=None)
+    runner = web.AppRunner(Server(flow).application(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     status_path = run_dir / "status-dataflow.json"

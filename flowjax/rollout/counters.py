@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flowjax.records import Trajectory
+from flowjax.records import COUNTED_STATUSES, Episode
 
 _WINDOW_S = 10.0  # over which rates are taken
 
@@ -26,12 +26,13 @@ class Counters:
     sampled_tokens: int = 0
     prompt_tokens: int = 0
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, episode: Episode) -> None:
+        turns = episode.turns
         self.episodes += 1
-        self.failed_episodes += trajectory.status not in ("ok", "truncated")
-        self.turns += len(trajectory.turns)
-        self.sampled_tokens += sum(len(turn.sampled_ids) for turn in trajectory.turns)
-        self.prompt_tokens += sum(len(turn.prompt_ids) for turn in trajectory.turns)
+        self.failed_episodes += episode.status not in COUNTED_STATUSES
+        self.turns += len(turns)
+        self.sampled_tokens += sum(len(turn.sampled_ids) for turn in turns)
+        self.prompt_tokens += sum(len(turn.prompt_ids) for turn in turns)
 
 
 class Rates:

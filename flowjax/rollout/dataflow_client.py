@@ -3,12 +3,11 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
-from flowjax.records import Task, Trajectory, WireError, pack, unpack
+from flowjax.records import Episode, Lease, WireError, pack, unpack
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _ANSWER_TIMEOUT_S = 30.0
@@ -16,20 +15,6 @@ _ANSWER_TIMEOUT_S = 30.0
 
 class DataflowError(RuntimeError):
     """The dataflow refuses a message or has been away for too long; the message says what to look at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to play one episode. `policy_version` is set where the episode must be played with that version."""
-
-    lease_id: str
-    task: Task
-    group_id: str
-    trajectory_id: str
-    seed: int
-    kind: str
-    temperature: float
-    policy_version: int | None
 
 
 class DataflowClient:
@@ -56,17 +41,16 @@ class DataflowClient:
     async def lease(self, slots: int) -> tuple[list[Lease], float]:
         """Up to `slots` episodes to play, and the seconds to wait before asking again."""
         answer = await self._call("lease", slots=slots)
-        names = Lease.__slots__
-        return [Lease(**{name: lease[name] for name in names}) for lease in answer["leases"]], answer["retry_s"]
+        return answer["leases"], answer["retry_s"]
 
     async def renew(self, lease_ids: Sequence[str]) -> list[str]:
         """Put deadlines off. Returns the leases that are no longer ours."""
         return (await self._call("renew", lease_ids=list(lease_ids)))["lost"]
 
-    async def push(self, items: Sequence[tuple[str, Trajectory]]) -> int:
+    async def push(self, items: Sequence[tuple[str, Episode]]) -> int:
         """Hand over played episodes with their leases. Returns how many count; sending one twice does no harm."""
-        described = [{"lease_id": lease_id, "trajectory": trajectory} for lease_id, trajectory in items]
-        return (await self._call("trajectories", items=described))["accepted"]
+        described = [{"lease_id": lease_id, "episode": episode} for lease_id, episode in items]
+        return (await self._call("episodes", items=described))["accepted"]
 
     async def give_back(self, lease_ids: Sequence[str], error: str) -> None:
         """Return episodes unplayed; with an error, that counts as one of the attempts that an episode has."""

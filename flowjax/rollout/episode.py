@@ -1,6 +1,7 @@
-"""One leased episode: from the lease to its trajectory, with every turn on the version that it began with."""
+"""One leased episode: from the lease to its trajectories, every turn on the version that it began with."""
 
 import asyncio
+import contextlib
 import importlib
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
@@ -9,16 +10,15 @@ from typing import Any, Protocol
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, policy_configs
 from flowjax.envs.base import World, load_world
 from flowjax.envs.pool import EnvPool
-from flowjax.records import Trajectory
+from flowjax.records import Episode, Lease, Trajectory
 from flowjax.rollout.client import Completion, EngineClient, EngineError, Sampling, UnknownModel
-from flowjax.rollout.dataflow_client import Lease
 from flowjax.weights.follow import Follower, model_name
-from flowjax.workflows.agent import Agent, Generate
+from flowjax.workflows.agent import Agent, Generate, Played
 from flowjax.workflows.codec import Codec
-from flowjax.workflows.single import AGENT, Options, Played
+from flowjax.workflows.single import AGENT, Options
 
 
 class Play(Protocol):
@@ -27,6 +27,22 @@ class Play(Protocol):
     def __call__(
         self, task: Any, *, seed: int, env: Any, agents: Mapping[str, Agent], options: Options
     ) -> Awaitable[Played]: ...
+
+
+def speakers(config: ConfigDict) -> dict[str, str]:
+    """The policy that speaks for each agent of the run's workflow.
+
+    Raises:
+        ConfigError: an agent's policy is none of the run's.
+    """
+    policies = list(policy_configs(config))
+    chosen = config.agents.to_dict() or {AGENT: policies[0]}
+    for agent, policy in chosen.items():
+        if policy not in policies:
+            raise ConfigError(
+                f"config.agents.{agent} is {policy!r}: use one of the run's policies, {', '.join(policies)}"
+            )
+    return chosen
 
 
 def load_workflow(path: str) -> Play:
@@ -56,6 +72,7 @@ class Player:
     codec: Codec
     world: World
     workflow: Play
+    speakers: Mapping[str, str]  # agent -> policy
     config: ConfigDict
 
     @classmethod
@@ -72,11 +89,12 @@ class Player:
             Codec(Path(config.model.path), max_prompt_tokens=config.rollout.max_prompt_tokens),
             load_world(config.env.module),
             load_workflow(config.workflow),
+            speakers(config),
             config,
         )
 
-    async def play(self, lease: Lease) -> Trajectory:
-        """Play to the end. What goes wrong inside the episode is a status of its trajectory.
+    async def play(self, lease: Lease) -> Episode:
+        """Play to the end. What goes wrong inside the episode is its status.
 
         Raises:
             EngineError: the engine is gone, so the episode says nothing and should be played again.
@@ -93,19 +111,36 @@ class Player:
             played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
         except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
             played = Played([], {}, "env_error", f"{type(error).__name__}: {error}")
-        return Trajectory(
-            trajectory_id=lease.trajectory_id,
+        return self._episode(lease, played)
+
+    def _episode(self, lease: Lease, played: Played) -> Episode:
+        trajectories = [
+            Trajectory(
+                trajectory_id=lease.episode_id if len(played.parts) == 1 else f"{lease.episode_id}/{part.agent}-{i}",
+                group_id=lease.group_id,
+                task_id=lease.task.task_id,
+                seed=lease.seed,
+                turns=part.turns,
+                outcome=part.outcome,
+                status=played.status,
+                error=played.error,
+                policy=self.speakers[part.agent],
+            )
+            for i, part in enumerate(played.parts)
+        ]
+        return Episode(
+            episode_id=lease.episode_id,
             group_id=lease.group_id,
             task_id=lease.task.task_id,
             seed=lease.seed,
-            turns=played.turns,
+            trajectories=trajectories,
             outcome=played.outcome,
             status=played.status,
             error=played.error,
         )
 
     async def _play(self, lease: Lease) -> Played:
-        policy, env = self.config.policy.name, self.config.env
+        env = self.config.env
         options = Options(
             self.world,
             max_turns=env.max_turns,
@@ -114,18 +149,18 @@ class Player:
             history=env.history,
             reference_parsing=env.reference_parsing,
         )
-        agents = {AGENT: Agent(self.codec, self._generator(policy, lease))}
+        agents = {agent: Agent(self.codec, self._generator(policy, lease)) for agent, policy in self.speakers.items()}
         async with self.pool.session(env.module, env.options.to_dict()) as session:
-            if lease.policy_version is None:
-                return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
-            with self.follower.using(policy, lease.policy_version, pinned=True):
-                await self._served(policy, lease.policy_version)
+            with contextlib.ExitStack() as pins:
+                for policy, version in lease.versions.items():
+                    pins.enter_context(self.follower.using(policy, version, pinned=True))
+                    await self._served(policy, version)
                 return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
 
     def _generator(self, policy: str, lease: Lease) -> Generate:
         """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
         sampling = Sampling(lease.temperature, self.config.rollout.max_new_tokens)
-        pinned = lease.policy_version
+        pinned = lease.versions.get(policy)
 
         async def generate(prompt_ids: list[int]) -> Completion:
             while True:

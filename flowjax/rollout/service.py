@@ -13,10 +13,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flowjax.records import Trajectory
+from flowjax.config import policy_configs
+from flowjax.records import COUNTED_STATUSES, Episode, Lease
 from flowjax.rollout.client import EngineClient, EngineError
 from flowjax.rollout.counters import Counters, Rates, read_leases, write_status
-from flowjax.rollout.dataflow_client import DataflowClient, DataflowError, Lease
+from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
 from flowjax.rollout.episode import Player
 from flowjax.weights.follow import Follower
 
@@ -52,14 +53,14 @@ class RolloutService:
         follower: Follower,
         player: Player,
     ):
-        self._policy, self._slots = config.policy.name, config.rollout.max_concurrent_episodes
+        self._policies, self._slots = list(policy_configs(config)), config.rollout.max_concurrent_episodes
         self._renew_every_s = config.dataflow.lease_s / 3
         self._engine_away_s = config.engine.start_timeout_s
         self._status_path = run_dir / "status-rollout.json"
         self._left_behind = read_leases(self._status_path)  # by a service that was killed: nobody plays them now
         self._engine, self._dataflow, self._follower, self._player = engine, dataflow, follower, player
         self._playing: dict[str, asyncio.Task[None]] = {}  # by lease
-        self._finished: list[tuple[str, Trajectory]] = []
+        self._finished: list[tuple[str, Episode]] = []  # with their leases
         self._unplayed: list[tuple[str, str]] = []  # lease, why
         self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
         self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
@@ -76,8 +77,9 @@ class RolloutService:
             EngineError, DataflowError, WeightsError: engine or dataflow have been away for longer than the run allows.
             RolloutError: episode after episode comes to nothing.
         """
-        loops = (self._follower.run, self._lease, self._hand_over, self._renew, self._versions, self._watch_engine)
-        tasks = [asyncio.create_task(loop()) for loop in (*loops, self._report, stop.wait)]
+        loops = (self._follower.run, self._lease, self._hand_over, self._renew, self._watch_engine, self._report)
+        tasks = [asyncio.create_task(loop()) for loop in (*loops, stop.wait)]
+        tasks += [asyncio.create_task(self._versions(policy)) for policy in self._policies]
         try:
             done, _ = await asyncio.wait([*tasks, self._hopeless], return_when=asyncio.FIRST_COMPLETED)
             for ended in done:
@@ -115,19 +117,19 @@ class RolloutService:
 
     async def _episode(self, lease: Lease) -> None:
         try:
-            trajectory = await self._player.play(lease)
+            episode = await self._player.play(lease)
         except EngineError as error:
             self._unplayed.append((lease.lease_id, str(error)))
             self._came_to_nothing(str(error))
         else:
-            self._finished.append((lease.lease_id, trajectory))
-            self.counters.add(trajectory)
-            if trajectory.status in ("ok", "truncated"):
+            self._finished.append((lease.lease_id, episode))
+            self.counters.add(episode)
+            if episode.status in COUNTED_STATUSES:
                 self._fruitless = 0
             else:
-                self._came_to_nothing(trajectory.error)
-            if trajectory.error:
-                _log.warning("episode %s: %s: %s", trajectory.trajectory_id, trajectory.status, trajectory.error)
+                self._came_to_nothing(episode.error)
+            if episode.error:
+                _log.warning("episode %s: %s: %s", episode.episode_id, episode.status, episode.error)
         finally:
             del self._playing[lease.lease_id]
             self._slot_freed.set()
@@ -168,16 +170,16 @@ class RolloutService:
                     _log.warning("lease %s is lost: another worker plays its episode", lease_id)
                     self._playing[lease_id].cancel()
 
-    async def _versions(self) -> None:
+    async def _versions(self, policy: str) -> None:
         """Tell the dataflow what is served, at once when it changes: that admits the next groups."""
         await self._follower.ready()
         while True:
-            serving, _ = self._follower.current(self._policy)
-            oldest = await self._dataflow.report_versions(self._policy, serving, self._follower.in_use(self._policy))
-            self._follower.keep_from(self._policy, oldest)
+            serving, _ = self._follower.current(policy)
+            oldest = await self._dataflow.report_versions(policy, serving, self._follower.in_use(policy))
+            self._follower.keep_from(policy, oldest)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_EVERY_S):
-                    await self._follower.changed(self._policy, serving)
+                    await self._follower.changed(policy, serving)
 
     async def _watch_engine(self) -> None:
         """No episodes are leased for an engine that is away, and one that stays away ends the service."""
@@ -211,17 +213,18 @@ class RolloutService:
     def _status(self) -> dict[str, Any]:
         pool = self._player.pool.counts
         try:
-            serving = self._follower.current(self._policy)[0]
+            serving = {policy: self._follower.current(policy)[0] for policy in self._policies}
         except KeyError:
-            serving = None
+            serving = {}
         return {
             **asdict(self.counters),
             **self._rates.update(self.counters, time.monotonic()),
             "in_flight": len(self._playing),
             "leases": [*self._playing, *(lease_id for lease_id, _ in self._finished)],
             "unsent": len(self._finished),
-            "serving_version": serving,
-            "versions_in_use": self._follower.in_use(self._policy),
+            "serving_version": min(serving.values(), default=None),
+            "serving_versions": serving,
+            "versions_in_use": {policy: self._follower.in_use(policy) for policy in self._policies},
             "engine_up": self._engine_up,
             "killed_envs": pool.timeouts + pool.crashes,
             "replayed_episodes": pool.replays,

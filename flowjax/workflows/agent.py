@@ -1,7 +1,7 @@
 """An agent: messages in, one reply of one policy out, with the exact tokens that made it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from flowjax.envs.base import Message
+from flowjax.records import Status, Turn
 
 UNVERSIONED = -1  # version of replies from a model that is not a published policy
 
@@ -59,6 +60,30 @@ class Reply:
     policy: str
     version: int
     generate_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one agent did in an episode, to be rewarded by its own outcome. An agent may have several parts."""
+
+    agent: str
+    turns: Sequence[Turn]
+    outcome: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode. `outcome` is that of the whole, of what was played, whatever the status."""
+
+    parts: Sequence[Part]
+    outcome: Mapping[str, float]
+    status: Status
+    error: str = ""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Those of all agents."""
+        return [turn for part in self.parts for turn in part.turns]
 
 
 def served_version(model: str) -> tuple[str, int]:

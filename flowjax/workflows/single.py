@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flowjax.envs.base import Context, EnvDied, Observation, Past, Session, Step, Style, World
 from flowjax.records import Status, Task, Turn
-from flowjax.workflows.agent import Agent, Reply
+from flowjax.workflows.agent import Agent, Part, Played, Reply
 from flowjax.workflows.codec import PromptTooLong
 
 OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own
@@ -24,16 +24,6 @@ class Options:
     context: Context = "window"
     history: int = -1
     reference_parsing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """An episode. `outcome` is that of the turns played, whatever the status."""
-
-    turns: list[Turn]
-    outcome: dict[str, float]
-    status: Status
-    error: str = ""
 
 
 async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agent], options: Options) -> Played:
@@ -76,7 +66,7 @@ async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agen
     outcome["turns"] = float(len(turns))
     outcome["invalid_actions"] = float(sum(not turn.valid for turn in turns))
     outcome["env_return"] = float(sum(turn.env_reward for turn in turns))
-    return Played(turns, outcome, status, error)
+    return Played([Part(AGENT, turns, outcome)], outcome, status, error)
 
 
 def _turn(reply: Reply, before: Observation, step: Step, *, env_s: float) -> Turn:

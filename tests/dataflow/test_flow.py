@@ -16,7 +16,7 @@ from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
 from flowjax.monitor.metrics import read_metrics
-from flowjax.records import Task, Trajectory, Turn, pack, unpack
+from flowjax.records import Episode, Task, Trajectory, Turn, pack, unpack
 
 
 def configuration(**dataflow):
@@ -37,7 +37,7 @@ def make_flow(folder: Path, config=None) -> Flow:
     return Flow(config, folder, train_tasks=tasks, held_out_tasks=held_out)
 
 
-def played(lease, *, version: int, success: float = 1.0, turns: int = 2) -> Trajectory:
+def played(lease, *, version: int, success: float = 1.0, turns: int = 2) -> Episode:
     ids, logprobs = np.array([lease.seed % 50, 3, 4], np.int32), np.array([-0.5], np.float32)
     made = [
         Turn(
@@ -56,7 +56,8 @@ def played(lease, *, version: int, success: float = 1.0, turns: int = 2) -> Traj
         for turn in range(1, turns + 1)
     ]
     outcome = {"success": success, "turns": float(turns)}
-    return Trajectory(lease.trajectory_id, lease.group_id, lease.task.task_id, lease.seed, made, outcome)
+    names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
+    return Episode(*names, [Trajectory(*names, made, outcome)], outcome)
 
 
 def play(flow: Flow, leases, *, version: int, success=lambda lease: 1.0) -> None:
@@ -65,7 +66,7 @@ def play(flow: Flow, leases, *, version: int, success=lambda lease: 1.0) -> None
 
 
 def batch(flow: Flow, step: int):
-    served = flow.batch(step)
+    served = flow.batch("agent", step)
     assert served is not None
     return served
 
@@ -77,7 +78,7 @@ def train_leases(flow: Flow, most: int = 1000):
 def test_nothing_is_leased_before_a_version_is_served(tmp_path):
     flow = make_flow(tmp_path)
     assert flow.lease("w", 10) == []
-    flow.report_serving(0)
+    flow.report_serving("agent", 0)
     assert flow.lease("w", 10)
 
 
@@ -85,33 +86,33 @@ def test_nothing_is_leased_before_a_version_is_served(tmp_path):
 def test_admission_is_bounded_by_staleness_and_length(tmp_path, max_staleness):
     flow = make_flow(tmp_path, configuration(max_staleness=max_staleness))
     for version in range(6):
-        flow.report_serving(version)
+        flow.report_serving("agent", version)
         play(flow, train_leases(flow), version=version)
-        admitted = len(flow._ledger.ready("train"))
+        admitted = len(flow._ledger.ready("agent"))
         assert admitted == min(version + max_staleness + 1, 4) * 3
 
 
 def test_synchronous_training_serves_exactly_the_groups_of_its_version(tmp_path):
     flow = make_flow(tmp_path, configuration(max_staleness=0))
     for step in range(4):
-        flow.report_serving(step)
-        assert flow.batch(step) is None
+        flow.report_serving("agent", step)
+        assert flow.batch("agent", step) is None
         play(flow, train_leases(flow), version=step)
         served, dropped = batch(flow, step)
         assert dropped == 0
         assert {version for row in served.rows for version in row.versions[row.sampled].tolist()} == {step}
         assert served.totals["episodes"] == 3 * 2
-    flow.report_serving(4)
+    flow.report_serving("agent", 4)
     assert train_leases(flow) == []
 
 
 def test_stale_groups_are_dropped_counted_and_replaced(tmp_path):
     flow = make_flow(tmp_path, configuration(max_staleness=1))
-    flow.report_serving(0)
+    flow.report_serving("agent", 0)
     leases = train_leases(flow)
     play(flow, leases, version=0)
-    assert flow.batch(0) is not None
-    flow.report_serving(2)  # the trainer has gone on; the second batch's groups are still of version 0
+    assert flow.batch("agent", 0) is not None
+    flow.report_serving("agent", 2)  # the trainer has gone on; the second batch's groups are still of version 0
     play(flow, train_leases(flow), version=2)
     served, dropped = batch(flow, 2)
     assert dropped == 3
@@ -122,7 +123,7 @@ def test_stale_groups_are_dropped_counted_and_replaced(tmp_path):
 
 def test_a_batch_is_served_again_unchanged_after_a_restart(tmp_path):
     flow = make_flow(tmp_path)
-    flow.report_serving(0)
+    flow.report_serving("agent", 0)
     play(flow, train_leases(flow), version=0, success=lambda lease: float(lease.seed % 2))
     before, _ = batch(flow, 0)
     flow.close()
@@ -138,7 +139,7 @@ def test_statistics_of_the_batch_span_its_groups(tmp_path):
     config = configuration()
     config.credit.name = "reinforce_plus_plus"
     flow = make_flow(tmp_path, config)
-    flow.report_serving(0)
+    flow.report_serving("agent", 0)
     leases = train_leases(flow)
     winner = leases[0].group_id
     play(flow, leases, version=0, success=lambda lease: float(lease.group_id == winner))
@@ -150,15 +151,17 @@ def test_statistics_of_the_batch_span_its_groups(tmp_path):
 
 def test_evaluation_before_and_after_is_written_once_and_pins_its_version(tmp_path):
     flow = make_flow(tmp_path)
-    assert flow.report_serving(0) == 0
+    assert flow.report_serving("agent", 0) == 0
     leases = flow.lease("w", 1000, "eval")
-    assert [(lease.version, lease.task.task_id) for lease in leases] == [(0, f"held-{index}") for index in range(5)]
-    assert flow.report_serving(3) == 0  # version 0 stays loaded while its evaluation is under way
+    assert [(lease.versions, lease.task.task_id) for lease in leases] == [
+        ({"agent": 0}, f"held-{index}") for index in range(5)
+    ]
+    assert flow.report_serving("agent", 3) == 0  # version 0 stays loaded while its evaluation is under way
     play(flow, leases, version=0, success=lambda lease: float(lease.task.seed < 2))
-    assert flow.report_serving(3) == 2
+    assert flow.report_serving("agent", 3) == 2
     assert not flow.finished
-    flow.commit(4)
-    assert flow.report_serving(4) == 3
+    flow.commit("agent", 4)
+    assert flow.report_serving("agent", 4) == 3
     play(flow, flow.lease("w", 1000, "eval"), version=4)
     assert flow.finished
     lines = [entry for entry in read_metrics(tmp_path) if entry["kind"] == "eval"]
@@ -168,10 +171,10 @@ def test_evaluation_before_and_after_is_written_once_and_pins_its_version(tmp_pa
 
 def test_finished_means_trained_and_evaluated(tmp_path):
     flow = make_flow(tmp_path)
-    flow.report_serving(4)
+    flow.report_serving("agent", 4)
     play(flow, flow.lease("w", 1000, "eval"), version=4)
     assert not flow.finished
-    flow.commit(4)
+    flow.commit("agent", 4)
     assert flow.finished
 
 
@@ -179,7 +182,7 @@ def test_evaluating_given_versions_trains_nothing(tmp_path):
     config = configuration()
     config.eval.versions = (7,)
     flow = make_flow(tmp_path, config)
-    flow.report_serving(7)
+    flow.report_serving("agent", 7)
     leases = flow.lease("w", 1000)
     assert {lease.kind for lease in leases} == {"eval"}
     play(flow, leases, version=7)
@@ -188,7 +191,7 @@ def test_evaluating_given_versions_trains_nothing(tmp_path):
 
 def test_a_group_that_failed_altogether_is_dropped_and_replaced(tmp_path):
     flow = make_flow(tmp_path, configuration(max_attempts=1))
-    flow.report_serving(0)
+    flow.report_serving("agent", 0)
     leases = train_leases(flow)
     broken = [lease for lease in leases if lease.group_id == leases[0].group_id]
     flow.give_back([lease.lease_id for lease in broken], "world is gone")
@@ -199,10 +202,12 @@ def test_a_group_that_failed_altogether_is_dropped_and_replaced(tmp_path):
 
 def test_trajectories_of_a_batch_are_written_down(tmp_path):
     flow = make_flow(tmp_path)
-    flow.report_serving(0)
+    flow.report_serving("agent", 0)
     play(flow, train_leases(flow), version=0)
-    flow.batch(0)
-    lines = [json.loads(line) for line in (tmp_path / "trajectories" / "000000.jsonl").read_text().splitlines()]
+    flow.batch("agent", 0)
+    lines = [
+        json.loads(line) for line in (tmp_path / "trajectories" / "agent" / "000000.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == 6
     assert lines[0]["turns"][0]["sampled_ids"] == [4]
 
@@ -212,7 +217,7 @@ def test_order_of_tasks_is_fixed(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         flow = make_flow(tmp_path / folder)
-        flow.report_serving(0)
+        flow.report_serving("agent", 0)
         names.append([(lease.task.task_id, lease.seed) for lease in train_leases(flow)])
     assert names[0] == names[1]
 
@@ -222,7 +227,7 @@ class Served:
 
     def __init__(self, folder: Path):
         self.flow = make_flow(folder)
-        self.server = TestServer(Server(self.flow, temperatures={"train": 1.0, "eval": 0.5}).application())
+        self.server = TestServer(Server(self.flow).application())
 
     async def post(self, path: str, body: bytes) -> tuple[int, dict]:
         async with ClientSession() as session, session.post(self.server.make_url(path), data=body) as answer:
@@ -245,11 +250,10 @@ def test_a_batch_travels_over_http(tmp_path):
         _, answer = await post("/lease", pack({"worker": "w", "slots": 100, "kind": "train"}))
         items = []
         for lease in answer["leases"]:
-            assert lease["temperature"] == 1.0
-            record = type("Lease", (), lease)
-            items.append({"lease_id": lease["lease_id"], "trajectory": played(record, version=0)})
-        assert (await post("/trajectories", pack({"worker": "w", "items": items})))[1]["accepted"] == len(items)
-        assert (await post("/trajectories", pack({"worker": "w", "items": items})))[1]["duplicate"] == len(items)
+            assert lease.temperature == 1.0
+            items.append({"lease_id": lease.lease_id, "episode": played(lease, version=0)})
+        assert (await post("/episodes", pack({"worker": "w", "items": items})))[1]["accepted"] == len(items)
+        assert (await post("/episodes", pack({"worker": "w", "items": items})))[1]["duplicate"] == len(items)
         status, answer = await post("/batch", pack({"policy": "agent", "step": 0}))
         assert status == 200
         assert answer["totals"]["episodes"] == 6
@@ -262,8 +266,9 @@ REFUSED = [
     ("/lease", {"slots": 1}, "worker is missing"),
     ("/lease", {"worker": "w", "slots": "many"}, "slots is str"),
     ("/lease", {"worker": "w", "slots": 1, "kind": "nap"}, "kind is 'nap'"),
-    ("/trajectories", {"items": [{"lease_id": "x", "trajectory": {"turns": []}}]}, "trajectory is dict"),
-    ("/batch", {"step": True}, "step is bool"),
+    ("/episodes", {"items": [{"lease_id": "x", "episode": {"turns": []}}]}, "episode is dict"),
+    ("/batch", {"policy": "agent", "step": True}, "step is bool"),
+    ("/batch", {"policy": "other", "step": 0}, "policy is 'other': this run has agent"),
     ("/committed", [], "body is a list"),
 ]
 
@@ -288,7 +293,7 @@ def test_noise_is_refused_and_changes_nothing(tmp_path_factory, bodies):
     before = served.flow.status()
 
     async def scenario(post) -> None:
-        for path, body in zip(("/lease", "/trajectories", "/renew", "/batch", "/versions"), bodies, strict=True):
+        for path, body in zip(("/lease", "/episodes", "/renew", "/batch", "/versions"), bodies, strict=True):
             status, answer = await post(path, body)
             assert status == 400
             assert answer["error"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flowjax.dataflow.ledger import Ledger
-from flowjax.records import Status, Task, Trajectory, Turn
+from flowjax.records import Episode, Status, Task, Trajectory, Turn
 
 
 class Clock:
@@ -24,17 +24,30 @@ def ledger(tmp_path, clock) -> Ledger:
     return Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
 
 
-def add(ledger: Ledger, position: int, members: int = 2) -> str:
+def add(ledger: Ledger, position: int, members: int = 2, policies=("agent",)) -> str:
     group_id = f"train-{position:08d}"
     task = Task(f"task-{position}", "toy", position, {"level": [1, 2]})
-    ledger.add_group(group_id, task, list(range(members)), kind="train", position=position)
+    ledger.add_group(
+        group_id, task, list(range(members)), kind="train", position=position, temperature=1.0, policies=policies
+    )
     return group_id
 
 
-def played(lease, *, status: Status = "ok", version=0) -> Trajectory:
+def played(lease, *, status: Status = "ok", version=0, policies=("agent",)) -> Episode:
     ids = np.array([1, 2], np.int32)
-    turn = Turn("agent", version, ids, ids[:1], np.zeros(1, np.float32), "stop", 1, 2, 0.0, True, True)
-    return Trajectory(lease.trajectory_id, lease.group_id, lease.task.task_id, lease.seed, (turn,), {}, status)
+    names = lease.episode_id, lease.group_id, lease.task.task_id
+    parts = [
+        Trajectory(
+            *names,
+            lease.seed,
+            (Turn(policy, version, ids, ids[:1], np.zeros(1, np.float32), "stop", 1, 2, 0.0, True, True),),
+            {},
+            status,
+            policy=policy,
+        )
+        for policy in policies
+    ]
+    return Episode(*names, lease.seed, parts, {}, status)
 
 
 def play_all(ledger: Ledger) -> list[str]:
@@ -51,12 +64,12 @@ def test_a_group_is_settled_when_its_last_episode_is_in(ledger):
     assert ledger.accept(leases[0].lease_id, played(leases[0])) == (True, [])
     assert ledger.accept(leases[2].lease_id, played(leases[2])) == (True, [])
     assert ledger.accept(leases[1].lease_id, played(leases[1])) == (True, [group_id])
-    group = ledger.group(group_id)
+    group = ledger.group(group_id, "agent")
     assert [trajectory.seed for trajectory in group.trajectories] == [0, 1, 2]
     assert group.task == Task("task-0", "toy", 0, {"level": [1, 2]})
 
 
-def test_a_trajectory_counts_once(ledger):
+def test_an_episode_counts_once(ledger):
     add(ledger, 0)
     lease = ledger.lease("w", 1)[0]
     assert ledger.accept(lease.lease_id, played(lease))[0]
@@ -71,7 +84,7 @@ def test_a_leased_episode_is_not_leased_again_until_its_deadline(ledger, clock):
     clock.now_s += 10.5
     ledger.expire()
     second = ledger.lease("other", 1)[0]
-    assert second.trajectory_id == first.trajectory_id
+    assert second.episode_id == first.episode_id
     assert second.lease_id != first.lease_id
     # The dead worker was only slow: its episode counts, and the other's is the duplicate.
     assert ledger.accept(first.lease_id, played(first))[0]
@@ -94,10 +107,10 @@ def test_failed_episodes_are_played_again_then_quarantined_and_the_group_goes_on
     assert ledger.accept(good.lease_id, played(good)) == (True, [])
     assert ledger.accept(bad.lease_id, played(bad, status="env_error")) == (True, [])
     again = ledger.lease("w", 2)
-    assert [lease.trajectory_id for lease in again] == [bad.trajectory_id]
+    assert [lease.episode_id for lease in again] == [bad.episode_id]
     assert ledger.accept(again[0].lease_id, played(again[0], status="timeout")) == (True, [group_id])
     assert ledger.count_episodes() == {"done": 1, "quarantined": 1}
-    assert len(ledger.group(group_id).trajectories) == 1
+    assert len(ledger.group(group_id, "agent").trajectories) == 1
 
 
 def test_a_failure_reported_under_a_lost_lease_does_not_end_the_new_one(ledger, clock):
@@ -117,7 +130,7 @@ def test_a_group_without_any_trajectory_is_dropped(ledger):
         lease = ledger.lease("w", 1)[0]
         settled += ledger.accept(lease.lease_id, played(lease, status="env_error"))[1]
     assert settled == [group_id]
-    assert ledger.count_groups("train") == {"dropped": 1}
+    assert ledger.count_streams("agent") == {"dropped": 1}
 
 
 def test_giving_back_does_not_use_up_an_attempt_unless_it_failed(ledger):
@@ -132,59 +145,68 @@ def test_the_same_step_gets_the_same_batch_also_after_a_restart(ledger, tmp_path
     for position in range(4):
         add(ledger, position)
     play_all(ledger)
-    assert ledger.assign(0, 2, usable=lambda _: True) == ["train-00000000", "train-00000001"]
-    assert ledger.assign(1, 2, usable=lambda _: True) == ["train-00000002", "train-00000003"]
+    assert ledger.assign("agent", 0, 2, usable=lambda _: True) == ["train-00000000", "train-00000001"]
+    assert ledger.assign("agent", 1, 2, usable=lambda _: True) == ["train-00000002", "train-00000003"]
     ledger.close()
     reopened = Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
-    assert reopened.assign(1, 2, usable=lambda _: True) == ["train-00000002", "train-00000003"]
-    assert len(reopened.group("train-00000002").trajectories) == 2
+    assert reopened.assign("agent", 1, 2, usable=lambda _: True) == ["train-00000002", "train-00000003"]
+    assert len(reopened.group("train-00000002", "agent").trajectories) == 2
 
 
 def test_batches_of_a_lost_checkpoint_are_handed_out_again(ledger):
     for position in range(4):
         add(ledger, position)
     play_all(ledger)
-    first = ledger.assign(0, 2, usable=lambda _: True)
-    second = ledger.assign(1, 2, usable=lambda _: True)
-    assert ledger.assign(0, 2, usable=lambda _: True) == first
-    assert ledger.assign(1, 2, usable=lambda _: True) == second
+    first = ledger.assign("agent", 0, 2, usable=lambda _: True)
+    second = ledger.assign("agent", 1, 2, usable=lambda _: True)
+    assert ledger.assign("agent", 0, 2, usable=lambda _: True) == first
+    assert ledger.assign("agent", 1, 2, usable=lambda _: True) == second
 
 
 def test_too_few_groups_leave_everything_as_it_was(ledger):
     add(ledger, 0)
     play_all(ledger)
-    assert ledger.assign(0, 2, usable=lambda _: True) is None
-    assert ledger.ready("train") == ["train-00000000"]
+    assert ledger.assign("agent", 0, 2, usable=lambda _: True) is None
+    assert ledger.ready("agent") == ["train-00000000"]
 
 
 def test_unusable_groups_are_dropped_not_served(ledger):
     for position in range(3):
         add(ledger, position)
     play_all(ledger)
-    assert ledger.assign(0, 2, usable=lambda group_id: group_id != "train-00000000") == [
+    assert ledger.assign("agent", 0, 2, usable=lambda group_id: group_id != "train-00000000") == [
         "train-00000001",
         "train-00000002",
     ]
-    assert ledger.count_groups("train") == {"assigned": 2, "dropped": 1}
+    assert ledger.count_streams("agent") == {"assigned": 2, "dropped": 1}
 
 
 def test_closing_batches_forgets_only_older_ones(ledger):
     for position in range(2):
         add(ledger, position)
     play_all(ledger)
-    ledger.assign(0, 1, usable=lambda _: True)
-    ledger.assign(1, 1, usable=lambda _: True)
-    ledger.close_batches(1)
-    assert ledger.count_groups("train") == {"assigned": 1, "closed": 1}
-    assert ledger.group("train-00000000").trajectories == ()
-    assert len(ledger.group("train-00000001").trajectories) == 2
+    ledger.assign("agent", 0, 1, usable=lambda _: True)
+    ledger.assign("agent", 1, 1, usable=lambda _: True)
+    ledger.close_batches("agent", 1)
+    assert ledger.count_streams("agent") == {"assigned": 1, "closed": 1}
+    assert ledger.group("train-00000000", "agent").trajectories == ()
+    assert len(ledger.group("train-00000001", "agent").trajectories) == 2
 
 
 def test_evaluation_is_leased_before_training(ledger):
     add(ledger, 0, members=1)
-    ledger.add_group("eval-0-0", Task("held-out", "toy", 0), [0], kind="eval", position=0, version=0)
+    ledger.add_group(
+        "eval-0-0",
+        Task("held-out", "toy", 0),
+        [0],
+        kind="eval",
+        position=0,
+        temperature=1.0,
+        evaluation="agent@0",
+        versions={"agent": 0},
+    )
     assert [lease.kind for lease in ledger.lease("w", 5)] == ["eval", "train"]
-    assert ledger.eval_versions("open") == [0]
+    assert ledger.evaluations("open") == {"agent@0": {"agent": 0}}
 
 
 def test_a_failing_transaction_leaves_no_trace(ledger):
@@ -195,5 +217,31 @@ def test_a_failing_transaction_leaves_no_trace(ledger):
 
     play_all(ledger)
     with pytest.raises(RuntimeError, match="credit failed"):
-        ledger.assign(0, 1, usable=broken)
-    assert ledger.count_groups("train") == {"ready": 1}
+        ledger.assign("agent", 0, 1, usable=broken)
+    assert ledger.count_streams("agent") == {"ready": 1}
+
+
+def test_policies_use_up_the_same_groups_at_their_own_rates(ledger):
+    both = ("solver", "verifier")
+    for position in range(4):
+        add(ledger, position, policies=both)
+    for lease in ledger.lease("w", 100):
+        ledger.accept(lease.lease_id, played(lease, policies=both))
+    first, second = "train-00000000", "train-00000001"
+    assert ledger.assign("solver", 0, 1, usable=lambda _: True) == [first]
+    assert ledger.assign("solver", 1, 1, usable=lambda _: True) == [second]
+    assert ledger.assign("verifier", 0, 2, usable=lambda name: name != first) == [second, "train-00000002"]
+    assert ledger.count_streams("solver") == {"assigned": 2, "ready": 2}
+    assert ledger.count_streams("verifier") == {"assigned": 2, "dropped": 1, "ready": 1}
+    assert {part.policy for part in ledger.group(first, "verifier").trajectories} == {"verifier"}
+    ledger.close_batches("solver", 2)
+    assert not ledger.episodes(first), "no policy needs them any more"
+    assert len(ledger.episodes(second)) == 2, "the verifier still does"
+
+
+def test_a_policy_that_did_not_speak_in_a_group_gets_none_of_it(ledger):
+    add(ledger, 0, policies=("solver", "verifier"))
+    for lease in ledger.lease("w", 100):
+        ledger.accept(lease.lease_id, played(lease, policies=("solver",)))
+    assert (ledger.ready("solver"), ledger.ready("verifier")) == (["train-00000000"], [])
+    assert ledger.count_streams("verifier") == {"dropped": 1}

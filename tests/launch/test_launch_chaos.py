@@ -98,7 +98,7 @@ def assert_complete(run_dir: Path) -> None:
     assert steps_of(run_dir) == list(range(1, STEPS + 1))
     evals = {entry["step"]: entry["episodes"] for entry in read_metrics(run_dir) if entry["kind"] == "eval"}
     assert evals == {0: 16, STEPS: 16}
-    files = sorted((run_dir / "trajectories").glob("*.jsonl"))
+    files = sorted((run_dir / "trajectories").glob("*/*.jsonl"))
     assert len(files) == STEPS
     trained = [json.loads(line)["trajectory_id"] for file in files for line in file.read_text().splitlines()]
     assert len(trained) == STEPS * 4 * 4

@@ -17,7 +17,7 @@ from flowjax.dataflow.server import Server
 from flowjax.envs import sokoban
 from flowjax.envs.pool import EnvPool
 from flowjax.models.nano import build_tokenizer
-from flowjax.records import Trajectory
+from flowjax.records import Episode
 from flowjax.rollout.client import EngineClient
 from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import Player
@@ -92,7 +92,7 @@ class RolloutRun:
         vocabulary = json.loads((self.model / "tokenizer.json").read_text())["model"]["vocab"]
         engine = FakeEngine([vocabulary[name] for name in sokoban.DIRECTIONS])
         flow = self.flow()
-        dataflow = TestServer(Server(flow, temperatures={"train": 1.0, "eval": 0.5}).application())
+        dataflow = TestServer(Server(flow).application())
         await asyncio.gather(engine.server.start_server(), dataflow.start_server())
         servers = Servers(engine, flow, dataflow, engine_url or engine.url)
         endpoints = {"engine": servers.engine_url, "dataflow": servers.dataflow_url}
@@ -123,21 +123,21 @@ class RolloutRun:
 
 
 class Servers:
-    """`counted` are the trajectories that the dataflow has taken, `refused` those that it has not."""
+    """`counted` are the episodes that the dataflow has taken, `refused` those that it has not."""
 
     def __init__(self, engine: FakeEngine, flow: Flow, dataflow: TestServer, engine_url: str):
         self.engine, self.dataflow, self.engine_url = engine, dataflow, engine_url
-        self.counted: list[Trajectory] = []
-        self.refused: list[Trajectory] = []
+        self.counted: list[Episode] = []
+        self.refused: list[Episode] = []
         self.flow = self.watch(flow)
 
     def watch(self, flow: Flow) -> Flow:
         """Note what `flow` takes."""
         take = flow.accept
 
-        def accept(lease_id: str, trajectory: Trajectory) -> bool:
-            counts = take(lease_id, trajectory)
-            (self.counted if counts else self.refused).append(trajectory)
+        def accept(lease_id: str, episode: Episode) -> bool:
+            counts = take(lease_id, episode)
+            (self.counted if counts else self.refused).append(episode)
             return counts
 
         flow.accept = accept

@@ -101,15 +101,13 @@ def test_versions_change_and_the_engine_dies_while_episodes_are_played(run):
             await until(lambda: run.status()["serving_version"] == 5, START_S)
             await until(lambda: len(servers.counted) == (5 + 2) * 8 * 4, 60)
         assert not servers.refused
-        assert len({trajectory.trajectory_id for trajectory in servers.counted}) == len(servers.counted)
-        assert {trajectory.status for trajectory in servers.counted} == {"ok"}
+        assert len({episode.episode_id for episode in servers.counted}) == len(servers.counted)
+        assert {episode.status for episode in servers.counted} == {"ok"}
         assert run.status()["given_back"] == 0
-        versions = {turn.version for trajectory in servers.counted for turn in trajectory.turns}
+        versions = {turn.version for episode in servers.counted for turn in episode.turns}
         assert {0, 5} <= versions <= set(range(6))
         assert sorted(path.name for path in (run.folder / "adapters").iterdir()) == ["agent@4", "agent@5"]
-        assert all(
-            len(t.logprobs) == len(t.sampled_ids) > 0 for trajectory in servers.counted for t in trajectory.turns
-        )
+        assert all(len(t.logprobs) == len(t.sampled_ids) > 0 for episode in servers.counted for t in episode.turns)
         assert json.loads((run.folder / "endpoints.json").read_text())["engine"] == servers.engine_url
 
     asyncio.run(scenario())

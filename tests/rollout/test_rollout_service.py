@@ -32,17 +32,17 @@ def test_plays_what_is_admitted_and_hands_it_over(tmp_path):
             await until(lambda: len(servers.counted) == 16)  # 2 groups of 4 for version 0, and as many one ahead
             await asyncio.sleep(0.1)
         assert len(servers.counted) == 16 and not servers.refused
-        assert len({trajectory.trajectory_id for trajectory in servers.counted}) == 16
-        for trajectory in servers.counted:
-            assert trajectory.status == "ok" and 1 <= len(trajectory.turns) <= 3
-            assert trajectory.outcome["turns"] == len(trajectory.turns)
-            for turn in trajectory.turns:
+        assert len({episode.episode_id for episode in servers.counted}) == 16
+        for episode in servers.counted:
+            assert episode.status == "ok" and 1 <= len(episode.turns) <= 3
+            assert episode.outcome["turns"] == len(episode.turns)
+            for turn in episode.turns:
                 assert (turn.policy, turn.version) == ("agent", 0)
                 assert turn.sampled_ids[0] in servers.engine.actions and turn.sampled_ids[1] == EOS
                 np.testing.assert_array_equal(turn.logprobs, np.array([-1.5, -0.25], np.float32))
                 assert len(turn.prompt_ids) >= 9 and turn.valid
         status = run.status()
-        turns = sum(len(trajectory.turns) for trajectory in servers.counted)
+        turns = sum(len(episode.turns) for episode in servers.counted)
         assert (status["episodes"], status["turns"], status["sampled_tokens"]) == (16, turns, 2 * turns)
         assert (status["serving_version"], status["in_flight"], status["failed_episodes"]) == (0, 0, 0)
         assert status["engine_up"] and status["episodes_per_s"] > 0
@@ -64,7 +64,7 @@ def test_a_turn_stays_on_the_version_it_began_with(tmp_path):
             await until(lambda: servers.counted)
             await until(lambda: set(servers.engine.adapters) == {"agent@1", "agent@2"})
         assert servers.counted[0].turns[0].version == 0
-        versions = Counter(turn.version for trajectory in servers.counted for turn in trajectory.turns)
+        versions = Counter(turn.version for episode in servers.counted for turn in episode.turns)
         assert versions[2] > 0 and set(versions) <= {0, 2}
 
     asyncio.run(scenario())
@@ -78,12 +78,12 @@ def test_an_evaluation_is_played_with_its_own_version_to_the_end(tmp_path):
             for step in (1, 2, 3):
                 run.publish(step)
             await until(lambda: "agent@3" in servers.engine.adapters)
-            await until(lambda: sum(len(trajectory.turns) > 0 for trajectory in servers.counted) >= 12)
+            await until(lambda: sum(len(episode.turns) > 0 for episode in servers.counted) >= 12)
         evaluated = [t for t in servers.counted if t.group_id.startswith("eval")]
         assert len(evaluated) == 6
-        assert {turn.version for trajectory in evaluated for turn in trajectory.turns} == {0}
+        assert {turn.version for episode in evaluated for turn in episode.turns} == {0}
         trained = [t for t in servers.counted if not t.group_id.startswith("eval")]
-        assert {turn.version for trajectory in trained for turn in trajectory.turns} == {3}
+        assert {turn.version for episode in trained for turn in episode.turns} == {3}
 
     asyncio.run(scenario())
 
@@ -100,7 +100,7 @@ def test_an_engine_that_comes_back_empty_costs_nothing(tmp_path):
             await until(lambda: len(servers.counted) == 16)
         assert before < 16 and not servers.refused
         assert servers.engine.lora_loads.count("agent@0") == 2
-        assert all(trajectory.status == "ok" for trajectory in servers.counted)
+        assert all(episode.status == "ok" for episode in servers.counted)
         assert run.status()["given_back"] == 0
 
     asyncio.run(scenario())
@@ -116,7 +116,7 @@ def test_an_engine_that_stays_away_ends_the_service_and_returns_its_leases(tmp_p
                     servers.engine.away = True
                     await asyncio.wait({serving.task}, timeout=60)
             assert servers.leased == 0
-            assert all(trajectory.turns for trajectory in servers.counted), "an absent engine is no trajectory"
+            assert all(episode.turns for episode in servers.counted), "an absent engine is no episode"
             assert run.status()["given_back"] > 0
 
     asyncio.run(scenario())
@@ -144,14 +144,14 @@ def test_a_broken_episode_does_not_touch_its_siblings(tmp_path):
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: servers.flow.status()["ready_groups"] == 4)
         ok, broken = [], []
-        for trajectory in servers.counted:
-            (broken if trajectory.seed % 4 == 0 else ok).append(trajectory)
-        assert broken and len(broken) == 2 * len({trajectory.trajectory_id for trajectory in broken}), "two attempts"
-        for trajectory in broken:
-            assert (trajectory.status, trajectory.turns) == ("env_error", [])
-            assert trajectory.error == "RuntimeError: this episode is broken"
+        for episode in servers.counted:
+            (broken if episode.seed % 4 == 0 else ok).append(episode)
+        assert broken and len(broken) == 2 * len({episode.episode_id for episode in broken}), "two attempts"
+        for episode in broken:
+            assert (episode.status, episode.turns) == ("env_error", [])
+            assert episode.error == "RuntimeError: this episode is broken"
         assert len(ok) == 16 - len(broken) // 2
-        assert all(trajectory.status == "ok" and trajectory.turns for trajectory in ok)
+        assert all(episode.status == "ok" and episode.turns for episode in ok)
         assert run.status()["failed_episodes"] == len(broken)
 
     asyncio.run(scenario())
@@ -162,7 +162,7 @@ def test_an_episode_that_takes_too_long_is_a_timeout(tmp_path):
         run = RolloutRun(tmp_path, workflow="unruly_workflows.hangs", rollout__episode_timeout_s=0.1)
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: len(servers.counted) == 16)
-        assert {trajectory.status for trajectory in servers.counted} == {"timeout"}
+        assert {episode.status for episode in servers.counted} == {"timeout"}
         assert "rollout.episode_timeout_s=0.1" in servers.counted[0].error
 
     asyncio.run(scenario())
@@ -179,7 +179,7 @@ def test_an_episode_that_runs_out_of_time_without_an_engine_is_played_again(tmp_
             await until(lambda: serving.service.counters.given_back >= 8)
             assert not servers.counted
             servers.engine.restart()
-            await until(lambda: any(trajectory.status == "ok" for trajectory in servers.counted))
+            await until(lambda: any(episode.status == "ok" for episode in servers.counted))
 
     asyncio.run(scenario())
 
@@ -212,12 +212,10 @@ def test_a_restarted_dataflow_counts_every_episode_once(tmp_path):
             servers.engine.hold.set()
             await asyncio.sleep(0.3)
             flow = servers.watch(run.flow())
-            servers.dataflow = TestServer(
-                Server(flow, temperatures={"train": 1.0, "eval": 1.0}).application(), port=port
-            )
+            servers.dataflow = TestServer(Server(flow).application(), port=port)
             await servers.dataflow.start_server()
             await until(lambda: len(servers.counted) == 16)
-        assert len({trajectory.trajectory_id for trajectory in servers.counted}) == 16
+        assert len({episode.episode_id for episode in servers.counted}) == 16
 
     asyncio.run(scenario())
 
@@ -270,7 +268,7 @@ def test_what_a_killed_service_was_playing_is_played_at_once_by_the_next(tmp_pat
             servers.engine.hold.set()
             async with run.serving(servers):
                 await until(lambda: len(servers.counted) == 16)
-        assert not servers.refused and len({trajectory.trajectory_id for trajectory in servers.counted}) == 16
+        assert not servers.refused and len({episode.episode_id for episode in servers.counted}) == 16
         assert run.status()["leases"] == []
 
     asyncio.run(scenario())
