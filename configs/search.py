@@ -8,13 +8,13 @@ from flowjax.config import ConfigError, default_config
 def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that answers questions over several documents with the help of a search engine.
 
-    nano       2 CPU cores   python -m flowjax.launch --config=configs/search.py:nano
-               the same as one growing conversation: --config.env.context=append
-    qwen3_8b   8 x A100 80 GB, and a retrieval server   (not run by us)
-               python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
-               python -m flowjax.launch --config=configs/search.py:qwen3_8b
+    nano          2 CPU cores   python -m flowjax.launch --config=configs/search.py:nano
+    nano_append   the same, an episode being one growing conversation
+    qwen3_8b      8 x A100 80 GB, and a retrieval server   (not run by us)
+                  python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
+                  python -m flowjax.launch --config=configs/search.py:qwen3_8b
     """
-    recipes = {"nano": _nano, "qwen3_8b": _qwen3_8b}
+    recipes = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
     if arg not in recipes:
         raise ConfigError(f"configs/search.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
@@ -36,20 +36,32 @@ def _nano(config: ConfigDict) -> None:
     config.env.max_turns = 5
     config.credit.options = ConfigDict({"gamma": 0.95, "step_weight": 1.0, "pool": "rows"})
     config.engine.dtype = "float32"
-    config.engine.max_model_tokens = 96  # a whole conversation in append mode; a window prompt has 18
+    config.engine.max_model_tokens = 24
     config.engine.kv_cache_bytes = 256 * 1024**2
-    config.rollout.max_prompt_tokens = 92
+    config.rollout.max_prompt_tokens = 18  # a question of two hops and one document
     config.rollout.max_new_tokens = 4
     config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
     config.trainer.steps = 10
     config.trainer.updates_per_step = 2
-    config.trainer.row_tokens = 96
-    config.trainer.micro_batch_rows = 64
+    config.trainer.row_tokens = 22
+    config.trainer.micro_batch_rows = 128
     config.optimizer.learning_rate = 1e-3
     config.warm_start.steps = 1000
     config.warm_start.label_noise = 0.3
     config.eval.tasks = 256
+
+
+def _nano_append(config: ConfigDict) -> None:
+    _nano(config)
+    config.name = "search-nano-append"
+    config.model.path = "models/nano-search-append"
+    config.env.context = "append"
+    config.engine.max_model_tokens = 80
+    config.rollout.max_prompt_tokens = 70  # five turns
+    config.trainer.row_tokens = 74
+    config.trainer.micro_batch_rows = 64
+    config.warm_start.batch_rows = 48  # conversations
 
 
 def _qwen3_8b(config: ConfigDict) -> None:

@@ -18,7 +18,7 @@ KINDS: dict[str, tuple[tuple[str, str], ...]] = {
     "book": (("author", "person"), ("publisher", "company"), ("hero", "person")),
     "person": (("birthplace", "town"), ("teacher", "person"), ("employer", "company")),
     "company": (("founder", "person"), ("seat", "town"), ("rival", "company")),
-    "town": (("mayor", "person"), ("river", "river"), ("twin", "town")),
+    "town": (("mayor", "person"), ("waterway", "river"), ("twin", "town")),
     "river": (("source", "town"), ("ferryman", "person"), ("tributary", "river")),
 }
 RELATIONS = tuple(dict.fromkeys(relation for facts in KINDS.values() for relation, _ in facts))

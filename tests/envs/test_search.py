@@ -1,0 +1,394 @@
+"""Search: the generated encyclopedia, episodes, keys, splits, rewards."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.search.build import build
+from flowjax.envs import search
+from flowjax.envs.base import Split, WorldError, load_world
+from flowjax.envs.search.corpus import Encyclopedia, Questions, encyclopedia
+from flowjax.envs.search.files import Corpus, read_questions
+from flowjax.envs.search.names import KINDS, SYLLABLES, split_name
+from flowjax.records import Task
+
+SMALL = {"documents": 200, "topk": 2}
+
+
+def take(source: grain.MapDataset[Task], index: int) -> Task:
+    task = source[index]
+    assert task is not None
+    return task
+
+
+def started(**options: Any) -> search.Search:
+    """An environment at its first training question."""
+    options = {**SMALL, **options}
+    env = search.make(**options)
+    env.reset(take(search.tasks("train", 0, **options), 0), 0)
+    return env
+
+
+def play(policy: Any, split: Split, count: int, **options: Any) -> float:
+    """Share of questions answered right within eight turns."""
+    env, source = search.make(**options), search.tasks(split, 1, **options)
+    rng, right = np.random.default_rng(0), 0.0
+    for index in range(count):
+        observation = env.reset(take(source, index), 0)
+        for _ in range(8):
+            step = env.step(policy(env, observation, rng))
+            observation = step.observation
+            if step.terminal:
+                break
+        right += step.outcome["success"]
+    return right / count
+
+
+# the encyclopedia
+
+
+def told_facts(book: Encyclopedia) -> dict[tuple[str, str], str]:
+    """(name, relation) -> name, read from the documents' text alone."""
+    facts = {}
+    for document in book.documents():
+        for relation, name in re.findall(r"The (\w+) of this \w+ is (\w+)\.", document.contents):
+            facts[document.title, relation] = name
+    return facts
+
+
+def test_the_documents_tell_what_the_questions_ask():
+    book = encyclopedia(300, 4)
+    facts = told_facts(book)
+    assert len(facts) == 900
+    for split, hops in itertools.product(("train", "held_out"), (1, 2, 3)):
+        questions = Questions(book, split, 0, [hops])
+        for question in (questions[index] for index in range(0, len(questions), 7)):
+            *relations, name = re.fullmatch(r"What is (.*)\?", question.text)[1].replace("the ", "").split(" of ")  # pyright: ignore[reportOptionalSubscript]
+            assert len(relations) == hops
+            seen = [name]
+            for relation in reversed(relations):
+                name = facts[name, relation]
+                seen.append(name)
+            assert question.answers == (name,)
+            assert question.chain == tuple(seen)
+            assert len(set(seen)) == len(seen)
+
+
+def test_every_walk_is_asked_once():
+    book = encyclopedia(160, 0)
+    questions = [Questions(book, "train", 0, [2])[i] for i in range(len(Questions(book, "train", 0, [2])))]
+    facts = told_facts(book)
+    kinds = {name: list(KINDS)[kind] for name, kind in zip(book.names, book.kinds, strict=True)}
+    walks = set()
+    for name, held_out in zip(book.names, book.held_out, strict=True):
+        for first, _ in () if held_out else KINDS[kinds[name]]:
+            middle = facts[name, first]
+            for second, _ in KINDS[kinds[middle]]:
+                if facts[middle, second] not in (name, middle):
+                    walks.add(f"What is the {second} of the {first} of {name}?")
+    assert {question.text for question in questions} == walks
+    assert len(questions) == len(walks)
+
+
+def test_fifty_thousand_names_are_unique_and_keep_apart_when_stemmed():
+    import Stemmer
+
+    names = encyclopedia(50_000, 0).names
+    assert len(set(names)) == 50_000
+    stems = Stemmer.Stemmer("english").stemWords([name.lower() for name in names])
+    assert stems == [name.lower() for name in names]
+    assert all(len(split_name(name) or ()) == 3 for name in names[:1000])
+    assert len(set(SYLLABLES)) == len(SYLLABLES)
+
+
+def test_a_name_finds_its_document_first():
+    book = encyclopedia(1000, 0)
+    env = search.make(documents=1000, topk=1)
+    task = Task("t", "search", 0, {"question": "What?", "answers": ["x"]})
+    for name in book.names[::20]:
+        env.reset(task, 0)
+        env.step(f"search[{name}]")
+        assert env.titles == {name}
+
+
+def test_no_held_out_fact_is_of_use_in_training_over_ten_data_seeds():
+    options = {**SMALL, "hops": (1, 2, 3)}
+    named: dict[str, set[str]] = {"train": set(), "held_out": set()}
+    texts: dict[str, set[str]] = {"train": set(), "held_out": set()}
+    for split, data_seed in itertools.product(("train", "held_out"), range(10)):
+        source = search.tasks(split, data_seed, **options)
+        for index in range(0, len(source), 3):
+            payload = take(source, index).payload
+            named[split].update(payload["chain"])
+            texts[split].add(payload["question"])
+    assert not named["train"] & named["held_out"]
+    assert not texts["train"] & texts["held_out"]
+    assert min(map(len, texts.values())) > 100
+    facts = told_facts(encyclopedia(200, 0))
+    assert not any((name in named["train"]) != (target in named["train"]) for (name, _), target in facts.items())
+
+
+def test_the_data_seed_orders_the_tasks_and_nothing_else():
+    first, second = (search.tasks("train", data_seed, **SMALL) for data_seed in (0, 1))
+    ids = [{take(source, index).task_id for index in range(len(source))} for source in (first, second)]
+    assert ids[0] == ids[1]
+    assert len(ids[0]) == len(first)
+    assert [take(first, index) for index in range(20)] != [take(second, index) for index in range(20)]
+    assert take(search.tasks("train", 0, **SMALL), 5) == take(first, 5)
+
+
+# episodes
+
+
+def test_the_expert_answers_every_question():
+    assert play(lambda env, observation, rng: search.expert(env), "held_out", 100, documents=1000) == 1.0
+    assert play(lambda env, observation, rng: search.expert(env), "train", 100, documents=400, hops=(1, 3, 4)) == 1.0
+
+
+def test_the_random_policy_hardly_ever_does():
+    assert play(lambda env, observation, rng: search.random_action(observation, rng), "held_out", 100, **SMALL) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("action", "verdict", "reward"),
+    [("right", "right", 1.0), ("answer[nobody at all]", "wrong", 0.0), ("answer[the]", "malformed", 0.0)],
+)
+def test_an_answer_ends_the_episode(action: str, verdict: str, reward: float):
+    env = started()
+    answer = env.question.answers[0]
+    step = env.step(f"answer[ the {answer.upper()}. ]" if action == "right" else action)
+    assert (step.reward, step.terminal, step.valid) == (reward, True, True)
+    assert step.outcome["success"] == float(verdict == "right")
+    assert step.outcome["answered"] == 1.0
+    after = env.step("search[anything]")
+    assert (after.observation, after.reward, after.terminal, after.valid) == (step.observation, 0.0, True, False)
+
+
+def test_right_wrong_and_malformed_answers_are_three_states_whatever_was_searched():
+    keys: dict[str, set[int]] = {"right": set(), "wrong": set(), "malformed": set(), "open": set()}
+    env = started()
+    task = take(search.tasks("train", 0, **SMALL), 0)
+    for searched, verdict in itertools.product(([], env.question.chain[:1], env.question.chain), keys):
+        env.reset(task, 0)
+        for name in searched:
+            step = env.step(f"search[{name}]")
+            keys["open"].add(step.observation.state_key)
+        said = {"right": env.question.answers[0], "wrong": "nobody", "malformed": "...", "open": None}[verdict]
+        if said:
+            keys[verdict].add(env.step(f"answer[{said}]").observation.state_key)
+    assert [len(keys[verdict]) for verdict in ("right", "wrong", "malformed")] == [1, 1, 1]
+    assert len(set.union(*keys.values())) == sum(map(len, keys.values()))
+
+
+def test_f1_pays_for_part_of_an_answer():
+    task = Task("t", "search", 0, {"question": "Who?", "answers": ["Ada King", "Lovelace"]})
+    env = search.make(score="f1", **SMALL)
+    keys = set()
+    for said, reward, success in (("King", 2 / 3, 0.0), ("Ada of Spades", 0.4, 0.0), ("ada king", 1.0, 1.0)):
+        env.reset(task, 0)
+        step = env.step(f"answer[{said}]")
+        assert (step.reward, step.outcome["success"]) == (pytest.approx(reward), success)
+        assert step.outcome["f1"] == step.reward
+        keys.add(step.observation.state_key)
+    assert len(keys) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(picks=st.lists(st.integers(0, 199), min_size=1, max_size=5), order=st.randoms(use_true_random=False))
+def test_keys_name_what_is_known_not_how_it_was_found(picks: list[int], order: Any):
+    names = encyclopedia(200, 0).names
+    env = search.make(**SMALL)
+    task = take(search.tasks("train", 0, **SMALL), 0)
+
+    def reach(searched: list[int]) -> tuple[int, frozenset[str]]:
+        step_key = env.reset(task, 0).state_key
+        for pick in searched:
+            step_key = env.step(f"search[{names[pick]}]").observation.state_key
+        return step_key, env.titles
+
+    shuffled = [*picks, *picks[:1]]
+    order.shuffle(shuffled)
+    assert reach(picks) == reach(shuffled)
+    fewer, more = reach(picks[:-1]), reach(picks)
+    assert (fewer[0] == more[0]) == (fewer[1] == more[1])
+
+
+def test_another_question_is_another_state():
+    source = search.tasks("train", 0, **SMALL)
+    env = search.make(**SMALL)
+    assert len({env.reset(take(source, index), 0).state_key for index in range(50)}) == 50
+
+
+@pytest.mark.parametrize(
+    "action", ["", "fly", "search[]", "search[  ]", "search", "access[x]", f"search[{'x' * 1001}]"]
+)
+def test_what_is_no_action_changes_nothing(action: str):
+    env = started()
+    before = env.step(f"search[{env.question.chain[0]}]")
+    titles = env.titles
+    step = env.step(action)
+    assert (step.valid, step.reward, step.terminal, step.outcome) == (False, 0.0, False, before.outcome)
+    assert step.observation.state_key == before.observation.state_key
+    assert env.titles == titles
+    assert step.observation.text.startswith(before.observation.text)
+
+
+def test_a_search_that_finds_nothing_says_so():
+    env = started()
+    key = env.step("search[zzz]").observation
+    assert "Nothing was found." in key.text
+    assert key.state_key == env.step("search[qqq qqq]").observation.state_key
+
+
+def test_a_page_is_opened_by_its_address():
+    env = started(protocol="asearcher", access=True)
+    name = env.question.chain[0]
+    step = env.step(f"access[https://encyclopedia.invalid/wiki/{name}]")
+    assert env.titles == {name}
+    assert f"[Doc 1](https://encyclopedia.invalid/wiki/{name}):" in step.observation.text
+    assert env.step("access[https://encyclopedia.invalid/wiki/nowhere]").observation.state_key == (
+        step.observation.state_key
+    )
+
+
+def test_episodes_are_the_same_in_every_process():
+    program = (
+        "import numpy as np\n"
+        "from flowjax.envs import search\n"
+        "rng = np.random.default_rng(3)\n"
+        "source, env = search.tasks('held_out', 7, documents=300), search.make(documents=300)\n"
+        "for index in (40, 3, 17):\n"
+        "    observation = env.reset(source[index], 0)\n"
+        "    for turn in range(6):\n"
+        "        print(observation)\n"
+        "        step = env.step(search.random_action(observation, rng))\n"
+        "        observation = step.observation\n"
+        "        print(step.reward, step.outcome)\n"
+    )
+    command = [sys.executable, "-c", program]
+    running = [
+        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
+        for seed in ("1", "2")
+    ]
+    printed = [process.communicate(timeout=120)[0] for process in running]
+    assert all(process.returncode == 0 for process in running)
+    assert printed[0] == printed[1]
+    assert printed[0].count("Observation") == 18
+
+
+def test_environment_processes_import_no_heavy_library():
+    program = (
+        "import sys\nfrom flowjax.envs import search\n"
+        "env = search.make(documents=200)\n"
+        "print([name for name in ('jax', 'grain', 'torch', 'transformers', 'numba') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_it_is_a_world():
+    assert load_world("flowjax.envs.search") is search
+
+
+# files
+
+
+def test_built_data_is_played_like_any_other(tmp_path: Path):
+    build(tmp_path, seed=3, documents=200, train=40, held_out=30, hops=[2])
+    assert len(Corpus(tmp_path / "corpus.jsonl")) == 200
+    assert Corpus(tmp_path / "corpus.jsonl")[7] == encyclopedia(200, 3).document(7)
+    assert play(lambda env, observation, rng: search.expert(env), "held_out", 30, path=str(tmp_path)) == 1.0
+    again = tmp_path / "again"
+    build(again, seed=3, documents=200, train=40, held_out=30, hops=[2])
+    assert all((tmp_path / name).read_bytes() == (again / name).read_bytes() for name in ("corpus.jsonl", "test.jsonl"))
+
+
+def test_questions_in_the_published_formats_are_read(tmp_path: Path):
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        {"question": "who wrote it?", "golden_answers": ["A", "B"], "data_source": "nq", "id": "test_0"},
+        {"question": "Who wrote  it", "golden_answers": ["A"], "data_source": "nq", "id": "test_1"},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
+    lines = [
+        {"question": "WHO wrote it?", "answer": "A"},
+        {"question": "Where is it?", "answer": ["C"], "aug_answer": ["sea"]},
+        {"question": "When?", "reward_model": {"ground_truth": {"target": ["D"]}}},
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    assert [question.answers for question in read_questions(tmp_path, "held_out")] == [("A", "B")]
+    train = read_questions(tmp_path, "train")
+    assert [question.text for question in train] == ["Where is it?", "When?"]  # the first is a test question
+    assert (train[0].answers, train[0].augmented, train[1].answers) == (("C",), ("sea",), ("D",))
+
+
+def test_an_oracle_plays_questions_without_a_known_chain(tmp_path: Path):
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "9", "title": "Lake Como", "text": "A lake."}) + "\n")
+    for name in ("train", "test"):
+        line = {"question": f"Which {name} lake?", "golden_answers": ["Lake Como"]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    env = search.make(path=str(tmp_path))
+    env.reset(take(search.tasks("train", 0, path=str(tmp_path)), 0), 0)
+    assert "Lake Como" in env.step(search.expert(env)).observation.text
+    assert env.step(search.expert(env)).outcome["success"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        (None, "missing or empty.*data.search.build"),
+        ("", "missing or empty"),
+        ("{]\n", "line 1, is no document"),
+        ('{"id": "0"}\n', "line 1, is no document"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_named(tmp_path: Path, written: str | None, named: str):
+    if written is not None:
+        (tmp_path / "corpus.jsonl").write_text(written)
+    with pytest.raises(WorldError, match=named):
+        search.make(path=str(tmp_path))
+
+
+def test_missing_questions_are_named(tmp_path: Path):
+    (tmp_path / "corpus.jsonl").write_text('{"contents": "\\"T\\"\\nx"}\n')
+    with pytest.raises(WorldError, match=r"neither train.parquet nor train.jsonl.*nq_hotpotqa_train"):
+        search.tasks("train", 0, path=str(tmp_path))
+    (tmp_path / "train.jsonl").write_text('{"question": "x?"}\n')
+    with pytest.raises(WorldError, match=r"train.jsonl, row 1, is no question"):
+        search.tasks("train", 0, path=str(tmp_path))
+    with pytest.raises(WorldError, match=r"holds no corpus\.jsonl"):
+        search.tasks("train", 0, path=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"document": 5}, "document: Search's are path, documents"),
+        ({"documents": 10}, "documents=10"),
+        ({"documents": 10**9}, "documents=1000000000"),
+        ({"hops": 9}, "hops=9"),
+        ({"hops": ()}, r"hops=\(\)"),
+        ({"topk": 0}, "topk=0"),
+        ({"protocol": "http"}, "protocol='http'"),
+        ({"score": "bleu"}, "score='bleu'"),
+        ({"access": True}, "access=True needs protocol=asearcher"),
+        ({"retriever": "ftp://x"}, "retriever='ftp://x'"),
+        ({"search_timeout_s": 0}, "search_timeout_s=0"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, named: str):
+    with pytest.raises(WorldError, match=named):
+        search.make(**options)

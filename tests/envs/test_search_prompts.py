@@ -1,0 +1,252 @@
+"""Search: what agents are told, how their replies are read, in both protocols and both styles."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowjax.envs import search
+from flowjax.envs.base import Past, Style
+from flowjax.envs.search.corpus import Document
+from flowjax.envs.search.protocol import information, read, read_action, show
+
+REWARDFLOW = ("search[<words>]", "answer[<text>]")
+ASEARCHER = ("search[<query>]", "answer[<text>]", "access[<url>]")
+SMALL = {"documents": 200, "topk": 2}
+
+
+def said(messages: Any) -> str:
+    [message] = messages
+    assert message["role"] == "user"
+    return message["content"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "ours", "published"),
+    [
+        ("<think>hm</think><search> lake  Como\n</search>", "search[lake Como]", "search[lake Como]"),
+        ("<answer>Lake Como</answer>", "answer[Lake Como]", "answer[Lake Como]"),
+        ("<ANSWER>x</Answer>", "answer[x]", "answer[x]"),
+        ("<answer> </answer>", "answer[]", "answer[]"),
+        ("<search>a</search><search>b</search>", None, "search[a]"),
+        ("<search>a</search><answer>b</answer>", None, "search[a]"),
+        ("<answer>b</answer><search>a</search>", None, "search[a]"),
+        ("<answer>b</answer>", "answer[b]", "answer[b]"),
+        ("<search></search>", None, None),
+        ("<search>a", None, None),
+        ("</search>a<search>", None, None),
+        ("<search>a</answer>", None, None),
+        ("<search>a<search>b</search>", None, "search[a<search>b]"),
+        ("<answer>a</answer></search>", None, "answer[a]"),
+        ("<access>u</access><search>a</search>", "search[a]", "search[a]"),
+        ("search for it", None, None),
+        ("", None, None),
+    ],
+)
+def test_replies_as_rewardflow_reads_them_and_as_we_do(reply: str, ours: str | None, published: str | None):
+    assert search.parse_action(reply, REWARDFLOW) == ours
+    assert search.parse_action(reply, REWARDFLOW, reference=True) == published
+
+
+@pytest.mark.parametrize(
+    ("reply", "ours", "published"),
+    [
+        ("<access>http://a/b</access>", "access[http://a/b]", "access[http://a/b]"),
+        ("<access>u</access><search>a</search>", None, "search[a]"),
+        ("<answer>x</answer><access>u</access>", None, "access[u]"),
+        ("<answer>x</answer>", "answer[x]", "answer[x]"),
+    ],
+)
+def test_replies_as_asearcher_reads_them(reply: str, ours: str | None, published: str | None):
+    assert search.parse_action(reply, ASEARCHER) == ours
+    assert search.parse_action(reply, ASEARCHER, reference=True) == published
+    if ours and ours.startswith("access"):
+        assert search.parse_action(reply, ASEARCHER[:2]) is None
+
+
+PIECES = ["<search>", "</search>", "<answer>", "</answer>", "<access>", "</access>", "<think>", "</think>"]
+WORDS = ["search", "answer", "bak", "gem", "mayor", "river", "Bakgem", "]", "[", "\n", " ", "<", "ä", "\0", "☃"]
+
+
+def test_ten_thousand_replies_crash_nothing_and_the_unreadable_change_nothing():
+    env = search.make(protocol="asearcher", access=True, **SMALL)
+    task = search.tasks("train", 0, **SMALL)[0]
+    assert task is not None
+    rng = np.random.default_rng(0)
+    before = env.reset(task, 0)
+    readable = 0
+    for number in range(10_000):
+        reply = "".join(rng.choice(PIECES + WORDS, rng.integers(0, 8)))
+        if number % 3 == 0:
+            reply = " ".join(rng.choice(WORDS[:6], rng.integers(0, 5)))
+        if number % 5 == 0:
+            tag = ["search", "answer", "access"][rng.integers(3)]
+            reply = f"<{tag}>{reply}</{tag}>"
+        if number % 7 == 0:
+            reply = bytes(rng.integers(0, 256, 40, np.uint8)).decode(errors="replace")
+        reference = bool(number % 2)
+        for legal in (REWARDFLOW, before.legal_actions):
+            action = search.parse_action(reply, legal, reference=reference)
+            assert action is None or read_action(action, legal)
+        action = search.parse_action(reply, before.legal_actions, reference=reference)
+        step = env.step(action or "")
+        assert step.valid == (action is not None)
+        if action is None:
+            assert (step.observation.state_key, step.terminal, step.reward) == (before.state_key, False, 0.0)
+            assert search.follow_up(step.observation, "compact")
+        readable += action is not None
+        before = env.reset(task, 0) if step.terminal or number % 50 == 0 else step.observation
+    assert 500 < readable < 9500
+
+
+@pytest.mark.parametrize("style", ["instruct", "compact"])
+@pytest.mark.parametrize("options", [{}, {"protocol": "asearcher"}])
+def test_what_the_expert_writes_is_read_back(style: Style, options: dict):
+    env, source = search.make(**SMALL, **options), search.tasks("train", 0, **SMALL, **options)
+    for index in range(30):
+        task = source[index]
+        assert task is not None
+        observation = env.reset(task, 0)
+        for _ in range(4):
+            action = search.expert(env)
+            assert search.parse_action(search.reply(action, style), observation.legal_actions) == action
+            step = env.step(action)
+            observation = step.observation
+            if step.terminal:
+                break
+        assert step.outcome["success"] == 1.0
+
+
+def test_random_actions_are_legal():
+    env = search.make(protocol="asearcher", access=True, **SMALL)
+    source = search.tasks("train", 0, **SMALL)
+    rng = np.random.default_rng(0)
+    verbs = set()
+    for index in range(60):
+        task = source[index]
+        assert task is not None
+        observation = env.reset(task, 0)
+        for _ in range(5):
+            action = search.random_action(observation, rng)
+            step = env.step(action)
+            assert step.valid
+            verbs.add(action.split("[")[0])
+            observation = step.observation
+            if step.terminal:
+                break
+    assert verbs == {"search", "answer", "access"}
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_compact_text_keeps_to_the_vocabulary_and_to_its_length(hops: int):
+    options = {**SMALL, "topk": 1, "hops": hops}
+    words = set(search.vocabulary(**options))
+    env, source = search.make(**options), search.tasks("train", 0, **options)
+    rng = np.random.default_rng(1)
+    for index in range(60):
+        task = source[index]
+        assert task is not None
+        observation = env.reset(task, 0)
+        past: list[Past] = []
+        for turn in range(1, 5):
+            window = said(search.prompt(observation, [], "compact")).split()
+            assert set(window) <= words
+            assert len(window) <= hops + 3 + 12 + 1
+            assert set(said(search.prompt(observation, past[-2:], "compact")).split()) <= words
+            follow_up = said(search.follow_up(observation, "compact")).split()
+            assert set(follow_up) <= words
+            assert len(follow_up) <= 13
+            action = ["", search.random_action(observation, rng), search.expert(env)][rng.integers(3)]
+            assert len(search.reply(action, "compact").split()) <= 3
+            past.append(Past(turn, observation.text, action))
+            step = env.step(action)
+            observation = step.observation
+            if step.terminal:
+                break
+
+
+def test_the_compact_prompt_holds_what_the_expert_needs():
+    """Question and latest document alone: the names that the expert says stand right after what tells them."""
+    options = {**SMALL, "topk": 1}
+    env, source = search.make(**options), search.tasks("train", 0, **options)
+    for index in range(50):
+        task = source[index]
+        assert task is not None
+        observation = env.reset(task, 0)
+        second, first = re.findall(r"the (\w+) of", task.payload["question"])
+        for relation in (None, first, second):
+            _, *name = search.reply(search.expert(env), "compact").split()
+            told = said(search.prompt(observation, [], "compact")).split()
+            question, document = told[: told.index("?")], told[told.index("?") + 1 :]
+            assert question[:2] == [second, first]
+            place = document.index(relation) + 1 if relation else None
+            assert name == (question[2:] if place is None else document[place : place + 2])
+            observation = env.step(search.expert(env)).observation
+
+
+@pytest.mark.parametrize("protocol", ["rewardflow", "asearcher"])
+def test_the_instruct_prompt_shows_question_window_and_rules(protocol: str):
+    options = {**SMALL, "protocol": protocol}
+    env = search.make(**options)
+    task = search.tasks("train", 0, **options)[0]
+    assert task is not None
+    start = env.reset(task, 0)
+    first = said(search.prompt(start, [], "instruct"))
+    for part in (task.payload["question"], "<think>", "<search>", "<answer>"):
+        assert part in first
+    assert "<information>\n" not in first
+    name = task.payload["chain"][0]
+    found = env.step(f"search[{name}]").observation
+    unread = env.step("").observation
+    again = env.step("search[zzz]").observation
+    history = [Past(1, start.text, f"search[{name}]"), Past(2, found.text, ""), Past(3, unread.text, "search[zzz]")]
+    whole = said(search.prompt(again, history, "instruct"))
+    document = f'"{name}"\n{name} is a'
+    for part in (
+        f"Step 1: <search>{name}</search>\n<information>",
+        document,
+        "Step 2: (no",
+        "Step 3",
+        "Nothing was found",
+    ):
+        assert part in whole
+    assert whole.count(document) == 1
+    assert "Steps taken so far: 3" in whole
+    # what the shown steps leave out is shown all the same
+    assert document in said(search.prompt(found, [], "instruct"))
+    assert document in said(search.prompt(unread, history[1:2], "instruct"))
+    # a conversation is told what is new only
+    assert document in said(search.follow_up(found, "instruct"))
+    assert said(search.follow_up(unread, "instruct")) == "The last reply held no legal action."
+    assert task.payload["question"] not in said(search.follow_up(found, "instruct"))
+
+
+def test_access_is_told_of_only_where_it_is_legal():
+    for access in (False, True):
+        env = search.make(protocol="asearcher", access=access, **SMALL)
+        task = search.tasks("train", 0, **SMALL)[0]
+        assert task is not None
+        assert ("<access>" in said(search.prompt(env.reset(task, 0), [], "instruct"))) == access
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs", "Zl", "Zp", "Cc"]), max_size=20),
+    st.lists(st.text(max_size=30), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_observations_are_taken_apart_again(question: str, contents: list[str], notice: bool):
+    documents = [
+        Document(str(row), f"x{text}\n<information></information></search>y") for row, text in enumerate(contents)
+    ]
+    found = information(documents, "rewardflow", 5000)
+    assert "<information>" not in found
+    shown = read(show(question, found, notice))
+    assert (shown.question, shown.information) == (question, found)
+    assert bool(shown.notice) == notice
+
+
+def test_long_documents_are_cut():
+    assert information([Document("0", "x" * 100)], "rewardflow", 10) == "Doc 1: " + "x" * 10
