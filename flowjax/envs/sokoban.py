@@ -103,14 +103,14 @@ def _shape(rows: int = 6, columns: int | None = None, **options: Any) -> Shape:
         return Shape(rows, rows if columns is None else columns, **options)
     except TypeError as error:
         raise WorldError(
-            f"env.options {sorted(options)}: Sokoban's are rows, columns, boxes, search_depth, min_moves, tile_pixels "
-            f"({error})"
+            f"env.options {sorted(options)}: Sokoban's are rows, columns, boxes, search_depth, min_moves, max_moves, "
+            f"tile_pixels ({error})"
         ) from error
 
 
 def make(*, tile_pixels: int = 0, **options: Any) -> Sokoban:
-    """Options: rows, columns (as rows), boxes, search_depth, min_moves, see `Shape`; tile_pixels, side of a cell in
-    the environment's `picture` (0: it draws none)."""
+    """Options: rows, columns (as rows), boxes, search_depth, min_moves, max_moves, see `Shape`; tile_pixels, side
+    of a cell in the environment's `picture` (0: it draws none)."""
     return Sokoban(_shape(**options), tile_pixels)
 
 

@@ -31,7 +31,8 @@ HELD_OUT_ONE_IN = 8  # rooms, by content
 class Shape:
     """Options of the level generator.
 
-    `search_depth` bounds the pulls and steps of reverse play; `min_moves` drops levels with a shorter solution.
+    `search_depth` bounds the pulls and steps of reverse play; `min_moves` drops levels with a shorter solution,
+    `max_moves` those with a longer one (0: none), so that every level can be solved within a limit of turns.
     """
 
     rows: int = 6
@@ -39,6 +40,7 @@ class Shape:
     boxes: int = 1
     search_depth: int = 30
     min_moves: int = 1
+    max_moves: int = 0
 
     def __post_init__(self):
         if min(self.rows, self.columns) < 5:
@@ -50,6 +52,10 @@ class Shape:
             )
         if self.search_depth < 3:
             raise WorldError(f"env.options search_depth={self.search_depth} cannot pull a box anywhere: give 3 or more")
+        if self.max_moves and self.max_moves < self.min_moves:
+            raise WorldError(
+                f"env.options max_moves={self.max_moves} is below min_moves={self.min_moves}: raise it, or give 0"
+            )
 
 
 def split_of(room: Room) -> Split:
@@ -78,10 +84,13 @@ def generate(rng: np.random.Generator, shape: Shape, split: Split | None = None)
             continue
         position, displacement = pulled
         position = last_steps(rng, room, position, 0.8 if displacement == 1 else 0.5)
-        if shape.min_moves <= 1 or (moves_to_go(room, position) or 0) >= shape.min_moves:
+        if shape.min_moves <= 1 and not shape.max_moves:
+            return room, position
+        moves = moves_to_go(room, position) or 0
+        if shape.min_moves <= moves <= (shape.max_moves or moves):
             return room, position
     raise WorldError(
-        f"no Sokoban level in {MAX_ATTEMPTS} attempts with {shape}: lower min_moves or boxes, or enlarge the room"
+        f"no Sokoban level in {MAX_ATTEMPTS} attempts with {shape}: lower min_moves or boxes, raise max_moves, or enlarge the room"
     )
 
 

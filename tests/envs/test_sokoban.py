@@ -273,10 +273,13 @@ def test_any_index_in_any_order():
     assert len(source[:500]) == 500
 
 
-def test_min_moves_is_kept():
+def test_bounds_on_the_moves_are_kept():
     source = sokoban.tasks("train", 0, min_moves=5)
     lengths = [moves_to_go(*parse(take(source, index).payload["level"])) for index in range(50)]
     assert all(length is not None and length >= 5 for length in lengths)
+    source = sokoban.tasks("train", 0, rows=8, min_moves=3, max_moves=6)
+    lengths = {moves_to_go(*parse(take(source, index).payload["level"])) for index in range(50)}
+    assert lengths == {3, 4, 5, 6}
 
 
 def test_level_statistics_are_those_of_the_reference():
@@ -294,6 +297,7 @@ def test_level_statistics_are_those_of_the_reference():
         ({"boxes": 0}, "boxes=0"),
         ({"boxes": 9}, "boxes=9"),
         ({"search_depth": 1}, "search_depth=1"),
+        ({"min_moves": 5, "max_moves": 4}, "max_moves=4"),
         ({"size": 6}, "size"),
     ],
 )

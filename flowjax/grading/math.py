@@ -1,0 +1,207 @@
+"""Answers to problems of mathematics: where the answer stands in a reply, and whether two answers are equal.
+
+Numbers and words are compared here; everything else by math-verify (extra `math`), to which both answers are given as
+LaTeX, since it reads plain formulas such as 2*sqrt(2) only in part. math-verify stops itself by signals: call `equal`
+from a main thread, or through `flowjax.grading.processes`.
+"""
+
+import re
+from fractions import Fraction
+
+MAX_CHARACTERS = 1000  # of an answer; a longer one is wrong
+MAX_EXPONENT = 1000  # of a number; sympy would compute the power
+MAX_FACTORIAL = 200
+MAX_DIGITS = 500
+DECIMALS = 6  # to which decimal fractions are rounded, as math-verify does
+
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/\d+(?![\d.]))?%?")
+_PLAIN_NUMBER = re.compile(rf"([-+]?)({_NUMBER})(?:/([-+]?\d+))?(%?)")
+_BASED = re.compile(r"\(?([0-9A-Za-z]+)\)?_\{?(\d+)\}?")
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
+_CHAIN = re.compile(r"([^<>=]+)(<=|<)([a-zA-Z])(<=|<)([^<>=]+)")
+_ONE_SIDED = re.compile(r"([a-zA-Z])(<=|<|>=|>)([^<>=]+)")
+_INTERVAL = re.compile(r"[\[(][^\[\]]*,[^\[\]]*[\])]")
+_FUNCTIONS = (
+    "arcsin",
+    "arccos",
+    "arctan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "log",
+    "ln",
+)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Contents of the last complete `\boxed{...}`, braces inside it balanced; None where there is none."""
+    end = len(text)
+    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
+        depth = 0
+        for place in range(start + len("\\boxed"), len(text)):
+            depth += (text[place] == "{") - (text[place] == "}")
+            if depth == 0:
+                return text[start + len("\\boxed{") : place].strip()
+        end = start
+    return None
+
+
+def last_number(text: str) -> str | None:
+    """The last number of a text, with its sign, thousands separators, denominator and percent sign."""
+    found = [match.group() for match in _LAST_NUMBER.finditer(text)]
+    return found[-1] if found else None
+
+
+def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
+    """Whether an answer is the gold answer: the same number, formula, set, interval or words.
+
+    A percentage equals its number with and without the division by 100. Several solutions may stand in any order;
+    parentheses around them make a tuple, whose order counts. `timeout_s` bounds reading and comparing, each.
+
+    Raises:
+        ImportError: a formula is to be compared and math-verify is not installed.
+        ValueError: a formula is to be compared outside a main thread.
+    """
+    if max(len(answer), len(gold)) > MAX_CHARACTERS:
+        return False
+    said, true = _bare(answer), _bare(gold)
+    if not said or not true:
+        return False
+    if _squeezed(said) == _squeezed(true):
+        return True
+    numbers = _values(said), _values(true)
+    if all(numbers):
+        return any(_same(a, b) for a in numbers[0] for b in numbers[1])
+    if _WORDS.fullmatch(said) or _WORDS.fullmatch(true):
+        return False
+    if _explodes(said) or _explodes(true):
+        return False
+    if _INTERVAL.fullmatch(true):
+        said = _as_interval(said)
+    elif _INTERVAL.fullmatch(said):
+        true = _as_interval(true)
+    return _verified(_latex(said), _latex(true), timeout_s)
+
+
+def _verified(said: str, true: str, timeout_s: int) -> bool:
+    from math_verify import LatexExtractionConfig, parse, verify  # half a second, and an extra
+
+    config = [LatexExtractionConfig()]
+    parsed = [
+        parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=timeout_s) for text in (true, said)
+    ]
+    return all(parsed) and verify(*parsed, float_rounding=DECIMALS, timeout_seconds=timeout_s)
+
+
+def _bare(text: str) -> str:
+    """The answer without what is wrapped around it: delimiters of LaTeX, a box, a currency, a full stop."""
+    text = text.strip().rpartition("####")[2].strip()
+    boxed = last_boxed(text)
+    text = (boxed if boxed is not None else text).strip()
+    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if text.startswith(left) and text.endswith(right) and len(text) >= len(left) + len(right):
+            text = text[len(left) : len(text) - len(right)].strip()
+    text = re.sub(r"\\text(?:bf|rm|it)?\{([^{}]*)\}|\\mathrm\{([^{}]*)\}", lambda m: m[1] or m[2] or "", text)
+    text = text.replace(r"\%", "%").replace("−", "-").replace("–", "-").replace("π", r"\pi ").replace("≤", "<=")
+    text = text.replace("≥", ">=").replace("×", "*").replace("·", "*").replace("°", "").replace(r"^\circ", "")
+    text = re.sub(r"\\[!,;:]|\\left(?![a-z])|\\right(?![a-z])", "", text)
+    text = re.sub(r"^\s*\\?[$€£]\s*(?=[-\d.])", "", text)
+    return text.rstrip(". ").strip()
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split()).casefold()
+
+
+def _values(text: str) -> list[Fraction | float]:
+    """The number that a text is, twice for a percentage; empty where it is none. Fractions are exact."""
+    text = text.replace(" ", "") if " " not in text.strip() else text.strip()
+    if based := _BASED.fullmatch(text):
+        base = int(based[2]) if len(based[2]) < 3 else 0
+        try:
+            return [Fraction(int(based[1], base))] if base >= 2 else []
+        except ValueError:  # a digit that the base lacks, or a base above 36
+            return []
+    if fraction := _FRACTION.fullmatch(text):
+        sign, *digits = fraction.groups("")
+        text = f"{sign}{digits[0] or digits[1]}/{digits[2] or digits[3]}"
+    plain = _PLAIN_NUMBER.fullmatch(text)
+    if plain is None or len(text) > MAX_DIGITS:
+        return []
+    sign, digits, denominator, percent = plain.groups()
+    if denominator is not None and int(denominator) == 0:
+        return []
+    value = Fraction(digits.replace(",", "")) / int(denominator or 1) * (-1 if sign == "-" else 1)
+    values: list[Fraction | float] = [value, value / 100] if percent else [value]
+    return [float(v) for v in values] if "." in digits else values
+
+
+def _same(a: Fraction | float, b: Fraction | float) -> bool:
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a == b
+    exact = [Fraction(x) for x in (a, b)]
+    return abs(exact[0] - exact[1]) <= Fraction(1, 2 * 10**DECIMALS)
+
+
+def _explodes(text: str) -> bool:
+    """Whether computing the powers and factorials in a text could take for ever."""
+    if any(int(n) > MAX_EXPONENT for n in re.findall(r"(?:\^|\*\*)\s*[{(]?\s*[-+]?(\d{1,30})", text)):
+        return True
+    if any(len(n) > 3 or int(n) > MAX_FACTORIAL for n in re.findall(r"(\d+)\s*[)}]?\s*!", text)) or ")!!" in text:
+        return True
+    if re.search(r"(?:\^|\*\*)[^,;=]*[!]|\d{31}", text):
+        return True
+    nested = re.search(r"(?:\^|\*\*)\s*[{(][^})]*(?:\^|\*\*)|(?:\^|\*\*)\s*\w+\s*(?:\^|\*\*)", text)
+    return bool(nested) and any(int(n) > 3 for n in re.findall(r"\d+", text))
+
+
+def _as_interval(text: str) -> str:
+    """A chain of inequalities about one variable as the interval of its solutions; other texts as they are."""
+    plain = "".join(text.split()).replace(r"\leq", "<=").replace(r"\le", "<=").replace(r"\geq", ">=")
+    plain = plain.replace(r"\ge", ">=").replace(r"\lt", "<").replace(r"\gt", ">")
+    if chain := _CHAIN.fullmatch(plain):
+        low, left, _, right, high = chain.groups()
+        return f"{'[' if left == '<=' else '('}{low},{high}{']' if right == '<=' else ')'}"
+    if bound := _ONE_SIDED.fullmatch(plain):
+        _, relation, value = bound.groups()
+        if relation.startswith("<"):
+            return rf"(-\infty,{value}{']' if '=' in relation else ')'}"
+        return rf"{'[' if '=' in relation else '('}{value},\infty)"
+    return text
+
+
+def _latex(text: str) -> str:
+    """A formula as LaTeX: what a programmer or a calculator writes is put into its commands."""
+    text = _braced(text.replace("**", "^"), "^")
+    text = _braced(re.sub(r"(?<![\\a-zA-Z])sqrt\s*(?=\()", r"\\sqrt", text), r"\sqrt")
+    text = re.sub(rf"(?<![\\a-zA-Z])({'|'.join(_FUNCTIONS)})(?![a-zA-Z])", r"\\\1", text)
+    text = re.sub(r"(?<![\\a-zA-Z])(pi|infty|infinity|oo|inf)(?![a-zA-Z])", _constant, text)
+    text = re.sub(r"(?<=\d)\s*\*\s*(?=\d)", r" \\cdot ", text)
+    text = text.replace("*", " ").replace("<=", r"\le ").replace(">=", r"\ge ").replace("%", r"\%")
+    return re.sub(r"^\s*(\{?)\s*|\s+$", r"\1", text)
+
+
+def _constant(match: re.Match[str]) -> str:
+    return r"\pi " if match.group(1) == "pi" else r"\infty "
+
+
+def _braced(text: str, after: str) -> str:
+    """Parentheses that follow `after` turned into braces, which LaTeX wants there."""
+    place = text.find(after + "(")
+    while place >= 0:
+        start, depth = place + len(after), 0
+        for end in range(start, len(text)):
+            depth += (text[end] == "(") - (text[end] == ")")
+            if depth == 0:
+                text = f"{text[:start]}{{{text[start + 1 : end]}}}{text[end + 1 :]}"
+                break
+        place = text.find(after + "(", place + len(after))
+    return text

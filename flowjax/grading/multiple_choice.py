@@ -1,0 +1,73 @@
+"""Multiple choice: whether a question offers options, which one a reply chooses, and whether it is the right one."""
+
+import re
+from collections.abc import Mapping
+
+# An option begins its line, or stands after another on the same line: "A. wood", "(B) stone", "C) iron", "D: clay".
+_OPTION = re.compile(r"(?:^|(?<=\s))(?:\(([A-J])\)|([A-J])[.):])\s+(?=\S)", re.MULTILINE)
+_DECLARED = re.compile(
+    r"(?:answer|choice|option)\s*(?:is|:|=)?\s*(?:option\s*|choice\s*)?[*(\[{\"'$]*([A-J])(?![\w'])[)\]}.\"'*$]*",
+    re.IGNORECASE,
+)
+_ALONE = re.compile(r"[*(\[{\"'$\s]*([A-Ja-j])[)\]}.:\"'*$\s]*")
+_LEADING = re.compile(r"\s*[*(\[]*([A-J])[.):\]*]+\s+\S")
+
+
+def options_of(question: str) -> dict[str, str]:
+    """Letter -> text of the options that a question lists, empty where it lists none.
+
+    Options are A, B and so on without a gap, each followed by a full stop, a colon or a closing parenthesis and then by
+    text; the first begins a line or the list that follows a question mark or colon. One letter alone, as in f(a) or
+    "plan a.", is none.
+    """
+    found: list[re.Match[str]] = []
+    for match in _OPTION.finditer(question):
+        letter = match.group(1) or match.group(2)
+        if letter == "A" and _begins_list(question, match.start()):
+            found = [match]
+        elif found and letter == chr(ord("A") + len(found)):
+            found.append(match)
+    if len(found) < 2:
+        return {}
+    ends = [match.start() for match in found[1:]] + [len(question)]
+    texts = [question[match.end() : end].strip(" \t\n;,") for match, end in zip(found, ends, strict=True)]
+    return {chr(ord("A") + i): text for i, text in enumerate(texts)}
+
+
+def _begins_list(question: str, start: int) -> bool:
+    before = question[:start].rstrip(" \t")
+    return not before or before[-1] in "\n?:.;,"
+
+
+def chosen(reply: str, options: Mapping[str, str]) -> str | None:
+    r"""The letter that a reply chooses, None where it names none or none that is offered.
+
+    In this order: the last `\boxed{}` or `<answer>` pair; the last "answer is X"; a reply that is a letter, or begins
+    with one as options do; a reply that is the text of exactly one option. Letters inside words are none.
+    """
+    marked = re.findall(r"\\boxed\{(?:\\text\{)?([^{}]*)\}|<answer>(.*?)</answer>", reply, re.DOTALL)
+    if marked:
+        reply = marked[-1][0] or marked[-1][1]
+    alone = _ALONE.fullmatch(reply)
+    declared = [match.group(1) for match in _DECLARED.finditer(reply) if match.group(1).isupper()]
+    leading = _LEADING.match(reply)
+    if alone:
+        letter = alone.group(1).upper()
+    elif declared:
+        letter = declared[-1]
+    elif leading:
+        letter = leading.group(1)
+    else:
+        same = [letter for letter, text in options.items() if _plain(text) == _plain(reply)]
+        letter = same[0] if len(same) == 1 else None
+    return letter if letter in options else None
+
+
+def right_choice(reply: str, gold: str, options: Mapping[str, str]) -> bool:
+    """Whether a reply chooses the gold option, which is given by its letter or its text."""
+    right = chosen(gold, options)
+    return right is not None and chosen(reply, options) == right
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().strip(" .\n\t\"'$").split())

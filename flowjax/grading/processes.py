@@ -1,0 +1,191 @@
+"""Graders in processes of their own: for libraries that need a main thread (signals), or that can hang or crash.
+
+    with GraderProcesses("flowjax.grading.math:equal", workers=2) as graders:
+        verdict = graders.call("1/2", "0.5")
+
+Requests and answers are msgpack behind a length, over the worker's standard input and output. A worker that takes too
+long, or dies, is killed, counted and replaced. `call` may come from any thread; it waits for a free worker.
+"""
+
+import contextlib
+import importlib
+import os
+import queue
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import msgpack
+
+_LENGTH = struct.Struct("<I")
+_GRACE_S = 5.0  # processor time beyond the time limit after which the kernel ends a call whose caller is gone
+
+
+class GraderError(RuntimeError):
+    """A grader that gave no verdict: it took too long, died or raised."""
+
+
+@dataclass
+class GraderCounts:
+    """Workers killed because they took too long, workers that died, and calls that raised."""
+
+    timeouts: int = 0
+    crashes: int = 0
+    errors: int = 0
+
+
+class GraderProcesses:
+    """A pool of processes that each hold one function, named `package.module:function`.
+
+    Its arguments and its answer are what msgpack carries. `start_timeout_s` bounds imports, `timeout_s` a call.
+    """
+
+    def __init__(self, function: str, *, workers: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 60.0):
+        self.counts = GraderCounts()
+        self._function, self._timeout_s, self._start_timeout_s = function, timeout_s, start_timeout_s
+        self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        for _ in range(workers):
+            self._free.put(None)  # started when first needed
+        self._workers = workers
+
+    def __enter__(self) -> "GraderProcesses":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+    def close(self) -> None:
+        """Wait for running calls and end all processes."""
+        for _ in range(self._workers):
+            if (worker := self._free.get()) is not None:
+                worker.kill()
+            self._free.put(None)
+
+    def call(self, *arguments: Any) -> Any:
+        """The function's answer.
+
+        Raises:
+            GraderError: it gave none; the worker was replaced if it took too long or died.
+        """
+        worker = self._free.get()
+        try:
+            if worker is None:
+                worker = _Worker(self._function, self._timeout_s)
+                worker.answer(self._start_timeout_s)
+            worker.send(arguments)
+            error, value = worker.answer(self._timeout_s)
+        except TimeoutError:
+            self.counts.timeouts += 1
+            worker = _killed(worker)
+            raise GraderError(f"{self._function} took more than {self._timeout_s} s") from None
+        except OSError as died:
+            self.counts.crashes += 1
+            worker = _killed(worker)
+            raise GraderError(f"the process of {self._function} died") from died
+        finally:
+            self._free.put(worker)
+        if error is not None:
+            self.counts.errors += 1
+            raise GraderError(f"{self._function} raised {error}")
+        return value
+
+
+def _killed(worker: "_Worker | None") -> None:
+    if worker is not None:
+        worker.kill()
+
+
+class _Worker:
+    """The caller's end of one process."""
+
+    def __init__(self, function: str, timeout_s: float):
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "flowjax.grading.processes", function, str(os.getpid()), str(timeout_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+
+    def send(self, arguments: tuple[Any, ...]) -> None:
+        _write(self._input, list(arguments))
+
+    def answer(self, timeout_s: float) -> list[Any]:
+        """[error or None, value].
+
+        Raises:
+            TimeoutError: there is none in time.
+            OSError: the process is gone.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline_s))
+        return msgpack.unpackb(self._read(length, deadline_s))
+
+    def _read(self, size: int, deadline_s: float) -> bytes:
+        data = b""
+        while len(data) < size:
+            wait_s = deadline_s - time.monotonic()
+            if wait_s <= 0 or not select.select([self._output], [], [], wait_s)[0]:
+                raise TimeoutError
+            got = os.read(self._output.fileno(), size - len(data))
+            if not got:
+                raise BrokenPipeError
+            data += got
+        return data
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            self._input.close()
+        self._output.close()
+
+
+def _write(stream: BinaryIO | Any, message: list[Any]) -> None:
+    body: bytes = msgpack.packb(message)  # pyright: ignore[reportAssignmentType] (the stub allows None)
+    stream.write(_LENGTH.pack(len(body)) + body)
+    stream.flush()
+
+
+def _serve(function: Callable[..., Any], requests: BinaryIO, answers: BinaryIO, limit_s: float) -> None:
+    while header := requests.read(_LENGTH.size):
+        arguments = msgpack.unpackb(requests.read(*_LENGTH.unpack(header)))
+        signal.setitimer(signal.ITIMER_PROF, limit_s)  # its signal, which nobody handles, ends the process
+        try:
+            answer = [None, function(*arguments)]
+        except Exception as error:  # a grader's fault is the caller's to judge
+            answer = [f"{type(error).__name__}: {error}", None]
+        _write(answers, answer)
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def main(argv: list[str]) -> None:
+    threading.Thread(target=_leave_with, args=(int(argv[2]),), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a grader prints is no answer
+    module, _, name = argv[1].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    _write(answers, [None, None])  # ready
+    _serve(function, sys.stdin.buffer, answers, float(argv[3]) + _GRACE_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv)
