@@ -1,0 +1,104 @@
+"""The environment: one game at a time on an engine of its own, and the games that this process has loaded."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Game, Play
+from flowjax.envs.alfworld.options import Options
+from flowjax.envs.alfworld.oracle import Oracle
+from flowjax.envs.alfworld.prompts import TASK, task_of
+from flowjax.envs.alfworld.room import Goal, View, conditions_met
+from flowjax.envs.alfworld.sources import contents
+from flowjax.envs.base import Observation, Step
+from flowjax.records import Task
+
+WON_REWARD = 10.0
+NOT_OFFERED = "help"  # a command that only lists the others
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A game with its goal."""
+
+    game: Game
+    goal: Goal
+
+
+class Games:
+    """The games of this process, so that only the first episode of a group waits for a game's translation."""
+
+    def __init__(self):
+        self._loaded: OrderedDict[tuple[Any, ...], Loaded] = OrderedDict()
+
+    def get(self, task: Task, root: Path | None, *, keep: int, library: Any) -> Loaded:
+        """The game of a task; `library` translates it if need be. The `keep` newest used ones stay."""
+        key = (str(root), *sorted(task.payload.items()))
+        known = self._loaded.get(key)
+        if known is None:
+            game, trajectory = contents(task, root)
+            known = self._loaded[key] = Loaded(Game(game, library), Goal.read(trajectory))
+        self._loaded.move_to_end(key)
+        while len(self._loaded) > keep:
+            self._loaded.popitem(last=False)
+        return known
+
+
+GAMES = Games()
+
+
+class Alfworld:
+    """An environment. Texts are the game's own; each repeats the task, which prompts show once."""
+
+    def __init__(self, options: Options):
+        self._options, self._root = options, options.root()
+        self._play = Play()
+        self._loaded: Loaded | None = None
+        self._task = ""
+        self._won = False
+        self._legal: tuple[str, ...] = ()
+
+    @property
+    def loaded(self) -> Loaded:
+        if self._loaded is None:
+            raise RuntimeError("the environment has not been reset")
+        return self._loaded
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        """Begin the task's game; `seed` changes nothing, for nothing in a game is left to chance."""
+        del seed
+        keep, library = self._options.games_kept, self._play.library
+        self._loaded = GAMES.get(task, self._root, keep=keep, library=library)
+        said = self._play.load(self._loaded.game)
+        self._task = task_of(said)[1]
+        self._won = self._play.won
+        self._list_actions()
+        return Observation(said, self._legal, self._play.key())
+
+    def step(self, action: str) -> Step:
+        """Obey a legal action. One that is not changes nothing, whatever the game itself would count."""
+        goal = self.loaded.goal
+        valid = not self._won and action != NOT_OFFERED and action in self._play.commands
+        said, reward = NOTHING_HAPPENS, 0.0
+        if valid:
+            said = self._play.obey(action)
+            self._won = self._play.won
+            reward = WON_REWARD * self._won
+            self._list_actions()
+        view = View(self.loaded.game.room, self._play.state)
+        outcome = {"success": float(self._won), "conditions_met": conditions_met(view, goal)}
+        observation = Observation(f"{said}\n\n{TASK}{self._task}.", self._legal, self._play.key())
+        return Step(observation, reward, self._won, valid, outcome)
+
+    def best_action(self) -> str:
+        """What a player who sees the true state does next."""
+        game, goal = self.loaded.game, self.loaded.goal
+        return Oracle(game.room, self._play.state, self._play.commands, goal).choose()
+
+    def true_state(self) -> frozenset[tuple[str, ...]]:
+        """Every fact that actions can change, as the engine has it."""
+        return frozenset(self._play.state)
+
+    def _list_actions(self) -> None:
+        self._legal = tuple(sorted(set(self._play.commands) - {NOT_OFFERED}))

@@ -1,0 +1,238 @@
+"""Games of our own on alfworld's floor plans: what lies where is ours, everything else is as in the real data."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from flowjax.envs.alfworld.packages import constants, folder, goal_library
+from flowjax.envs.alfworld.plans import LAMP_STANDS, LAMPS, FloorPlan, Place, floor_plan, number
+
+TASK_TYPES = (
+    "pick_and_place_simple",
+    "look_at_obj_in_light",
+    "pick_clean_then_place_in_recep",
+    "pick_heat_then_place_in_recep",
+    "pick_cool_then_place_in_recep",
+    "pick_two_obj_and_place",
+)
+TOOLS = {  # task type -> (receptacle that does it, alfworld's table of objects it is done to)
+    "pick_clean_then_place_in_recep": ("SinkBasin", "Cleanable"),
+    "pick_heat_then_place_in_recep": ("Microwave", "Heatable"),
+    "pick_cool_then_place_in_recep": ("Fridge", "Coolable"),
+}
+MAX_COPIES = 3  # of one class of objects in a room
+MANGLE = (("-", "_minus_"), ("|", "_bar_"), ("+", "_plus_"), (".", "_dot_"), (",", "_comma_"))
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A game in short. `target` is the class of the receptacle to fill, or of the lamp; `seed` places the objects.
+
+    `clutter` is the share of the room's classes of objects that lie about.
+    """
+
+    scene: int
+    task_type: str
+    object: str
+    target: str
+    seed: int
+    clutter: float = 0.5
+
+    @classmethod
+    def read(cls, payload: Mapping[str, Any]) -> "Spec":
+        return cls(**{name: payload[name] for name in cls.__dataclass_fields__})
+
+    def payload(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def folder(self) -> str:
+        """The name of the task's folder in the real layout."""
+        return f"{self.task_type}-{self.object}-None-{self.target}-{self.scene}"
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """A movable object, or a lamp, and the place where it lies at the start."""
+
+    kind: str
+    identity: str
+    place: Place
+
+
+def holds(place_kind: str, object_kind: str) -> bool:
+    """Whether alfworld allows an object of one class on a receptacle of another."""
+    return object_kind in constants().VAL_RECEPTACLE_OBJECTS.get(place_kind, ())
+
+
+@functools.cache
+def choices(scene: int, task_type: str) -> tuple[tuple[str, str], ...]:
+    """Every (object, target) that a task of this type can have in a scene."""
+    plan, table = floor_plan(scene), constants()
+    if plan.room not in table.GOALS_VALID[task_type]:
+        return ()
+    kinds = plan.kinds()
+    objects = [kind for kind in plan.classes if kind not in LAMPS]
+    if task_type == "look_at_obj_in_light":
+        lamps = [lamp for lamp in LAMPS if lamp in plan.classes and any(kind in kinds for kind in LAMP_STANDS[lamp])]
+        return tuple((kind, lamp) for kind in objects for lamp in lamps if any(holds(place, kind) for place in kinds))
+    tool, suitable = TOOLS.get(task_type, ("", ""))
+    if tool:
+        if tool not in kinds:
+            return ()
+        objects = [kind for kind in objects if kind in table.VAL_ACTION_OBJECTS[suitable]]
+    pairs = []
+    for kind in objects:
+        spots = [place for place in kinds if holds(place, kind)]
+        pairs += [(kind, target) for target in spots if target != tool and len(spots) > 1]
+    return tuple(pairs)
+
+
+def furnish(spec: Spec) -> list[Thing]:
+    """What lies where. The goal's objects lie outside of its receptacles, so that no game is won at the start."""
+    plan = floor_plan(spec.scene)
+    rng = np.random.default_rng([spec.seed, spec.scene, TASK_TYPES.index(spec.task_type)])
+    things: list[Thing] = []
+    for kind in plan.classes:
+        wanted = kind in (spec.object, spec.target)
+        if rng.random() >= spec.clutter and not wanted:
+            continue
+        if kind in LAMPS:
+            spots = [place for place in plan.places if place.kind in LAMP_STANDS[kind]]
+            copies = 1
+        else:
+            avoided = spec.target if kind == spec.object else ""
+            spots = [place for place in plan.places if holds(place.kind, kind) and place.kind != avoided]
+            fewest = 2 if spec.task_type == "pick_two_obj_and_place" and kind == spec.object else 1
+            copies = int(rng.integers(fewest, MAX_COPIES + 1))
+        for _ in range(copies if spots else 0):
+            place = spots[rng.integers(len(spots))]
+            things.append(Thing(kind, _identity(rng, kind, place, {thing.identity for thing in things}), place))
+    return things
+
+
+def _identity(rng: np.random.Generator, kind: str, place: Place, taken: set[str]) -> str:
+    x, y, z = place.position
+    while True:
+        dx, dy, dz = (rng.integers(-20, 21, size=3) / 100).tolist()
+        identity = f"{kind}|{number(x + dx)}|{number(y + dy)}|{number(z + dz)}"
+        if identity not in taken:
+            return identity
+
+
+def mangle(text: str) -> str:
+    """An identity as PDDL can hold it."""
+    for character, word in MANGLE:
+        text = text.replace(character, word)
+    return text
+
+
+def problem(spec: Spec) -> str:
+    """The text of `initial_state.pddl`."""
+    plan, things, table = floor_plan(spec.scene), furnish(spec), constants()
+    rng = np.random.default_rng([spec.seed, 1])
+    start = plan.middle[rng.integers(len(plan.middle))]
+    object_kinds = sorted(set(table.OBJECTS_SET) - (set(table.RECEPTACLES) - table.MOVABLE_RECEPTACLES_SET))
+    place_kinds = sorted(set(table.RECEPTACLES) - table.MOVABLE_RECEPTACLES_SET)
+    locations = sorted({start, *(place.location for place in plan.places)})
+    objects = [
+        "agent1 - agent",
+        *(f"{kind}Type - otype" for kind in object_kinds),
+        *(f"{kind}Type - rtype" for kind in place_kinds),
+        *(f"{thing.identity} - object" for thing in things),
+        *(f"{place.identity} - receptacle" for place in plan.places),
+        *(f"{name} - location" for name in locations),
+    ]
+    facts = [*_room_facts(plan, things), *_thing_facts(things), f"(atLocation agent1 {start})"]
+    goal = _goal(spec)
+    lines = "\n        ".join
+    head = f"(define (problem plan_{spec.seed})\n    (:domain alfred)\n    (:objects\n        "
+    init = "\n    )\n    (:init\n        (= (total-cost) 0)\n        "
+    objects = [f"{mangle(name)} - {kind}" for name, _, kind in (line.rpartition(" - ") for line in objects)]
+    return head + lines(objects) + init + lines(mangle(fact) for fact in facts) + "\n    )\n" + goal
+
+
+def _room_facts(plan: FloorPlan, things: list[Thing]) -> list[str]:
+    table = constants()
+    kinds, classes = plan.kinds(), sorted({thing.kind for thing in things} - set(LAMPS))
+    return [
+        *(f"(receptacleType {place.identity} {place.kind}Type)" for place in plan.places),
+        *(f"(receptacleAtLocation {place.identity} {place.location})" for place in plan.places),
+        *(f"(openable {place.identity})" for place in plan.places if place.kind in table.OPENABLE_CLASS_SET),
+        *(f"(canContain {place}Type {kind}Type)" for place in kinds for kind in classes if holds(place, kind)),
+    ]
+
+
+def _thing_facts(things: list[Thing]) -> list[str]:
+    table = constants()
+    abilities = [
+        ("cleanable", table.VAL_ACTION_OBJECTS["Cleanable"]),
+        ("heatable", table.VAL_ACTION_OBJECTS["Heatable"]),
+        ("coolable", table.VAL_ACTION_OBJECTS["Coolable"]),
+        ("sliceable", table.VAL_ACTION_OBJECTS["Sliceable"]),
+        ("toggleable", table.VAL_ACTION_OBJECTS["Toggleable"]),
+        ("isReceptacleObject", table.MOVABLE_RECEPTACLES_SET),
+    ]
+    facts = []
+    for thing in things:
+        name, place = thing.identity, thing.place
+        facts += [f"(objectType {name} {thing.kind}Type)", f"(inReceptacle {name} {place.identity})"]
+        facts += [f"(wasInReceptacle {name} {place.identity})", f"(objectAtLocation {name} {place.location})"]
+        facts += [f"({ability} {name})" for ability, kinds in abilities if thing.kind in kinds]
+        facts += [] if thing.kind in LAMPS else [f"(pickupable {name})"]
+    return facts
+
+
+def _goal(spec: Spec) -> str:
+    text = goal_library().gdict[spec.task_type]["pddl"]
+    return text.format(obj=spec.object, recep=spec.target, toggle=spec.target).replace("#", "-")
+
+
+def sentence(spec: Spec) -> str:
+    """What the game says the task is: one of alfworld's sentences of the task type."""
+    templates = goal_library().gdict[spec.task_type]["templates"]
+    chosen = templates[np.random.default_rng([spec.seed, 2]).integers(len(templates))]
+    target = spec.target.lower()
+    return chosen.format(obj=spec.object.lower(), recep=target, toggle=target)
+
+
+@functools.cache
+def logic() -> tuple[str, str]:
+    """alfworld's PDDL domain and its grammar."""
+    data = folder() / "data"
+    return (data / "alfred.pddl").read_text(), (data / "alfred.twl2").read_text()
+
+
+def game(spec: Spec) -> dict[str, Any]:
+    """The contents of `game.tw-pddl`, not yet known to be solvable."""
+    domain, grammar = logic()
+    return {
+        "pddl_domain": domain,
+        "grammar": grammar.replace("UNKNOWN GOAL", sentence(spec)),
+        "pddl_problem": problem(spec),
+        "solvable": None,
+        "walkthrough": None,
+    }
+
+
+def trajectory(spec: Spec, name: str) -> dict[str, Any]:
+    """The contents of `traj_data.json`, as far as a text world has any."""
+    light = spec.task_type == "look_at_obj_in_light"
+    return {
+        "task_id": name,
+        "task_type": spec.task_type,
+        "pddl_params": {
+            "mrecep_target": "",
+            "object_sliced": False,
+            "object_target": spec.object,
+            "parent_target": "" if light else spec.target,
+            "toggle_target": spec.target if light else "",
+        },
+        "scene": {"floor_plan": f"FloorPlan{spec.scene}", "scene_num": spec.scene, "random_seed": spec.seed},
+        "plan": {"high_pddl": [], "low_actions": []},
+        "images": [],
+        "turk_annotations": {"anns": [{"task_desc": sentence(spec), "high_descs": []}]},
+    }
