@@ -21,7 +21,8 @@ def default_config() -> ConfigDict:
     config.model = ConfigDict()
     config.model.path = ""  # Hugging Face folder with config.json, tokenizer.json and safetensors
     config.model.dtype = "bfloat16"  # of the base weights and activations in the trainer
-    config.model.remat = "layer"  # none | layer: what the backward pass recomputes
+    config.model.remat = "layer"  # none | dots | layer: what the backward pass recomputes (nothing, little, most)
+    config.model.quantize = ""  # "" | int8 | nf4: how the frozen base's matrices are stored in the trainer; with LoRA
     config.model.nano = None  # shape of a nano base to build when path is missing (flowjax.models.nano), or None
     config.policy = ConfigDict()
     config.policy.name = "agent"
@@ -30,6 +31,7 @@ def default_config() -> ConfigDict:
     config.policy.lora.rank = 32
     config.policy.lora.alpha = 32.0  # update is alpha / rank * B A (alpha / sqrt(rank) with rslora)
     config.policy.lora.rslora = False
+    config.policy.lora.dropout = 0.0  # probability that an input of the adapter is zeroed in a training pass
     config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     # Several policies on the one base: name -> the sections in which it differs, for example
     # {"solver": {}, "verifier": {"optimizer": {"learning_rate": 1e-4}}}. Empty: the one named by config.policy.
@@ -82,6 +84,7 @@ def default_config() -> ConfigDict:
     config.dataflow.max_staleness = 1  # versions a trained token may lag; 0 is synchronous
     config.dataflow.lease_s = 120.0  # an episode not finished or renewed by then is leased again
     config.dataflow.max_attempts = 3  # leases of one episode before it is given up
+    config.dataflow.algorithms = ConfigDict()  # data algorithms by name, in order, each with its options
     config.dataflow.keep_trajectories = True  # write trajectories/<step>.jsonl for the report
 
     # Outcome -> reward -> advantage per turn -> loss. Names are looked up in the rooms of the same name.
@@ -110,18 +113,28 @@ def default_config() -> ConfigDict:
     config.trainer.keep_every_steps = 0  # also keep every n-th checkpoint; 0 keeps none
     config.trainer.step_timeout_s = 1800.0  # longest wait for a batch before the trainer gives up
     config.trainer.tensorboard = False
+    config.trainer.steps_in_flight = 2  # steps dispatched ahead of their results, where no checkpoint waits for them
+    config.trainer.offload_optimizer = False  # keep the optimiser's state in host memory between updates
+    config.trainer.compile_cache = "auto"  # folder of compiled programs; auto is ~/.cache/flowjax/xla, "" is none
+    config.trainer.processes = 1  # processes (hosts) of one trainer; each has its number in FLOWJAX_PROCESS
+    config.trainer.coordinator = ""  # host:port of process 0, where there are several
     config.optimizer = ConfigDict()
-    config.optimizer.name = "adamw"
+    config.optimizer.name = "adamw"  # adamw | muon | sgd
     config.optimizer.learning_rate = 1e-5
     config.optimizer.warmup_steps = 5  # optimiser updates of linear warm-up
     config.optimizer.schedule = "constant"  # constant | cosine | linear, over the run's updates
     config.optimizer.betas = (0.9, 0.95)
     config.optimizer.weight_decay = 0.0
     config.optimizer.clip_norm = 1.0
+    # Parameters that differ: (regular expression, settings) pairs, the first that finds a parameter's name counts, and
+    # every parameter needs one. Settings: learning_rate_scale, weight_decay, frozen. () treats all alike.
+    config.optimizer.rules = ()
     config.mesh = ConfigDict()  # devices per axis; -1 takes the rest
     config.mesh.data = 1
     config.mesh.fsdp = -1
     config.mesh.tensor = 1
+    config.mesh.expert = 1
+    config.mesh.sequence = 1
 
     # Held-out evaluation.
     config.eval = ConfigDict()

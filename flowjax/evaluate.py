@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _devices(config: ConfigDict) -> Devices:
-    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    sizes = tuple(config.mesh.to_dict().values())
     return share_out(visible_accelerators(), config.engine.tensor_parallel, mesh_count(sizes))
 
 

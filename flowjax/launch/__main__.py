@@ -102,7 +102,7 @@ def _devices(config: ConfigDict, values: flags.FlagValues) -> Devices:
     if asked and not dry_run:
         raise ConfigError(f"--devices={asked} goes with --dry_run; CUDA_VISIBLE_DEVICES limits what a run uses")
     accelerators, assumed = visible_accelerators(), False
-    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    sizes = tuple(config.mesh.to_dict().values())
     if asked:
         assumed = asked != len(accelerators)
     elif dry_run and not accelerators and config.model.nano is None:

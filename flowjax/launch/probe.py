@@ -129,16 +129,24 @@ def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Itera
 
     from flowjax.models import memory
     from flowjax.models.lora import Lora, adapter_specs
-    from flowjax.models.sharding import MESH_AXES, Placement, resolve_mesh
+    from flowjax.models.sharding import MESH_AXES, ROW_AXES, Placement, resolve_mesh
+    from flowjax.trainer.batch import row_buckets
 
     lora = Lora(**config.policy.lora.to_dict()) if config.policy.train == "lora" else None
-    mesh = resolve_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, device_count)
-    plan["mesh"] = dict(zip(MESH_AXES, mesh, strict=True))
-    ways = mesh[0] * mesh[1]
+    mesh = resolve_mesh(config.mesh.to_dict(), device_count)
+    plan["mesh"] = {name: size for name, size in mesh.items() if size > 1 or name in ("data", "fsdp", "tensor")}
+    ways = math.prod(mesh[name] for name in ROW_AXES)
     if config.trainer.micro_batch_rows % ways:
         yield (
             f"config.trainer.micro_batch_rows is {config.trainer.micro_batch_rows}, but rows are split over {ways} "
-            f"devices (mesh data x fsdp = {mesh[0]} x {mesh[1]}): make it a multiple of {ways}"
+            f"devices (mesh {' x '.join(ROW_AXES)} = {' x '.join(str(mesh[name]) for name in ROW_AXES)}): make it a "
+            f"multiple of {ways}"
+        )
+    shortest = row_buckets(config.trainer.row_tokens)[-1]
+    if shortest % mesh["sequence"]:
+        yield (
+            f"config.trainer.row_tokens is {config.trainer.row_tokens}, whose shortest bucket of {shortest} tokens does "
+            f"not divide over config.mesh.sequence = {mesh['sequence']}: make row_tokens that number times a power of 2"
         )
     model = _model(config)
     if model is None:
@@ -165,7 +173,7 @@ def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Itera
         remat=config.model.remat,
         **plan["mesh"],
     )
-    placement: Any = AbstractMesh(mesh, MESH_AXES)  # only its shape is looked at
+    placement: Any = AbstractMesh(tuple(mesh.values()), MESH_AXES)  # only its shape is looked at
     Placement(placement).check(model)
 
 

@@ -1,80 +1,72 @@
-"""What a decoder looks like, and how Hugging Face's config.json says so."""
+"""Hugging Face's config.json <-> the shape of a decoder, family by family."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowjax.models.shape import AnyScaling as AnyScaling
+from flowjax.models.shape import Experts as Experts
+from flowjax.models.shape import LinearScaling as LinearScaling
+from flowjax.models.shape import ModelConfig as ModelConfig
+from flowjax.models.shape import ModelError as ModelError
+from flowjax.models.shape import RopeScaling as RopeScaling
+from flowjax.models.shape import YarnScaling as YarnScaling
 
-class ModelError(ValueError):
-    """A model that cannot be built, read or placed; the message names what is wrong and the remedy."""
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's stretching of rotary wavelengths: long ones by `factor`, short ones not, a ramp between."""
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_max_positions: int
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ABSENT = ("rope_theta", "rope_local_base_freq", "rope_parameters", "head_dim", "sliding_window_pattern")  # if null
+SLIDING, FULL = "sliding_attention", "full_attention"  # Hugging Face's names in layer_types
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Sizes and switches of one decoder-only transformer with RMSNorm, RoPE, grouped-query attention and SwiGLU."""
+class Family:
+    """What a model_type implies: its class in transformers, switches, and values that its config.json may leave out."""
 
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_size: int
-    architecture: str = "qwen3"  # Hugging Face's model_type
-    rope_theta: float = 1e6
-    rope_scaling: RopeScaling | None = None
-    norm_epsilon: float = 1e-6
-    tie_embeddings: bool = True
-    qk_norm: bool = True  # RMSNorm over each head of q and k, before RoPE
-    qkv_bias: bool = False
-    sliding_window_tokens: int | None = None
-    max_positions: int = 32768
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
-
-    def __post_init__(self):
-        if self.heads % self.kv_heads:
-            raise ModelError(f"heads is {self.heads} and kv_heads is {self.kv_heads}: heads must be a multiple of it")
-        if self.head_dim % 2:
-            raise ModelError(f"head_dim is {self.head_dim}: rotary positions need an even one")
-
-    @property
-    def query_size(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    def parameter_count(self) -> int:
-        """Number of base parameters."""
-        attention = 2 * self.hidden_size * (self.query_size + self.kv_size)
-        small = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
-        small += (self.query_size + 2 * self.kv_size) * self.qkv_bias
-        per_layer = attention + 3 * self.hidden_size * self.ffn_size + small
-        tables = 1 if self.tie_embeddings else 2
-        return self.layers * per_layer + tables * self.vocab_size * self.hidden_size + self.hidden_size
+    class_name: str
+    switches: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelConfig
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json
+    window_switch: bool = False  # a window only where use_sliding_window is true
+    gemma: bool = False
 
 
-# model_type -> (class name, default rope_theta, default norm epsilon, qk_norm, qkv_bias)
-_ARCHITECTURES: dict[str, tuple[str, float, float, bool, bool]] = {
-    "qwen3": ("Qwen3ForCausalLM", 1e6, 1e-6, True, False),
-    "qwen2": ("Qwen2ForCausalLM", 1e6, 1e-6, False, True),
-    "llama": ("LlamaForCausalLM", 1e4, 1e-6, False, False),
-    "mistral": ("MistralForCausalLM", 1e4, 1e-6, False, False),
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_GEMMA_SWITCHES = {"norm_offset": 1.0, "post_norms": True}
+_GEMMA2 = _GEMMA | {
+    "vocab_size": 256000,
+    "rope_theta": 1e4,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "sliding_window_pattern": 2,
+    "max_position_embeddings": 8192,
+}
+_GEMMA3 = _GEMMA | {
+    "vocab_size": 262208,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131072,
+}
+_QWEN = {"rope_theta": 1e6, "sliding_window": 4096, "max_window_layers": 28}
+FAMILIES: dict[str, Family] = {
+    "gemma2": Family("Gemma2ForCausalLM", _GEMMA_SWITCHES | {"qk_norm": False}, _GEMMA2, gemma=True),
+    "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA_SWITCHES | {"qk_norm": True}, _GEMMA3, gemma=True),
+    "llama": Family("LlamaForCausalLM", {"qk_norm": False}, {"rope_theta": 1e4}),
+    "mistral": Family("MistralForCausalLM", {"qk_norm": False}, {"rope_theta": 1e4}),
+    "qwen2": Family("Qwen2ForCausalLM", {"qk_norm": False, "qkv_bias": True}, _QWEN, window_switch=True),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, _QWEN, window_switch=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"qk_norm": True}, _QWEN, window_switch=True),
 }
 
 
@@ -103,51 +95,117 @@ def read_config(folder: str | Path) -> ModelConfig:
 def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """The model that a Hugging Face config describes, in the layout of transformers 4 or 5."""
     kind = raw.get("model_type")
-    if kind not in _ARCHITECTURES:
-        raise ModelError(f"{source}: model_type is {kind!r}, which is not one of {', '.join(sorted(_ARCHITECTURES))}")
-    _, rope_theta, norm_epsilon, qk_norm, qkv_bias = _ARCHITECTURES[kind]
+    if kind == "gemma3" and isinstance(raw.get("text_config"), Mapping):  # an image model: its text part alone
+        ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in raw}
+        raw, kind = ids | dict(raw["text_config"]), "gemma3_text"
+    if kind not in FAMILIES:
+        raise ModelError(
+            f"{source}: model_type is {kind!r}, which is not one of {', '.join(sorted([*FAMILIES, 'gemma3']))}"
+        )
+    family = FAMILIES[kind]
+    raw = {
+        **family.defaults,
+        **{name: value for name, value in raw.items() if value is not None or name not in _ABSENT},
+    }
     _refuse_unsupported(raw, kind, source)
     try:
         hidden_size, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-        rope_theta, rope_scaling = _rope(raw, rope_theta, source)
+        layers = int(raw["num_hidden_layers"])
+        rope = _rope(raw, FULL)
+        window, full_layers = _window(raw, family, layers)
+        switches: dict[str, Any] = dict(family.switches)
+        if family.gemma:
+            switches |= _gemma(raw, hidden_size, source)
         return ModelConfig(
             vocab_size=int(raw["vocab_size"]),
             hidden_size=hidden_size,
-            layers=int(raw["num_hidden_layers"]),
+            layers=layers,
             heads=heads,
             kv_heads=int(raw.get("num_key_value_heads") or heads),
             head_dim=int(raw.get("head_dim") or hidden_size // heads),
             ffn_size=int(raw["intermediate_size"]),
             architecture=kind,
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            norm_epsilon=float(raw.get("rms_norm_eps", norm_epsilon)),
+            rope_theta=float(rope["rope_theta"]),
+            rope_scaling=_scaling(rope, source),
+            norm_epsilon=float(raw.get("rms_norm_eps", 1e-6)),
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            sliding_window_tokens=_sliding_window(raw, kind),
+            sliding_window_tokens=window,
+            full_attention_layers=full_layers,
+            experts=_experts(raw, layers) if kind == "qwen3_moe" else None,
             max_positions=int(raw.get("max_position_embeddings", 32768)),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=_id_tuple(raw.get("eos_token_id")),
             pad_token_id=raw.get("pad_token_id"),
+            **switches,
         )
     except KeyError as error:
         raise ModelError(f"{source} lacks the field {error.args[0]!r}: it is not a complete {kind} config") from error
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], kind: str, source: str) -> None:
-    wanted = {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)}
+    gemma = FAMILIES[kind].gemma
+    activation = ("gelu_pytorch_tanh",) if gemma else ("silu", "swish")
+    wanted = {
+        "hidden_activation" if gemma else "hidden_act": activation,
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "use_bidirectional_attention": (False, None),
+    }
     if kind == "qwen2":
         wanted.pop("attention_bias")
     for name, accepted in wanted.items():
         if name in raw and raw[name] not in accepted:
             raise ModelError(f"{source}: {name} is {raw[name]!r}; for {kind} only {accepted[0]!r} is implemented")
-    if kind in ("qwen2", "qwen3") and raw.get("use_sliding_window"):
-        raise ModelError(f"{source}: use_sliding_window is true; for {kind} only full attention is implemented")
 
 
-def _sliding_window(raw: Mapping[str, Any], kind: str) -> int | None:
-    return raw.get("sliding_window") if kind == "mistral" else None
+def _window(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """The sliding window, and the layers without it: by `layer_types`, or by the rule of older configs."""
+    window = raw.get("sliding_window")
+    if window is None or (family.window_switch and not raw.get("use_sliding_window")):
+        return None, ()
+    types = raw.get("layer_types")
+    if types:
+        full = tuple(layer for layer, kind in enumerate(types) if kind == FULL)
+    elif family.gemma:
+        period = int(raw["sliding_window_pattern"])
+        full = tuple(range(period - 1, layers, period))
+    elif family.class_name == "MistralForCausalLM":
+        full = ()
+    elif family.class_name == "Qwen3MoeForCausalLM":  # it has no layer_types, and binds all layers
+        full = ()
+    else:
+        full = tuple(range(min(int(raw["max_window_layers"]), layers)))
+    if len(full) == layers or family.class_name == "LlamaForCausalLM":
+        return None, ()
+    return int(window), full
+
+
+def _gemma(raw: Mapping[str, Any], hidden_size: int, source: str) -> dict[str, Any]:
+    """What only Gemma has."""
+    switches = {
+        "activation": "gelu_tanh",
+        "embedding_scale": hidden_size**0.5,
+        "attention_scale": float(raw["query_pre_attn_scalar"]) ** -0.5,
+        "attention_soft_cap": raw.get("attn_logit_softcapping"),
+        "logit_soft_cap": raw.get("final_logit_softcapping"),
+    }
+    if "rope_local_base_freq" in raw:
+        local = _rope(raw, SLIDING)
+        if _scaling(local, source) is not None:
+            raise ModelError(f"{source}: the layers with a window have scaled rotary positions, which are not known")
+        switches["window_rope_theta"] = float(local["rope_theta"])
+    return switches
+
+
+def _experts(raw: Mapping[str, Any], layers: int) -> Experts:
+    every, dense = int(raw.get("decoder_sparse_step") or 1), raw.get("mlp_only_layers") or ()
+    return Experts(
+        count=int(raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]),
+        per_token=int(raw["num_experts_per_tok"]),
+        ffn_size=int(raw["moe_intermediate_size"]),
+        normalise=bool(raw.get("norm_topk_prob", False)),
+        dense_layers=tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % every),
+    )
 
 
 def _id_tuple(value: int | list[int] | None) -> tuple[int, ...]:
@@ -156,37 +214,79 @@ def _id_tuple(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _rope(raw: Mapping[str, Any], default_theta: float, source: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of rotary positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or default_theta)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Rotary fields of the layers of one kind: `rope_parameters` of transformers 5, or the older `rope_theta` etc."""
+    new = raw.get("rope_parameters") or {}
+    if FULL in new or SLIDING in new:
+        rope = dict(new.get(kind) or {})
+    elif kind == SLIDING:
+        rope = {}
+    else:
+        rope = dict(new or raw.get("rope_scaling") or {})
+    default = raw["rope_local_base_freq"] if kind == SLIDING else raw["rope_theta"]
+    return {"rope_type": rope.get("type", "default"), **rope, "rope_theta": rope.get("rope_theta") or default}
+
+
+def _scaling(rope: Mapping[str, Any], source: str) -> AnyScaling | None:
+    kind = rope["rope_type"]
     if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ModelError(f"{source}: rope_type is {kind!r}; only 'default' and 'llama3' are implemented")
-    return theta, RopeScaling(
-        factor=float(rope["factor"]),
-        low_frequency_factor=float(rope["low_freq_factor"]),
-        high_frequency_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(rope["original_max_position_embeddings"]),
-    )
+        return None
+    if kind == "llama3":
+        return RopeScaling(
+            factor=float(rope["factor"]),
+            low_frequency_factor=float(rope["low_freq_factor"]),
+            high_frequency_factor=float(rope["high_freq_factor"]),
+            original_max_positions=int(rope["original_max_position_embeddings"]),
+        )
+    if kind == "linear":
+        return LinearScaling(float(rope["factor"]))
+    if kind == "yarn" and not rope.get("mscale"):
+        return YarnScaling(
+            factor=float(rope["factor"]),
+            original_max_positions=int(rope["original_max_position_embeddings"]),
+            fast_turns=float(rope.get("beta_fast") or 32),
+            slow_turns=float(rope.get("beta_slow") or 1),
+            attention_factor=rope.get("attention_factor"),
+            truncate=bool(rope.get("truncate", True)),
+        )
+    known = "'default', 'linear', 'llama3' and 'yarn' (without mscale)"
+    raise ModelError(f"{source}: rope_type is {kind!r}; only {known} are implemented")
+
+
+def _scaling_fields(scaling: AnyScaling | None) -> dict[str, Any]:
+    match scaling:
+        case None:
+            return {"rope_type": "default"}
+        case LinearScaling():
+            return {"rope_type": "linear", "factor": scaling.factor}
+        case RopeScaling():
+            return {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_frequency_factor,
+                "high_freq_factor": scaling.high_frequency_factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+            }
+        case YarnScaling():
+            attention = {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+            return {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+                "beta_fast": scaling.fast_turns,
+                "beta_slow": scaling.slow_turns,
+                "truncate": scaling.truncate,
+            } | attention
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The config.json of `config`, readable by transformers 4 and 5 and by vLLM."""
-    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
-    if scaling := config.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
+    family = FAMILIES[config.architecture]
+    scaled = _scaling_fields(config.rope_scaling)
+    rope = {"rope_theta": config.rope_theta, **scaled}
     eos = config.eos_token_ids
     fields = {
-        "architectures": [_ARCHITECTURES[config.architecture][0]],
+        "architectures": [family.class_name],
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -207,9 +307,47 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "pad_token_id": config.pad_token_id,
+        **_window_fields(config, family),
     }
-    if config.architecture == "mistral":
-        fields["sliding_window"] = config.sliding_window_tokens
-    elif config.architecture != "qwen2":
+    if config.architecture not in ("mistral", "qwen2"):
         fields["attention_bias"] = False
+    if family.gemma:
+        fields.pop("hidden_act")
+        fields |= _gemma_fields(config, rope)
+    if config.experts:
+        fields |= {
+            "num_experts": config.experts.count,
+            "num_experts_per_tok": config.experts.per_token,
+            "moe_intermediate_size": config.experts.ffn_size,
+            "norm_topk_prob": config.experts.normalise,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(config.experts.dense_layers),
+        }
+    return fields
+
+
+def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
+    window = config.sliding_window_tokens
+    if config.architecture == "mistral":
+        return {"sliding_window": window}
+    if window is None:
+        return {}
+    switch = {"use_sliding_window": True} if family.window_switch else {}
+    if config.architecture == "qwen3_moe":
+        return switch | {"sliding_window": window}
+    kinds = [FULL if layer in config.full_attention_layers else SLIDING for layer in range(config.layers)]
+    older = {"max_window_layers": len(config.full_attention_layers)} if family.window_switch else {}
+    return switch | older | {"sliding_window": window, "layer_types": kinds}
+
+
+def _gemma_fields(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round((config.attention_scale or config.head_dim**-0.5) ** -2),
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.logit_soft_cap,
+    }
+    if config.window_rope_theta is not None:
+        local = {"rope_theta": config.window_rope_theta, "rope_type": "default"}
+        fields |= {"rope_local_base_freq": config.window_rope_theta, "rope_parameters": {FULL: rope, SLIDING: local}}
     return fields

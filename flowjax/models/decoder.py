@@ -1,5 +1,6 @@
-"""The decoder: embedding, a scan over stacked layers, final norm. It returns hidden states, never logits."""
+"""The decoder: embedding, scans over stacked layers, final norm. It returns hidden states, never logits."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -11,13 +12,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flowjax.models import params
-from flowjax.models.attention import attend, rope_angles, rotate, segment_mask
-from flowjax.models.config import ModelConfig, ModelError
+from flowjax.models.attention_kernels import Attention, attend_by, choose_attention
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch
+from flowjax.models.moe import mixture
+from flowjax.models.pattern import Block, layer_blocks
+from flowjax.models.rope import rope_angles, rotate
+from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import Placement, ShardingRules
 
 Remat = Literal["none", "layer"]
 UNROLLED_LAYERS = 4  # a model this shallow compiles as fast unrolled, and does not copy what its backward pass keeps
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 Arrays = dict[str, jax.Array]
 
 
@@ -35,6 +43,7 @@ class Decoder(nnx.Module):
         lora: Lora | None = None,
         dtype: DTypeLike = jnp.bfloat16,
         remat: Remat = "layer",
+        attention: Attention = "auto",
         key: jax.Array,
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
@@ -42,6 +51,7 @@ class Decoder(nnx.Module):
         if remat not in ("none", "layer"):
             raise ModelError(f"config.model.remat is {remat!r}: it must be 'none' or 'layer'")
         self.config, self.lora, self.dtype, self.remat = config, lora, jnp.dtype(dtype), remat
+        self.attention: Attention = attention
         self.placement = make_placement(config, mesh, rules)
         base_key, adapter_key = jax.random.split(key)
         base = params.initialise(base_specs(config, dtype), base_key, self.placement)
@@ -75,29 +85,49 @@ class Decoder(nnx.Module):
             dropout_key: turns the adapter's dropout on.
         """
         config = self.config
+        if self.placement is not None:
+            self.placement.check_batch(*tokens.shape)
         table = self._constrain(self._base("embedding"), "vocab", None)  # gathered as head() is, not its look-ups
-        x = self._constrain(table[tokens], "rows", "tokens", "act_embed")
-        rope = rope_angles(positions, config)
-        seen = segment_mask(segments, positions, config.sliding_window_tokens)
-
-        def layer(x: jax.Array, xs: tuple[Arrays, dict[str, Arrays], jax.Array | None]) -> tuple[jax.Array, None]:
-            weights, adapter, key = xs
-            linear = self._linear(weights, adapter, adapter_scale, key)
-            x = x + self._attention(
-                rms_norm(x, weights["input_norm"], config.norm_epsilon), linear, weights, rope, seen
-            )
-            x = x + self._feed_forward(rms_norm(x, weights["ffn_norm"], config.norm_epsilon), linear)
-            return self._constrain(x, "rows", "tokens", "act_embed"), None
-
+        x = table[tokens]
+        if config.embedding_scale != 1:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        x = self._constrain(x, "rows", "tokens", "act_embed")
+        attention = self._make_attention(segments, positions)
         weights = {name: self._base(name) for name in self.layers}
         adapter = self._adapter()
         drops = self.lora is not None and self.lora.dropout > 0
-        keys = jax.random.split(dropout_key, config.layers) if drops and dropout_key is not None else None
+        by_layer: Arrays = {}  # what else differs from layer to layer
+        if drops and dropout_key is not None:
+            by_layer["dropout_key"] = jax.random.split(dropout_key, config.layers)
+        if len({config.window(i) for i in range(config.layers)}) > 1:
+            by_layer["windowed"] = jnp.array([config.window(i) is not None for i in range(config.layers)])
+
+        def layer(x: jax.Array, xs: tuple[Arrays, dict[str, Arrays], Arrays], sparse: bool) -> jax.Array:
+            weights, adapter, own = xs
+            linear = self._linear(weights, adapter, adapter_scale, own.get("dropout_key"))
+            mix = functools.partial(attention, own.get("windowed"))
+            y = self._attention(self._norm(x, weights["input_norm"]), linear, weights, mix)
+            x = x + (self._norm(y, weights["attention_post_norm"]) if config.post_norms else y)
+            y = self._norm(x, weights["ffn_norm"])
+            y = self._mixture(y, weights) if sparse else self._feed_forward(y, linear)
+            x = x + (self._norm(y, weights["ffn_post_norm"]) if config.post_norms else y)
+            return self._constrain(x, "rows", "tokens", "act_embed")
+
+        def group(x: jax.Array, xs: list[Any], block: Block) -> tuple[jax.Array, None]:
+            for sparse, own in zip(block.sparse, xs, strict=True):
+                run = functools.partial(layer, sparse=sparse)
+                x = (jax.checkpoint(run, prevent_cse=False) if self.remat == "layer" else run)(x, own)
+            return x, None
+
         # Unrolled, XLA's CPU backend merges a layer with its recomputation (despite prevent_cse), and nothing is saved.
         unroll = config.layers <= UNROLLED_LAYERS and self.remat == "none"
-        body = jax.checkpoint(layer, prevent_cse=False) if self.remat == "layer" else layer
-        x, _ = jax.lax.scan(body, x, (weights, adapter, keys), unroll=unroll)
-        return rms_norm(x, self._base("final_norm"), config.norm_epsilon)
+        for block in layer_blocks(config):
+            xs = [
+                tuple(self._stack(arrays, block, member) for arrays in (weights, adapter, by_layer))
+                for member in range(len(block.sparse))
+            ]
+            x, _ = jax.lax.scan(functools.partial(group, block=block), x, xs, unroll=unroll)
+        return self._norm(x, self._base("final_norm"))
 
     def head(self) -> Float[Array, "hidden vocab"]:
         """The matrix from hidden states to logits, gathered over the hidden size once for all its uses."""
@@ -130,24 +160,84 @@ class Decoder(nnx.Module):
 
         return apply
 
-    def _attention(
-        self, x: jax.Array, linear: Callable, weights: Arrays, rope: tuple[jax.Array, jax.Array], seen: jax.Array
-    ) -> jax.Array:
+    def _stack(self, arrays: Mapping[str, Any], block: Block, member: int) -> dict[str, Any]:
+        """What the layers at place `member` of a block's periods have of stacked arrays, stacked over the periods."""
+        layers, stacked = block.layers[member :: len(block.sparse)], {}
+        for name, array in arrays.items():
+            owners = params.owners(name, self.config)
+            if layers[0] not in owners:
+                continue
+            first, last = owners.index(layers[0]), owners.index(layers[-1])
+            cut = slice(first, last + 1, max(1, (last - first) // max(1, len(layers) - 1)))
+            whole = len(layers) == len(owners)  # slices are copies
+            stacked[name] = array if whole else jax.tree.map(lambda leaf, cut=cut: leaf[cut], array)
+        return stacked
+
+    def _make_attention(self, segments: jax.Array, positions: jax.Array) -> Callable[..., jax.Array]:
+        """(is this a layer with a window, query, key, value before rotation) -> mixed values.
+
+        The first may be traced, or None in models whose layers are alike in this.
+        """
+        config, placement = self.config, self.placement
+        mesh = None if placement is None or placement.mesh.size == 1 else placement.mesh
+        platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+        form = choose_attention(
+            self.attention,
+            config,
+            platform="cuda" if platform == "gpu" else platform,
+            tokens=segments.shape[1],
+            dtype=self.dtype,
+            sequence_parts=1 if placement is None else placement.ways("tokens"),
+        )
+        options = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
+        window = config.sliding_window_tokens
+
+        def run(windowed: jax.Array, *args: jax.Array) -> jax.Array:
+            return attend_by(form, *args, window_tokens=window, windowed=windowed, **options)
+
+        if placement is not None and mesh is not None:
+            of, tokens = placement.rules.spec, ("rows", "tokens")
+            heads, keys = of((*tokens, "act_heads", None)), of(("rows", None, "act_kv_heads", None))
+            specs = (of(()), heads, keys, keys, of(tokens), of(tokens), of(("rows", None)), of(("rows", None)))
+            run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=form == "xla")
+        rope = rope_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        local_rope = rope
+        if config.window_rope_theta is not None:
+            local_rope = rope_angles(positions, config.head_dim, config.window_rope_theta, None)
+
+        def mix(windowed: jax.Array | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            bound = jnp.asarray(window is not None) if windowed is None else windowed
+            own = rope
+            if config.window_rope_theta is not None:
+                own = [jnp.where(bound, local, far) for local, far in zip(local_rope, rope, strict=True)]
+            return run(bound, rotate(query, *own), rotate(key, *own), value, segments, positions, segments, positions)
+
+        return mix
+
+    def _attention(self, x: jax.Array, linear: Callable, weights: Arrays, mix: Callable) -> jax.Array:
         config = self.config
         rows, tokens, _ = x.shape
 
         def heads(name: str, axis: str, norm: str) -> jax.Array:
             y = linear(name, x).reshape(rows, tokens, -1, config.head_dim)
             y = self._constrain(y, "rows", "tokens", axis, None)
-            return rms_norm(y, weights[norm], config.norm_epsilon) if norm in weights else y
+            return self._norm(y, weights[norm]) if norm in weights else y
 
-        query = rotate(heads("q_proj", "act_heads", "q_norm"), *rope)
-        key = rotate(heads("k_proj", "act_kv_heads", "k_norm"), *rope)
-        mixed = attend(query, key, heads("v_proj", "act_kv_heads", ""), seen)
+        query, key = heads("q_proj", "act_heads", "q_norm"), heads("k_proj", "act_kv_heads", "k_norm")
+        mixed = mix(query, key, heads("v_proj", "act_kv_heads", ""))
         return linear("o_proj", mixed.reshape(rows, tokens, config.query_size))
 
+    def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return rms_norm(x, weight, self.config.norm_epsilon, self.config.norm_offset)
+
+    def _mixture(self, x: jax.Array, weights: Arrays) -> jax.Array:
+        assert self.config.experts is not None
+        matrices = (weights[name] for name in params.SPARSE)
+        activate = ACTIVATIONS[self.config.activation]
+        return mixture(x, *matrices, experts=self.config.experts, activate=activate, placement=self.placement)
+
     def _feed_forward(self, x: jax.Array, linear: Callable) -> jax.Array:
-        gated = jax.nn.silu(linear("gate_proj", x)) * linear("up_proj", x)
+        gated = ACTIVATIONS[self.config.activation](linear("gate_proj", x)) * linear("up_proj", x)
         return linear("down_proj", self._constrain(gated, "rows", "tokens", "act_ffn"))
 
     def parameter(self, name: str) -> nnx.Param:
@@ -175,10 +265,17 @@ class Decoder(nnx.Module):
         return jax.lax.with_sharding_constraint(x, self.placement.of(axes))
 
 
-def rms_norm(x: Float[Array, "*batch dim"], weight: Float[Array, "dim"], epsilon: float) -> Float[Array, "*batch dim"]:
-    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467), the mean in float32."""
+def rms_norm(
+    x: Float[Array, "*batch dim"], weight: Float[Array, "dim"], epsilon: float, offset: float = 0.0
+) -> Float[Array, "*batch dim"]:
+    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467), the mean in float32.
+
+    With an offset the factor is offset + weight, in float32 too, as Gemma has it.
+    """
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    if offset:
+        return (normed * (offset + weight.astype(jnp.float32))).astype(x.dtype)
     return normed.astype(x.dtype) * weight
 
 
@@ -203,6 +300,18 @@ def init_adapter(
     flat = {f"{t}.{part}": spec for t, parts in adapter_specs(config, lora).items() for part, spec in parts.items()}
     arrays = params.initialise(flat, key, placement)
     return {target: {part: arrays[f"{target}.{part}"] for part in ("a", "b")} for target in lora.targets}
+
+
+def with_adapter(base: Decoder, lora: Lora, key: jax.Array) -> Decoder:
+    """A decoder with a fresh adapter around the very arrays of `base`, which has none: several policies share them."""
+    decoder = nnx.eval_shape(lambda: Decoder(base.config, lora=lora, dtype=base.dtype, remat=base.remat, key=key))
+    decoder.attention, decoder.placement = base.attention, base.placement
+    for name in base_specs(base.config, base.dtype):
+        decoder.parameter(name).set_value(base.parameter(name).get_value())
+    for target, parts in init_adapter(base.config, lora, key, base.placement).items():
+        for part, array in parts.items():
+            decoder.adapter[target][part].set_value(array)
+    return decoder
 
 
 def set_adapter(decoder: Decoder, adapter: Mapping[str, Mapping[str, Any]]) -> None:

@@ -15,10 +15,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from flowjax.models.config import ModelConfig, ModelError, hf_config, read_config
+from flowjax.models.attention_kernels import Attention
+from flowjax.models.config import hf_config, read_config
 from flowjax.models.decoder import Decoder, Remat, base_specs, init_adapter, make_placement
 from flowjax.models.lora import ALL_TARGETS, Lora, hf_module, merge
-from flowjax.models.params import ParamSpec
+from flowjax.models.params import ParamSpec, owners
+from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import ShardingRules
 
 SHARD_BYTES = 4 * 2**30
@@ -39,21 +41,34 @@ _LAYER = {
     "ffn_norm": "post_attention_layernorm.weight",
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
+    "router": "mlp.gate.weight",
 }
+_POST_NORMS = {  # with four norms a layer, Hugging Face's names move
+    "attention_post_norm": "post_attention_layernorm.weight",
+    "ffn_norm": "pre_feedforward_layernorm.weight",
+    "ffn_post_norm": "post_feedforward_layernorm.weight",
+}
+_TEXT_PARTS = ("language_model.model.", "model.language_model.")  # of image models, in older and newer folders
+_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
-def hf_names(name: str, config: ModelConfig) -> list[str]:
-    """The Hugging Face tensors that make up our parameter `name`: one, or one per layer."""
+def hf_names(name: str, config: ModelConfig) -> np.ndarray:
+    """The Hugging Face tensors of our parameter `name`: one [], one per layer [layers], or [layers, experts]."""
     if name in _OUTER:
-        return [_OUTER[name]]
-    if name in _LAYER:
-        return [f"model.layers.{layer}.{_LAYER[name]}" for layer in range(config.layers)]
+        return np.array(_OUTER[name])
+    layers = owners(name, config)
+    in_layer = _LAYER | (_POST_NORMS if config.post_norms else {})
+    if name in in_layer:
+        return np.array([f"model.layers.{layer}.{in_layer[name]}" for layer in layers])
+    if name.startswith("expert_") and config.experts:
+        module, experts = name.removeprefix("expert_"), range(config.experts.count)
+        return np.array([[f"model.layers.{i}.mlp.experts.{e}.{module}.weight" for e in experts] for i in layers])
     target, suffix = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
-    return [f"{hf_module(target, layer)}.{suffix}" for layer in range(config.layers)]
+    return np.array([f"{hf_module(target, layer)}.{suffix}" for layer in layers])
 
 
 def _transposed(name: str) -> bool:
-    return name in ALL_TARGETS or name == "lm_head"
+    return name in ALL_TARGETS or name in ("lm_head", "router") or name.startswith("expert_")
 
 
 class TensorFolder:
@@ -72,14 +87,16 @@ class TensorFolder:
                     "(PyTorch .bin files are not read)"
                 )
             files = {name: path.name for path in paths for name in self._open(path).keys()}  # noqa: SIM118 (not a mapping)
+        self._names = {_text_name(name): name for name in files if not name.startswith(_OTHER_PARTS)}
         self._files: dict[str, str] = files
         self._handles: dict[str, Any] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._names
 
     def names(self) -> set[str]:
-        return set(self._files)
+        """Names of the tensors of the text model, as a model of text alone has them."""
+        return set(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -89,6 +106,7 @@ class TensorFolder:
         return self._slice(name)[index]
 
     def _slice(self, name: str) -> Any:
+        name = self._names[name]
         file = self._files[name]
         if file not in self._handles:
             self._handles[file] = self._open(self.folder / file)
@@ -102,6 +120,13 @@ class TensorFolder:
             raise ModelError(f"{path} cannot be read ({error}): download it again") from error
 
 
+def _text_name(name: str) -> str:
+    if name == "language_model.lm_head.weight":
+        return "lm_head.weight"
+    prefix = next((part for part in _TEXT_PARTS if name.startswith(part)), None)
+    return name if prefix is None else f"model.{name.removeprefix(prefix)}"
+
+
 def load_decoder(
     folder: str | Path,
     *,
@@ -110,6 +135,7 @@ def load_decoder(
     mesh: Mesh | None = None,
     rules: ShardingRules | None = None,
     remat: Remat = "layer",
+    attention: Attention = "auto",
     key: jax.Array | None = None,
 ) -> Decoder:
     """The model of a Hugging Face folder, with a fresh adapter if `lora` is given.
@@ -126,9 +152,8 @@ def load_decoder(
     _check_tensors(tensors, specs, config)
     placement = make_placement(config, mesh, rules)
     key = jax.random.key(0) if key is None else key
-    decoder = nnx.eval_shape(
-        lambda: Decoder(config, lora=lora, dtype=dtype, remat=remat, key=key, mesh=mesh, rules=rules)
-    )
+    options: dict[str, Any] = {"remat": remat, "attention": attention, "mesh": mesh, "rules": rules}
+    decoder = nnx.eval_shape(lambda: Decoder(config, lora=lora, dtype=dtype, key=key, **options))
     for name, spec in specs.items():
         sharding = placement.of(spec.axes) if placement else jax.sharding.SingleDeviceSharding(jax.devices()[0])
         array = jax.make_array_from_callback(
@@ -146,8 +171,8 @@ def _check_tensors(tensors: TensorFolder, specs: dict[str, ParamSpec], config: M
     wanted: dict[str, tuple[int, ...]] = {}
     for name, spec in specs.items():
         names = hf_names(name, config)
-        shape = spec.shape if name in _OUTER else spec.shape[1:]
-        wanted |= dict.fromkeys(names, shape[::-1] if _transposed(name) else shape)
+        shape = spec.shape[names.ndim :]
+        wanted |= dict.fromkeys(names.reshape(-1).tolist(), shape[::-1] if _transposed(name) else shape)
     missing = sorted(name for name in wanted if name not in tensors)
     if missing:
         raise ModelError(
@@ -172,16 +197,14 @@ def _check_tensors(tensors: TensorFolder, specs: dict[str, ParamSpec], config: M
 def _read_part(tensors: TensorFolder, name: str, spec: ParamSpec, config: ModelConfig, index: Any) -> np.ndarray:
     """One device's part of a parameter: `index` is in our layout, stacked and [in, out]."""
     names = hf_names(name, config)
-    dtype = np.dtype(spec.dtype)
-    if name not in _OUTER:
-        names, index = names[index[0]], index[1:]
+    names, index = np.asarray(names[index[: names.ndim]]), index[names.ndim :]
     file_index = index[::-1] if _transposed(name) else index
     shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, spec.shape[-len(index) :], strict=True))
-    part = np.empty((len(names), *shape), dtype)
-    for i, hf_name in enumerate(names):
-        values = tensors.read(hf_name, file_index)
-        part[i] = values.T if _transposed(name) else values
-    return part[0] if name in _OUTER else part
+    part = np.empty((*names.shape, *shape), np.dtype(spec.dtype))
+    for place in np.ndindex(names.shape):
+        values = tensors.read(str(names[place]), file_index)
+        part[place] = values.T if _transposed(name) else values
+    return part
 
 
 def merged_tensors(decoder: Decoder, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:
@@ -189,13 +212,14 @@ def merged_tensors(decoder: Decoder, dtype: DTypeLike) -> Iterator[tuple[str, np
     config, lora = decoder.config, decoder.lora
     for name in base_specs(config, dtype):
         array = decoder.parameter(name).get_value()
-        for layer, hf_name in enumerate(hf_names(name, config)):
-            values = np.asarray(array if name in _OUTER else array[layer])
+        names = hf_names(name, config)
+        for place in np.ndindex(names.shape):
+            values = np.asarray(array[place])
             if lora is not None and name in decoder.adapter:
-                a, b = (np.asarray(decoder.adapter[name][part].get_value()[layer]) for part in ("a", "b"))
+                a, b = (np.asarray(decoder.adapter[name][part].get_value()[place]) for part in ("a", "b"))
                 values = merge(values, a, b, lora.scale)
             values = values.astype(np.dtype(dtype))
-            yield hf_name, np.ascontiguousarray(values.T if _transposed(name) else values)
+            yield str(names[place]), np.ascontiguousarray(values.T if _transposed(name) else values)
 
 
 def save_decoder(

@@ -13,11 +13,13 @@ def token_logprobs(
     temperature: float | Float[Array, ""] = 1.0,
     chunk_tokens: int = 1024,
     entropy: bool = False,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
     """log softmax(hidden @ head / temperature)[target] and the entropy of that distribution, in float32 nats.
 
     At most `chunk_tokens` rows of logits exist at once, in the backward pass too: each chunk is recomputed there
-    (jax.checkpoint), which costs one more product with the head. Entropies are zeros unless asked for.
+    (jax.checkpoint), which costs one more product with the head. Entropies are zeros unless asked for. With
+    `soft_cap` (the model's `config.logit_soft_cap`) logits become cap * tanh(logit / cap) before the temperature.
     """
     n, d = hidden.shape
     chunks = max(1, -(-n // chunk_tokens))
@@ -29,7 +31,10 @@ def token_logprobs(
 
     @jax.checkpoint
     def score(hidden: Float[Array, "chunk d"], targets: Int[Array, "chunk"]) -> tuple[jax.Array, jax.Array]:
-        logits = jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32) / temperature
+        logits = jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        if soft_cap is not None:
+            logits = soft_cap * jnp.tanh(logits / soft_cap)
+        logits = logits / temperature
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         # A comparison instead of a gather: a gather along a vocabulary split over devices would collect the logits.
         chosen = jnp.arange(logits.shape[-1]) == targets[:, None]

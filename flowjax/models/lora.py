@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from flowjax.models.config import ModelConfig, ModelError
-from flowjax.models.params import ParamSpec, matrix_sizes, zeros
+from flowjax.models.params import DENSE, ParamSpec, matrix_sizes, zeros
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -61,6 +61,12 @@ def adapter_specs(config: ModelConfig, lora: Lora) -> dict[str, dict[str, ParamS
     B starts at zero, so that a fresh adapter changes nothing.
     """
     sizes, specs = matrix_sizes(config), {}
+    if config.experts and (beyond := [target for target in lora.targets if target in DENSE]):
+        known = ", ".join(name for name in ALL_TARGETS if name not in DENSE)
+        raise ModelError(
+            f"config.policy.lora.targets has {', '.join(beyond)}, but in a model with experts only {known} can have an "
+            "adapter: leave the others out (the router and the experts stay as they are)"
+        )
     for target in lora.targets:
         (size_in, axis_in), (size_out, axis_out) = sizes[target]
         a = ParamSpec((config.layers, size_in, lora.rank), ("layers", axis_in, "rank"), _uniform_kaiming, jnp.float32)

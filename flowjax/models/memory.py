@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from flowjax.models.attention import BLOCK_TOKENS
-from flowjax.models.config import ModelConfig
 from flowjax.models.lora import Lora, adapter_specs
+from flowjax.models.shape import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOAT32 = 4

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from flowjax.models.config import ModelConfig
+from flowjax.models.shape import ModelConfig
 from flowjax.models.sharding import Placement
 
 Initializer = Callable[..., jax.Array]
@@ -38,6 +38,8 @@ class Normal:
         return self.std * jax.random.normal(key, shape, dtype)
 
 
+DENSE = ("gate_proj", "up_proj", "down_proj")  # of layers with an ordinary feed-forward map
+SPARSE = ("router", "expert_gate_proj", "expert_up_proj", "expert_down_proj")  # of layers with experts
 ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
 
@@ -57,23 +59,46 @@ def matrix_sizes(config: ModelConfig) -> dict[str, tuple[tuple[int, str], tuple[
     }
 
 
+def owners(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """The layers that have the stacked parameter `name`, in the order of its first axis."""
+    if name in DENSE:
+        return config.dense_layers
+    return config.sparse_layers if name in SPARSE else tuple(range(config.layers))
+
+
 def layer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
-    """The stacked parameters of all layers."""
-    count, std = config.layers, 0.02
-    residual_std = std / (2 * count) ** 0.5  # GPT-2: the residual sum of 2 * layers branches keeps its scale
+    """The stacked parameters of all layers; those of one kind of layer are stacked over the layers of that kind."""
+    std = 0.02
+    residual_std = std / (2 * config.layers) ** 0.5  # GPT-2: the residual sum of 2 * layers branches keeps its scale
+    norm = zeros if config.norm_offset else ones
     specs = {}
+
+    def add(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Initializer) -> None:
+        if layers := len(owners(name, config)):
+            specs[name] = ParamSpec((layers, *shape), ("layers", *axes), init, dtype)
+
     for name, ((size_in, axis_in), (size_out, axis_out)) in matrix_sizes(config).items():
         init = Normal(residual_std if name in ("o_proj", "down_proj") else std)
-        specs[name] = ParamSpec((count, size_in, size_out), ("layers", axis_in, axis_out), init, dtype)
-    for name in ("input_norm", "ffn_norm"):
-        specs[name] = ParamSpec((count, config.hidden_size), ("layers", None), ones, dtype)
+        add(name, (size_in, size_out), (axis_in, axis_out), init)
+    if experts := config.experts:
+        hidden, inner = (config.hidden_size, "expert_embed"), (experts.ffn_size, "expert_ffn")
+        add("router", (config.hidden_size, experts.count), ("embed", None), Normal(std))
+        for name, (size_in, axis_in), (size_out, axis_out) in (
+            ("expert_gate_proj", hidden, inner),
+            ("expert_up_proj", hidden, inner),
+            ("expert_down_proj", inner, hidden),
+        ):
+            init = Normal(residual_std if name == "expert_down_proj" else std)
+            add(name, (experts.count, size_in, size_out), ("experts", axis_in, axis_out), init)
+    for name in ("input_norm", "ffn_norm", *(("attention_post_norm", "ffn_post_norm") if config.post_norms else ())):
+        add(name, (config.hidden_size,), (None,), norm)
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
-            specs[name] = ParamSpec((count, config.head_dim), ("layers", None), ones, dtype)
+            add(name, (config.head_dim,), (None,), norm)
     if config.qkv_bias:
         for name in ("q_proj", "k_proj", "v_proj"):
             size, axis = matrix_sizes(config)[name][1]
-            specs[f"{name}_bias"] = ParamSpec((count, size), ("layers", axis), zeros, dtype)
+            add(f"{name}_bias", (size,), (axis,), zeros)
     return specs
 
 
@@ -81,7 +106,7 @@ def outer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
     """The parameters outside the layers."""
     specs = {
         "embedding": ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), Normal(0.02), dtype),
-        "final_norm": ParamSpec((config.hidden_size,), (None,), ones, dtype),
+        "final_norm": ParamSpec((config.hidden_size,), (None,), zeros if config.norm_offset else ones, dtype),
     }
     if not config.tie_embeddings:
         specs["lm_head"] = ParamSpec((config.hidden_size, config.vocab_size), ("embed", "vocab"), Normal(0.02), dtype)

@@ -1,7 +1,7 @@
 """Where arrays live: logical axis names -> mesh axes -> NamedSharding."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flowjax.models.config import ModelConfig, ModelError
+from flowjax.models.shape import ModelConfig, ModelError
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")  # neighbours on the last axis talk most
+ROW_AXES = ("data", "fsdp", "expert")  # rows of a batch are split over these
 MeshAxes = str | tuple[str, ...] | None
 
 
@@ -20,20 +21,24 @@ class ShardingRules:
     """Mesh axes of each logical axis; None replicates.
 
     The first block names dimensions of parameters, the second those of activations. The defaults are fully sharded
-    data parallelism with Megatron's tensor parallelism: parameters are split over `fsdp` along the hidden size and over
-    `tensor` along heads, feed-forward and vocabulary; rows are split over `data` and `fsdp`.
+    data parallelism with Megatron's tensor parallelism: parameters are split along the hidden size over every axis
+    that splits the batch within a replica, and over `tensor` along heads, feed-forward and vocabulary; experts are
+    split over `expert`. Rows are split over `data`, `fsdp` and `expert`, the tokens of a row over `sequence`.
     """
 
     layers: MeshAxes = None
     vocab: MeshAxes = "tensor"
-    embed: MeshAxes = "fsdp"
+    embed: MeshAxes = ("fsdp", "expert", "sequence")
     heads: MeshAxes = "tensor"
     kv_heads: MeshAxes = "tensor"
     ffn: MeshAxes = "tensor"
     rank: MeshAxes = None
+    experts: MeshAxes = "expert"
+    expert_embed: MeshAxes = ("fsdp", "sequence")
+    expert_ffn: MeshAxes = "tensor"
 
-    rows: MeshAxes = ("data", "fsdp")
-    tokens: MeshAxes = None
+    rows: MeshAxes = ROW_AXES
+    tokens: MeshAxes = "sequence"
     act_embed: MeshAxes = None
     act_heads: MeshAxes = "tensor"
     act_kv_heads: MeshAxes = "tensor"
@@ -96,38 +101,68 @@ class Placement:
             "ffn": ("ffn_size", config.ffn_size),
             "layers": ("layers", config.layers),
         }
+        if config.experts:
+            sizes["experts"] = ("number of experts", config.experts.count)
+            sizes["expert_ffn"] = ("experts' ffn_size", config.experts.ffn_size)
+        elif self.mesh.shape["expert"] > 1:
+            raise ModelError(
+                f"config.mesh.expert is {self.mesh.shape['expert']}, but a {config.architecture} model has no experts: "
+                "set it to 1 and give its devices to config.mesh.fsdp"
+            )
         for axis, (name, size) in sizes.items():
             if size % self.ways(axis):
-                mesh_axes = _as_tuple(getattr(self.rules, axis))
+                split = [name for name in _as_tuple(getattr(self.rules, axis)) if self.mesh.shape[name] > 1]
                 raise ModelError(
                     f"the model's {name} is {size}, which does not divide over the {self.ways(axis)} devices of mesh "
-                    f"axis {' x '.join(mesh_axes)}: lower config.mesh.{mesh_axes[-1]} to a divisor of {size}"
+                    f"axis {' x '.join(split)}: lower config.mesh.{split[0]} to a divisor of {size}"
+                )
+
+    def check_batch(self, rows: int, tokens: int) -> None:
+        """Raise ModelError unless rows and tokens divide over the mesh."""
+        for axis, size, remedy in (
+            ("rows", rows, "make config.trainer.micro_batch_rows a multiple of it"),
+            ("tokens", tokens, "make config.trainer.row_tokens a multiple of it, or set config.mesh.sequence to 1"),
+        ):
+            if size % self.ways(axis):
+                axes = " x ".join(_as_tuple(getattr(self.rules, axis)))
+                raise ModelError(
+                    f"a batch has {size} {axis}, which do not divide over the {self.ways(axis)} devices of mesh axes "
+                    f"{axes}: {remedy}"
                 )
 
 
-def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over all devices; one of the three sizes may be -1 and takes the rest.
+def make_mesh(
+    data: int = 1,
+    fsdp: int = -1,
+    tensor: int = 1,
+    expert: int = 1,
+    sequence: int = 1,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh over all devices; one of the sizes may be -1 and takes the rest.
 
     Raises:
         ModelError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = dict(zip(MESH_AXES, resolve_mesh(data, fsdp, tensor, len(devices)), strict=True))
+    stated = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert, "sequence": sequence}
+    sizes = resolve_mesh(stated, len(devices))
     return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), MESH_AXES)
 
 
-def resolve_mesh(data: int, fsdp: int, tensor: int, device_count: int) -> tuple[int, int, int]:
-    """The three mesh sizes with -1 replaced by what is left of `device_count`."""
-    sizes = [data, fsdp, tensor]
-    stated = ", ".join(f"{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
-    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ModelError(f"config.mesh is {stated}: sizes are positive, and at most one of them may be -1")
-    fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and device_count % fixed == 0:
-        sizes[sizes.index(-1)] = device_count // fixed
-    if math.prod(sizes) != device_count:
+def resolve_mesh(stated: Mapping[str, int], device_count: int) -> dict[str, int]:
+    """All mesh sizes in the order of MESH_AXES: 1 where nothing is stated, -1 replaced by what is left."""
+    sizes = {name: stated.get(name, 1) for name in MESH_AXES}
+    words = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1 or name in ("data", "fsdp"))
+    if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ModelError(f"config.mesh is {words}: sizes are positive, and at most one of them may be -1")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if device_count % fixed == 0:
+        sizes = {name: device_count // fixed if size == -1 else size for name, size in sizes.items()}
+    if math.prod(sizes.values()) != device_count:
         raise ModelError(
-            f"config.mesh is {stated}, which does not fit {device_count} devices: "
+            f"config.mesh is {words}, which does not fit {device_count} devices: "
             "make the product equal to it, or set one size to -1"
         )
-    return sizes[0], sizes[1], sizes[2]
+    return sizes

@@ -65,12 +65,11 @@ def test_what_is_written_is_read(tmp_path, changes, tied):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba', which is not one of llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "model_type is 'mamba', which is not one of gemma2, gemma3, gemma3_text, llama, "),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; for qwen3 only 'silu' is implemented"),
         ({"attention_bias": True}, "attention_bias is True; for qwen3 only False is implemented"),
-        ({"use_sliding_window": True}, "use_sliding_window is true; for qwen3 only full attention is implemented"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; only 'default' and 'llama3'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'; only 'default', 'linear'"),
         ({"num_key_value_heads": 3}, "heads is 16 and kv_heads is 3: heads must be a multiple of it"),
         ({"head_dim": 65}, "head_dim is 65: rotary positions need an even one"),
     ],

@@ -119,12 +119,14 @@ def test_queries_in_blocks_equal_queries_at_once():
     random = np.random.default_rng(0)
     query, key, value = (jnp.asarray(random.normal(size=(2, 37, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     segments = np.repeat([[1, 2, 0]], [15, 17, 5], axis=1).repeat(2, axis=0)
-    seen = segment_mask(jnp.asarray(segments), jnp.broadcast_to(jnp.arange(37), (2, 37)), None)
+    places = (jnp.asarray(segments), jnp.broadcast_to(jnp.arange(37), (2, 37)))
     pull = jnp.asarray(random.normal(size=query.shape), jnp.float32)
 
     def value_and_gradients(block_tokens):
         def loss(query, key, value):
-            return jnp.sum(attend(query, key, value, seen, block_tokens=block_tokens) * pull)
+            return jnp.sum(
+                attend(query, key, value, *places, *places, window_tokens=9, block_tokens=block_tokens) * pull
+            )
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(query, key, value)
 

@@ -40,8 +40,8 @@ def test_the_same_on_eight_devices(tmp_path):
 
 def test_specs_follow_the_rules():
     rules = ShardingRules()
-    assert rules.spec(("layers", "embed", "heads")) == PartitionSpec(None, "fsdp", "tensor")
-    assert rules.spec(("rows", None)) == PartitionSpec(("data", "fsdp"), None)
+    assert rules.spec(("layers", "embed", "heads")) == PartitionSpec(None, ("fsdp", "expert", "sequence"), "tensor")
+    assert rules.spec(("rows", None)) == PartitionSpec(("data", "fsdp", "expert"), None)
     assert ShardingRules(embed=None).spec(("vocab", "embed")) == PartitionSpec("tensor", None)
 
 
@@ -53,51 +53,54 @@ def test_collision_is_refused():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ModelError, match=r"logical axis 'experts' has no sharding rule; known are act_embed"):
-        ShardingRules().spec(("experts",))
+    with pytest.raises(ModelError, match=r"logical axis 'width' has no sharding rule; known are act_embed"):
+        ShardingRules().spec(("width",))
     with pytest.raises(ModelError, match=r"sharding rule ffn names \['model'\]; mesh axes are"):
         ShardingRules(ffn="model")
 
 
 @pytest.mark.parametrize(
     ("stated", "devices", "resolved"),
-    [((1, -1, 1), 8, (1, 8, 1)), ((2, -1, 2), 8, (2, 2, 2)), ((-1, 1, 1), 1, (1, 1, 1)), ((2, 2, 2), 8, (2, 2, 2))],
+    [
+        ((1, -1), 8, (1, 8, 1, 1, 1)),
+        ((2, -1, 1, 1, 2), 8, (2, 2, 1, 1, 2)),
+        ((-1, 1), 1, (1, 1, 1, 1, 1)),
+        ((1, 2, 2, 2), 8, (1, 2, 2, 2, 1)),
+    ],
 )
 def test_mesh_sizes(stated, devices, resolved):
-    data, fsdp, tensor = stated
-    assert resolve_mesh(data, fsdp, tensor, devices) == resolved
+    assert tuple(resolve_mesh(dict(zip(MESH_AXES, stated, strict=False)), devices).values()) == resolved
 
 
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ((1, -1, 3), "data=1, fsdp=-1, tensor=3, which does not fit 8 devices: make the product equal to it"),
-        ((1, 4, 1), "data=1, fsdp=4, tensor=1, which does not fit 8 devices"),
-        ((1, -1, -1), "data=1, fsdp=-1, tensor=-1: sizes are positive, and at most one of them may be -1"),
-        ((0, -1, 1), "data=0, fsdp=-1, tensor=1: sizes are positive"),
+        ((1, -1, 3), "data=1, fsdp=-1, expert=3, which does not fit 8 devices: make the product equal to it"),
+        ((1, 4), "data=1, fsdp=4, which does not fit 8 devices"),
+        ((1, -1, 1, 1, -1), "data=1, fsdp=-1, tensor=-1: sizes are positive, and at most one of them may be -1"),
+        ((0, -1), "data=0, fsdp=-1: sizes are positive"),
     ],
 )
 def test_mesh_that_does_not_fit_is_refused(stated, message):
-    data, fsdp, tensor = stated
     with pytest.raises(ModelError, match=message):
-        resolve_mesh(data, fsdp, tensor, 8)
+        resolve_mesh(dict(zip(MESH_AXES, stated, strict=False)), 8)
 
 
-def _placement(*sizes: int) -> Placement:
-    mesh: Any = AbstractMesh(sizes, MESH_AXES)
+def _placement(**sizes: int) -> Placement:
+    mesh: Any = AbstractMesh(tuple(sizes.get(name, 1) for name in MESH_AXES), MESH_AXES)
     return Placement(mesh)
 
 
 def test_mesh_that_does_not_divide_the_model_is_refused():
-    _placement(3, 4, 2).check(TINY)
+    _placement(data=3, fsdp=4, tensor=2).check(TINY)
     with pytest.raises(ModelError, match=r"kv_heads is 2, which does not divide over the 4 devices of .* tensor"):
-        _placement(1, 1, 4).check(TINY)
+        _placement(tensor=4).check(TINY)
     with pytest.raises(ModelError, match=r"hidden_size is 24, .* 5 devices .* lower config.mesh.fsdp to a divisor"):
-        _placement(1, 5, 1).check(TINY)
+        _placement(fsdp=5).check(TINY)
 
 
 def test_one_device_mesh_is_an_ordinary_mesh():
     mesh = make_mesh(devices=jax.devices()[:1])
     decoder = Decoder(TINY, key=jax.random.key(0), mesh=mesh)
-    expected = NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
+    expected = NamedSharding(mesh, PartitionSpec(None, ("fsdp", "expert", "sequence"), "tensor"))
     assert decoder.layers["up_proj"].get_value().sharding == expected

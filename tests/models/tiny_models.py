@@ -35,7 +35,7 @@ HF_SIZES = {
 def make_hf_folder(folder: Path, model_type: str, **fields) -> Path:
     """A random transformers model, its norms and biases random too, saved in float32."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **HF_SIZES, **fields))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **HF_SIZES | fields))
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
