@@ -60,6 +60,8 @@ def _nano_append(config: ConfigDict) -> None:
     config.engine.max_model_tokens = config.trainer.row_tokens = episode_tokens
     config.rollout.max_prompt_tokens = episode_tokens - config.rollout.max_new_tokens
     config.trainer.micro_batch_rows = 16
+    config.warm_start.batch_rows = 24  # conversations
+    config.warm_start.steps = 400
 
 
 def _qwen3_8b(config: ConfigDict) -> None:

@@ -91,6 +91,21 @@ def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
     return _verified(_latex(said), _latex(true), timeout_s)
 
 
+def anywhere(reply: str, gold: str, timeout_s: int = 5) -> bool:
+    """The verdict of math-verify on a whole reply, as AstraFlow's recipes have it: whatever answer it finds there.
+
+    Raises:
+        ImportError, ValueError: as `equal`.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    if _explodes(reply):
+        return False
+    true = parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()], parsing_timeout=timeout_s)
+    said = parse(reply, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=timeout_s)
+    return bool(true and said) and verify(true, said, float_rounding=DECIMALS, timeout_seconds=timeout_s)
+
+
 def _verified(said: str, true: str, timeout_s: int) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify  # half a second, and an extra
 

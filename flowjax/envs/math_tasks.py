@@ -1,0 +1,210 @@
+"""Problems with their answers: generated arithmetic, and files in the formats of published data sets.
+
+Formats are told apart by their fields:
+
+    GSM8K        question, answer (its last line is "#### 18")
+    MATH         problem, solution (its last box is the answer); in MATH-500 also answer
+    DeepScaleR   problem, answer, solution
+    AIME         problem or question, answer; names in any case
+    DAPO         prompt (messages), reward_model.ground_truth
+
+JSON lines (`.jsonl`), a JSON list (`.json`) and parquet are read.
+"""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowjax.envs.base import Split, WorldError
+from flowjax.grading.math import last_boxed
+from flowjax.records import state_key
+
+HELD_OUT_ONE_IN = 8  # problems, by content
+MAX_ATTEMPTS = 10_000
+OPERATORS = "+-*/"
+SUFFIXES = (".jsonl", ".json", ".parquet")
+# What DAPO's prompts say around a problem.
+DAPO_BEFORE = "is the answer to the problem."
+DAPO_AFTER = "Remember to put your answer on its own line after"
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """Options of generated problems: `terms` numbers of 1 to `digits` digits, joined by `operators`.
+
+    Divisions come out even. With * or / a problem is read with the usual precedence.
+    """
+
+    digits: int = 2
+    terms: int = 2
+    operators: str = "+"
+
+    def __post_init__(self):
+        if not 1 <= self.digits <= 12:
+            raise WorldError(f"env.options digits={self.digits}: give 1 to 12")
+        if not 2 <= self.terms <= 8:
+            raise WorldError(f"env.options terms={self.terms}: give 2 to 8")
+        if not self.operators or set(self.operators) - set(OPERATORS):
+            raise WorldError(f"env.options operators={self.operators!r}: give some of {OPERATORS}")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`expression` is what the expert types into the calculator, "" where it knows none."""
+
+    question: str
+    answer: str
+    expression: str = ""
+
+
+def split_of(question: str) -> Split:
+    """Which split a problem belongs to, decided by its words alone."""
+    held_out = state_key("math", " ".join(question.casefold().split())) % HELD_OUT_ONE_IN == 0
+    return "held_out" if held_out else "train"
+
+
+def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> Problem:
+    """A problem of one split.
+
+    Raises:
+        WorldError: the options allow hardly any.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        lengths = rng.integers(1, options.digits + 1, size=options.terms)
+        numbers = [int(rng.integers(10 ** (int(n) - 1) if n > 1 else 0, 10 ** int(n))) for n in lengths]
+        signs = [options.operators[i] for i in rng.integers(len(options.operators), size=options.terms - 1)]
+        expression = "".join(f"{sign}{number}" for sign, number in zip(["", *signs], numbers, strict=True))
+        value = _evaluate(numbers, signs)
+        if value is not None and split_of(question := f"{expression}=?") == split:
+            return Problem(question, str(value), expression)
+    raise WorldError(f"no problem in {MAX_ATTEMPTS} attempts with {options}: raise digits or terms")
+
+
+def _evaluate(numbers: list[int], signs: list[str]) -> int | None:
+    """The value with the usual precedence; None where a division leaves a rest."""
+    products = [numbers[0]]
+    for sign, number in zip(signs, numbers[1:], strict=True):
+        if sign == "*":
+            products[-1] *= number
+        elif sign == "/":
+            if number == 0 or products[-1] % number:
+                return None
+            products[-1] //= number
+        else:
+            products.append(-number if sign == "-" else number)
+    return sum(products)
+
+
+@functools.lru_cache(maxsize=4)
+def load(path: str, split: Split) -> tuple[Problem, ...]:
+    """Problems of one split: of a file by content, of a folder those of its train or test file.
+
+    In a folder, training problems that are also in the test file are left out.
+
+    Raises:
+        WorldError: there is no such file, or it cannot be read, or it holds no problems of this split.
+    """
+    place = Path(path)
+    if place.is_dir():
+        held_out = _read_named(place, "test")
+        if split == "held_out":
+            problems = held_out
+        else:
+            known = {_content(problem) for problem in held_out}
+            problems = [problem for problem in _read_named(place, "train") if _content(problem) not in known]
+    else:
+        problems = [problem for problem in read(place) if split_of(problem.question) == split]
+    if not problems:
+        raise WorldError(f"env.options path={path!r} holds no {split} problems: give a larger file, or a folder of two")
+    return tuple(problems)
+
+
+def _content(problem: Problem) -> str:
+    return " ".join(problem.question.casefold().split())
+
+
+def _read_named(folder: Path, name: str) -> list[Problem]:
+    for suffix in SUFFIXES:
+        if (folder / f"{name}{suffix}").is_file():
+            return read(folder / f"{name}{suffix}")
+    found = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+    raise WorldError(
+        f"env.options path={str(folder)!r} has no {name}.jsonl, {name}.json or {name}.parquet (it has {found}): "
+        "put a train and a test file there, or name one file, which is split by content"
+    )
+
+
+def read(path: Path) -> list[Problem]:
+    """All problems of a file.
+
+    Raises:
+        WorldError: see `load`; or a row has fields of no known format.
+    """
+    if path.suffix not in SUFFIXES or not path.is_file():
+        raise WorldError(
+            f"env.options path={str(path)!r} is no {', '.join(SUFFIXES)} file: download GSM8K, MATH, DeepScaleR, DAPO "
+            "or AIME from Hugging Face, or make a small file with python -m data.math.build --out=FOLDER"
+        )
+    problems = []
+    for number, row in enumerate(_rows(path), 1):
+        if not isinstance(row, Mapping):
+            raise WorldError(f"{path}, row {number} is no object with fields: give one problem a row")
+        problem = problem_of(row)
+        if problem is None:
+            raise WorldError(
+                f"{path}, row {number} has the fields {', '.join(map(str, row))} in no format that is known, or no "
+                "answer in them: give question and answer (GSM8K, AIME), problem and solution (MATH), problem and answer "
+                "(DeepScaleR, AIME), or prompt and reward_model (DAPO)"
+            )
+        problems.append(problem)
+    return problems
+
+
+def _rows(path: Path) -> Iterable[Any]:
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as parquet
+
+            return parquet.read_table(path).to_pylist()
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            rows = json.loads(text)
+            return rows if isinstance(rows, list) else [rows]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    except ImportError as error:
+        raise WorldError(f"{path} needs pyarrow to be read: pip install 'flowjax[math]'") from error
+    except (OSError, ValueError) as error:
+        raise WorldError(f"{path} cannot be read ({error}): download it again") from error
+
+
+def problem_of(row: Mapping[str, Any]) -> Problem | None:
+    """The problem of a row in one of the known formats; None where the fields are others, or the answer is missing."""
+    fields = {str(name).lower(): value for name, value in row.items()}
+    if isinstance(fields.get("reward_model"), Mapping) and "prompt" in fields:
+        question, answer = _dapo_question(fields["prompt"]), fields["reward_model"].get("ground_truth")
+    else:
+        question = fields.get("problem", fields.get("question"))
+        answer = fields.get("answer")
+        if answer is None and isinstance(fields.get("solution"), str):
+            answer = last_boxed(fields["solution"])
+        elif isinstance(answer, str) and "####" in answer:
+            answer = answer.rpartition("####")[2]
+    if not isinstance(question, str) or isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return None
+    question, answer = question.strip(), str(answer).strip()
+    return Problem(question, answer) if question and answer else None
+
+
+def _dapo_question(prompt: Any) -> str | None:
+    if isinstance(prompt, list):
+        said = [turn["content"] for turn in prompt if isinstance(turn, Mapping) and turn.get("role") == "user"]
+        prompt = said[-1] if said else None
+    if not isinstance(prompt, str):
+        return None
+    _, found, rest = prompt.partition(DAPO_BEFORE)
+    return (rest if found else prompt).partition(DAPO_AFTER)[0].strip()
