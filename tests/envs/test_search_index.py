@@ -1,0 +1,95 @@
+"""Search: BM25 against its formula, dense retrieval against a product written out, both kept on disk."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import letter_encoder
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowjax.envs.base import WorldError
+from flowjax.envs.search import index as index_module
+from flowjax.envs.search.corpus import encyclopedia
+from flowjax.envs.search.encoders import load_encoder
+from flowjax.envs.search.index import BM25Index, DenseIndex
+
+K1, B = 1.5, 0.75
+WORDS = ["lake", "como", "river", "town", "mayor", "zebra", "kobold"]  # their own stems, and no stop words
+TEXTS = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=8), min_size=2, max_size=9)
+
+
+def plain_bm25(texts: list[list[str]], query: list[str]) -> list[float]:
+    """Robertson's formula with Lucene's idf, a document at a time."""
+    mean_length = sum(map(len, texts)) / len(texts)
+    scores = []
+    for text in texts:
+        counts, score = Counter(text), 0.0
+        for word in query:
+            holding = sum(word in other for other in texts)
+            idf = math.log(1 + (len(texts) - holding + 0.5) / (holding + 0.5))
+            score += idf * counts[word] / (counts[word] + K1 * (1 - B + B * len(text) / mean_length))
+        scores.append(score)
+    return scores
+
+
+@given(TEXTS, st.lists(st.sampled_from(WORDS), max_size=4), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_bm25_equals_its_formula_and_ties_go_by_row(texts: list[list[str]], query: list[str], count: int):
+    index = BM25Index([" ".join(text) for text in texts])
+    [found] = index.search([" ".join(query)], count)
+    expected = plain_bm25(texts, query)
+    everything = index.search([" ".join(query)], len(texts))[0]
+    assert found == everything[:count]
+    assert {row for row, _ in everything} == {row for row, score in enumerate(expected) if score > 0}
+    for row, score in everything:
+        assert score == pytest.approx(expected[row], rel=1e-5)
+    assert everything == sorted(everything, key=lambda item: (-item[1], item[0]))
+
+
+def test_words_are_stemmed_and_stop_words_ignored():
+    index = BM25Index(["the rivers run", "a lake", "running water"])
+    assert [row for row, _ in index.search(["a River"], 3)[0]] == [0]
+    assert {row for row, _ in index.search(["RUNS"], 3)[0]} == {0, 2}
+    assert index.search(["the", "", "?!", "unheard-of"], 3) == [[], [], [], []]
+
+
+def test_bm25_is_the_same_after_saving(tmp_path: Path):
+    book = encyclopedia(200, 0)
+    index = BM25Index([document.contents for document in book.documents()])
+    index.save(tmp_path / "index")
+    queries = [*book.names[::9], "the mayor of the town"]
+    assert BM25Index.load(tmp_path / "index").search(queries, 5) == index.search(queries, 5)
+
+
+@pytest.mark.parametrize("library", ["faiss", "numpy"])
+def test_dense_retrieval_equals_the_product_written_out(library: str, monkeypatch: pytest.MonkeyPatch):
+    if library == "numpy":
+        monkeypatch.setattr(index_module, "_faiss", lambda: None)
+    texts = [document.contents for document in encyclopedia(200, 0).documents()]
+    index = DenseIndex.build(texts, letter_encoder.encode)
+    queries = ["Who is the mayor?", *encyclopedia(200, 0).names[:20]]
+    vectors, asked = letter_encoder.encode(texts, "passage"), letter_encoder.encode(queries, "query")
+    for query, found in zip(asked, index.search(queries, 5), strict=True):
+        scores = [float(np.dot(query, vector)) for vector in vectors]
+        best = sorted(scores, reverse=True)[:5]
+        assert [score for _, score in found] == pytest.approx(best, abs=1e-5)
+        assert all(scores[row] == pytest.approx(score, abs=1e-5) for row, score in found)
+
+
+def test_vectors_are_kept(tmp_path: Path):
+    texts = ["lake como", "river town", "zebra"]
+    built = DenseIndex.build(texts, letter_encoder.encode, save_to=tmp_path / "vectors.npy")
+    loaded = DenseIndex.load(tmp_path / "vectors.npy", letter_encoder.encode)
+    assert loaded.search(["zebras"], 2) == built.search(["zebras"], 2)
+    with pytest.raises(WorldError, match=r"only as a \.npy file"):
+        DenseIndex.build(texts, letter_encoder.encode, save_to=tmp_path / "vectors.index")
+
+
+def test_an_encoder_is_found_by_its_dotted_path_or_said_to_be_missing():
+    assert load_encoder("letter_encoder:encode") is letter_encoder.encode
+    for name in ("nowhere/at/all", "letter_encoder:decode", "no_such_module:encode"):
+        with pytest.raises(WorldError, match="cannot be loaded"):
+            load_encoder(name)

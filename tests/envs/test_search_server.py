@@ -1,0 +1,320 @@
+"""Search: the retrieval server over real sockets, its three request formats, and environments that depend on it."""
+
+import asyncio
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from flowjax.envs import search
+from flowjax.envs.base import EnvDied, WorldError
+from flowjax.envs.pool import EnvPool
+from flowjax.envs.search.batching import Batcher
+from flowjax.envs.search.client import RemoteRetriever, RetrievalError, local
+from flowjax.envs.search.corpus import encyclopedia
+from flowjax.envs.search.index import BM25Index, Scored
+from flowjax.envs.search.server import Service, check_exposure, load, read_arguments
+
+DOCUMENTS = 200
+OPTIONS = {"documents": DOCUMENTS, "topk": 2}
+NAMES = encyclopedia(DOCUMENTS, 0).names
+ADDRESS = "https://encyclopedia.invalid/wiki/"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    command = [sys.executable, "-m", "flowjax.envs.search.server", f"--documents={DOCUMENTS}", "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def expected(query: str, count: int) -> list[dict[str, str]]:
+    found = local("", DOCUMENTS, 0).search(query, count)
+    return [{"id": passage.id, "contents": passage.contents, "url": passage.url} for passage in found]
+
+
+def ask(url: str, requests: list[tuple[str, Any]]) -> list[tuple[int, Any]]:
+    """All requests at once: status and JSON of each."""
+
+    async def one(session: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with session.post(url + path, data=data) as response:
+            return response.status, await response.json()
+
+    async def everything() -> list[tuple[int, Any]]:
+        async with aiohttp.ClientSession() as session:
+            return await asyncio.gather(*(one(session, path, body) for path, body in requests))
+
+    return asyncio.run(everything())
+
+
+def test_one_query_as_rewardflow_asks(url: str):
+    [(status, answer)] = ask(url, [("/retrieve", {"query": NAMES[3], "topk": 3, "return_scores": True})])
+    assert status == 200
+    [found] = answer["result"]
+    assert [item["document"] for item in found] == expected(NAMES[3], 3)
+    scores = [item["score"] for item in found]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_many_queries_as_asearcher_asks(url: str):
+    queries = [*NAMES[:5], "nothing at all like it"]
+    body = {"queries": queries, "topk": 2, "return_scores": False}
+    [(_, bare), (_, scored)] = ask(url, [("/retrieve", body), ("/retrieve", {**body, "return_scores": True})])
+    assert bare["result"] == [expected(query, 2) for query in queries]
+    assert [[item["document"] for item in found] for found in scored["result"]] == bare["result"]
+
+
+def test_pages_as_asearcher_opens_them(url: str):
+    [(status, answer)] = ask(url, [("/access", {"urls": [ADDRESS + NAMES[5], "http://nowhere"]})])
+    page, missing = answer["result"]
+    assert (status, missing) == (200, None)
+    assert page["contents"].startswith(f'"{NAMES[5]}"\n')
+
+
+def test_passages_as_astraflow_asks(url: str):
+    body = {"query": NAMES[7], "n_docs": 2, "backend": "faiss", "nprobe": 128, "min_words": 20}
+    [(_, answer), (_, short)] = ask(url, [("/search", body), ("/search", {**body, "min_words": 1000})])
+    [passages], [scores] = answer["results"]["passages"], answer["results"]["scores"]
+    assert [passage["text"] for passage in passages] == [found["contents"] for found in expected(NAMES[7], 2)]
+    assert len(scores) == len(passages)
+    assert set(passages[0]) == {"text", "source", "passage_id", "filename"}
+    assert short["results"] == {"passages": [[]], "scores": [[]]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "reason"),
+    [
+        ("/retrieve", b"{", 400, "no JSON"),
+        ("/retrieve", b"\xff\xfe", 400, "no JSON"),
+        ("/retrieve", b"[" * 100_000, 400, "no JSON"),
+        ("/retrieve", [1], 400, "list, not an object"),
+        ("/retrieve", {}, 400, "either"),
+        ("/retrieve", {"query": "a", "queries": ["a"]}, 400, "either"),
+        ("/retrieve", {"query": ""}, 400, "not empty"),
+        ("/retrieve", {"query": "x" * 4001}, 400, "4001 characters"),
+        ("/retrieve", {"queries": []}, 400, "1 to 1024"),
+        ("/retrieve", {"queries": ["a", 3]}, 400, "queries[1]"),
+        ("/retrieve", {"queries": ["a"] * 1025}, 400, "1 to 1024"),
+        ("/retrieve", {"query": "a", "topk": 0}, 400, "topk"),
+        ("/retrieve", {"query": "a", "topk": "3"}, 400, "topk"),
+        ("/retrieve", {"queries": ["a"], "return_scores": 1}, 400, "return_scores"),
+        ("/retrieve", b" " * (1 << 21), 413, "over 1048576 bytes"),
+        ("/access", {"urls": ["u"] * 65}, 400, "1 to 64"),
+        ("/search", {"n_docs": 3}, 400, "query"),
+        ("/search", {"query": "a", "min_words": -1}, 400, "min_words"),
+        ("/nowhere", {}, 404, "Not Found"),
+    ],
+)
+def test_wrong_requests_are_refused_with_a_reason(url: str, path: str, body: Any, status: int, reason: str):
+    [(told, answer)] = ask(url, [(path, body)])
+    assert told == status
+    assert reason in answer["error"]
+
+
+def test_requests_at_once_share_batches_and_get_their_own_answers(url: str):
+    requests = [("/retrieve", {"query": name, "topk": 1 + row % 4}) for row, name in enumerate(NAMES)]
+    before = health(url)
+    answers = ask(url, requests)
+    after = health(url)
+    for (_, body), (_, answer) in zip(requests, answers, strict=True):
+        assert [item["document"] for item in answer["result"][0]] == expected(body["query"], body["topk"])
+    assert after["queries"] - before["queries"] == len(requests)
+    assert after["batches"] - before["batches"] < len(requests) / 2
+
+
+def health(url: str) -> dict[str, Any]:
+    async def get() -> dict[str, Any]:
+        async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
+            return await response.json()
+
+    return asyncio.run(get())
+
+
+class SlowIndex:
+    """Answers when told to."""
+
+    kind = "slow"
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.batches: list[int] = []
+
+    def search(self, queries: Any, count: int) -> list[Scored]:
+        self.batches.append(len(queries))
+        self.go.wait(10)
+        if "bad" in queries:
+            raise RuntimeError("the index fails")
+        return [[(0, 1.0)] * count for _ in queries]
+
+
+def service(index: Any, *, key: str = "", max_waiting: int = 100) -> Service:
+    documents = encyclopedia(DOCUMENTS, 0).documents()
+    return Service(documents, index, Batcher(index, max_batch=8, window_s=0.0, max_waiting=max_waiting), key)
+
+
+def test_a_full_queue_is_refused_and_a_failing_index_fails_its_batch_only():
+    async def scenario() -> tuple[list[int], list[int]]:
+        index = SlowIndex()
+        async with TestClient(TestServer(service(index, max_waiting=4).app())) as client:
+
+            async def post(query: str) -> int:
+                async with client.post("/retrieve", json={"query": query}) as response:
+                    return response.status
+
+            first = asyncio.create_task(post("bad"))
+            while not index.batches:
+                await asyncio.sleep(0.001)
+            rest = [asyncio.create_task(post("good")) for _ in range(7)]
+            await asyncio.sleep(0.2)
+            index.go.set()
+            return [await first, *[await task for task in rest]], index.batches
+
+    statuses, batches = asyncio.run(scenario())
+    assert statuses[0] == 500
+    assert sorted(statuses[1:]) == [200] * 4 + [503] * 3
+    assert batches == [1, 4]
+
+
+def test_a_key_is_asked_for():
+    async def scenario() -> list[int]:
+        index = BM25Index([document.contents for document in encyclopedia(DOCUMENTS, 0).documents()])
+        async with TestClient(TestServer(service(index, key="secret").app())) as client:
+            statuses = [(await client.get("/health")).status]
+            for headers in ({}, {"X-API-Key": "sécret"}, {"X-API-Key": "secret"}):
+                for path, body in (("/search", {"query": "a"}), ("/retrieve", {"query": "a"})):
+                    statuses.append((await client.post(path, json=body, headers=headers)).status)
+            return statuses
+
+    assert asyncio.run(scenario()) == [200, 401, 401, 401, 401, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "either --corpus=FILE or --documents=N"),
+        (["--corpus=/nowhere/corpus.jsonl"], "/nowhere/corpus.jsonl is missing.*data.search.build"),
+        (["--documents=200", "--index=dense"], "needs --encoder"),
+        (["--documents=200", "--index=dense", "--encoder=no:no"], "cannot be loaded"),
+    ],
+)
+def test_a_start_that_cannot_work_says_why(arguments: list[str], named: str):
+    with pytest.raises(WorldError, match=named):
+        load(read_arguments(arguments))
+
+
+def test_other_machines_are_served_with_a_key_only():
+    for host in ("127.0.0.1", "localhost", "::1"):
+        check_exposure(host, "", False)
+    check_exposure("0.0.0.0", "secret", False)
+    check_exposure("0.0.0.0", "", True)
+    with pytest.raises(WorldError, match="FLOWJAX_SEARCH_KEY"):
+        check_exposure("0.0.0.0", "", False)
+
+
+# environments that ask a server
+
+
+@pytest.mark.parametrize("wire", ["query", "queries", "search"])
+def test_an_episode_is_the_same_with_a_server(url: str, wire: str):
+    here, there = search.make(**OPTIONS), search.make(**OPTIONS, retriever=f"{url},{url}", wire=wire)
+    source = search.tasks("held_out", 0, **OPTIONS)
+    for index in range(5):
+        task = source[index]
+        assert task is not None
+        assert here.reset(task, 0) == there.reset(task, 0)
+        while not (step := here.step(search.expert(here))).terminal:
+            assert there.step(f"search[{here.queries[-1]}]") == step
+
+
+def test_a_page_is_the_same_with_a_server(url: str):
+    options = {**OPTIONS, "protocol": "asearcher", "access": True}
+    envs = [search.make(**options), search.make(**options, retriever=url)]
+    task = search.tasks("train", 0, **options)[0]
+    assert task is not None
+    for env in envs:
+        env.reset(task, 0)
+    for action in (f"access[{ADDRESS}{NAMES[9]}]", "access[nowhere]"):
+        first, second = (env.step(action) for env in envs)
+        assert first == second
+
+
+class Flaky(http.server.BaseHTTPRequestHandler):
+    """Fails as often as told, then answers nothing found."""
+
+    failures: list[int]
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status = self.failures.pop() if self.failures else 200
+        body = json.dumps({"result": [[]]}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("failures", "fails"), [([500, 503], False), ([429], False), ([404], True)])
+def test_failures_of_the_server_are_tried_again_and_refusals_are_not(failures: list[int], fails: bool):
+    handler = type("Handler", (Flaky,), {"failures": failures})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        retriever = RemoteRetriever([f"http://127.0.0.1:{server.server_port}"], wire="query", timeout_s=5)
+        try:
+            if fails:
+                with pytest.raises(RetrievalError, match="status 404"):
+                    retriever.search("x", 1)
+            else:
+                assert retriever.search("x", 1) == []
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_dead_server_is_left_for_one_that_lives(url: str):
+    retriever = RemoteRetriever([closed_port(), url], wire="query", timeout_s=5)
+    for name in NAMES[:3]:
+        assert retriever.search(name, 1)[0].title == name
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_dead_or_silent_server_costs_the_episode_in_bounded_time(silent: bool):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}" if silent else closed_port()
+        options = {**OPTIONS, "retriever": address, "search_timeout_s": 0.5}
+        task = search.tasks("train", 0, **OPTIONS)[0]
+        assert task is not None
+
+        async def episode() -> EnvDied:
+            async with EnvPool(step_timeout_s=10) as pool, pool.session("flowjax.envs.search", options) as session:
+                await session.reset(task, 0)
+                with pytest.raises(EnvDied) as died:
+                    await session.step("search[anything]")
+                return died.value
+
+        started_s = time.monotonic()
+        died = asyncio.run(episode())
+        assert died.status == "env_error"
+        assert "no retrieval server answered within 0.5 s" in str(died)
+        assert time.monotonic() - started_s < 30
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
