@@ -47,7 +47,6 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 22
     config.trainer.micro_batch_rows = 128
     config.optimizer.learning_rate = 1e-3
-    config.warm_start.steps = 1000
     config.warm_start.label_noise = 0.3
     config.eval.tasks = 256
 

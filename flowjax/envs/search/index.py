@@ -38,7 +38,7 @@ class BM25Index:
     kind = "bm25"
 
     def __init__(self, texts: Sequence[str]):
-        bm25s, self._stop_words, self._stemmer = _bm25s()
+        bm25s, self._stop_words, self._stemmer = import_bm25s()
         tokens = bm25s.tokenize(list(texts), stopwords="en", stemmer=self._stemmer, show_progress=False)
         self._bm25: Any = bm25s.BM25()
         self._bm25.index(tokens, show_progress=False)
@@ -48,7 +48,7 @@ class BM25Index:
     def load(cls, folder: str | Path) -> "BM25Index":
         """The index that `save` wrote, its postings mapped from disk."""
         index = cls.__new__(cls)
-        bm25s, index._stop_words, index._stemmer = _bm25s()
+        bm25s, index._stop_words, index._stemmer = import_bm25s()
         index._bm25 = bm25s.BM25.load(str(folder), mmap=True)
         index._read()
         return index
@@ -154,8 +154,8 @@ def _faiss() -> Any:
     return faiss
 
 
-def _bm25s() -> tuple[Any, frozenset[str], Any]:
-    """The modules bm25s, its English stop words, and a stemmer.
+def import_bm25s() -> tuple[Any, frozenset[str], Any]:
+    """The module bm25s, its English stop words, and a stemmer.
 
     Raises:
         WorldError: they are not installed.
