@@ -1,8 +1,8 @@
 """Code: write a program that passes tests. State: the problem, the last program handed in, attempts left.
 
-One task is one problem; an action is a whole program. With `attempts` above 1 the agent hears how its program did on the
-public tests and may hand in another. All tests are judged in the sandbox (`flowjax.grading.code`); hidden ones are never
-shown, and their expected results never get near the program.
+One task is one problem; an action is a whole program. With `attempts` above 1 the agent hears how its program did on
+the public tests and may hand in another. All tests are judged in the sandbox (`flowjax.grading.code`); hidden ones are
+never shown, and their expected results never get near the program.
 """
 
 import ast
@@ -32,11 +32,10 @@ HELD_OUT_ONE_IN = 8  # problems of a file, by content
 LEGAL = ("<program>",)
 MAX_PROGRAM_CHARACTERS = 1 << 16
 SLACK_S = 1.5  # of a step beyond the programs' own time: starting the sandbox, ending it, reading results
-INSTRUCTION = """Solve it in Python 3. Reason first if you like, then give one complete program in one ```python block; only the last
-such block counts."""
+INSTRUCTION = """Solve it in Python 3. Reason first if you like, then give one complete program in one ```python block;
+only the last such block counts."""
 _FEEDBACK = "\n\nYour last program: "
 _FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _REFERENCE_LEAST_CHARACTERS = 20
 
 
@@ -70,8 +69,8 @@ class Options:
                 raise WorldError(f"env.options {name}={getattr(self, name)}: give {least} or more")
         if not 0 < self.case_s <= self.wall_s:
             raise WorldError(
-                f"env.options case_s={self.case_s}, wall_s={self.wall_s}: one test cannot take longer than all of them; "
-                "give 0 < case_s <= wall_s"
+                f"env.options case_s={self.case_s}, wall_s={self.wall_s}: one test cannot take longer than all of "
+                "them; give 0 < case_s <= wall_s"
             )
         if self.held_out_path and not self.path:
             raise WorldError(f"env.options held_out_path={self.held_out_path!r} needs path, the training problems")
@@ -129,11 +128,10 @@ class Code:
         return Step(self._observe(), outcome["success"] if over else 0.0, over, True, outcome)
 
     def _over(self) -> bool:
-        """The attempts are used up, or the last program passes every public test (or all, where none is public)."""
+        """The attempts are used up, or the last program passes every public test (of which there may be none)."""
         if self._verdict is None:
             return False
-        shown = self._verdict.passed[: self.problem.public] or self._verdict.passed
-        return self._left == 0 or all(shown)
+        return self._left == 0 or all(self._verdict.passed[: self.problem.public])
 
     def _outcome(self) -> dict[str, float]:
         if self._verdict is None:
@@ -283,14 +281,15 @@ def expert(env: Code) -> str:
     """
     if not env.problem.solution:
         raise WorldError(
-            "this problem comes without a solution, so there is nothing to imitate: take data that has them (HumanEval, "
-            "MBPP, DeepCoder), or start from a base model that needs no warm start"
+            "this problem comes without a solution, so there is nothing to imitate: take data that has them "
+            "(HumanEval, MBPP, DeepCoder), or start from a base model that needs no warm start"
         )
     return env.problem.solution
 
 
 def random_action(observation: Observation, rng: np.random.Generator) -> str:
-    """A random short program: of the kind that a generated problem asks for, otherwise one that returns its argument."""
+    """A random short program: for a generated problem one of the kind it asks for, otherwise one that returns its
+    argument."""
     short = _short(observation.text)
     kind = short.split()[0] if short else ""
     if kind in OPERATIONS:
@@ -362,8 +361,7 @@ def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False)
         blocks = [block for block in blocks if len(block) >= _REFERENCE_LEAST_CHARACTERS]
     found = blocks[-1] if blocks else None
     if found is None and not reference:
-        answers = _ANSWER.findall(reply)
-        found = answers[-1].strip("\r\n") if answers else None
+        found = _answer(reply)
     if found is None:
         text = reply.strip()
         looks = re.search(r"\b(def|import|print|return)\b", text) is not None if reference else _does_something(text)
@@ -371,6 +369,13 @@ def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False)
     if found is None or not found.strip() or "\0" in found or len(found) > MAX_PROGRAM_CHARACTERS:
         return None
     return found
+
+
+def _answer(reply: str) -> str | None:
+    """What stands in the last `<answer>` pair."""
+    end = reply.rfind("</answer>")
+    start = reply.rfind("<answer>", 0, max(end, 0))
+    return reply[start + len("<answer>") : end].strip("\r\n") if start >= 0 else None
 
 
 def _does_something(text: str) -> bool:

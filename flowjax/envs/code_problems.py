@@ -217,7 +217,8 @@ def open_problems(path: str) -> ProblemFile:
         found.fields(offsets[0])
     except (OSError, ValueError, IndexError) as error:
         raise WorldError(
-            f"env.options path={path!r} holds no problems ({type(error).__name__}: {error}): give a JSONL file in one of "
-            f"the formats {FORMATS}. docs/worlds/code.md says where they are; python -m data.code.build makes small ones"
+            f"env.options path={path!r} holds no problems ({type(error).__name__}: {error}): give a JSONL file in one "
+            f"of the formats {FORMATS}. docs/worlds/code.md says where to get them; python -m data.code.build makes "
+            "small ones"
         ) from error
     return found

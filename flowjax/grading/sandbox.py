@@ -1,4 +1,4 @@
-"""Untrusted programs in a sandbox: bubblewrap where the machine has it, resource limits, wall clock and output caps always.
+"""Untrusted programs in a sandbox: bubblewrap where there is one; always resource limits, a wall clock, output caps.
 
     result = run("print(6 * 7)")        # Result(stdout=b"42\\n", status="ok", ...)
 
@@ -326,7 +326,7 @@ class Box:
     def _kill(self) -> None:
         """bubblewrap takes its namespace with it; without it, the program's process group goes."""
         if self._exit is None:
-            self._process.kill()
+            os.kill(self._process.pid, signal.SIGKILL)  # Popen.kill might reap it, and its usage would be lost
         self._kill_group()
 
     def _kill_group(self) -> None:

@@ -107,12 +107,12 @@ def bubblewrap_command(
             command += ["--ro-bind", f"/{folder}", f"/{folder}"]
     for path in ("/etc/ld.so.cache", "/etc/alternatives"):
         command += ["--ro-bind-try", path, path]
+    command += ["--perms", "1777", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
+    command += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
     shown = [interpreter.prefix, *packages]
     for path in shown:
         if path != "/usr" and not path.startswith("/usr/"):
             command += [*_visible_parents(path), "--ro-bind", path, path]
-    command += ["--perms", "1777", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
-    command += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
     command += ["--perms", "0755", "--dir", "/box", "--perms", "0444", "--ro-bind-data", str(program_fd), PROGRAM]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
@@ -129,7 +129,8 @@ def _visible_parents(path: str) -> list[str]:
     """bubblewrap makes the parents of what it shows readable by root alone; these are for everyone."""
     arguments: list[str] = []
     for parent in reversed(Path(path).parents[:-1]):
-        arguments += ["--perms", "0755", "--dir", str(parent)]
+        if str(parent) != "/tmp":
+            arguments += ["--perms", "0755", "--dir", str(parent)]
     return arguments
 
 

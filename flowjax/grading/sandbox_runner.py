@@ -1,9 +1,9 @@
 """What runs inside the sandbox beside a tested program. Its source is sent there; it imports nothing of this package.
 
-The first line of standard input is a job in JSON. Answers are lines of JSON on what standard output was at the start; what
-the program prints goes to standard error. The program shares this process and can say whatever it likes in its name,
-so nothing secret is here: neither expected results nor tests, only inputs. `serve` and `check` are two boxes: tests run
-in the second one and reach the program in the first one only by sending data.
+The first line of standard input is a job in JSON. Answers are lines of JSON on what standard output was at the start;
+what the program prints goes to standard error. The program shares this process and can say whatever it likes in its
+name, so nothing secret is here: neither expected results nor tests, only inputs. `serve` and `check` are two boxes:
+tests run in the second one and reach the program in the first one only by sending data.
 """
 
 import builtins
@@ -18,7 +18,7 @@ _MAX_ITEMS_OF_ITERATOR = 100_000
 
 
 def encode(value, depth=0):
-    """A value as JSON that keeps Python's types; subclasses become their base, what is no data becomes ["other", type]."""
+    """A value as JSON that keeps Python's types. Subclasses become their base; what is no data, ["other", type]."""
     if value is None or value is True or value is False:
         return value
     if depth > _MAX_DEPTH:
@@ -66,7 +66,7 @@ def decode(value):
         return getattr(builtins, kind)([decode(part) for part in parts])
     if kind == "dict":
         items = [decode(part) for part in parts]
-        return dict(zip(items[::2], items[1::2]))
+        return dict(zip(items[::2], items[1::2], strict=True))
     if kind == "int":
         return int(parts[0], 16)
     if kind == "float":
@@ -233,7 +233,7 @@ def scripts(job, lines):
 def _unnamed_file(data=b""):
     path = f"box-{os.getpid()}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.unlink(path)
+    os.unlink(path)  # noqa: PTH108 (pathlib takes as long to import as Python to start)
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
@@ -252,7 +252,7 @@ def _script(code, text, seconds, output_bytes):
             status = os.waitpid(child, 0)[1]
     except _Late:
         pass
-    try:
+    try:  # noqa: SIM105 (contextlib takes a while to import)
         os.killpg(child, signal.SIGKILL)
     except OSError:
         pass

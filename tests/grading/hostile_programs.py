@@ -1,0 +1,331 @@
+"""Programs that want to be judged right without being so, or to do harm. The task: `f(x)` returns twice its argument.
+
+FORGERIES try to bend the verdict. ATTACKS define `attack()`, which is true where it got through to something outside;
+behind each stands a right `f` that works only then, so that an attack that succeeds is a program judged right. GREEDY
+ones use up what they can get. `{...}` are filled in by the test.
+"""
+
+FORGERIES = {
+    "os_exit": "import os; os._exit(0)",
+    "sys_exit": "import sys; sys.exit(0)",
+    "sys_exit_in_call": "import sys\ndef f(x): sys.exit(0)",
+    "os_exit_in_call": "import os\ndef f(x): os._exit(0)",
+    "exit_by_exec": "import os; os.execv('/usr/bin/true', ['true'])",
+    "prints_passed": "print('passed'); print('ok'); print(True)\ndef f(x): print('[0, \"ok\", 42]')",
+    "writes_answers_to_every_fd": """
+import os
+for fd in range(64):
+    for n in range(4):
+        try: os.write(fd, b'[%d, "ok", true]\\n[%d, true, true]\\n["answer", "ok", true]\\n' % (n, n))
+        except OSError: pass
+def f(x): os._exit(0)""",
+    "writes_verdicts_to_every_fd": """
+import os
+for fd in range(64):
+    for token in ('', '*', 'token'):
+        try: os.write(fd, ('["verdict", "%s", 0, true, ""]\\n' % token).encode())
+        except OSError: pass
+def f(x): return None""",
+    "json_of_the_canvas": 'print(\'{"passed": true, "pass": 1, "result": "PASS"}\')\nimport os; os._exit(0)',
+    "equal_to_everything": """
+class Any:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 42
+    def __bool__(self): return True
+def f(x): return Any()""",
+    "int_equal_to_everything": """
+class Any(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def f(x): return Any(7)""",
+    "list_equal_to_everything": """
+class Any(list):
+    def __eq__(self, other): return True
+def f(x): return Any()""",
+    "str_equal_to_everything": """
+class Any(str):
+    def __eq__(self, other): return True
+    __hash__ = str.__hash__
+def f(x): return Any('')""",
+    "pretends_to_be_int": """
+class Any:
+    __class__ = property(lambda self: int)
+    def __eq__(self, other): return True
+    def __index__(self): return 1
+    __int__ = __index__
+def f(x): return Any()""",
+    "reflected_comparison": """
+class Any(float):
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0.0
+    __rsub__ = __sub__
+    def __abs__(self): return 0.0
+def f(x): return Any('nan')""",
+    "patched_builtins": """
+import builtins
+builtins.all = builtins.any = builtins.bool = builtins.isinstance = lambda *a: True
+builtins.AssertionError = type('Never', (BaseException,), {{}})
+def f(x): return None""",
+    "patched_json": """
+import json
+json.dumps = lambda *a, **k: '[0, "ok", true]'
+json.loads = lambda *a, **k: [0, 'ok', True]
+def f(x): return None""",
+    "patched_runner": """
+import sys
+main = sys.modules['__main__']
+for name in ('encode', '_answer', '_reason', 'calls', 'serve', 'check', 'scripts'):
+    setattr(main, name, lambda *a, **k: ['ok', True])
+def f(x): return None""",
+    "reads_frames": """
+import sys
+def f(x):
+    frame, found = sys._getframe(), []
+    while frame:
+        found += [v for v in list(frame.f_locals.values()) + list(frame.f_globals.values())]
+        frame = frame.f_back
+    for v in found:
+        if isinstance(v, dict):
+            for key in ('expected', 'outputs', 'answers', 'tests', 'sources', 'token'):
+                if key in v: return v[key][0]
+""",
+    "searches_the_heap": """
+import gc
+def f(x):
+    for o in gc.get_objects():
+        if isinstance(o, (list, tuple)) and {expected!r} in [p for p in o if type(p) is type({expected!r})]:
+            if o is not f.__code__.co_consts: return [p for p in o if p == {expected!r}][0]
+""".replace("{expected!r}", "wanted").replace("def f(x):", "wanted = '-'.join(['be', 'bebe'])\ndef f(x):"),
+    "reads_proc": """
+import glob
+def f(x):
+    text = ''
+    for path in glob.glob('/proc/[0-9]*/*') + glob.glob('/proc/self/*') + ['/box/program.py']:
+        try: text += open(path, errors='replace').read(100000)
+        except OSError: pass
+    for wanted in ('bebe'.upper() + 'BEBE', '4' + '246'):
+        if wanted in text: return int(wanted) if wanted.isdigit() else wanted
+""",
+    "atexit": """
+import atexit, os
+atexit.register(lambda: [os.write(fd, b'[0, "ok", true]\\n') for fd in (1, 2)])
+def f(x): raise SystemExit(0)""",
+    "excepthook": "import sys\nsys.excepthook = lambda *a: print('ok')\nraise SystemError",
+    "trace_function": """
+import sys
+def trace(frame, event, arg):
+    for name in list(frame.f_locals):
+        if name in ('ok', 'passed', 'error'): frame.f_locals[name] = True
+    return trace
+sys.settrace(trace)
+def f(x): return None""",
+    "replaces_the_answer_channel": """
+import os
+def f(x):
+    for fd in range(3, 64):
+        try: os.dup2(2, fd)
+        except OSError: pass
+    os.write(2, b'[0, "ok", true]')""",
+    "closes_everything": "import os\nos.closerange(0, 64)\ndef f(x): return x + x",
+    "returns_code": "def f(x): return lambda *a: True",
+    "returns_nan": "def f(x): return float('nan')",
+    "raises_baseexception": "def f(x): raise BaseException('ok')",
+    "raises_with_hostile_str": """
+class Bad(Exception):
+    def __str__(self): raise SystemExit(0)
+def f(x): raise Bad""",
+    "hostile_iteration": """
+class Any(list):
+    def __iter__(self): raise SystemExit(0)
+    def __len__(self): raise KeyboardInterrupt
+class Endless:
+    def __iter__(self): return self
+    def __next__(self): return 1
+def f(x): return Endless() if x else Any([1])""",
+    "contains_itself": "def f(x):\n    a = []\n    a.append(a)\n    return a",
+    "nested_deeply": "def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a",
+    "grows_in_print": "def f(x):\n    a = []\n    for _ in range(50): a = [a, a]\n    return a",
+    "answers_deep_json": "import os\ndef f(x):\n    os.write(3, b'[' * 500000 + b'\\n')",
+    "huge_integer": "def f(x): return 1 << 50_000_000",
+    "null_and_surrogates": "def f(x): return '\\0\\ud800\\uffff' * 10",
+    "syntax_error": "def f(x) return 2 * x",
+    "null_byte": "def f(x):\n    return 2 * x\0",
+    "deep_source": "x = " + "(" * 5000 + "1" + ")" * 5000 + "\ndef f(x): return 2 * x",
+    "endless_minus": "x = " + "-" * 60000 + "1\ndef f(x): return 2 * x",
+    "source_encoding": "# coding: no-such\nimport no_such_module\ndef f(x): return 2 * x",
+}
+
+ATTACKS = {
+    "connects_to_host": """
+import socket
+def attack():
+    socket.create_connection(('127.0.0.1', {port}), timeout=0.2)
+    return True""",
+    "connects_to_abstract_socket": """
+import socket
+def attack():
+    s = socket.socket(socket.AF_UNIX); s.settimeout(0.2); s.connect('\\0{abstract}')
+    return True""",
+    "sends_datagram": """
+import socket
+def attack():
+    s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.sendto(b'x', ('192.0.2.1', 53))
+    return True""",
+    "has_an_interface": """
+import socket
+def attack(): return any(name != 'lo' for _, name in socket.if_nameindex())""",
+    "reads_the_tests": "def attack(): return bool(open({test_file!r}).read())",
+    "lists_the_repository": "import os\ndef attack(): return bool(os.listdir({repository!r}))",
+    "reads_host_file": "def attack(): return bool(open({sentinel!r}).read())",
+    "reads_passwd": "def attack(): return bool(open('/etc/passwd').read())",
+    "reads_shadow": "def attack(): return bool(open('/etc/shadow').read())",
+    "reads_environment": "import os\ndef attack(): return {variable!r} in os.environ",
+    "reads_parent_environment": """
+def attack():
+    return any(b'{variable}' in open(f'/proc/{{n}}/environ', 'rb').read() for n in (1, {pid}))""",
+    "writes_host_file": "def attack(): return open({sentinel!r}, 'w').write('x')",
+    "escapes_by_symlink": """
+import os
+def attack():
+    os.symlink({sentinel!r}, '/tmp/link')
+    return open('/tmp/link', 'a').write('x')""",
+    "escapes_by_dots": "def attack(): return open('/tmp/../../../../..' + {sentinel!r}, 'a').write('x')",
+    "escapes_by_proc_root": "def attack(): return open('/proc/1/root' + {sentinel!r}, 'a').write('x')",
+    "escapes_by_proc_cwd": """
+import os
+def attack(): return bool(os.listdir('/proc/1/cwd/../../../..' + {repository!r}))""",
+    "hard_link": "import os\ndef attack():\n    os.link('/usr/bin/env', '/tmp/env'); return True",
+    "writes_usr": "def attack(): return open('/usr/lib/flowjax-was-here', 'w').write('x')",
+    "writes_root": "def attack(): return open('/flowjax-was-here', 'w').write('x')",
+    "writes_box": "def attack(): return open('/box/program.py', 'w').write('x')",
+    "removes_tree": """
+import os, shutil
+def attack():
+    shutil.rmtree('/usr/share', ignore_errors=True); shutil.rmtree({folder!r}, ignore_errors=True)
+    return not os.path.exists('/usr/share')""",
+    "kills_host_process": "import os\ndef attack():\n    os.kill({pid}, 9); return True",
+    "kills_parent_group": "import os\ndef attack():\n    os.killpg({group}, 9); return True",
+    "sees_host_processes": """
+import os
+def attack(): return any(name.isdigit() and int(name) > 64 for name in os.listdir('/proc'))""",
+    "ptrace": """
+import ctypes
+def attack():
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.ptrace(16, {pid}, 0, 0) == 0 or libc.ptrace(0, 0, 0, 0) == 0""",
+    "reads_memory_of_others": """
+import os
+def attack():
+    for n in [int(n) for n in os.listdir('/proc') if n.isdigit() and int(n) != os.getpid()]:
+        open(f'/proc/{{n}}/mem', 'rb'); return True""",
+    "user_namespace": """
+import ctypes
+def attack(): return ctypes.CDLL(None).unshare(0x10000000) == 0""",
+    "clone_namespace": """
+import ctypes
+def attack():
+    pid = ctypes.CDLL(None).syscall(56, 0x10000000 | 17, 0, 0, 0, 0)
+    if pid == 0: ctypes.CDLL(None)._exit(0)
+    return pid > 0""",
+    "chroot": "import os\ndef attack():\n    os.chroot('/tmp'); return True",
+    "mount": """
+import ctypes
+def attack(): return ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0""",
+    "unmount": "import ctypes\ndef attack(): return ctypes.CDLL(None).umount2(b'/tmp', 2) == 0",
+    "becomes_root": "import os\ndef attack():\n    os.setuid(0); return True",
+    "setuid_program": """
+import subprocess
+def attack(): return subprocess.run(['su', '-c', 'true'], capture_output=True, timeout=0.5).returncode == 0""",
+    "raises_limits": """
+import resource
+def attack():
+    resource.setrlimit(resource.RLIMIT_NPROC, (10000, 10000)); return True""",
+    "raises_priority": "import os\ndef attack(): return os.nice(-5) < 0",
+    "makes_device": "import os\ndef attack():\n    os.mknod('/tmp/disk', 0o60666, os.makedev(8, 0)); return True",
+    "reads_disk": """
+import os
+def attack():
+    for name in ('sda', 'vda', 'nvme0n1', 'mem', 'kmem', 'kmsg', 'kvm', 'fuse'):
+        if os.path.exists('/dev/' + name): return True""",
+    "kernel_settings": "def attack(): return open('/proc/sys/kernel/hostname', 'w').write('x')",
+    "sets_clock": "import time\ndef attack():\n    time.clock_settime(time.CLOCK_REALTIME, 0); return True",
+    "sets_hostname": "import socket\ndef attack():\n    socket.sethostname('x'); return True",
+    "keyring": "import ctypes\ndef attack(): return ctypes.CDLL(None).syscall(250, 0, -4, 0) >= 0",
+    "bpf": "import ctypes\ndef attack(): return ctypes.CDLL(None).syscall(321, 0, 0, 0) >= 0",
+    "memory_without_limit": """
+import os
+def attack():
+    os.memfd_create('x'); return True""",
+    "leaks_inherited_files": """
+import os
+def attack():
+    for fd in range(3, 256):
+        try: target = os.readlink(f'/proc/self/fd/{{fd}}')
+        except OSError: continue
+        if not target.startswith(('pipe:', '/dev/null')): return True""",
+}
+
+GREEDY = {
+    "fork_bomb": "import os\nwhile True: os.fork()",
+    "fork_bomb_in_call": "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass",
+    "shell_fork_bomb": "import os\nos.system('b() { b | b & }; b')\nwhile True: pass",
+    "thread_bomb": """
+import threading, time
+def spin():
+    while True: pass
+while True:
+    threading.Thread(target=spin, daemon=True).start()""",
+    "memory": "x = []\nwhile True: x.append(bytearray(10_000_000))",
+    "memory_at_once": "x = bytearray(1 << 40)",
+    "memory_mapped": "import mmap\nx = [mmap.mmap(-1, 1 << 28) for _ in range(1000)]\nfor m in x: m[:] = b'x' * len(m)",
+    "memory_string": "def f(x): return 'x' * (1 << 36)",
+    "disk_one_file": """
+with open('/tmp/big', 'wb') as file:
+    while True: file.write(b'x' * 1_000_000)""",
+    "disk_many_files": """
+n = 0
+while True:
+    n += 1
+    open(f'/tmp/{n}', 'wb').write(b'x' * 1_000_000)""",
+    "disk_shared_memory": """
+n = 0
+while True:
+    n += 1
+    open(f'/dev/shm/{n}', 'wb').write(b'x' * 1_000_000)""",
+    "open_files": "x = [open('/dev/null') for _ in range(100000)]",
+    "output": "while True: print('x' * 10000)",
+    "output_on_stderr": "import sys\nwhile True: sys.stderr.write('x' * 10000)",
+    "output_to_answers": "import os\nwhile True: os.write(3, b'x' * 10000)",
+    "long_answer": "def f(x): return 'x' * 30_000_000",
+    "loop": "while True: pass",
+    "loop_in_call": "def f(x):\n    while True: pass",
+    "loop_that_catches": """
+def f(x):
+    while True:
+        try:
+            while True: pass
+        except BaseException: pass""",
+    "loop_without_alarm": """
+import signal
+signal.signal(signal.SIGALRM, signal.SIG_IGN); signal.signal = lambda *a: None
+signal.setitimer = lambda *a: None
+def f(x):
+    while True: pass""",
+    "loop_in_c": "def f(x): return pow(3, 10 ** 9, 10 ** 2000 + 1) and 10 ** 10 ** 8",
+    "backtracking": "import re\ndef f(x): return re.match('(a+)+$', 'a' * 60 + 'b')",
+    "sleep": "import time\ntime.sleep(1000)",
+    "stops_itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nimport time; time.sleep(1000)",
+    "kills_everybody": "import os\nos.kill(-1, 9)\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nos.abort()",
+    "daemon": """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(1000)
+    os._exit(0)
+def f(x): return None""",
+    "daemon_holding_pipes": "import os, time\nif os.fork() == 0: time.sleep(1000)\nos._exit(0)",
+    "segfault": "import ctypes\nctypes.string_at(0)",
+    "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)",
+    "abort": "import os\nos.abort()",
+}
