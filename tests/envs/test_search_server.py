@@ -22,7 +22,8 @@ from flowjax.envs.search.batching import Batcher
 from flowjax.envs.search.client import RemoteRetriever, RetrievalError, local
 from flowjax.envs.search.corpus import encyclopedia
 from flowjax.envs.search.index import BM25Index, Scored
-from flowjax.envs.search.server import Service, check_exposure, load, read_arguments
+from flowjax.envs.search.server import check_exposure, load, read_arguments
+from flowjax.envs.search.service import Service
 
 DOCUMENTS = 200
 OPTIONS = {"documents": DOCUMENTS, "topk": 2}

@@ -1,7 +1,8 @@
 """Search: answer a question with a search engine's help. State: the question and the documents retrieved so far."""
 
+from flowjax.envs.search.options import Options
 from flowjax.envs.search.prompts import follow_up, parse_action, prompt, reply, vocabulary
-from flowjax.envs.search.world import OUTCOMES, Options, Search, expert, make, random_action, tasks
+from flowjax.envs.search.world import OUTCOMES, Search, expert, make, random_action, tasks
 
 __all__ = [
     "OUTCOMES",

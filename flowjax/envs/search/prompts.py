@@ -5,6 +5,7 @@ from typing import Any
 
 from flowjax.envs.base import Message, Observation, Past, Style
 from flowjax.envs.search import compact
+from flowjax.envs.search.options import read_options
 from flowjax.envs.search.protocol import (
     ACCESS,
     CLOSING,
@@ -16,7 +17,6 @@ from flowjax.envs.search.protocol import (
     protocol_of,
     read,
 )
-from flowjax.envs.search.world import read_options
 
 _RULES: dict[ProtocolName, str] = {
     "rewardflow": """Answer the question below. You can look things up with a search engine before you answer.""",
