@@ -1,4 +1,4 @@
-"""What a game is about, and what its facts say now: the view that the expert and the outcomes take of the true state."""
+"""What a game is about, and what its facts say now: the true state as the expert and the outcomes see it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
