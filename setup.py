@@ -30,7 +30,7 @@ EXTRAS: dict[str, list[str]] = {
     "alfworld": ["alfworld==0.4.2", "textworld==1.7.0", "pyyaml>=6.0"],
     "code": ["pyarrow>=15.0"],
     "math": ["math-verify>=0.9", "pyarrow>=15.0"],
-    "search": ["bm25s>=0.3.16", "PyStemmer>=2.2", "pyarrow>=17"],
+    "search": ["bm25s>=0.3.16", "PyStemmer>=2.2", "pyarrow>=15.0"],
     "webshop": ["PyStemmer>=2.2", "rapidfuzz>=3.9"],
     "test": [
         "gym==0.26.2",  # what gym-sokoban, the measure of our Sokoban, needs
