@@ -93,3 +93,25 @@ def test_an_encoder_is_found_by_its_dotted_path_or_said_to_be_missing():
     for name in ("nowhere/at/all", "letter_encoder:decode", "no_such_module:encode"):
         with pytest.raises(WorldError, match="cannot be loaded"):
             load_encoder(name)
+
+
+@pytest.mark.parametrize("name", ["plain", "e5-tiny"])
+def test_a_folders_encoder_pools_over_words_and_knows_e5s_prefixes(tmp_path: Path, name: str):
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "query", "passage", ":", "lake", "como", "town"]
+    tokenizer = Tokenizer(models.WordLevel({word: row for row, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path / name
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertModel(BertConfig(vocab_size=len(words), **sizes)).eval()
+    model.save_pretrained(folder)
+    prefix = ["query", ":"] if name == "e5-tiny" else []
+    encoded = load_encoder(str(folder))(["lake", "lake como town"], "query")
+    for vector, text in zip(encoded, (["lake"], ["lake", "como", "town"]), strict=True):
+        ids = torch.tensor([[words.index(word) for word in prefix + text]])
+        mean = model(ids).last_hidden_state[0].detach().numpy().mean(0)
+        np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=1e-5)
