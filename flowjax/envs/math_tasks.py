@@ -158,8 +158,8 @@ def read(path: Path) -> list[Problem]:
         if problem is None:
             raise WorldError(
                 f"{path}, row {number} has the fields {', '.join(map(str, row))} in no format that is known, or no "
-                "answer in them: give question and answer (GSM8K, AIME), problem and solution (MATH), problem and answer "
-                "(DeepScaleR, AIME), or prompt and reward_model (DAPO)"
+                "answer in them: give question and answer (GSM8K, AIME), problem and solution (MATH), problem and "
+                "answer (DeepScaleR, AIME), or prompt and reward_model (DAPO)"
             )
         problems.append(problem)
     return problems

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 # An option begins its line, or stands after another on the same line: "A. wood", "(B) stone", "C) iron", "D: clay".
 _OPTION = re.compile(r"(?:^|(?<=\s))(?:\(([A-J])\)|([A-J])[.):])\s+(?=\S)", re.MULTILINE)
 _DECLARED = re.compile(
-    r"(?:answer|choice|option)\s*(?:is|:|=)?\s*(?:option\s*|choice\s*)?[*(\[{\"'$]*([A-J])(?![\w'])[)\]}.\"'*$]*",
+    r"(?:answer|choice|option)\s*(?:is)?\s*[:=]?\s*(?:option\s*|choice\s*)?[*(\[{\"'$]*([A-J])(?![\w'])[)\]}.\"'*$]*",
     re.IGNORECASE,
 )
 _ALONE = re.compile(r"[*(\[{\"'$\s]*([A-Ja-j])[)\]}.:\"'*$\s]*")

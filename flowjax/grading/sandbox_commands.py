@@ -11,7 +11,7 @@ from pathlib import Path
 
 PROGRAM = "/box/program.py"  # where bubblewrap shows the program
 _SHARED_MEMORY_BYTES = 16 << 20
-_OWN_UIDS = 1 << 30  # uids from here on are one per box, so that no box counts another's processes
+OWN_UIDS = 1 << 30  # uids from here on are one per box, so that no box counts another's processes
 _counter = itertools.count()
 
 # Sets the limits of a program that runs without bubblewrap, then becomes it. Linux ends it with its parent.
@@ -82,7 +82,7 @@ def interpreters() -> tuple[Interpreter, ...]:
 
 
 def own_uid() -> int:
-    return _OWN_UIDS + (os.getpid() % (1 << 22)) * 128 + next(_counter) % 128
+    return OWN_UIDS + (os.getpid() % (1 << 22)) * 128 + next(_counter) % 128
 
 
 def bubblewrap_command(
@@ -94,8 +94,12 @@ def bubblewrap_command(
     drop_root: bool,
     packages: Sequence[str] = (),
 ) -> list[str]:
-    """bwrap, setpriv, prlimit, python. With `drop_root` (we are root) mounts are made as root and the program gets a
-    uid of its own; without, bubblewrap makes a user namespace."""
+    """bwrap, sh, setpriv, prlimit, python. With `drop_root` (we are root) mounts are made as root and the program gets
+    a uid of its own; without, bubblewrap makes a user namespace.
+
+    A shell is the first process of the namespace: the kernel kills it with bwrap (a program could undo that for itself,
+    and a change of uid does), and everything inside with it. It waits, so that bwrap knows the time that was used.
+    """
     command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     command += [] if drop_root else ["--unshare-user"]
     command += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
@@ -117,6 +121,7 @@ def bubblewrap_command(
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
     command += ["--seccomp", str(filter_fd)] if filter_fd is not None else []
+    command += ["sh", "-c", '"$@"; exit $?', "sh"]
     if drop_root:
         uid = own_uid()
         command += ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]

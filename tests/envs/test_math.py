@@ -1,0 +1,311 @@
+"""The world of mathematics: episodes with and without calculator, keys, parsing, splits."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from flowjax.envs import math
+from flowjax.envs.base import Observation, Past, Split, Step, WorldError, load_world
+from flowjax.envs.demonstrations import demonstrations
+from flowjax.envs.math_tasks import split_of
+from flowjax.records import Task
+
+KINDS = [
+    {},
+    {"answer": "whole", "digits": 1},
+    {"answer": "last_number", "operators": "+-*/", "terms": 4},
+    {"calculator": 2, "operators": "+-*/", "terms": 3},
+]
+SUM = Task("sum", "math", 0, {"question": "12+34=?", "answer": "46", "expression": "12+34"})
+
+
+def begin(task: Task = SUM, **options) -> tuple[math.Math, Observation]:
+    env = math.make(**options)
+    return env, env.reset(task, 0)
+
+
+def take(source, index: int) -> Task:
+    task = source[index]
+    assert task is not None
+    return task
+
+
+def test_it_is_a_world():
+    world = load_world("flowjax.envs.math")
+    assert world.OUTCOMES == ("success", "answered", "calculations")
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_the_expert_is_right_in_every_episode(options: dict):
+    for split in ("train", "held_out"):
+        source = math.tasks(split, 0, **options)
+        env = math.make(**options)
+        for index in range(100):
+            observation = env.reset(take(source, index), 0)
+            for _ in range(2 if "calculator" in options else 1):
+                action = math.expert(env)
+                for style in ("instruct", "compact"):
+                    assert math.parse_action(math.reply(action, style), observation.legal_actions) == action
+                step = env.step(action)
+                observation = step.observation
+            assert step.terminal and step.reward == step.outcome["success"] == 1.0
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_a_random_policy_acts_legally_and_is_hardly_ever_right(options: dict):
+    rng = np.random.default_rng(0)
+    source = math.tasks("held_out", 0, **options)
+    env = math.make(**options)
+    right = 0.0
+    for index in range(200):
+        observation = env.reset(take(source, index), 0)
+        for _ in range(30):
+            action = math.random_action(observation, rng)
+            assert math.parse_action(action, observation.legal_actions) == action
+            step = env.step(action)
+            assert step.valid
+            observation = step.observation
+            if step.terminal:
+                break
+        assert step.terminal and set(step.outcome) == set(math.OUTCOMES)
+        right += step.outcome["success"]
+    assert right < 40
+
+
+def test_where_the_answer_of_a_single_turn_stands():
+    replies = {
+        r"12+34 is \boxed{46}": {"boxed", "last_number", "whole", "anywhere"},  # a box in the whole counts
+        "12+34 is 46": {"last_number", "anywhere"},
+        "46": {"last_number", "whole", "anywhere"},
+        r"\boxed{46} and not 47": {"boxed", "whole", "anywhere"},
+        "no idea": set(),
+    }
+    for rule in math.ANSWERS:
+        for text, right in replies.items():
+            env, observation = begin(answer=rule)
+            step = env.step(math.parse_action(text, observation.legal_actions) or "")
+            assert (step.outcome["success"] == 1.0) == (rule in right), (rule, text)
+
+
+def test_a_reply_without_an_answer_is_invalid_and_changes_nothing():
+    env, before = begin()
+    for text in ("", "46", r"\boxed{}", r"\boxed{46"):
+        assert math.parse_action(text, before.legal_actions) in (None, r"\boxed{}")
+        step = env.step(text)
+        assert (step.valid, step.terminal, step.reward, step.observation) == (False, False, 0.0, before)
+    assert env.step(r"\boxed{47}").outcome == {"success": 0.0, "answered": 1.0, "calculations": 0.0}
+    after = env.step(r"\boxed{46}")
+    assert (after.valid, after.terminal, after.reward, after.outcome["success"]) == (False, True, 0.0, 0.0)
+
+
+def test_the_calculator_helps_and_runs_out():
+    env, first = begin(calculator=2)
+    assert first.legal_actions == (math.CALCULATE, math.ANSWER)
+    bad = env.step("calculate[12+]")
+    assert (bad.valid, bad.observation) == (False, first)
+    step = env.step("calculate[12 + 34]")
+    assert step.valid and step.observation.text == "12+34=?\n12+34=46"
+    assert math.follow_up(step.observation, "compact")[0]["content"] == "1 2 + 3 4 = 4 6"
+    step = env.step("calculate[46^2]")
+    assert step.observation.legal_actions == (math.ANSWER,)
+    assert math.parse_action("calculate[1+1]", step.observation.legal_actions) is None
+    assert not env.step("calculate[1+1]").valid
+    end = env.step("answer[46]")
+    assert end.terminal and end.outcome == {"success": 1.0, "answered": 1.0, "calculations": 2.0}
+
+
+def key_after(*actions: str, task: Task = SUM) -> int:
+    env, observation = begin(task, calculator=4)
+    for action in actions:
+        observation = env.step(action).observation
+    return observation.state_key
+
+
+def test_keys_name_the_true_state():
+    one, two = "calculate[1+2]", "calculate[3*4]"
+    assert key_after(one, two) == key_after(two, one)
+    other = Task("t", "math", 0, {"question": "12+34=?", "answer": "47"})
+    states = [(), (one,), (two,), (one, two), (one, one), ("answer[46]",), ("answer[45]",), (one, "answer[46]")]
+    keys = [key_after(*actions) for actions in states] + [key_after(task=other)]
+    assert len(set(keys)) == len(keys)
+    assert key_after("calculate[1+]") == key_after("nonsense") == key_after()
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("<think>hm</think><action>calculate[1+1]</action>", "calculate[1+1]"),
+        ("<action>Answer[ 46 ]</action>", "answer[46]"),
+        ("answer[46]", "answer[46]"),
+        ("answer[ 4 6 ]", "answer[46]"),
+        ("calculate[ 1 2 + 3 4 ]", "calculate[12+34]"),
+        ("answer[(1,2]]", "answer[(1,2]]"),
+        ("<action>calculate[1]</action> no, <action>answer[2]</action>", "answer[2]"),
+        ("answer[]", None),
+        ("I say answer[46]", None),
+        ("<action>answer[46]", None),
+        ("answer[46]</action>", None),
+        ("guess[46]", None),
+        ("", None),
+    ],
+)
+def test_what_a_reply_with_a_calculator_does(text: str, action: str | None):
+    assert math.parse_action(text, (math.CALCULATE, math.ANSWER)) == action
+
+
+@pytest.mark.parametrize("options", [{}, {"answer": "whole"}, {"answer": "last_number"}, {"calculator": 2}])
+def test_ten_thousand_replies_without_sense(options: dict):
+    rng = np.random.default_rng(0)
+    words = [
+        "<action>",
+        "</action>",
+        "calculate[",
+        "answer[",
+        "]",
+        r"\boxed{",
+        "}",
+        "46",
+        "(",
+        ")",
+        "^",
+        "9",
+        "*",
+        "/0",
+    ]
+    words += ["\x00", "é∞", " ", "\n", r"\frac{", "None", "__import__('os')", "![", "1e9"]
+    env, observation = begin(**options)
+    for number, count in enumerate(rng.integers(8, size=2_500).tolist()):
+        text = "".join(words[i] for i in rng.integers(len(words), size=count))
+        if not number % 5:
+            text = f"answer[{text}]" if "calculator" in options else rf"\boxed{{{text}}}"
+        action = math.parse_action(text, observation.legal_actions)
+        assert action is None or action.strip()
+        for attempt in (text, action or ""):
+            step = env.step(attempt)
+            assert step.valid or step.observation == observation
+            observation = step.observation
+            if step.terminal:
+                assert step.outcome["answered"] == 1.0
+                observation = env.reset(SUM, 0)
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_compact_prompts_and_replies_use_only_the_vocabulary(options: dict):
+    words = set(math.vocabulary(**options))
+    assert all(word.split() == [word] for word in words)
+    rng = np.random.default_rng(0)
+    source = math.tasks("train", 0, **options)
+    env = math.make(**options)
+    for index in range(50):
+        observation = env.reset(take(source, index), 0)
+        for say in (math.expert(env), *[math.random_action(observation, rng) for _ in range(3)]):
+            assert set(math.reply(say, "compact").split()) <= words
+            past = [Past(1, observation.text, say)]
+            for messages in (math.prompt(observation, past, "compact"), math.follow_up(observation, "compact")):
+                assert set(messages[0]["content"].split()) <= words
+            observation = env.step(say).observation
+
+
+def test_instruct_prompts_say_what_is_wanted():
+    env, observation = begin()
+    [message] = math.prompt(observation, [], "instruct")
+    assert "12+34=?" in message["content"] and r"\boxed{}" in message["content"]
+    [message] = math.prompt(observation, [Past(1, observation.text, "")], "instruct")
+    assert "held no answer" in message["content"]
+    env, observation = begin(calculator=2)
+    observation = env.step("calculate[12+34]").observation
+    for messages in (math.prompt(observation, [], "instruct"), math.follow_up(observation, "instruct")):
+        assert "12+34=46" in messages[0]["content"] and "<action>" in messages[0]["content"]
+
+
+def test_splits_share_no_problem_over_ten_data_seeds():
+    seen: dict[Split, set[str]] = {"train": set(), "held_out": set()}
+    for split, questions in seen.items():
+        for data_seed in range(10):
+            source = math.tasks(split, data_seed, digits=2)
+            questions.update(take(source, index).payload["question"] for index in range(200))
+        assert len(questions) > 300
+        assert all(split_of(question) == split for question in questions)
+    assert not seen["train"] & seen["held_out"]
+
+
+def test_tasks_are_the_same_in_every_process_and_order():
+    program = (
+        "from flowjax.envs import math\n"
+        "source = math.tasks('held_out', 7, operators='+-*/', terms=3)\n"
+        "env = math.make(calculator=1)\n"
+        "print([dict(source[i].payload) for i in (40, 3, 17)], [env.reset(source[i], 0).state_key for i in (3, 40)])\n"
+    )
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] != ""
+    source = math.tasks("train", 0)
+    forwards = [take(source, index) for index in range(20)]
+    assert [take(source, index) for index in reversed(range(20))] == forwards[::-1]
+    assert take(math.tasks("train", 1), 0) != forwards[0]
+
+
+def test_generated_answers_are_what_python_says():
+    for options in ({"operators": "+-*/", "terms": 5, "digits": 3}, {"digits": 1}, {"operators": "/"}):
+        source = math.tasks("train", 0, **options)
+        for index in range(100):
+            payload = take(source, index).payload
+            assert eval(payload["expression"]) == int(payload["answer"])
+            assert payload["question"] == f"{payload['expression']}=?"
+
+
+def test_formulas_are_judged_outside_the_main_thread_too():
+    task = Task("t", "math", 0, {"question": "Expand.", "answer": "x^2+2x+1"})
+    env, _ = begin(task)
+    steps: list[Step] = []
+    thread = threading.Thread(target=lambda: steps.append(env.step(r"\boxed{(x+1)^2}")))
+    thread.start()
+    thread.join()
+    assert steps[0].outcome["success"] == 1.0
+
+
+def test_demonstrations_in_one_conversation():
+    world = load_world("flowjax.envs.math")
+    options = {"calculator": 1}
+    source = math.tasks("train", 0, **options)[:5]
+    told = demonstrations(
+        world,
+        source,
+        options=options,
+        path_noise=0.0,
+        label_noise=0.0,
+        max_turns=3,
+        style="compact",
+        rng=np.random.default_rng(0),
+        context="append",
+    )
+    conversation = next(told)
+    assert [reply.split()[0] for _, reply in conversation] == ["calculate[", "answer["]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"digits": 0}, "digits=0"),
+        ({"terms": 1}, "terms=1"),
+        ({"operators": "+x"}, "operators='\\+x'"),
+        ({"answer": "first"}, "answer='first'"),
+        ({"calculator": -1}, "calculator=-1"),
+        ({"level": 3}, "level"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, named: str):
+    with pytest.raises(WorldError, match=named):
+        math.make(**options)

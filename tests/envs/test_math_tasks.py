@@ -1,0 +1,158 @@
+"""Problems from files in the formats of published data sets."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data.math.build import FORMATS, build
+from flowjax.envs import math
+from flowjax.envs.base import WorldError
+from flowjax.envs.math_tasks import Problem, load, problem_of, read, split_of
+from flowjax.grading.math import equal
+
+DAPO_PROMPT = """Solve the following math problem step by step. The last line of your response should be of the form \
+Answer: $Answer (without quotes) where $Answer is the answer to the problem.
+
+Find x.
+
+Remember to put your answer on its own line after "Answer:"."""
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        ({"question": "How many?", "answer": "Well, 9*2=<<9*2=18>>18.\n#### 1,018"}, "How many?", "1,018"),
+        (
+            {"problem": "Find x.", "level": "Level 5", "type": "Algebra", "solution": r"So \boxed{\frac{1}{2}}."},
+            "Find x.",
+            r"\frac{1}{2}",
+        ),
+        ({"problem": "Find x.", "solution": "long", "answer": "7", "subject": "Algebra"}, "Find x.", "7"),
+        ({"problem": "Find x.", "answer": r"\sqrt2", "solution": r"\boxed{3}"}, "Find x.", r"\sqrt2"),
+        (
+            {"id": 60, "problem": "Every morning", "solution": "", "answer": "204", "year": "2024"},
+            "Every morning",
+            "204",
+        ),
+        ({"ID": "2024-I-1", "Problem": "Every morning", "Solution": "", "Answer": 204}, "Every morning", "204"),
+        (
+            {
+                "data_source": "math_dapo",
+                "prompt": [
+                    {
+                        "role": "user",
+                        "content": DAPO_PROMPT,
+                    }
+                ],
+                "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+            },
+            "Find x.",
+            "34",
+        ),
+    ],
+    ids=["gsm8k", "math", "math500", "deepscaler", "aime", "aime-capitals", "dapo"],
+)
+def test_each_format_is_known_by_its_fields(row: dict, question: str, answer: str):
+    assert problem_of(row) == Problem(question, answer)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "x", "label": 1},
+        {"problem": "x"},
+        {"problem": "x", "solution": "no box"},
+        {"question": "", "answer": "1"},
+        {"question": "x", "answer": None},
+        {"question": ["x"], "answer": "1"},
+        {"prompt": [], "reward_model": {"ground_truth": "1"}},
+        {"prompt": "x", "reward_model": {}},
+    ],
+)
+def test_other_fields_are_named(row: dict, tmp_path: Path):
+    good = {"question": "a", "answer": "1"}
+    with pytest.raises(WorldError, match=f"row 2 has the fields {', '.join(row)}"):
+        read(write(tmp_path / "x.jsonl", [good, row]))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_built_sets_are_read_back_and_play(form: str, tmp_path: Path):
+    once, again = (build(tmp_path / name, 3, form, train=30, test=12) for name in ("once", "again"))
+    assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
+    options = {"path": str(tmp_path / "once")}
+    env = math.make(**options)
+    for split, count in (("train", 30), ("held_out", 12)):
+        source = math.tasks(split, 0, **options)
+        assert len(source) == count
+        for index in range(count):
+            env.reset(source[index], 0)
+            assert env.step(math.expert(env)).outcome["success"] == 1.0
+    train, test = ({p.question for p in load(options["path"], split)} for split in ("train", "held_out"))
+    assert not train & test
+    first = [math.tasks("train", seed, **options)[0].payload["question"] for seed in range(10)]
+    assert len(set(first)) > 3
+
+
+def test_one_file_is_split_by_content_over_ten_orders(tmp_path: Path):
+    rows = [{"question": f"What is {i} plus 1?", "answer": str(i + 1)} for i in range(300)]
+    files = [tmp_path / "a.jsonl", tmp_path / "b.json"]
+    write(files[0], rows)
+    files[1].write_text(json.dumps([{**row, "question": row["question"].upper() + "  "} for row in rows[::-1]]))
+    for data_seed in range(10):
+        halves = [
+            {
+                " ".join(math.tasks(split, data_seed, path=str(path))[i].payload["question"].lower().split())
+                for i in range(30)
+            }
+            for path in files
+            for split in ("train", "held_out")
+        ]
+        assert not (halves[0] | halves[2]) & (halves[1] | halves[3])
+    assert len(load(str(files[0]), "train")) + len(load(str(files[0]), "held_out")) == 300
+
+
+def test_training_problems_that_are_tested_are_left_out(tmp_path: Path):
+    write(tmp_path / "train.jsonl", [{"question": q, "answer": "1"} for q in ("a", "b ", "C  d")])
+    write(tmp_path / "test.jsonl", [{"question": q, "answer": "1"} for q in ("B", "c d")])
+    assert [problem.question for problem in load(str(tmp_path), "train")] == ["a"]
+
+
+def test_compact_prompts_spell_what_files_say(tmp_path: Path):
+    path = str(write(tmp_path / "a.jsonl", [{"question": "Is 3 < 4?", "answer": "yes"}] * 3))
+    words = set(math.vocabulary(path=path))
+    task = math.tasks(split_of("Is 3 < 4?"), 0, path=path)[0]
+    observation = math.make(path=path, answer="whole").reset(task, 0)
+    [message] = math.prompt(observation, [], "compact")
+    assert message["content"] == "I s _ 3 _ < _ 4 ?" and set(message["content"].split()) <= words
+
+
+@pytest.mark.parametrize("name", ["nothing.jsonl", "notes.txt", "broken.jsonl", "list.jsonl", "empty", "one"])
+def test_what_is_wrong_with_a_path_is_said(name: str, tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "broken.jsonl").write_text('{"question": ')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "one.jsonl", [])
+    (tmp_path / "one").mkdir()
+    write(tmp_path / "one" / "train.jsonl", [{"question": "a", "answer": "1"}])
+    said = {
+        "nothing.jsonl": "data.math.build",
+        "notes.txt": "data.math.build",
+        "broken.jsonl": "cannot be read",
+        "list.jsonl": "no object with fields",
+        "empty": r"it has nothing",
+        "one": r"no test.jsonl.*it has train.jsonl",
+    }
+    with pytest.raises(WorldError, match=said[name]):
+        math.tasks("train", 0, path=str(tmp_path / name))
+
+
+def test_gold_answers_equal_themselves():
+    for answer in (r"\frac{3}{8}", "1,018", r"\sqrt2", "204"):
+        assert equal(rf"\boxed{{{answer}}}", answer)

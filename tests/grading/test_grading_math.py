@@ -1,0 +1,149 @@
+"""Verdicts on answers to problems of mathematics."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowjax.grading.math import anywhere, equal, last_boxed, last_number
+
+# The verdicts that the published scorer of FlowSteer got wrong, or right only with help, come first.
+SAME = [
+    ("2*sqrt(2)", r"\boxed{2\sqrt{2}}"),
+    ("1, -3", "-3,1"),
+    ("50%", "50"),
+    ("sin(x)", r"\sin x"),
+    ("(x+1)**2", "x**2+2*x+1"),
+    ("(x+1)^2", "x^2+2x+1"),
+    ("1/2", r"\frac12"),
+    ("0.5", "1/2"),
+    ("2*pi", r"2\pi"),
+    ("$18", "#### 18"),
+    ("101_2", "5"),
+    ("100000", "100,000"),
+    ("yes", "Yes."),
+    ("1<x<=2", "(1,2]"),  # which math-verify alone tells apart
+    (r"1<x\le 2", "(1,2]"),
+    ("x>3", r"(3,\infty)"),
+    ("50%", "0.5"),
+    ("1/sqrt(3)", r"\frac{\sqrt{3}}{3}"),
+    ("2^(1/2)", r"\sqrt2"),
+    ("x=5", "5"),
+    (r"5\text{ cm}", "5"),
+    ("{1,2}", r"\{2,1\}"),
+    ("(3,4)", "(3, 4)"),
+    ("3\\pi/4", "\\frac{3\\pi}{4}"),
+    (r"\dfrac{1}{2}", "0.5"),
+    ("90^\\circ", "90"),
+    ("\\$1,234.50", "1234.5"),
+    ("−7", "-7"),
+    ("0.333333", "1/3"),
+    ("New York", "new york"),
+]
+DIFFERENT = [
+    ("sqrt(3)/3", r"\boxed{\frac{\sqrt2}{3}}"),  # both became "3" there
+    ("ye", "yes"),
+    ("France", "Greece"),
+    ("George", "Mike"),
+    ("0.001", "0.0015"),  # within its tolerance
+    ("(1,2)", "(2,1)"),
+    ("3.14", "\\pi"),
+    ("[1,2]", "(1,2]"),
+    ("1<x<2", "(1,2]"),
+    ("12", "13"),
+    ("0.33", "1/3"),
+    ("x+1", "x-1"),
+    ("", "5"),
+    ("5", ""),
+    ("1/0", "5"),
+    ("102_2", "5"),
+    ("yes", "5"),
+]
+
+
+@pytest.mark.parametrize(("answer", "gold"), SAME)
+def test_the_same(answer: str, gold: str):
+    assert equal(answer, gold) and equal(gold, answer)
+
+
+@pytest.mark.parametrize(("answer", "gold"), DIFFERENT)
+def test_different(answer: str, gold: str):
+    assert not equal(answer, gold) and not equal(gold, answer)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    ["9^{9^{9^9}}", "9**9**9**9", "2^{100000000}", "99999999999999999999!", "((9)!)!", "1e999999999", "9" * 100_000],
+)
+def test_answers_that_would_take_for_ever_are_wrong_at_once(bomb: str):
+    started = time.process_time()
+    assert not equal(bomb, "x+5") and not equal("x+5", bomb)
+    assert time.process_time() - started < 3
+
+
+@given(
+    value=st.fractions(max_denominator=10_000),
+    noise=st.sampled_from(["{}", "${}$", r"\boxed{{{}}}", r"\({}\)", " {}. "]),
+)
+def test_fractions_are_compared_exactly(value, noise: str):
+    text = noise.format(value)
+    assert equal(text, str(value))
+    assert equal(text, rf"\frac{{{value.numerator}}}{{{value.denominator}}}")
+    assert not equal(text, str(value + 1))
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_thousands_separators_and_bases_change_nothing(number: int):
+    assert equal(f"{number:,}", str(number))
+    if number >= 0:
+        assert equal(f"{number:b}_2", str(number)) and equal(f"{number:x}_{{16}}", str(number))
+
+
+@given(st.text(alphabet="0123456789+-*/^(){}[]\\,.<=>$%!_ xyzabfrcsqtpi", max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_no_answer_raises(text: str):
+    assert equal(text, text) == bool(text.strip()) or not equal(text, text)
+    assert equal(text, "17x+1") in (True, False)
+
+
+def test_the_last_box_is_found_with_the_braces_inside():
+    assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{1} then \boxed{2") == "1"
+    assert last_boxed(r"\boxed{}") == ""
+    assert last_boxed("42") is None
+
+
+def test_the_last_number_is_found():
+    cases = {
+        "so 3 + 4 = 7.": "7",
+        "about $1,234.50 in all": "1,234.50",
+        "it is -3/4": "-3/4",
+        "x2 is 5%": "5%",
+        "none": None,
+        "between 1 and 2, maybe .5": ".5",
+    }
+    assert {text: last_number(text) for text in cases} == cases
+
+
+def test_the_published_verdict_takes_an_answer_from_anywhere():
+    assert anywhere(r"We get $\frac{1}{2}$, so the answer is \boxed{0.5}.", r"\frac12")
+    assert anywhere("The answer is 12.", "12")
+    assert not anywhere("The answer is 13.", "12")
+    assert not anywhere("2*sqrt(2)", r"2\sqrt{2}")  # plain formulas it reads in part
+
+
+def test_formulas_are_judged_in_main_threads_only():
+    caught: list[BaseException] = []
+
+    def judge() -> None:
+        try:
+            equal("x+1", "1+x")
+        except ValueError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=judge)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1

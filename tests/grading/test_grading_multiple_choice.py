@@ -1,0 +1,65 @@
+"""Multiple choice: what is a list of options, and which of them a reply chooses."""
+
+import pytest
+
+from flowjax.grading.multiple_choice import chosen, options_of, right_choice
+
+PLANETS = "Which planet is the largest?\nA. Mars\nB. Jupiter\nC) Venus\n(D) Earth"
+OPTIONS = {"A": "Mars", "B": "Jupiter", "C": "Venus", "D": "Earth"}
+
+
+def test_options_are_found_in_lists():
+    assert options_of(PLANETS) == OPTIONS
+    assert options_of("Choose: A. red B. green") == {"A": "red", "B": "green"}
+    assert options_of("What is heavier? (A) iron (B) cork") == {"A": "iron", "B": "cork"}
+
+
+@pytest.mark.parametrize(
+    "question",
+    [  # all but the last two are multiple choice for the published detector
+        "f(a) = a + 1. What is f(2)?",
+        "Choose two balls from ten. In how many ways?",
+        "In how many ways can one choose the apples?",
+        "Find the angle (A) of the triangle.",
+        "We go on with plan a. Next, what is 2+3?",
+        "def f(a):\n    return a",
+        "What is 2+2?",
+    ],
+)
+def test_questions_without_options_have_none(question: str):
+    assert options_of(question) == {}
+
+
+@pytest.mark.parametrize(
+    ("reply", "letter"),
+    [
+        ("B", "B"),
+        ("b", "B"),
+        ("(B)", "B"),
+        ("**B**.", "B"),
+        (r"It is large, so \boxed{B}", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        ("<answer>B</answer>", "B"),
+        ("The answer is B.", "B"),
+        ("The answer is (B).", "B"),
+        ("At first A. But the correct answer is: B", "B"),
+        ("B. Jupiter", "B"),
+        ("Jupiter", "B"),
+        ("jupiter.", "B"),
+        ("The answer is E", None),
+        ("The answer is a large planet", None),
+        ("France", None),
+        ("George", None),
+        ("The capital of France is Paris.", None),
+        ("A planet", None),
+        ("", None),
+    ],
+)
+def test_the_chosen_letter(reply: str, letter: str | None):
+    assert chosen(reply, OPTIONS) == letter
+
+
+def test_no_word_collapses_to_a_letter():
+    for answer, gold in [("France", "Greece"), ("George", "Mike"), ("Mars", "B"), ("A", "Jupiter")]:
+        assert not right_choice(answer, gold, OPTIONS)
+    assert right_choice("B", "Jupiter", OPTIONS) and right_choice("Jupiter", "(B)", OPTIONS)

@@ -1,0 +1,61 @@
+"""Graders in processes: verdicts from any thread, and what hangs or dies costs one call."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from flowjax.grading.processes import GraderError, GraderProcesses
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def graders() -> Iterator[GraderProcesses]:
+    with GraderProcesses("slow_graders:grade", workers=2, timeout_s=1.0) as pool:
+        yield pool
+
+
+def test_what_goes_wrong_costs_one_call_and_is_counted(graders: GraderProcesses):
+    assert graders.call("print").startswith("print by ")
+    for order, message in [
+        ("hang", "more than 1.0 s"),
+        ("spin", "more than 1.0 s"),
+        ("die", "died"),
+        ("raise", "KeyError: 'raise'"),
+    ]:
+        started = time.monotonic()
+        with pytest.raises(GraderError, match=message):
+            graders.call(order)
+        assert time.monotonic() - started < 30
+        assert graders.call("fine").startswith("fine by ")
+    counts = graders.counts
+    assert (counts.timeouts, counts.crashes, counts.errors) == (2, 1, 1)
+
+
+def test_threads_share_the_workers(graders: GraderProcesses):
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(graders.call, [f"task-{i}" for i in range(100)]))
+    assert [answer.split()[0] for answer in answers] == [f"task-{i}" for i in range(100)]
+    assert 1 <= len({answer.split()[-1] for answer in answers}) <= 2
+
+
+def test_mathematics_is_judged_from_any_thread():
+    verdicts: list[bool] = []
+    with GraderProcesses("flowjax.grading.math:equal", timeout_s=30.0) as graders:
+        asked = [("x+1", "1+x"), ("x+1", "x-1")]
+        thread = threading.Thread(target=lambda: verdicts.extend(graders.call(*pair) for pair in asked))
+        thread.start()
+        thread.join()
+    assert verdicts == [True, False]
+
+
+def test_a_function_that_is_not_there_is_said_so():
+    with GraderProcesses("slow_graders:nothing") as graders, pytest.raises(GraderError, match="died"):
+        graders.call("x")
