@@ -293,7 +293,7 @@ def random_action(observation: Observation, rng: np.random.Generator) -> str:
     short = _short(observation.text)
     kind = short.split()[0] if short else ""
     if kind in OPERATIONS:
-        return draw(rng, (kind,), 3).program()
+        return draw(rng, (kind,), short.split().count("then") + 1).program()
     names = re.findall(r"^\s*def (\w+)\(|must be called (\w+)", observation.text, re.MULTILINE)
     name = "".join(names[-1]) if names else "main"
     return f"def {name}(*x):\n    return x[{int(rng.integers(2))}]"

@@ -65,10 +65,19 @@ def _messages(check: Callable[..., Iterator[str]], *args: Any) -> list[str]:
 def _world(config: ConfigDict) -> Iterator[str]:
     from flowjax.envs.base import load_world
 
+    options = config.env.options.to_dict()
     try:
-        load_world(config.env.module).make(**config.env.options.to_dict())
+        world = load_world(config.env.module)
+        world.make(**options)
     except TypeError as error:
-        yield f"config.env.options is {config.env.options.to_dict()}, which {config.env.module} does not take: {error}"
+        yield f"config.env.options is {options}, which {config.env.module} does not take: {error}"
+        return
+    longest_step_s = getattr(world, "longest_step_s", None)  # of worlds whose steps have a limit of their own
+    if longest_step_s is not None and longest_step_s(**options) > config.env.step_timeout_s:
+        yield (
+            f"config.env.step_timeout_s is {config.env.step_timeout_s}, but with config.env.options {options} a step of "
+            f"{config.env.module} may take {longest_step_s(**options)} s: raise step_timeout_s, or lower the world's limits"
+        )
 
 
 def _reward(config: ConfigDict) -> Iterator[str]:

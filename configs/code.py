@@ -1,0 +1,76 @@
+"""Programs that pass tests."""
+
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError, default_config
+
+
+def get_config(arg: str = "nano") -> ConfigDict:
+    """An agent that writes one Python program per problem, judged in a sandbox by tests that it does not see.
+
+    nano       2 CPU cores   python -m flowjax.launch --config=configs/code.py:nano
+               generated problems of one or two steps, programs of up to 26 words
+    qwen3_8b   8 x A100 80 GB   python -m flowjax.launch --config=configs/code.py:qwen3_8b   (not run by us)
+               problems in data/deepcoder.jsonl; held out: data/lcb_v5.jsonl
+    """
+    recipes = {"nano": _nano, "qwen3_8b": _qwen3_8b}
+    if arg not in recipes:
+        raise ConfigError(f"configs/code.py has no variant {arg!r}: use one of {', '.join(recipes)}")
+    config = default_config()
+    config.env.module = "flowjax.envs.code"
+    config.env.max_turns = 1
+    config.env.workers = 2
+    config.reward.components = ConfigDict({"success": 1.0})
+    config.credit.name = "grpo"
+    recipes[arg](config)
+    return config
+
+
+def _nano(config: ConfigDict) -> None:
+    config.name = "code-nano"
+    config.model.path = "models/nano-code"
+    config.model.dtype = "float32"
+    config.model.remat = "none"
+    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
+    config.env.options = ConfigDict({"kinds": ("int",), "steps": 2})
+    config.env.prompt = "compact"
+    config.engine.dtype = "float32"
+    config.engine.max_model_tokens = 40
+    config.engine.kv_cache_bytes = 256 * 1024**2
+    config.rollout.max_prompt_tokens = 8
+    config.rollout.max_new_tokens = 28
+    config.rollout.group_size = 8
+    config.trainer.groups_per_step = 16
+    config.trainer.steps = 30
+    config.trainer.updates_per_step = 2
+    config.trainer.row_tokens = 36
+    config.trainer.micro_batch_rows = 128
+    config.optimizer.learning_rate = 1e-3
+    config.eval.tasks = 256
+    config.warm_start.states = 20_000
+    config.warm_start.steps = 400
+
+
+def _qwen3_8b(config: ConfigDict) -> None:
+    config.name = "code-qwen3-8b"
+    config.model.path = "models/Qwen3-8B"
+    config.env.options = ConfigDict(
+        {"path": "data/deepcoder.jsonl", "held_out_path": "data/lcb_v5.jsonl", "wall_s": 60.0, "case_s": 6.0}
+    )
+    config.env.workers = 16
+    config.env.step_timeout_s = 90.0
+    config.rollout.episode_timeout_s = 1800.0
+    config.policy.lora.rank = 64
+    config.policy.lora.alpha = 64.0
+    config.engine.tensor_parallel = 4
+    config.engine.prompts_per_request = 1  # long replies: none waits for another
+    config.mesh.fsdp = 4
+    config.engine.max_model_tokens = 22_528
+    config.rollout.max_prompt_tokens = 6144
+    config.rollout.max_new_tokens = 16_384
+    config.rollout.max_concurrent_episodes = 256
+    config.trainer.groups_per_step = 32
+    config.trainer.steps = 200
+    config.trainer.row_tokens = 22_528
+    config.trainer.micro_batch_rows = 4
+    config.optimizer.learning_rate = 2e-5
