@@ -30,7 +30,7 @@ def f1_score(prediction: str, answers: Sequence[str], *, unique: bool = False) -
     """Harmonic mean of precision and recall over words, of the best gold answer; 0 where there is none.
 
     Args:
-        unique: count each word once, as ASearcher does; SQuAD counts repetitions.
+        unique: count each word once, as ASearcher does; SQuAD counts repetitions. Words are normalised alike in both.
     """
     return max((_f1(prediction, answer, unique) for answer in answers), default=0.0)
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from data.search.build import build
 from flowjax.envs import search
 from flowjax.envs.base import Split, WorldError, load_world
+from flowjax.envs.search import client
 from flowjax.envs.search.corpus import Encyclopedia, Questions, encyclopedia
 from flowjax.envs.search.files import Corpus, read_questions
 from flowjax.envs.search.names import KINDS, SYLLABLES, split_name
@@ -359,6 +360,13 @@ def test_a_corpus_that_cannot_be_read_is_named(tmp_path: Path, written: str | No
     if written is not None:
         (tmp_path / "corpus.jsonl").write_text(written)
     with pytest.raises(WorldError, match=named):
+        search.make(path=str(tmp_path))
+
+
+def test_a_corpus_too_large_for_every_process_wants_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client, "LOCAL_LIMIT_BYTES", 100)
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"T"\n' + "x" * 100}) + "\n")
+    with pytest.raises(WorldError, match=r"search\.server --corpus"):
         search.make(path=str(tmp_path))
 
 

@@ -19,6 +19,7 @@ from flowjax.records import state_key
 Wire = Literal["query", "queries", "search"]  # the three request formats, see server.py
 WIRES: tuple[Wire, ...] = ("query", "queries", "search")
 KEY_VARIABLE = "FLOWJAX_SEARCH_KEY"  # environment variable with the X-API-Key of servers that want one
+LOCAL_LIMIT_BYTES = 1 << 30  # of a corpus that is indexed in the environment's own process
 FIRST_PAUSE_S = 0.1  # between attempts, doubled each time
 
 
@@ -61,7 +62,13 @@ def pages(documents: Sequence[Document]) -> dict[str, int]:
 @functools.lru_cache(maxsize=2)
 def local(path: str, documents: int, seed: int) -> LocalRetriever:
     """The retriever that all environments of this process share: over a folder's corpus, or the generated one."""
-    corpus = Corpus(Path(path) / CORPUS) if path else encyclopedia(documents, seed).documents()
+    file = Path(path) / CORPUS
+    if path and file.is_file() and file.stat().st_size > LOCAL_LIMIT_BYTES:
+        raise WorldError(
+            f"{file} has {file.stat().st_size / 1e9:.1f} GB, too much to index in every environment process: start "
+            f"`python -m flowjax.envs.search.server --corpus={file}` and name its address in env.options.retriever"
+        )
+    corpus = Corpus(file) if path else encyclopedia(documents, seed).documents()
     return LocalRetriever(corpus, BM25Index([passage.contents for passage in corpus]))
 
 

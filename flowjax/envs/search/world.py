@@ -64,7 +64,8 @@ class Search:
     def reset(self, task: Task, seed: int) -> Observation:
         payload = task.payload
         names = ("answers", "chain", "augmented")
-        self._question = Question(payload["question"], *(tuple(payload.get(name, ())) for name in names))
+        text = " ".join(payload["question"].split())
+        self._question = Question(text, *(tuple(payload.get(name, ())) for name in names))
         self._known: dict[str, str] = {}  # id -> title
         self._queries: list[str] = []
         self._latest: frozenset[str] = frozenset()
