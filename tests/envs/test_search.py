@@ -140,6 +140,11 @@ def test_no_held_out_fact_is_of_use_in_training_over_ten_data_seeds():
     assert not any((name in named["train"]) != (target in named["train"]) for (name, _), target in facts.items())
 
 
+def test_too_many_questions_are_refused():
+    with pytest.raises(WorldError, match=r"documents=300000, hops=\(4,\)"):
+        search.tasks("train", 0, documents=300_000, hops=4)
+
+
 def test_the_data_seed_orders_the_tasks_and_nothing_else():
     first, second = (search.tasks("train", data_seed, **SMALL) for data_seed in (0, 1))
     ids = [{take(source, index).task_id for index in range(len(source))} for source in (first, second)]

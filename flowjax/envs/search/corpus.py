@@ -18,6 +18,7 @@ HELD_OUT_ONE_IN = 8  # things
 FACTS = 3  # a document tells
 MIN_DOCUMENTS = HELD_OUT_ONE_IN * len(KINDS) * (FACTS + 1)  # leaves every fact something of its own to point at
 MAX_HOPS = 4
+MAX_WALKS = 20_000_000  # 1 GB while they are drawn
 _KIND_NAMES = tuple(KINDS)
 
 
@@ -105,11 +106,21 @@ def _draw_facts(
 
 
 class Questions(Sequence[Question]):
-    """Every question of a split whose chain visits no thing twice, in an order that the data seed draws."""
+    """Every question of a split whose chain visits no thing twice, in an order that the data seed draws.
+
+    Raises:
+        WorldError: there are too many to be listed.
+    """
 
     def __init__(self, book: Encyclopedia, split: Split, data_seed: int, hops: Sequence[int]):
         self._book = book
         starts = np.flatnonzero(book.held_out == (split == "held_out"))
+        walks = len(starts) * sum(FACTS**count for count in hops)
+        if walks > MAX_WALKS:
+            raise WorldError(
+                f"env.options documents={len(book.names)}, hops={tuple(hops)}: {walks:,} questions to draw from, over "
+                f"{MAX_WALKS:,}; lower one of the two"
+            )
         chains, ways = zip(*(_walk(book, starts, count) for count in hops), strict=True)
         self._chains = np.concatenate([_pad(chain) for chain in chains])
         self._ways = np.concatenate([_pad(way) for way in ways])
