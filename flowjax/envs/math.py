@@ -30,6 +30,7 @@ TASKS = 1 << 31  # length of a source of generated problems; slice it
 ANSWERS = ("boxed", "last_number", "whole", "anywhere")
 CALCULATE, ANSWER = "calculate[<expression>]", "answer[<text>]"
 BOXED, WHOLE = r"\boxed{<text>}", "<text>"  # the one legal action of a single turn: any reply in which it stands
+CALCULATED = "Calculated so far:"  # the line between a question and the results
 SPACE = "_"  # of spelled texts
 GRADING_TIMEOUT_S = 3  # three such waits, two readings and a comparison, are below config.env.step_timeout_s
 
@@ -120,7 +121,8 @@ class Math:
         results = [f"{expression}={value}" for expression, value in self._results.items()]
         end = [self._over, self._right]
         key = state_key("math", problem.question, problem.answer, self._calculations, *sorted(results), *map(int, end))
-        return Observation("\n".join([problem.question, *results]), self.legal, key)
+        text = "\n".join([problem.question, CALCULATED, *results]) if results else problem.question
+        return Observation(text, self.legal, key)
 
     @property
     def legal(self) -> tuple[str, ...]:
@@ -262,17 +264,21 @@ def _unspelled(text: str) -> str:
 def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
     """One user message. Compact: the problem and the results so far, spelled; earlier turns show in these alone."""
     if style == "compact":
-        return [{"role": "user", "content": _spelled(observation.text)}]
-    problem, _, results = (
-        observation.text.partition("\n") if _has_calculator(observation) else (observation.text, "", "")
-    )
-    parts = [problem]
+        return [{"role": "user", "content": _spelled("\n".join(_shown(observation)))}]
+    question, *results = _shown(observation)
+    parts = [question]
     if results:
-        parts.append(f"Calculated so far:\n{results}")
+        parts.append("\n".join([CALCULATED, *results]))
     if history and not _has_calculator(observation):
         parts.append(f"Your last reply held no answer: {history[-1].action or 'none'}")
     parts.append(CALCULATOR_INSTRUCTION if _has_calculator(observation) else INSTRUCTION)
     return [{"role": "user", "content": "\n\n".join(parts)}]
+
+
+def _shown(observation: Observation) -> list[str]:
+    """The question and the results."""
+    question, found, results = observation.text.rpartition(f"\n{CALCULATED}\n")
+    return [question, *results.split("\n")] if found else [observation.text]
 
 
 def _has_calculator(observation: Observation) -> bool:
@@ -281,7 +287,7 @@ def _has_calculator(observation: Observation) -> bool:
 
 def follow_up(observation: Observation, style: Style) -> list[Message]:
     """The latest result. After an action that was none, the problem or the result before."""
-    latest = observation.text.rpartition("\n")[2] if _has_calculator(observation) else observation.text
+    latest = _shown(observation)[-1]
     if style == "compact":
         return [{"role": "user", "content": _spelled(latest)}]
     instruction = CALCULATOR_INSTRUCTION if _has_calculator(observation) else INSTRUCTION

@@ -90,6 +90,9 @@ class GraderProcesses:
             self.counts.crashes += 1
             worker = _killed(worker)
             raise GraderError(f"the process of {self._function} died") from died
+        except BaseException:  # an interrupt, or arguments that cannot be sent: what the worker answers next is unknown
+            worker = _killed(worker)
+            raise
         finally:
             self._free.put(worker)
         if error is not None:

@@ -108,7 +108,7 @@ def test_the_calculator_helps_and_runs_out():
     bad = env.step("calculate[12+]")
     assert (bad.valid, bad.observation) == (False, first)
     step = env.step("calculate[12 + 34]")
-    assert step.valid and step.observation.text == "12+34=?\n12+34=46"
+    assert step.valid and step.observation.text == "12+34=?\nCalculated so far:\n12+34=46"
     assert math.follow_up(step.observation, "compact")[0]["content"] == "1 2 + 3 4 = 4 6"
     step = env.step("calculate[46^2]")
     assert step.observation.legal_actions == (math.ANSWER,)
@@ -220,6 +220,17 @@ def test_instruct_prompts_say_what_is_wanted():
     observation = env.step("calculate[12+34]").observation
     for messages in (math.prompt(observation, [], "instruct"), math.follow_up(observation, "instruct")):
         assert "12+34=46" in messages[0]["content"] and "<action>" in messages[0]["content"]
+
+
+def test_questions_of_several_lines_stay_whole():
+    task = Task("t", "math", 0, {"question": "First.\nSecond?", "answer": "1"})
+    env, observation = begin(task, calculator=1)
+    assert "First.\nSecond?\n\n" in math.prompt(observation, [], "instruct")[0]["content"]
+    assert math.follow_up(observation, "instruct")[0]["content"].startswith("First.\nSecond?\n\n")
+    observation = env.step("calculate[1+1]").observation
+    [message] = math.prompt(observation, [], "instruct")
+    assert "First.\nSecond?\n\nCalculated so far:\n1+1=2\n\n" in message["content"]
+    assert math.follow_up(observation, "instruct")[0]["content"].startswith("1+1=2\n\n")
 
 
 def test_splits_share_no_problem_over_ten_data_seeds():

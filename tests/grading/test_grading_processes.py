@@ -39,6 +39,13 @@ def test_what_goes_wrong_costs_one_call_and_is_counted(graders: GraderProcesses)
     assert (counts.timeouts, counts.crashes, counts.errors) == (2, 1, 1)
 
 
+def test_arguments_that_cannot_be_sent_leave_the_pool_usable(graders: GraderProcesses):
+    for _ in range(3):
+        with pytest.raises(TypeError):
+            graders.call(object())
+    assert graders.call("fine").startswith("fine by ")
+
+
 def test_threads_share_the_workers(graders: GraderProcesses):
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(graders.call, [f"task-{i}" for i in range(100)]))
