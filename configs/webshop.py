@@ -1,0 +1,76 @@
+"""WebShop with state-graph credit."""
+
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError, default_config
+
+
+def get_config(arg: str = "nano") -> ConfigDict:
+    """An agent that searches a shop, chooses options and buys; each turn a prompt with the latest turns.
+
+    nano       2 CPU cores          python -m flowjax.launch --config=configs/webshop.py:nano
+               40 generated products; shows that the world feeds the trainer, no result is claimed
+    qwen3_8b   8 x A100 80 GB       python -m flowjax.launch --config=configs/webshop.py:qwen3_8b   (not run by us)
+               for the published setting give --config.env.options.path=<WebShop's data folder>
+    """
+    recipes = {"nano": _nano, "qwen3_8b": _qwen3_8b}
+    if arg not in recipes:
+        raise ConfigError(f"configs/webshop.py has no variant {arg!r}: use one of {', '.join(recipes)}")
+    config = default_config()
+    config.env.module = "flowjax.envs.webshop"
+    config.env.max_turns = 15
+    config.reward.components = ConfigDict({"success": 1.0})
+    config.credit.name = "rewardflow"
+    config.credit.options = ConfigDict({"gamma": 0.9})
+    recipes[arg](config)
+    return config
+
+
+def _nano(config: ConfigDict) -> None:
+    config.name = "webshop-nano"
+    config.model.path = "models/nano-webshop"
+    config.model.dtype = "float32"
+    config.model.remat = "none"
+    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
+    config.env.options = ConfigDict({"products": 40})
+    config.env.prompt = "compact"
+    config.env.history = 3  # chosen options are seen nowhere else
+    config.env.max_turns = 8
+    config.engine.dtype = "float32"
+    config.engine.max_model_tokens = 128
+    config.engine.kv_cache_bytes = 256 * 1024**2
+    config.rollout.max_prompt_tokens = 114
+    config.rollout.max_new_tokens = 12
+    config.rollout.group_size = 8
+    config.warm_start.states = 10_000
+    config.warm_start.steps = 160
+    config.warm_start.batch_rows = 64
+    config.warm_start.label_noise = 0.2
+    config.warm_start.path_noise = 0.1
+    config.trainer.groups_per_step = 8
+    config.trainer.steps = 10
+    config.trainer.row_tokens = 128
+    config.trainer.micro_batch_rows = 32
+    config.optimizer.learning_rate = 1e-3
+    config.eval.tasks = 24
+
+
+def _qwen3_8b(config: ConfigDict) -> None:
+    config.name = "webshop-qwen3-8b"
+    config.model.path = "models/Qwen3-8B"
+    config.policy.lora.rank = 64
+    config.policy.lora.alpha = 64.0
+    config.engine.tensor_parallel = 4
+    config.engine.prompts_per_request = 1  # long replies: none waits for another
+    config.mesh.fsdp = 4
+    config.engine.max_model_tokens = 5120
+    config.rollout.max_prompt_tokens = 4096
+    config.rollout.max_new_tokens = 1024
+    config.rollout.max_concurrent_episodes = 256
+    config.rollout.group_size = 8
+    config.trainer.groups_per_step = 16
+    config.trainer.steps = 150
+    config.trainer.row_tokens = 8192
+    config.trainer.micro_batch_rows = 4
+    config.optimizer.learning_rate = 2e-5
+    config.eval.tasks = 500

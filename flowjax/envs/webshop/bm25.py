@@ -1,0 +1,111 @@
+"""BM25 that ranks as Lucene does behind Anserini: the same analysis, the same rounding, the same order of ties.
+
+`Index(documents).search(query, 50)` is all of it. Scores are Lucene's BM25Similarity (Robertson and Zaragoza 2009, with
+the idf that is never negative), computed in float32 with document lengths rounded to one byte. Tokens are those of the
+standard tokenizer for Latin text; each ideograph is a token, as is a run of katakana; emoji are none.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from flowjax.envs.webshop.porter import stem
+
+_STOP_WORDS = (
+    "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
+    "to was will with"
+)
+STOP_WORDS = frozenset(_STOP_WORDS.split())
+MAX_TOKEN_CHARACTERS = 255  # longer ones are cut into pieces
+
+# Word breaks of Unicode's annex 29: letters and digits hold together; a few marks join two letters or two digits.
+_MARKS = "\u0300-\u036f\u200d\ufe00-\ufe0f"
+_IDEOGRAPH = "\u3005-\u3007\u3040-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_KATAKANA = "\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\uff66-\uff9d"
+_CHARACTER = rf"[^\W{_IDEOGRAPH}{_KATAKANA}][{_MARKS}]*"
+_LETTER = rf"[^\W\d_{_IDEOGRAPH}{_KATAKANA}]"
+_WORD = rf"(?:{_CHARACTER}|(?<={_LETTER})[.:'’‘·](?={_LETTER})|(?<=\d)[.,;'’‘](?=\d))+"
+_TOKEN = re.compile(rf"{_WORD}|[{_IDEOGRAPH}][{_MARKS}]*|(?:[{_KATAKANA}][{_MARKS}]*)+")
+
+
+def tokens(text: str) -> list[str]:
+    """Words, lower case, without possessive 's and stop words, stemmed."""
+    found: list[str] = []
+    for match in _TOKEN.finditer(text):
+        whole = match[0]
+        for start in range(0, len(whole), MAX_TOKEN_CHARACTERS):
+            word = whole[start : start + MAX_TOKEN_CHARACTERS]
+            if word.strip("_") == "":
+                continue
+            if len(word) >= 2 and word[-1] in "sS" and word[-2] in "'’＇":
+                word = word[:-2]
+            word = word.lower()
+            if word not in STOP_WORDS:
+                found.append(stem(word))
+    return found
+
+
+def query_key(query: str) -> str:
+    """All of a query that decides its results: its terms, sorted."""
+    return " ".join(sorted(tokens(query)))
+
+
+def rounded_length(length: int) -> int:
+    """A document length as Lucene keeps it in one byte: exact below 40, then three bits after the leading one."""
+    exact = 24
+    if length < exact:
+        return length
+    rest = length - exact
+    shift = max(rest.bit_length() - 4, 0)
+    return exact + ((rest >> shift) << shift)
+
+
+class Index:
+    """Postings of a list of documents. Equal scores are ordered by `ids`, as strings; without ids, by position."""
+
+    def __init__(self, documents: Sequence[str], ids: Sequence[str] | None = None, *, k1: float = 0.9, b: float = 0.4):
+        self._size = len(documents)
+        order = range(self._size) if ids is None else sorted(range(self._size), key=lambda i: ids[i])
+        self._tie = np.empty(self._size, np.int64)
+        self._tie[list(order)] = np.arange(self._size)
+        postings: dict[str, tuple[list[int], list[int]]] = {}
+        lengths = np.zeros(self._size, np.int64)
+        for number, document in enumerate(documents):
+            terms = tokens(document)
+            lengths[number] = len(terms)
+            for term, count in Counter(terms).items():
+                where, counts = postings.setdefault(term, ([], []))
+                where.append(number)
+                counts.append(count)
+        filled = int(np.count_nonzero(lengths))  # Lucene counts the documents that have the field at all
+        mean = np.float32(lengths.sum() / max(filled, 1))
+        rounded = np.array([rounded_length(int(n)) for n in lengths], np.float32)
+        one, k1_, b_ = np.float32(1), np.float32(k1), np.float32(b)
+        inverse_norm = one / (k1_ * ((one - b_) + b_ * rounded / mean)) if filled else rounded
+        # term -> documents [hits], 1 + frequency / norm [hits] in float32, idf
+        self._terms: dict[str, tuple[np.ndarray, np.ndarray, np.float32]] = {}
+        for term, (where, counts) in postings.items():
+            numbers = np.array(where)
+            saturation = one + np.array(counts, np.float32) * inverse_norm[numbers]
+            idf = np.float32(math.log(1 + (filled - len(where) + 0.5) / (len(where) + 0.5)))
+            self._terms[term] = (numbers, saturation, idf)
+
+    def search(self, query: str, limit: int = 50) -> list[int]:
+        """Positions of the best documents, best first; none where no word is shared."""
+        return self.rank(tokens(query), limit)
+
+    def rank(self, terms: Sequence[str], limit: int) -> list[int]:
+        """The same for terms as `tokens` makes them."""
+        scores = np.zeros(self._size)
+        for term, count in sorted(Counter(terms).items()):
+            if term in self._terms:
+                numbers, saturation, idf = self._terms[term]
+                weight = np.float32(count) * idf
+                scores[numbers] += weight - weight / saturation
+        hits = np.flatnonzero(scores)
+        rounded = scores[hits].astype(np.float32)
+        best = np.lexsort((self._tie[hits], -rounded))[:limit]
+        return hits[best].tolist()

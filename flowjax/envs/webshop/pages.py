@@ -1,0 +1,157 @@
+"""The pages of the shop: what each says, what can be clicked on it, and where a click leads."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from flowjax.envs.webshop.bm25 import query_key
+from flowjax.envs.webshop.catalog import Catalog, Product
+
+SEPARATOR = " [SEP] "
+SEARCH_TEMPLATE = "search[<words>]"
+PER_PAGE = 10
+BACK, PREVIOUS, NEXT, BUY = "back to search", "< prev", "next >", "buy now"
+SUB_PAGES = ("description", "features", "reviews")
+ATTRIBUTES = "attributes"  # a fourth sub page, shown on request
+_ACTION = re.compile(r"(.+)\[(.+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where the shopper is. `query` is what decides the results (`query_key`), `options` the chosen values by name."""
+
+    page: Literal["search", "results", "item", "sub", "done"] = "search"
+    query: str = ""
+    number: int = 1  # of the results page
+    product: int = -1  # position in the catalog
+    sub_page: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+
+
+def read_action(action: str) -> tuple[str, str]:
+    """Name and lower-case argument of `name[argument]`; empty where it is not of that form."""
+    match = _ACTION.match(action)
+    return (match[1], match[2].lower()) if match else ("", "")
+
+
+class Pages:
+    """Texts, legal actions and links of a catalog."""
+
+    def __init__(self, catalog: Catalog, show_attributes: bool):
+        self._catalog = catalog
+        self._sub_pages = (*SUB_PAGES, ATTRIBUTES) if show_attributes else SUB_PAGES
+        self._body = lru_cache(maxsize=1 << 14)(self._make_body)
+
+    def follow(self, state: State, action: str) -> State | None:
+        """The state after an action; None where the action is not possible there, and nothing changes."""
+        name, argument = read_action(action)
+        if state.page == "done":
+            return None
+        if name == "search":
+            return State("results", query_key(argument))
+        if name == "click" and argument != "search":
+            return self._click(state, argument)
+        return None
+
+    def show(self, state: State, instruction: str) -> tuple[str, tuple[str, ...]]:
+        """Text and legal actions of a page before the end."""
+        if state.page == "search":
+            return SEPARATOR.join(("WebShop", "Instruction:", instruction, "Search")), (SEARCH_TEMPLATE,)
+        where = replace(state, options=())  # what is chosen is not seen
+        text, legal = self._body(where)
+        return f"Instruction:{SEPARATOR}{instruction}{SEPARATOR}{text}", legal
+
+    def _click(self, state: State, target: str) -> State | None:
+        if state.page == "search":
+            return None
+        if target == BACK:
+            return State()
+        if state.page == "results":
+            return self._click_results(state, target)
+        if state.page == "sub":
+            return replace(state, page="item", sub_page="") if target == PREVIOUS else None
+        if target == PREVIOUS:
+            return State("results", state.query, state.number)
+        if target == BUY:
+            return replace(state, page="done")
+        if target in self._sub_pages:
+            return replace(state, page="sub", sub_page=target)
+        for option, values in reversed(self._catalog.products[state.product].options.items()):
+            if target in values:
+                return replace(state, options=tuple(sorted({**dict(state.options), option: target}.items())))
+        return None
+
+    def _click_results(self, state: State, target: str) -> State | None:
+        if target == NEXT:
+            return replace(state, number=state.number + 1)
+        if target == PREVIOUS:
+            return replace(state, number=state.number - 1) if state.number > 1 else None
+        product = self._catalog.linked(target)
+        if product is None or product not in self.results(state):
+            return None
+        return replace(state, page="item", product=product)
+
+    def results(self, state: State) -> tuple[int, ...]:
+        """Products on the state's results page."""
+        return self._catalog.search(state.query)[(state.number - 1) * PER_PAGE : state.number * PER_PAGE]
+
+    def _make_body(self, state: State) -> tuple[str, tuple[str, ...]]:
+        if state.page == "results":
+            return self._results_body(state)
+        product = self._catalog.products[state.product]
+        return self._item_body(product) if state.page == "item" else _sub_body(product, state.sub_page)
+
+    def _results_body(self, state: State) -> tuple[str, tuple[str, ...]]:
+        shown = [self._catalog.products[number] for number in self.results(state)]
+        total = len(self._catalog.search(state.query))
+        back = ("< Prev",) if state.number > 1 else ()
+        said = [text for product in shown for text in (product.asin, product.name, product.price_tag)]
+        text = _join("Back to Search", f"Page {state.number} (Total results: {total})", *back, "Next >", *said)
+        links = (BACK, *((PREVIOUS,) if back else ()), NEXT, *(product.asin.lower() for product in shown))
+        return text, _legal(links)
+
+    def _item_body(self, product: Product) -> tuple[str, tuple[str, ...]]:
+        options = [text for name, values in product.options.items() for text in (name, *values)]
+        buttons = [name.capitalize() for name in self._sub_pages]
+        about = (product.name, f"Price: {product.price_tag}", "Rating: N.A.", *buttons, "Buy Now")
+        values = [value for values in product.options.values() for value in values]
+        links = dict.fromkeys((BACK, PREVIOUS, *self._sub_pages, BUY, *values))
+        return _join("Back to Search", "< Prev", *options, *about), _legal(tuple(links))
+
+
+def _sub_body(product: Product, name: str) -> tuple[str, tuple[str, ...]]:
+    said = {
+        "description": (product.description,),
+        "features": product.bullet_points,
+        "reviews": ("No reviews found",),  # the published files hold none
+        ATTRIBUTES: (*product.attributes, product.category, product.query, product.product_category),
+    }[name]
+    return _join("Back to Search", "< Prev", *said), _legal((BACK, PREVIOUS))
+
+
+def done_text(product: Product, options: Sequence[tuple[str, str]], score: float) -> str:
+    """The last page, which shows what was bought, the score, and empty fields of the published template."""
+    chosen = json.dumps(dict(options), sort_keys=True)
+    for mark in "<>&'":
+        chosen = chosen.replace(mark, f"\\u{ord(mark):04x}")
+    nothing = ("attrs", "None", "category", "None", "query", "None", "product category", "None")
+    goal = ("Target", "asin", "options", "attrs", "price upper", "instuction text", "category", "product category")
+    return SEPARATOR.join(
+        (
+            *("Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)"),
+            *("Purchased", "asin", product.asin, "options", chosen, *nothing),
+            *(*goal, "query", "Goal", "None", "Reward"),
+            *("Your score (min 0.0, max 1.0)", str(score), "Reward Details", "None"),
+        )
+    )
+
+
+def _join(*parts: str) -> str:
+    return SEPARATOR.join(part.strip() for part in parts if part.strip())
+
+
+def _legal(links: Sequence[str]) -> tuple[str, ...]:
+    return (SEARCH_TEMPLATE, *(f"click[{link}]" for link in links))

@@ -1,0 +1,172 @@
+"""The shop as a world. State: page, query, results page, product, sub page, chosen options, and the goal."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from flowjax.envs.base import Observation, Split, Step, WorldError
+from flowjax.envs.webshop import prompts
+from flowjax.envs.webshop.catalog import Catalog, load_catalog
+from flowjax.envs.webshop.expert import best_action
+from flowjax.envs.webshop.goals import GoalKind, SplitBy, split_goals
+from flowjax.envs.webshop.pages import SEARCH_TEMPLATE, SEPARATOR, Pages, State, done_text
+from flowjax.envs.webshop.reward import Goal, check_requirements, noun_finder, score
+from flowjax.records import Task, state_key
+
+if TYPE_CHECKING:
+    import grain
+
+OUTCOMES = ("success", "score")
+SUCCESS_REWARD = 10.0
+MAX_RANDOM_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`products` of the catalog at `path`, or generated from `seed` where path is None; `held_out` goals at most."""
+
+    path: str | None = None
+    products: int = 1000
+    seed: int = 0
+    goals: GoalKind = "synthetic"
+    held_out: int = 500
+    split: SplitBy = "content"
+    show_attributes: bool = False
+
+    def catalog(self) -> Catalog:
+        return load_catalog(self.path, self.products, self.seed, self.goals == "human")
+
+
+def read_options(options: Mapping[str, Any]) -> Options:
+    """Raises:
+    WorldError: an option that is not known, or a value that it cannot have.
+    """
+    known = ", ".join(Options.__dataclass_fields__)
+    if unknown := sorted(set(options) - set(Options.__dataclass_fields__)):
+        raise WorldError(f"env.options {', '.join(unknown)}: WebShop's are {known}")
+    read = Options(**options)
+    for name, allowed in (("goals", ("synthetic", "human")), ("split", ("content", "index"))):
+        if getattr(read, name) not in allowed:
+            raise WorldError(f"env.options.{name} is {getattr(read, name)!r}: give {' or '.join(allowed)}")
+    for name in ("products", "held_out"):
+        if getattr(read, name) < 1:
+            raise WorldError(f"env.options.{name} is {getattr(read, name)}: give 1 or more")
+    return replace(read, show_attributes=bool(read.show_attributes))
+
+
+class WebShop:
+    """One purchase at a time. `nouns_by` names what finds the nouns of titles (see docs/worlds/webshop.md)."""
+
+    def __init__(self, options: Options):
+        check_requirements()
+        self.catalog = options.catalog()
+        self.nouns_by = noun_finder()[0]
+        self._pages = Pages(self.catalog, options.show_attributes)
+        self._goal: Goal | None = None
+        self._goal_key = 0
+        self.state = State()
+        self._score = 0.0
+
+    @property
+    def goal(self) -> Goal:
+        if self._goal is None:
+            raise RuntimeError("the environment has not been reset")
+        return self._goal
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        """Raises:
+        WorldError: the task's product is not in the catalog, which then is not the one its goals were made from.
+        """
+        told = {name: tuple(v) if isinstance(v, list | tuple) else v for name, v in task.payload["goal"].items()}
+        goal = Goal(**told)
+        if goal.asin not in self.catalog.by_asin:
+            raise WorldError(
+                f"the task's product {goal.asin} is not in the catalog: env.options differ from the task's"
+            )
+        self._goal, self.state, self._score = goal, State(), 0.0
+        self._goal_key = state_key(*(repr(value) for value in told.values()))
+        return self._observe()
+
+    def step(self, action: str) -> Step:
+        after = self._pages.follow(self.state, action)
+        if after is None:
+            return Step(self._observe(), 0.0, self.state.page == "done", False, self._outcome())
+        self.state = after
+        if after.page != "done":
+            return Step(self._observe(), 0.0, False, True, self._outcome())
+        wanted = self.catalog.products[self.catalog.by_asin[self.goal.asin]]
+        self._score = score(self.goal, self.catalog.products[after.product], wanted, dict(after.options))
+        return Step(self._observe(), SUCCESS_REWARD * (self._score == 1.0), True, True, self._outcome())
+
+    def _observe(self) -> Observation:
+        state = self.state
+        if state.page == "done":
+            text, legal = done_text(self.catalog.products[state.product], state.options, self._score), ()
+        else:
+            text, legal = self._pages.show(state, self.goal.instruction)
+        return Observation(text, legal, self._key())
+
+    def _key(self) -> int:
+        state = self.state
+        product = self.catalog.products[state.product].asin if state.product >= 0 else ""
+        if state.page == "done":  # how the product was found no longer matters
+            state = replace(state, query="", number=1)
+        options = [part for pair in state.options for part in pair]
+        return state_key(self._goal_key, state.page, state.query, state.number, product, state.sub_page, *options)
+
+    def _outcome(self) -> dict[str, float]:
+        return {"success": float(self._score == 1.0), "score": self._score}
+
+
+def make(**options: Any) -> WebShop:
+    """Options: path, products, seed, goals, held_out, split, show_attributes; see `Options`."""
+    return WebShop(read_options(options))
+
+
+class _TaskOf:
+    """The index-th goal of a split as a task."""
+
+    def __init__(self, goals: tuple[Goal, ...], name: str):
+        self._goals, self._name = goals, name
+
+    def __call__(self, index: int) -> Task:
+        goal = self._goals[index]
+        return Task(f"webshop-{self._name}-{index}", "webshop", index, {"goal": asdict(goal)})
+
+
+def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
+    """The goals of a split, in the order of their shuffle. As many as the catalog has; see `len`."""
+    import grain  # imports jax, which processes that only hold environments do without
+
+    if split not in ("train", "held_out"):
+        raise WorldError(f"split is {split!r}: give train or held_out")
+    read = read_options(options)
+    both = split_goals(read.path, read.products, read.seed, read.goals, data_seed, read.held_out, read.split)
+    if not both[split]:
+        raise WorldError(f"env.options.products is {read.products}, which leaves no {split} goals: raise it")
+    name = f"{read.goals}-{split}-{data_seed}"
+    return grain.MapDataset.range(len(both[split])).map(_TaskOf(both[split], name))
+
+
+def expert(env: WebShop) -> str:
+    """From the goal's own product, its page in the results, and the chosen options."""
+    return best_action(env.catalog, env.goal, env.state)
+
+
+def random_action(observation: Observation, rng: np.random.Generator) -> str:
+    """Any legal action; a search is for one to three words of the instruction."""
+    if not observation.legal_actions:
+        return ""
+    action = observation.legal_actions[rng.integers(len(observation.legal_actions))]
+    if action != SEARCH_TEMPLATE:
+        return action
+    instruction = observation.text.partition("Instruction:" + SEPARATOR)[2].split(SEPARATOR)[0]
+    known = prompts.words(instruction.split(", and price lower than ")[0]) or ["gift"]
+    count = min(len(known), int(rng.integers(1, MAX_RANDOM_WORDS + 1)))
+    return f"search[{' '.join(cast(str, word) for word in rng.choice(known, count, replace=False))}]"
+
+
+def vocabulary(**options: Any) -> tuple[str, ...]:
+    return prompts.vocabulary(read_options(options).catalog())
