@@ -11,7 +11,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     nano             2 CPU cores         python -m flowjax.launch --config=configs/math.py:nano
                      sums of two numbers of at most two digits, digit by digit
     nano_calculator  2 CPU cores         python -m flowjax.launch --config=configs/math.py:nano_calculator
-                     three numbers, + and -, one conversation with a calculator
+                     three digits, + and -, one conversation with a calculator
     qwen3_8b         8 x A100 80 GB      python -m flowjax.launch --config=configs/math.py:qwen3_8b \\
                      --config.env.options.path=deepscaler.json                                   (not run by us)
     """
@@ -47,6 +47,7 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 16
     config.trainer.micro_batch_rows = 128
     config.optimizer.learning_rate = 1e-3
+    config.warm_start.label_noise = 0.4
 
 
 def _nano_calculator(config: ConfigDict) -> None:
@@ -55,13 +56,13 @@ def _nano_calculator(config: ConfigDict) -> None:
     config.model.path = "models/nano-math-calculator"
     config.env.context = "append"
     config.env.max_turns = 3
-    config.env.options = ConfigDict({"calculator": 2, "digits": 2, "terms": 3, "operators": "+-"})
+    config.env.options = ConfigDict({"calculator": 2, "digits": 1, "terms": 3, "operators": "+-"})
     config.rollout.max_new_tokens = 14
     config.rollout.max_prompt_tokens = 82
     config.engine.max_model_tokens = config.trainer.row_tokens = 96
     config.trainer.micro_batch_rows = 32
     config.warm_start.batch_rows = 64  # conversations
-    config.warm_start.steps = 400
+    config.warm_start.label_noise = 0.2
 
 
 def _qwen3_8b(config: ConfigDict) -> None:

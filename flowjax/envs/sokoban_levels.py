@@ -90,7 +90,8 @@ def generate(rng: np.random.Generator, shape: Shape, split: Split | None = None)
         if shape.min_moves <= moves <= (shape.max_moves or moves):
             return room, position
     raise WorldError(
-        f"no Sokoban level in {MAX_ATTEMPTS} attempts with {shape}: lower min_moves or boxes, raise max_moves, or enlarge the room"
+        f"no Sokoban level in {MAX_ATTEMPTS} attempts with {shape}: lower min_moves or boxes, raise max_moves, or "
+        "enlarge the room"
     )
 
 

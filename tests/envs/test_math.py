@@ -287,6 +287,14 @@ def test_formulas_are_judged_outside_the_main_thread_too():
     assert steps[0].outcome["success"] == 1.0
 
 
+def test_generated_problems_need_no_math_verify(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    for text, right in ((r"\boxed{46.0}", 1.0), (r"\boxed{2x+1}", 0.0)):
+        env, _ = begin()
+        step = env.step(text)
+        assert (step.terminal, step.reward) == (True, right)
+
+
 def test_demonstrations_in_one_conversation():
     world = load_world("flowjax.envs.math")
     options = {"calculator": 1}
