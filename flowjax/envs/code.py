@@ -179,16 +179,17 @@ def _feedback(problem: Problem, verdict: Verdict) -> str:
     for number, remark in enumerate(remarks):
         if remark:
             lines.append(f"- {_case(problem.suite, number)}: {remark}")
-    return "\n".join(lines)
+    return "\n".join(lines).encode("utf-8", "backslashreplace").decode()
 
 
-def _normalised(program: str) -> str:
+def _normalised(program: str) -> bytes:
     """A program without its layout and comments; as it stands where it does not parse."""
     module = parse_quietly(program)
     try:
-        return program.strip() if module is None else ast.dump(module)
+        text = program.strip() if module is None else ast.dump(module)
     except RecursionError:
-        return program.strip()
+        text = program.strip()
+    return text.encode("utf-8", "surrogatepass")
 
 
 def make(**options: Any) -> Code:

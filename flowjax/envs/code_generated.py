@@ -168,8 +168,10 @@ def problem(recipe: Recipe, seed: int, *, cases: int, public: int) -> Problem:
     rng = np.random.default_rng(seed)
     own = [_input(rng, recipe.kind) for _ in range(cases // 2)]
     order = rng.permutation(len(PROBES[recipe.kind]))
-    inputs = [*own, *(PROBES[recipe.kind][i] for i in order)][:cases]
-    calls = tuple(Call((x,), recipe.value(x)) for x in inputs)
+    inputs = {
+        repr(x): x for x in (*own, *(PROBES[recipe.kind][i] for i in order))
+    }  # each once: a public one is not hidden
+    calls = tuple(Call((x,), recipe.value(x)) for x in list(inputs.values())[:cases])
     return Problem(recipe.statement(), Suite(calls, ENTRY), public, 0, recipe.program(), recipe.short())
 
 

@@ -2,11 +2,13 @@
 
 import ast
 import base64
+import builtins
 import doctest
 import functools
 import io
 import json
 import pickle
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,7 +85,7 @@ def _before(prompt: str, entry: str) -> str:
 def _examples(prompt: str, entry: str) -> tuple[Call, ...]:
     """Calls shown in the docstring as an interactive session."""
     try:
-        shown = doctest.DocTestParser().get_examples(prompt)
+        shown = doctest.DocTestParser().get_examples(re.sub("\"{3}|'{3}", "\n\n", prompt))
     except ValueError:
         return ()
     cases: list[Call] = []
@@ -97,9 +99,10 @@ def _mbpp(fields: Mapping[str, Any], public_tests: int) -> Problem:
     tests = [*fields["test_list"], *(fields.get("challenge_test_list") or ())]
     defined = _functions(fields.get("code") or "")
     called = calls_of("\n".join(tests))
-    entry = next((name for name in called if name in defined), None) or next(
-        name for name in called if not hasattr(__builtins__, name) and name not in dir(__builtins__)
-    )
+    candidates = [name for name in called if name in defined] or [n for n in called if not hasattr(builtins, n)]
+    if not candidates:
+        raise ValueError("no assert in test_list calls a function")
+    entry = candidates[0]
     setup = "\n".join([*(fields.get("test_imports") or ()), fields.get("test_setup_code") or ""])
     cases = [case for test in tests for case in from_assert(test, entry)]
     shown = "\n".join(tests[:public_tests])

@@ -75,8 +75,9 @@ def _world(config: ConfigDict) -> Iterator[str]:
     longest_step_s = getattr(world, "longest_step_s", None)  # of worlds whose steps have a limit of their own
     if longest_step_s is not None and longest_step_s(**options) > config.env.step_timeout_s:
         yield (
-            f"config.env.step_timeout_s is {config.env.step_timeout_s}, but with config.env.options {options} a step of "
-            f"{config.env.module} may take {longest_step_s(**options)} s: raise step_timeout_s, or lower the world's limits"
+            f"config.env.step_timeout_s is {config.env.step_timeout_s}, but with config.env.options {options} a step "
+            f"of {config.env.module} may take {longest_step_s(**options)} s: raise step_timeout_s, or lower the world's "
+            "limits"
         )
 
 

@@ -1,0 +1,452 @@
+"""The code world: problems, splits, episodes, prompts, replies."""
+
+import asyncio
+import json
+import os
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.code.build import build
+from flowjax.envs import code
+from flowjax.envs.base import EnvDied, Past, WorldError, load_world
+from flowjax.envs.code_generated import OPERATIONS, PROBES, draw
+from flowjax.envs.code_problems import problem_of
+from flowjax.envs.pool import EnvPool
+from flowjax.grading.code import Call, Check
+from flowjax.records import Task
+
+WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
+OPTIONS = {"wall_s": 60.0, "case_s": 20.0, "allow_unisolated": WITHOUT}
+FORMATS = ("humaneval", "mbpp", "livecodebench", "deepcoder")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {kind: str(path) for kind, path in build(tmp_path_factory.mktemp("code"), seed=3, problems=24).items()}
+
+
+def task_of(index: int = 0, **options) -> Task:
+    task = code.tasks("train", 0, **options)[index]
+    assert task is not None
+    return task
+
+
+def test_the_world_offers_everything():
+    assert load_world("flowjax.envs.code").OUTCOMES == ("success", "score")
+
+
+def test_generated_solutions_pass_and_compute_what_the_statement_says():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        recipe = draw(rng, tuple(OPERATIONS), 3)
+        names: dict = {}
+        exec(recipe.program(), names)
+        for x in PROBES[recipe.kind]:
+            assert names["f"](x) == recipe.value(x)
+
+
+def test_the_expert_solves_generated_problems_and_chance_does_not():
+    env = code.make(**OPTIONS)
+    rng = np.random.default_rng(0)
+    scores = []
+    for index in range(30):
+        task = task_of(index)
+        observation = env.reset(task, 0)
+        step = env.step(code.expert(env))
+        assert (step.terminal, step.valid, step.reward) == (True, True, 1.0)
+        assert step.outcome == {"success": 1.0, "score": 1.0}
+        env.reset(task, 0)
+        step = env.step(code.random_action(observation, rng))
+        assert step.valid and step.terminal and step.reward == step.outcome["success"]
+        scores.append(step.outcome["success"])
+    assert np.mean(scores) < 0.2
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_solutions_in_every_format_pass_and_others_fail(files: dict[str, str], kind: str):
+    rows = [json.loads(line) for line in Path(files[kind]).read_text().splitlines()]
+    env = code.make(path=files[kind], **OPTIONS)
+    source = code.tasks("train", 0, path=files[kind])
+    seen = 0
+    for index in range(min(len(source), 12)):
+        task = source[index]
+        assert task is not None
+        env.reset(task, 0)
+        solution = env.problem.solution
+        if kind == "livecodebench":  # comes without solutions: taken from the statement's steps
+            with pytest.raises(WorldError, match="without a solution"):
+                code.expert(env)
+            continue
+        assert env.step(solution).outcome == {"success": 1.0, "score": 1.0}, solution
+        assert env._verdict is not None and all(env._verdict.passed)  # the docstring's examples too
+        env.reset(task, 0)
+        wrong = solution.replace("return x", "return [x, None]").replace("print(x)", "print(x, None)")
+        assert env.step(wrong).outcome == {"success": 0.0, "score": 0.0}
+        seen += 1
+    assert seen or (kind == "livecodebench" and len(rows) == 24)
+
+
+def test_live_code_bench_tests_are_read(files: dict[str, str]):
+    rows = [json.loads(line) for line in Path(files["livecodebench"]).read_text().splitlines()]
+    for number, row in enumerate(rows):
+        problem = problem_of(row)
+        assert len(problem.suite.cases) == 8
+        assert problem.public == 2
+        assert problem.suite.entry == ("transform" if number % 2 == 0 else "")
+    identity = {
+        "question_content": "Give x back.",
+        "starter_code": "class Solution:\n    def same(self, x: List[int]):\n        ",
+        "public_test_cases": json.dumps([{"input": "[1, 2]", "output": "[1, 2]", "testtype": "functional"}]),
+        "private_test_cases": "[]",
+        "metadata": '{"func_name": "same"}',
+    }
+    from flowjax.grading.code import judge
+
+    program = "class Solution:\n    def same(self, x: List[int]):\n        return tuple(x)"
+    assert judge(program, problem_of(identity).suite, allow_none=WITHOUT).success
+
+
+def test_packed_tests_that_are_more_than_data_are_refused():
+    import base64
+    import pickle
+    import zlib
+
+    packed = base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode()
+    with pytest.raises(WorldError, match="is not data"):
+        problem_of({"question_content": "", "public_test_cases": "[]", "private_test_cases": packed})
+
+
+def test_human_eval_parts():
+    fields = {
+        "prompt": "import math\n\n\ndef helper(x):\n    return x\n\n\ndef area(r):\n"
+        '    """Area.\n    >>> area(0)\n    0.0\n    """\n',
+        "entry_point": "area",
+        "canonical_solution": "    return math.pi * helper(r) ** 2\n",
+        "test": "def check(candidate):\n    assert abs(candidate(1) - 3.14159) < 1e-3\n"
+        "    assert candidate(2) > helper(12)",
+    }
+    problem = problem_of(fields)
+    assert problem.suite.cases[0] == Call((0,), 0.0)
+    assert problem.suite.cases[1] == Call((1,), 3.14159, 1e-3)
+    assert isinstance(problem.suite.cases[2], Check)
+    assert (problem.public, problem.unscored) == (1, 1)
+    from flowjax.grading.code import judge
+
+    assert judge(problem.solution, problem.suite, allow_none=WITHOUT).success
+    assert judge("def area(r):\n    return math.pi * helper(r) ** 2", problem.suite, allow_none=WITHOUT).success
+
+
+def test_input_output_of_apps_with_wrapped_results():
+    fields = {
+        "question": "Add.",
+        "input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}),
+    }
+    assert problem_of(fields).suite.cases == (Call((1, 2), 3, json=True), Call((3, 4), 7, json=True))
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": "x"}, {"test_list": []}, {"tests": "{", "problem": ""}])
+def test_what_is_no_problem_is_refused(fields: dict):
+    with pytest.raises(WorldError):
+        problem_of(fields)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(WorldError, match=r"nothing\.jsonl.*HumanEval.*data\.code\.build"):
+        code.make(path=str(tmp_path / "nothing.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"size": 3}, "size"),
+        ({"kinds": ["tree"]}, "tree"),
+        ({"steps": 0}, "steps=0"),
+        ({"case_s": 9.0}, "case_s=9.0"),
+        ({"attempts": 0}, "attempts=0"),
+        ({"held_out_path": "x"}, "needs path"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, named: str):
+    with pytest.raises(WorldError, match=named):
+        code.make(**options)
+
+
+def test_no_isolation_is_an_error_of_the_world(monkeypatch: pytest.MonkeyPatch):
+    from flowjax.grading import sandbox
+
+    none = sandbox.Isolation(sandbox.RLIMITS_ONLY, sandbox.interpreters()[0], False, "bubblewrap is not installed")
+    monkeypatch.setattr(sandbox, "isolation", lambda: none)
+    with pytest.raises(WorldError, match=r"apt-get install bubblewrap.*allow_unisolated=True"):
+        code.make()
+    code.make(allow_unisolated=True)
+
+
+def fingerprint(task: Task) -> str:
+    recipe = code.Recipe(task.payload["kind"], tuple(map(tuple, task.payload["steps"])))
+    return repr([recipe.kind, [recipe.value(x) for x in PROBES[recipe.kind]]])
+
+
+def test_no_held_out_function_is_trained_on_over_ten_seeds():
+    found: dict[str, set[str]] = {"train": set(), "held_out": set()}
+    for split, seen in found.items():
+        for data_seed in range(10):
+            source = code.tasks(split, data_seed)  # pyright: ignore[reportArgumentType]
+            seen.update(fingerprint(source[index]) for index in range(150))  # pyright: ignore[reportArgumentType]
+    assert not found["train"] & found["held_out"]
+    assert min(map(len, found.values())) > 100
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_no_held_out_problem_of_a_file_is_trained_on_over_ten_seeds(files: dict[str, str], kind: str):
+    env = code.make(path=files[kind], **OPTIONS)
+    found: dict[str, set[str]] = {"train": set(), "held_out": set()}
+    for data_seed in range(10):
+        for split, seen in found.items():
+            source = code.tasks(split, data_seed, path=files[kind])  # pyright: ignore[reportArgumentType]
+            seen.update(env.reset(source[i], 0).text for i in range(len(source)))  # pyright: ignore[reportArgumentType]
+    assert not found["train"] & found["held_out"]
+    assert len(found["train"] | found["held_out"]) <= 24
+
+
+def test_a_held_out_file_takes_its_problems_from_training(files: dict[str, str], tmp_path: Path):
+    lines = Path(files["mbpp"]).read_text().splitlines(keepends=True)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(lines[:5]))
+    options = {"path": files["mbpp"], "held_out_path": str(held_out)}
+    assert len(code.tasks("held_out", 0, **options)) == 5
+    assert len(code.tasks("train", 0, **options)) == len(lines) - 5
+    env = code.make(**options, **OPTIONS)
+    task = code.tasks("held_out", 0, **options)[0]
+    assert task is not None
+    env.reset(task, 0)
+    assert env.step(code.expert(env)).outcome["success"] == 1.0
+
+
+def test_episodes_are_the_same_in_every_process():
+    program = (
+        "from flowjax.envs import code\nimport numpy as np\n"
+        "source = code.tasks('held_out', 7)\n"
+        f"env = code.make(attempts=2, allow_unisolated={WITHOUT})\n"
+        "rng = np.random.default_rng(0)\n"
+        "for i in (40, 3):\n"
+        "    seen = env.reset(source[i], 0)\n"
+        "    print(seen, code.expert(env), env.problem.suite)\n"
+        "    print(env.step(code.random_action(seen, rng)), env.step(code.expert(env)))\n"
+        "print(code.vocabulary())\n"
+    )
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] != ""
+
+
+def test_several_attempts_with_feedback_on_public_tests_only():
+    env = code.make(attempts=3, public_tests=2, **OPTIONS)
+    task = Task("t", "code", 5, {"kind": "int", "steps": [[0, 3], [2, 4]]})
+    first = env.reset(task, 0)
+    step = env.step("def f(x): return None")
+    assert (step.terminal, step.valid, step.reward) == (False, True, 0.0)
+    text = step.observation.text
+    assert "passed 0 of 2 public tests" in text
+    cases = [case for case in env.problem.suite.cases if isinstance(case, Call)]
+    assert all(f"f({case.arguments[0]!r}) returns" in text for case in cases[:2])
+    assert not any(f"f({case.arguments[0]!r})" in text for case in cases[2:])
+    [message] = code.follow_up(step.observation, "instruct")
+    assert "returned None, expected" in message["content"] and first.text not in message["content"]
+    [message] = code.prompt(step.observation, [Past(1, first.text, "def f(x): return None")], "instruct")
+    assert message["content"].count("def f(x): return None") == 1
+    assert message["content"].startswith(first.text)
+    step = env.step(code.expert(env))
+    assert (step.terminal, step.reward, step.outcome["success"]) == (True, 1.0, 1.0)
+    after = env.step("def f(x): return 0")
+    assert (after.observation, after.terminal, after.valid) == (step.observation, True, False)
+
+
+def test_passing_the_public_tests_alone_ends_the_episode_without_success():
+    env = code.make(attempts=3, public_tests=1, **OPTIONS)
+    task = Task("t", "code", 5, {"kind": "int", "steps": [[0, 3]]})
+    env.reset(task, 0)
+    [case, *_] = env.problem.suite.cases
+    assert isinstance(case, Call)
+    step = env.step(f"def f(x): return {case.expected}")
+    assert step.terminal and step.outcome["success"] == 0.0 and 0 < step.outcome["score"] < 1
+
+
+def test_state_keys():
+    env = code.make(attempts=4, **OPTIONS)
+    task = Task("t", "code", 5, {"kind": "int", "steps": [[0, 3]]})
+    start = env.reset(task, 0).state_key
+    keys = {}
+    for name, program in {
+        "one": "def f(x): return 1",
+        "layout": "def f(x):\n    # a remark\n    return (1)\n",
+        "two": "def f(x): return 2",
+        "broken": "def f(x) return 1",
+    }.items():
+        env.reset(task, 0)
+        keys[name] = env.step(program).observation.state_key
+    assert keys["one"] == keys["layout"]
+    assert len({start, *keys.values()}) == 4
+    env.reset(task, 0)
+    env.step("def f(x): return 2")
+    assert env.step("def f(x): return 1").observation.state_key != keys["one"]  # fewer attempts left
+
+
+@pytest.mark.parametrize(
+    ("reply", "program"),
+    [
+        ("```python\nx = 1\n```", "x = 1"),
+        ("first\n```python\nx = 1\n```\nthen\n```py\nx = 2\ny = 3\n```\nend", "x = 2\ny = 3"),
+        ("```\nx = 1\n```", "x = 1"),
+        ("<think>```python\nx = 0\n```</think> <answer>x = 1</answer>", "x = 0"),
+        ("I say <answer>\ndef f(x): return x\n</answer>", "def f(x): return x"),
+        ("def f ( x ) : return x", "def f ( x ) : return x"),
+        ("def f ( x ) : x = x + ; return x", "def f ( x ) : x = x + ; return x"),
+        ("```python\nnot closed", None),
+        ("hello", None),
+        ("3 + 4", None),
+        ("I would add the numbers.", None),
+        ("", None),
+        ("```python\n\n```", None),
+        ("```python\nx = '\0'\n```", None),
+        ("```python\n" + "x" * 70_000 + "\n```", None),
+    ],
+)
+def test_programs_are_found_in_replies(reply: str, program: str | None):
+    assert code.parse_action(reply, code.LEGAL) == program
+
+
+def test_the_published_parser_differs_where_it_did():
+    short = "```python\nx = 1\n```"
+    assert code.parse_action(short, code.LEGAL, reference=True) is None
+    prose = "I would import nothing and return the sum."
+    assert code.parse_action(prose, code.LEGAL, reference=True) == prose
+    assert code.parse_action(prose, code.LEGAL) is None
+
+
+@pytest.mark.parametrize("style", ["instruct", "compact"])
+def test_replies_are_read_back(style):
+    for index in range(50):
+        recipe = draw(np.random.default_rng(index), tuple(OPERATIONS), 3)
+        assert code.parse_action(code.reply(recipe.program(), style), code.LEGAL) == recipe.program()
+
+
+def test_compact_prompts_and_replies_use_only_the_vocabulary():
+    known = set(code.vocabulary())
+    assert all(word.split() == [word] for word in known)
+    env = code.make(**OPTIONS)
+    rng = np.random.default_rng(1)
+    for index in range(200):
+        observation = env.reset(task_of(index), 0)
+        [message] = code.prompt(observation, [], "compact")
+        said = [message["content"], code.reply(code.expert(env), "compact"), code.random_action(observation, rng)]
+        assert set(" ".join(said).split()) <= known
+    with pytest.raises(WorldError, match=r"env\.prompt=instruct"):
+        code.vocabulary(path="x")
+
+
+def test_fuzzed_replies_never_crash_and_are_marked():
+    """10,000 outputs: pieces of programs and protocol, in random order."""
+    rng = np.random.default_rng(0)
+    pieces = ["```python\n", "```", "\n", "<answer>", "</answer>", "def f(x):", " return x", "x=", "(", ")", "'", "\0"]
+    pieces += ["import os", "-" * 50, "\ud800", "lambda:", "if", " then ", "[x for x in", "é", "```py\n", "\\", "\t"]
+    pieces += list(string.printable)
+    env = code.make(**OPTIONS)
+    task = task_of(1)
+    before = env.reset(task, 0)
+    unreadable = 0
+    for _ in range(10_000):
+        reply = "".join(pieces[i] for i in rng.integers(len(pieces), size=int(rng.integers(1, 12))))
+        action = code.parse_action(reply, code.LEGAL, reference=bool(rng.integers(2)))
+        if action is None:
+            unreadable += 1
+        else:
+            assert action.strip() and "\0" not in action
+    assert 1000 < unreadable < 9990
+    for action in ("", " \n", "\0", "x\0y", "x" * 70_000):
+        step = env.step(action)
+        assert (step.valid, step.terminal, step.reward, step.observation) == (False, False, 0.0, before)
+
+
+@given(st.text(max_size=80))
+@settings(max_examples=200, deadline=None)
+def test_any_text_can_be_parsed(text: str):
+    for reply in (text, f"```python\n{text}\n```", f"<answer>{text}</answer>"):
+        action = code.parse_action(reply, code.LEGAL)
+        assert action is None or action.strip()
+
+
+def test_long_and_deep_replies_are_read_in_no_time():
+    for piece in ("<answer>", "```python\n", "```", "-", "(", "[", "a.", "1+", "not ", "lambda:", "f(", "\\\n"):
+        code.parse_action(piece * 30_000, code.LEGAL)
+        code._normalised(piece * 5000 + "1")
+
+
+def test_fuzzed_programs_are_handed_in_without_harm():
+    env = code.make(**OPTIONS)
+    rng = np.random.default_rng(2)
+    pieces = [
+        "def f(x):",
+        "\n ",
+        " return",
+        " x",
+        "(",
+        ")",
+        "\n",
+        "'",
+        "import os;",
+        "exit()",
+        "[x]",
+        "\ud800",
+        "while 0:",
+        ":",
+    ]
+    for _ in range(40):
+        env.reset(task_of(int(rng.integers(50))), 0)
+        step = env.step("".join(pieces[i] for i in rng.integers(len(pieces), size=8)) + "x")
+        assert step.valid and step.terminal and step.outcome["success"] in (0.0, 1.0)
+
+
+def test_a_hung_program_costs_its_episode_and_nothing_else():
+    async def play() -> tuple[float, float, int]:
+        options = {"wall_s": 1.0, "case_s": 0.5, "allow_unisolated": WITHOUT}
+        async with (
+            EnvPool(workers=1, step_timeout_s=60.0) as pool,
+            pool.session("flowjax.envs.code", options) as first,
+            pool.session("flowjax.envs.code", {**options, "wall_s": 30.0, "case_s": 10.0}) as second,
+        ):
+            task = task_of(2)
+            await asyncio.gather(first.reset(task, 0), second.reset(task, 0))
+            solution = code._problem(task, code.Options()).solution
+            hung, solved = await asyncio.gather(first.step("while True: pass"), second.step(solution))
+            return hung.outcome["success"], solved.outcome["success"], pool.counts.timeouts
+
+    try:
+        assert asyncio.run(play()) == (0.0, 1.0, 0)
+    except EnvDied as died:
+        pytest.fail(f"{died} ({died.status})")
+
+
+def test_a_step_that_may_outlast_its_environment_is_refused_at_start():
+    from flowjax.launch.command_line import load_recipe
+    from flowjax.launch.probe import inspect_run
+
+    config = load_recipe("configs/code.py:nano")
+    config.env.options.wall_s = 20.0
+    config.env.options.allow_unisolated = WITHOUT
+    problems = inspect_run(config, 1, None)["problems"]
+    assert any("step_timeout_s is 10.0" in text and "21.5 s" in text for text in problems)

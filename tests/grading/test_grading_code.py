@@ -1,0 +1,254 @@
+"""Verdicts on programs: tests taken apart, results compared as data, output compared as text."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowjax.grading.code import Call, Check, Lines, Suite, Verdict, judge, matches, same_text
+from flowjax.grading.code_asserts import from_assert, from_check
+from flowjax.grading.sandbox import Limits
+from flowjax.grading.sandbox_runner import decode, encode
+
+PATIENT = Limits(wall_s=60.0, cpu_s=30.0)
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+hashable = st.recursive(scalars, lambda x: st.lists(x, max_size=3).map(tuple), max_leaves=4)
+values = st.recursive(
+    scalars | st.complex_numbers(),
+    lambda x: (
+        st.lists(x, max_size=4)
+        | st.lists(x, max_size=4).map(tuple)
+        | st.sets(hashable, max_size=3)
+        | st.dictionaries(hashable, x, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def judged(program: str, suite: Suite, **options: Any) -> Verdict:
+    return judge(program, suite, options.pop("limits", PATIENT), case_s=options.pop("case_s", 20.0), **options)
+
+
+def same_data(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+@given(values)
+@settings(max_examples=300, deadline=None)
+def test_values_cross_with_their_types(value: Any):
+    crossed = decode(json.loads(json.dumps(encode(value))))
+    if "'set'" not in repr(encode(value)):  # whose order may differ
+        assert same_data(crossed, value)
+    assert matches(Call((), value), json.loads(json.dumps(encode(value)))) == bool(crossed == value)
+
+
+@given(values, values)
+@settings(max_examples=300, deadline=None)
+def test_equality_is_that_of_python(expected: Any, returned: Any):
+    returned = copy.deepcopy(returned)  # no shared nan, which containers take for equal to itself
+    assert matches(Call((), expected), encode(returned)) == bool(expected == decode(encode(returned)))
+
+
+json_junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda x: (
+        st.lists(x, max_size=4)
+        | st.tuples(
+            st.sampled_from(
+                ["list", "tuple", "set", "dict", "int", "float", "complex", "bytes", "range", "iterator", "other"]
+            ),
+            x,
+            x,
+        ).map(list)
+        | st.dictionaries(st.text(max_size=3), x, max_size=2)
+    ),
+    max_leaves=10,
+)
+
+
+@given(json_junk, values, st.sampled_from([None, 0.5]))
+@settings(max_examples=500, deadline=None)
+def test_no_answer_makes_the_comparison_fail(answer: Any, expected: Any, tolerance: float | None):
+    assert matches(Call((), expected, tolerance), answer) in (True, False)
+    assert not matches(Call((), "a secret that no junk equals", tolerance), answer)
+
+
+def test_numbers_that_collide_cost_nothing():
+    """Integers of equal hash make sets quadratic: what is larger than the expected is not even built."""
+    hostile = ["set", *(encode(n * (2**61 - 1)) for n in range(200_000))]
+    assert not matches(Call((), {1, 2}), hostile)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("7\n", "7", True),
+        ("7", "8", False),
+        ("1 2\n3 ", "1 2\n3\n", True),
+        ("1 2 3", "1 2\n3", False),
+        ("0.50", "0.5", True),
+        ("1e3", "1000", True),
+        ("yes", "YES", False),
+        ("nan", "nan", True),
+        ("1_000", "1000", False),
+        ("", "", True),
+        ("", "0", False),
+        ("1" * 5000, "1", False),
+        ("9e999999", "1", False),
+    ],
+)
+def test_output_is_compared_by_line_and_number(printed: str, expected: str, same: bool):
+    assert same_text(printed, expected) == same
+
+
+def test_simple_asserts_become_calls():
+    source = """
+METADATA = {'author': 'x'}
+
+def check(candidate):
+    # a remark
+    assert True, "good"
+    assert candidate([1.0, -2], 'a') == {'k': (1, None)}, "message"
+    assert 5 == candidate(5)
+    assert abs(candidate(1) - 0.5) < 1e-6
+    assert candidate(x=1) == 2
+    assert sorted(candidate(3)) == [1]
+"""
+    assert from_check(source, "f") == (
+        Call(([1.0, -2], "a"), {"k": (1, None)}),
+        Call((5,), 5),
+        Call((1,), 0.5, 1e-6),
+        Check("assert candidate(x=1) == 2"),
+        Check("assert sorted(candidate(3)) == [1]"),
+    )
+    assert from_assert("assert f(2) == 4", "f") == (Call((2,), 4),)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def check(candidate):\n    for i in range(3):\n        assert candidate(i) == i",
+        "import math\n\ndef check(candidate):\n    assert candidate(0) == 0",
+        "def check(candidate):\n    x = 3\n    assert candidate(x) == 3",
+        "def check(candidate)",
+    ],
+)
+def test_other_test_code_stays_code(source: str):
+    assert from_check(source, "f") == (Check(f"{source}\n\ncheck(candidate)\n"),)
+
+
+CHECKED = Suite(
+    (
+        Check("for i in range(4):\n    assert candidate(i) == helper(i)"),
+        Check("assert list(candidate(7)) == [14], 'not so'"),
+        Check("import math\nassert math.isclose(double(0.1), 0.2)"),
+    ),
+    "double",
+    setup="def helper(x):\n    return 2 * x",
+)
+
+
+def test_test_code_reaches_the_program_through_data():
+    verdict = judged("def double(x):\n    return x + x", CHECKED)
+    assert verdict.passed == (True, False, True)
+    assert "TypeError" in verdict.remarks[1]
+    assert verdict.score == pytest.approx(2 / 3)
+
+
+def test_a_program_that_dies_fails_the_tests_from_there_on():
+    verdict = judged("import os\ndef double(x):\n    if x == 7: os._exit(0)\n    return x + x", CHECKED)
+    assert verdict.passed == (True, False, False)
+
+
+def test_every_kind_of_case_in_one_suite():
+    suite = Suite((Call((1,), 2), Check("assert candidate(2) == 4"), Call((3,), 7)), "f")
+    verdict = judged("def f(x):\n    print('noise')\n    return 2 * x", suite)
+    assert verdict.passed == (True, True, False)
+    assert verdict.remarks[2] == "returned 6, expected 7"
+
+
+def test_programs_that_read_input():
+    suite = Suite((Lines("3 4\n", "7\n"), Lines("1\n2\n", "3"), Lines("x", "")))
+    for program in (
+        "import sys\nprint(sum(map(int, sys.stdin.read().split())))",
+        "print(sum(int(word) for word in open(0).read().split()))",
+        "import os\na = os.read(0, 100).split()\nos.write(1, b'%d' % sum(map(int, a)))",
+        "def main():\n    import sys\n    print(sum(int(w) for line in sys.stdin for w in line.split()))\n"
+        "if __name__ == '__main__':\n    main()\n    exit()",
+    ):
+        verdict = judged(program, suite)
+        assert verdict.passed == (True, True, False), verdict
+        assert "ValueError" in verdict.remarks[2]
+
+
+def test_one_run_cannot_change_the_next():
+    program = "import builtins\nprint(getattr(builtins, 'left', 0))\nbuiltins.left = 1\nopen('left', 'a').write('x')"
+    assert judged(program, Suite((Lines("", "0"), Lines("", "0")))).success
+
+
+def test_a_slow_case_costs_only_itself():
+    suite = Suite((Call((1,), 1), Call((2,), 2), Call((3,), 3)), "f")
+    verdict = judged("def f(x):\n    while x == 2: pass\n    return x", suite, case_s=0.5)
+    assert verdict.passed == (True, False, True)
+    assert verdict.remarks[1] == "took too long"
+    lines = Suite((Lines("1", "1"), Lines("2", "2"), Lines("3", "3")))
+    assert judged("x = input()\nwhile x == '2': pass\nprint(x)", lines, case_s=0.5).passed == (True, False, True)
+
+
+def test_what_a_case_left_is_ended_with_it():
+    program = "import os\nif os.fork() == 0:\n    while True: pass\nprint(1)"
+    verdict = judged(program, Suite((Lines("", "1"), Lines("", "1"))))
+    assert verdict.success and verdict.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("program", "remark"),
+    [
+        ("def f(x) return x", "SyntaxError: expected ':' (line 1)"),
+        ("import nothing_like_it", "ModuleNotFoundError: No module named 'nothing_like_it' (line 1)"),
+        ("def g(x):\n    return x", "NameError: name 'f' is not defined"),
+        ("def f(x):\n    y = 1\n    return y / 0", "ZeroDivisionError: division by zero (line 3)"),
+        ("def f(x):\n    return object", "returned a value of type type, expected 1"),
+        ("def f(x):\n    return 'a' * 1000", "returned 'aaa"),
+        ("def f(x):\n    return f(x)", "RecursionError"),
+        ("def f(x):\n    raise SystemExit('bye')", "SystemExit: bye (line 2)"),
+        ("import os\nos._exit(0)", "the program ended before it answered"),
+        ("x = [0] * 10 ** 12", "MemoryError"),
+    ],
+)
+def test_remarks_say_what_happened(program: str, remark: str):
+    [said] = judged(program, Suite((Call((1,), 1),), "f")).remarks
+    assert said.startswith(remark)
+    assert len(said) < 400
+
+
+def test_methods_of_solution_and_missing_imports():
+    suite = Suite((Call(([1, 2],), 3, json=True),), "total", preamble="from typing import List")
+    assert judged("class Solution:\n    def total(self, xs: List[int]) -> int:\n        return sum(xs)", suite).success
+
+
+def test_json_tests_know_no_tuples():
+    assert matches(Call((), [[1, 2]], json=True), encode([(1, 2)]))
+    assert not matches(Call((), [[1, 2]]), encode([(1, 2)]))
+    assert matches(Call((), {"1": 2}, json=True), encode({1: 2}))
+
+
+@pytest.mark.parametrize("message", ["", ', "with a message"'])
+def test_wrong_verdicts_of_others(message: str):
+    """An assert with a message is an assert; a printed pass is none; an empty suite is passed by nobody."""
+    suite = Suite(from_assert(f"assert f(2) == 4{message}", "f"), "f")
+    assert judged("def f(x):\n    return x + x", suite).success
+    assert not judged("print('{\"passed\": true}')\nraise SystemExit(0)", suite).success
+    assert not judged("def f(x):\n    return x + x", Suite((), "f")).success
+
+
+def test_a_comparison_with_a_tolerance():
+    case = Call((), 0.5, 1e-6)
+    assert matches(case, encode(0.5 + 1e-7))
+    for wrong in (0.6, math.nan, math.inf, "0.5", 1j, [0.5], None, 10**400):
+        assert not matches(case, encode(wrong))
