@@ -10,11 +10,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from flowjax.envs import alfworld
 from flowjax.envs.alfworld import generate, options, sources
-from flowjax.envs.alfworld.packages import package
 from flowjax.envs.base import Split, WorldError
 from flowjax.records import Task
+
+if TYPE_CHECKING:
+    from flowjax.envs.alfworld.env import Alfworld
 
 MAX_STEPS = 60  # of the expert, whose longest way is some 15
 SPLITS: dict[str, tuple[Split, str]] = {  # folder -> our split, and what held-out means in it
@@ -24,9 +28,8 @@ SPLITS: dict[str, tuple[Split, str]] = {  # folder -> our split, and what held-o
 }
 
 
-def walkthrough(task: Task) -> list[str] | None:
+def walkthrough(env: "Alfworld", task: Task) -> list[str] | None:
     """The expert's way through a generated game; None if it does not win."""
-    env = package("flowjax.envs.alfworld.env").Alfworld(options.Options(path=options.GENERATED, games_kept=1))
     env.reset(task, 0)
     taken: list[str] = []
     while len(taken) < MAX_STEPS:
@@ -36,10 +39,10 @@ def walkthrough(task: Task) -> list[str] | None:
     return None
 
 
-def write_game(folder: Path, task: Task) -> bool:
+def write_game(folder: Path, env: "Alfworld", task: Task) -> bool:
     """Write one game; returns whether it is solvable."""
     spec = generate.Spec.read(task.payload)
-    game, way = generate.game(spec), walkthrough(task)
+    game, way = generate.game(spec), walkthrough(env, task)
     game.update(solvable=way is not None, walkthrough=way)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "initial_state.pddl").write_text(game["pddl_problem"])
@@ -51,6 +54,7 @@ def write_game(folder: Path, task: Task) -> bool:
 def build(out: Path, *, seed: int, counts: dict[str, int]) -> dict[str, int]:
     """Write so many games of each folder of `SPLITS`; returns how many of each are solvable. The same seed writes the
     same bytes."""
+    env = alfworld.make(path=options.GENERATED, games_kept=1)
     solvable = {}
     for name, count in counts.items():
         split, held_out = SPLITS[name]
@@ -61,7 +65,7 @@ def build(out: Path, *, seed: int, counts: dict[str, int]) -> dict[str, int]:
         for index in range(count):
             task = games(index)
             trial = f"trial_T{task.payload['seed']:010d}_{index:06d}"
-            won += write_game(folder / generate.Spec.read(task.payload).folder / trial, task)
+            won += write_game(folder / generate.Spec.read(task.payload).folder / trial, env, task)
         solvable[name] = won
     return solvable
 

@@ -1,0 +1,411 @@
+"""ALFWorld: the engine beside the stock one, state keys, the expert, tasks, data."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import grain
+import numpy as np
+import pytest
+from stock_alfworld import StockGame
+
+from data.alfworld.build import build
+from flowjax.envs import alfworld
+from flowjax.envs.alfworld import generate, plans
+from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Atom, Game, Play
+from flowjax.envs.alfworld.env import Alfworld
+from flowjax.envs.alfworld.generate import TASK_TYPES, Spec
+from flowjax.envs.alfworld.options import GENERATED
+from flowjax.envs.alfworld.prompts import task_of
+from flowjax.envs.alfworld.sources import GeneratedTasks, Options
+from flowjax.envs.base import Observation, Split, WorldError
+from flowjax.envs.pool import EnvPool
+from flowjax.records import Task
+
+LIGHT = Spec(301, "look_at_obj_in_light", "CD", "DeskLamp", 3, 0.3)
+COOL = Spec(12, "pick_cool_then_place_in_recep", "Apple", "CounterTop", 5, 0.1)
+CLEAN = Spec(416, "pick_clean_then_place_in_recep", "Cloth", "Toilet", 1, 0.5)
+
+
+@pytest.fixture(autouse=True)
+def no_data_of_the_user(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+
+
+def task_for(spec: Spec) -> Task:
+    return Task(spec.folder, "alfworld", 0, spec.payload())
+
+
+def begun(spec: Spec) -> tuple[Alfworld, Observation]:
+    env = alfworld.make(path=GENERATED)
+    return env, env.reset(task_for(spec), 0)
+
+
+def take(source: grain.MapDataset[Task], index: int) -> Task:
+    task = source[index]
+    assert task is not None
+    return task
+
+
+def transcripts_agree(spec: Spec, steps: int, seed: int) -> None:
+    """Play one game on both engines: some moves the expert's, some at random, some that are no commands."""
+    data = generate.game(spec)
+    stock, play, rng = StockGame(data), Play(), np.random.default_rng(seed)
+    env, _ = begun(spec)
+    play.load(Game(data, play.library))
+    assert play.load(Game(data, play.library)) == stock.said
+    for _ in range(steps):
+        assert sorted(play.commands) == stock.commands
+        assert play.won == stock.won
+        if play.won:
+            return
+        if rng.random() < 0.1:
+            assert stock.step("fly to the moon") == NOTHING_HAPPENS == task_of(env.step("").observation.text)[0]
+            assert sorted(play.commands) == stock.commands
+        best = env.best_action()
+        command = best if rng.random() < 0.6 else stock.commands[rng.integers(len(stock.commands))]
+        assert play.obey(command) == stock.step(command)
+        env.step(command)
+
+
+@pytest.mark.parametrize("spec", [LIGHT, COOL, CLEAN])
+def test_transcripts_are_those_of_the_stock_engine(spec: Spec):
+    transcripts_agree(spec, 14, 0)
+
+
+@pytest.mark.slow
+def test_transcripts_are_those_of_the_stock_engine_in_many_games():
+    tasks = GeneratedTasks("train", 5, Options())
+    for index in range(24):
+        transcripts_agree(Spec.read(tasks(index).payload), 40, index)
+
+
+def engine_state(play: Play) -> set[tuple[str, ...]]:
+    """The changing facts as the planner's library holds them, read anew."""
+    atoms = (Atom * play.library.get_state_size())()
+    play.library.get_state(atoms)
+    return play.game.changing(map(play.game.fact, atoms))
+
+
+@pytest.mark.parametrize("spec", [LIGHT, COOL])
+def test_keys_are_equal_exactly_where_the_engine_is_in_the_same_state(spec: Spec):
+    rng = np.random.default_rng(1)
+    env, _ = begun(spec)
+    by_key: dict[int, frozenset] = {}
+    for _ in range(12):
+        observation = env.reset(task_for(spec), 0)
+        for _ in range(25):
+            state = frozenset(engine_state(env._play))
+            assert state == env.true_state()
+            assert by_key.setdefault(observation.state_key, state) == state
+            stray = alfworld.random_action(observation, rng)
+            observation = env.step(stray if rng.random() < 0.6 else env.best_action()).observation
+    assert len(set(by_key.values())) == len(by_key) > 50
+
+
+def key_after(env: Alfworld, *actions: str) -> int:
+    steps = [env.step(action) for action in actions]
+    assert all(step.valid for step in steps)
+    return steps[-1].observation.state_key
+
+
+def opening(seed: int) -> tuple[Alfworld, Task]:
+    spec = Spec(12, "pick_cool_then_place_in_recep", "Apple", "CounterTop", seed, 0.1)
+    return alfworld.make(path=GENERATED), task_for(spec)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_actions_leaves_no_trace_in_the_key(seed: int):
+    env, task = opening(seed)
+    doors = [f"drawer {1 + seed}", "fridge 1", "cabinet 2"]
+    env.reset(task, 0)
+    forwards = key_after(env, *[do for door in doors for do in (f"go to {door}", f"open {door}")], "go to microwave 1")
+    env.reset(task, 0)
+    backwards = [do for door in doors[::-1] for do in (f"go to {door}", "look", f"open {door}")]
+    assert key_after(env, *backwards, "inventory", "go to microwave 1", "examine microwave 1") == forwards
+    assert key_after(env, "open microwave 1") != forwards
+    assert key_after(env, "close microwave 1") == forwards
+
+
+def test_inventory_temperature_and_cleanness_are_in_the_key():
+    env, task = opening(5)
+    observation = env.reset(task, 0)
+    while not any(action.startswith("take apple") for action in observation.legal_actions):
+        observation = env.step(env.best_action()).observation
+    pick = next(action for action in observation.legal_actions if action.startswith("take apple"))
+    apple = pick.split(" from ")[0].removeprefix("take ")
+    seen = [observation.state_key, key_after(env, pick)]
+    seen += [key_after(env, f"go to {place}", f"{do} {apple} with {place}") for do, place in (
+        ("heat", "microwave 1"), ("clean", "sinkbasin 1"), ("cool", "fridge 1"), ("heat", "microwave 1"))]  # fmt: skip
+    at_one_place = [key_after(env, "go to fridge 1")]
+    at_one_place += [key_after(env, f"cool {apple} with fridge 1")]
+    assert len(set(seen)) == len(seen)  # hot and clean at the end, hot alone at first
+    assert len(set(at_one_place)) == 2
+
+
+def test_a_lamp_once_used_is_in_the_key():
+    env, observation = begun(LIGHT)
+    while "use desklamp 1" not in observation.legal_actions:
+        go = [action for action in observation.legal_actions if action.startswith("go to")]
+        desk = next(place for thing, place in ((f[1], f[2]) for f in env.true_state() if f[0] == "inreceptacle")
+                    if thing.startswith("desklamp"))  # fmt: skip
+        names = env.loaded.game.entities
+        observation = env.step(f"go to {names[desk].name}").observation
+        assert go
+    before = observation.state_key
+    used = env.step("use desklamp 1")
+    assert used.valid and used.observation.state_key != before
+    assert used.outcome == {"success": 0.0, "conditions_met": 0.5}
+
+
+def play_out(env: Alfworld, task: Task, limit: int = 40) -> int:
+    """Steps that the expert takes; fails where it does not win."""
+    env.reset(task, 0)
+    for number in range(1, limit + 1):
+        step = env.step(alfworld.expert(env))
+        assert step.valid, step
+        assert (step.reward, step.terminal) == (10.0 * step.outcome["success"], bool(step.outcome["success"]))
+        assert (step.outcome["conditions_met"] == 1.0) == step.terminal
+        if step.terminal:
+            return number
+    raise AssertionError(f"the expert loses {task}")
+
+
+def test_the_expert_wins_ten_games_of_each_kind():
+    env = alfworld.make(path=GENERATED)
+    kinds = Counter()
+    tasks = {split: GeneratedTasks(split, 1, Options(clutter=0.2)) for split in ("train", "held_out")}
+    for index in range(60):
+        task = tasks["held_out" if index % 12 < 6 else "train"](index)
+        play_out(env, task)
+        kinds[task.payload["task_type"]] += 1
+    assert kinds == dict.fromkeys(TASK_TYPES, 10)
+
+
+@pytest.mark.slow
+def test_the_expert_wins_many_games_even_from_states_it_would_not_come_to():
+    rng = np.random.default_rng(0)
+    env = alfworld.make(path=GENERATED)
+    tasks = GeneratedTasks("held_out", 2, Options(held_out="seen"))
+    for index in range(120):
+        observation = env.reset(tasks(index), 0)
+        for turn in range(120):
+            stray = turn < 25 and rng.random() < 0.7
+            step = env.step(alfworld.random_action(observation, rng) if stray else alfworld.expert(env))
+            observation = step.observation
+            if step.terminal:
+                break
+        assert step.outcome["success"] == 1.0
+
+
+def test_after_the_end_nothing_changes():
+    env, _ = begun(CLEAN)
+    play_out(env, task_for(CLEAN))
+    before = env.true_state()
+    after = env.step("look")
+    assert (after.reward, after.terminal, after.valid, after.outcome["success"]) == (0.0, True, False, 1.0)
+    assert env.true_state() == before
+
+
+def test_help_is_not_offered_and_not_obeyed():
+    env, observation = begun(CLEAN)
+    assert "help" in env._play.commands
+    assert "help" not in observation.legal_actions
+    assert not env.step("help").valid
+
+
+def test_environments_of_one_process_do_not_disturb_each_other():
+    specs = [LIGHT, COOL, LIGHT, CLEAN, COOL]
+    alone = []
+    env = alfworld.make(path=GENERATED)
+    for seed, spec in enumerate(specs):
+        rng = np.random.default_rng(seed)
+        observation = env.reset(task_for(spec), 0)
+        seen = [observation]
+        for _ in range(15):
+            seen.append(env.step(alfworld.random_action(seen[-1], rng)).observation)
+        alone.append(seen)
+    envs = [begun(spec) for spec in specs]
+    rngs = [np.random.default_rng(seed) for seed in range(len(specs))]
+    together = [[observation] for _, observation in envs]
+    for _ in range(15):
+        for (env, _), rng, seen in zip(envs, rngs, together, strict=True):
+            seen.append(env.step(alfworld.random_action(seen[-1], rng)).observation)
+    assert together == alone
+
+
+def test_a_worker_process_plays_it():
+    async def play() -> float:
+        async with EnvPool(workers=1) as pool, pool.session("flowjax.envs.alfworld", {"path": GENERATED}) as env:
+            env_here, _ = begun(CLEAN)
+            await env.reset(task_for(CLEAN), 0)
+            for _ in range(20):
+                action = env_here.best_action()
+                step, here = await env.step(action), env_here.step(action)
+                assert step == here
+                if step.terminal:
+                    return step.reward
+        return 0.0
+
+    assert asyncio.run(play()) == 10.0
+
+
+def test_episodes_are_the_same_in_every_process():
+    program = (
+        "from flowjax.envs import alfworld\n"
+        "from flowjax.envs.alfworld.sources import GeneratedTasks, Options\n"
+        "import numpy as np\n"
+        "env = alfworld.make(path='generated')\n"
+        "tasks = GeneratedTasks('held_out', 7, Options(held_out='seen', clutter=0.3))\n"
+        "for index in (1, 2):\n"
+        "    task = tasks(index)\n"
+        "    seen, rng = env.reset(task, 0), np.random.default_rng(0)\n"
+        "    print(task, seen)\n"
+        "    for turn in range(30):\n"
+        "        print(env.step(alfworld.expert(env) if turn % 3 == 0 else alfworld.random_action(seen, rng)))\n"
+        "print([tasks(index) for index in range(50)])\n"
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    printed = [process.communicate()[0] for process in running]
+    assert printed[0] == printed[1]
+    assert printed[0].count("Observation") > 60
+
+
+def asked(task: Task) -> tuple:
+    return tuple(task.payload[name] for name in ("scene", "task_type", "object", "target"))
+
+
+@pytest.mark.parametrize("held_out", ["seen", "unseen"])
+def test_what_is_held_out_is_never_asked_for_in_training(held_out: str):
+    content: dict[str, set] = {"train": set(), "held_out": set()}
+    for split, known in content.items():
+        for data_seed in range(10):
+            source = GeneratedTasks(split, data_seed, Options(held_out=held_out))  # type: ignore[arg-type]
+            known.update(asked(source(index)) for index in range(300))
+    assert not content["train"] & content["held_out"]
+    assert min(map(len, content.values())) > 1000
+    rooms = [{scene for scene, *_ in content[split]} for split in content]
+    assert (not rooms[0] & rooms[1]) == (held_out == "unseen")
+
+
+def test_generated_tasks_come_from_any_index_in_any_order():
+    source = alfworld.tasks("train", 0)
+    forwards = [take(source, index) for index in range(12)]
+    assert [take(source, index) for index in reversed(range(12))] == forwards[::-1]
+    assert [task.payload["task_type"] for task in forwards[:6]] == list(TASK_TYPES)
+    assert take(alfworld.tasks("train", 1), 0) != forwards[0]
+    assert len(source[:500]) == 500
+    assert take(source, 1_999_999_999).task_id != forwards[0].task_id
+
+
+def test_games_start_unwon_with_the_goal_within_reach():
+    for index in range(300):
+        spec = Spec.read(GeneratedTasks("train", 3, Options())(index).payload)
+        things = generate.furnish(spec)
+        wanted = [thing for thing in things if thing.kind == spec.object]
+        assert len(wanted) >= (2 if spec.task_type == "pick_two_obj_and_place" else 1)
+        assert all(thing.place.kind != spec.target for thing in wanted)
+        assert len({thing.identity for thing in things}) == len(things)
+        kinds = plans.floor_plan(spec.scene).kinds()
+        lamps = {thing.kind for thing in things}
+        assert spec.target in (lamps if spec.task_type == "look_at_obj_in_light" else kinds)
+
+
+def test_all_120_floor_plans_are_used():
+    used = {scene for split in ("train", "held_out") for scene in plans.scenes(split)}
+    assert len(used) == 120
+    assert all(any(generate.choices(scene, kind) for kind in TASK_TYPES) for scene in used)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alfworld")
+    assert build(out, seed=3, counts={"train": 3, "valid_seen": 2, "valid_unseen": 2}) == {
+        "train": 3,
+        "valid_seen": 2,
+        "valid_unseen": 2,
+    }
+    return out
+
+
+def test_alfworld_itself_takes_the_data(data: Path):
+    stock = StockGame.collect(data / "json_2.1.1" / "train")
+    assert sorted(stock) == sorted(map(str, data.glob("json_2.1.1/train/*/*/game.tw-pddl")))
+    assert len(stock) == 3
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_data_is_played_from_its_folder(data: Path, split: Split, monkeypatch: pytest.MonkeyPatch):
+    source = alfworld.tasks(split, 0, path=str(data))
+    names = {take(source, index).payload["game"].split("/")[0] for index in range(len(source))}
+    assert names == ({"train"} if split == "train" else {"valid_unseen"})
+    play_out(alfworld.make(path=str(data)), take(source, 0))
+    monkeypatch.setenv("ALFWORLD_DATA", str(data / "json_2.1.1"))
+    assert [take(alfworld.tasks(split, 0), index) for index in range(len(source))] == list(source)
+    play_out(alfworld.make(), take(source, 0))
+
+
+def test_missing_data_is_named_with_the_remedy(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(WorldError, match=r"env.options path is .*holds no json_2.1.1.*alfworld-download"):
+        alfworld.tasks("train", 0, path=str(tmp_path))
+    (tmp_path / "json_2.1.1" / "train" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "json_2.1.1" / "train" / "a" / "b" / "traj_data.json").write_text(
+        json.dumps({"task_type": TASK_TYPES[0]})
+    )
+    with pytest.raises(WorldError, match=r"1 of them without game\.tw-pddl"):
+        alfworld.tasks("train", 0, path=str(tmp_path))
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(WorldError, match=r"ALFWORLD_DATA is .*nowhere"):
+        alfworld.make()
+    game = take(alfworld.tasks("train", 0, path=str(data)), 0)
+    with pytest.raises(WorldError, match=r"neither env\.options path nor ALFWORLD_DATA"):
+        alfworld.make(path=GENERATED).reset(game, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"size": 6}, "size"),
+        ({"held_out": "both"}, "held_out='both'"),
+        ({"task_types": ["fly"]}, "fly"),
+        ({"task_types": []}, "task_types"),
+        ({"clutter": 2.0}, "clutter=2.0"),
+        ({"games_kept": 0}, "games_kept=0"),
+        ({"scenes": [999]}, "999"),
+        ({"scenes": [401], "task_types": ["pick_heat_then_place_in_recep"]}, "pick_heat_then_place_in_recep"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, named: str):
+    with pytest.raises(WorldError, match=named):
+        alfworld.tasks("train", 0, path=GENERATED, **options)
+
+
+def test_nothing_of_the_extra_is_imported_before_it_is_needed_and_its_lack_is_named():
+    program = (
+        "import os, sys\n"
+        "from flowjax.envs import alfworld\n"
+        "assert not {'alfworld', 'textworld', 'fast_downward'} & set(sys.modules)\n"
+        "sys.modules['textworld'] = None\n"
+        "try:\n"
+        "    alfworld.make()\n"
+        "except ValueError as error:\n"
+        "    print(type(error).__name__, error)\n"
+        "words = alfworld.vocabulary()\n"
+        "print('ALFWORLD_DATA' in os.environ)\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.startswith("WorldError ALFWorld needs packages that are not installed")
+    assert 'pip install -e ".[alfworld]"' in printed
+    assert printed.endswith("False\n")
