@@ -29,7 +29,13 @@ def tiles(tile_pixels: int = 16) -> UInt8[np.ndarray, "symbols pixels pixels 3"]
 
 def picture(room: Room, position: Position, tile_pixels: int = 16) -> UInt8[np.ndarray, "height width 3"]:
     """The room as an RGB picture of rows * tile_pixels by columns * tile_pixels."""
-    numbers = np.array([[SYMBOLS.index(symbol) for symbol in line] for line in grid(room, position)])
+    return picture_of_text("\n".join(grid(room, position)), tile_pixels)
+
+
+def picture_of_text(text: str, tile_pixels: int = 16) -> UInt8[np.ndarray, "height width 3"]:
+    """The picture of an observation's text, which shows all of a room: for agents that see, wherever the environment
+    itself lives."""
+    numbers = np.array([[SYMBOLS.index(symbol) for symbol in "".join(line.split())] for line in text.splitlines()])
     return pictures(numbers[None], tile_pixels)[0]
 
 

@@ -1,5 +1,6 @@
 """The world of mathematics: episodes with and without calculator, keys, parsing, splits."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from flowjax.envs import math
 from flowjax.envs.base import Observation, Past, Split, Step, WorldError, load_world
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.math_tasks import split_of
+from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
 
 KINDS = [
@@ -157,8 +159,11 @@ def test_what_a_reply_with_a_calculator_does(text: str, action: str | None):
     assert math.parse_action(text, (math.CALCULATE, math.ANSWER)) == action
 
 
-@pytest.mark.parametrize("options", [{}, {"answer": "whole"}, {"answer": "last_number"}, {"calculator": 2}])
-def test_ten_thousand_replies_without_sense(options: dict):
+@pytest.mark.parametrize(
+    ("options", "replies"),
+    [({}, 1500), ({"answer": "whole"}, 500), ({"answer": "last_number"}, 3000), ({"calculator": 2}, 5000)],
+)
+def test_ten_thousand_replies_without_sense(options: dict, replies: int):
     rng = np.random.default_rng(0)
     words = [
         "<action>",
@@ -178,7 +183,7 @@ def test_ten_thousand_replies_without_sense(options: dict):
     ]
     words += ["\x00", "é∞", " ", "\n", r"\frac{", "None", "__import__('os')", "![", "1e9"]
     env, observation = begin(**options)
-    for number, count in enumerate(rng.integers(8, size=2_500).tolist()):
+    for number, count in enumerate(rng.integers(8, size=replies).tolist()):
         text = "".join(words[i] for i in rng.integers(len(words), size=count))
         if not number % 5:
             text = f"answer[{text}]" if "calculator" in options else rf"\boxed{{{text}}}"
@@ -285,6 +290,23 @@ def test_formulas_are_judged_outside_the_main_thread_too():
     thread.start()
     thread.join()
     assert steps[0].outcome["success"] == 1.0
+
+
+def test_formulas_are_judged_in_environment_processes():
+    task = Task("t", "math", 0, {"question": "Expand.", "answer": "x^2+2x+1"})
+
+    async def play() -> list[Step]:
+        async with EnvPool(workers=1) as pool:
+            answers = [r"\boxed{(x+1)^2}", r"\boxed{9^{9^{9^9}}}", r"\boxed{(x+2)^2}"]
+            steps = []
+            for answer in answers:
+                async with pool.session("flowjax.envs.math", {}) as env:
+                    await env.reset(task, 0)
+                    steps.append(await env.step(answer))
+            assert (pool.counts.timeouts, pool.counts.crashes) == (0, 0)
+            return steps
+
+    assert [step.outcome["success"] for step in asyncio.run(play())] == [1.0, 0.0, 0.0]
 
 
 def test_generated_problems_need_no_math_verify(monkeypatch: pytest.MonkeyPatch):
