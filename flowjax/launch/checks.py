@@ -33,17 +33,20 @@ _AT_LEAST = {
     "trainer.micro_batch_rows": 1,
     "trainer.logprob_chunk_tokens": 1,
     "trainer.keep_checkpoints": 1,
+    "trainer.steps_in_flight": 0,
+    "trainer.processes": 1,
     "optimizer.warmup_steps": 0,
     "eval.tasks": 0,
     "eval.every_steps": 0,
 }
 _ONE_OF = {
     "model.dtype": ("float32", "bfloat16", "float16"),
-    "model.remat": ("none", "layer"),
+    "model.remat": ("none", "dots", "layer"),
+    "model.quantize": ("", "int8", "nf4"),
     "policy.train": ("lora", "full"),
     "env.context": ("window", "append"),
     "env.prompt": ("instruct", "compact"),
-    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.name": ("adamw", "muon", "sgd"),
     "optimizer.schedule": ("constant", "cosine", "linear"),
 }
 # What a resumed run may do differently without ceasing to be the same run.
@@ -63,7 +66,12 @@ CHANGEABLE = (
     "rollout.max_concurrent_episodes",
     "trainer.keep_checkpoints",
     "trainer.keep_every_steps",
+    "trainer.compile_cache",
+    "trainer.coordinator",
     "trainer.logprob_chunk_tokens",
+    "trainer.offload_optimizer",
+    "trainer.processes",
+    "trainer.steps_in_flight",
     "trainer.step_timeout_s",
     "trainer.steps",
     "trainer.tensorboard",
@@ -98,8 +106,30 @@ def _values(config: ConfigDict) -> Iterator[str]:
             yield f"config.{field} is {flat[field]!r}: use one of {', '.join(known)}"
     if not config.policy.name or set(config.policy.name) & set("@/ "):
         yield f"config.policy.name is {config.policy.name!r}: give a name without '@', '/' and spaces"
+    yield from _training(config)
     if config.optimizer.learning_rate <= 0:
         yield f"config.optimizer.learning_rate is {config.optimizer.learning_rate}: it must be positive"
+
+
+def _training(config: ConfigDict) -> Iterator[str]:
+    """What full fine-tuning cannot be combined with, and rules that cannot be read."""
+    if config.policy.train == "full" and config.loss.kl_coefficient:
+        yield (
+            f"config.loss.kl_coefficient is {config.loss.kl_coefficient}, but with config.policy.train 'full' no copy "
+            "of the base is kept to compare with: set it to 0, or train 'lora'"
+        )
+    if config.policy.train == "full" and config.model.quantize:
+        yield (
+            f"config.model.quantize is {config.model.quantize!r}, but config.policy.train is 'full', and quantised "
+            "weights cannot be trained: set it to '' or train 'lora'"
+        )
+    if not 0 <= config.policy.lora.dropout < 1:
+        yield f"config.policy.lora.dropout is {config.policy.lora.dropout}: it must lie in [0, 1)"
+    if config.trainer.processes > 1 and not config.trainer.coordinator:
+        yield (
+            f"config.trainer.processes is {config.trainer.processes}, but config.trainer.coordinator is empty: "
+            "give the host:port of process 0"
+        )
 
 
 def _lengths(config: ConfigDict) -> Iterator[str]:
@@ -153,5 +183,10 @@ def _flat(config: ConfigDict, prefix: str = "") -> dict[str, object]:
         if isinstance(value, ConfigDict):
             leaves |= _flat(value, f"{path}.")
         else:
-            leaves[path] = list(value) if isinstance(value, tuple) else value
+            leaves[path] = _listed(value)
     return leaves
+
+
+def _listed(value: object) -> object:
+    """Tuples as lists, at every depth."""
+    return [_listed(item) for item in value] if isinstance(value, tuple | list) else value

@@ -16,11 +16,14 @@ from flowjax.models.attention_kernels import Attention, attend_by, choose_attent
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch
 from flowjax.models.moe import mixture
 from flowjax.models.pattern import Block, layer_blocks
+from flowjax.models.quantize import QuantizedMatrix
 from flowjax.models.rope import rope_angles, rotate
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import Placement, ShardingRules
 
-Remat = Literal["none", "layer"]
+Remat = Literal["none", "dots", "layer"]
+# What the backward pass finds kept of a layer: everything, the products with weights, or the layer's input alone.
+_KEPT: dict[str, Callable | None] = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "layer": None}
 UNROLLED_LAYERS = 4  # a model this shallow compiles as fast unrolled, and does not copy what its backward pass keeps
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -48,8 +51,8 @@ class Decoder(nnx.Module):
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
     ):
-        if remat not in ("none", "layer"):
-            raise ModelError(f"config.model.remat is {remat!r}: it must be 'none' or 'layer'")
+        if remat not in ("none", *_KEPT):
+            raise ModelError(f"config.model.remat is {remat!r}: it must be 'none', 'dots' or 'layer'")
         self.config, self.lora, self.dtype, self.remat = config, lora, jnp.dtype(dtype), remat
         self.attention: Attention = attention
         self.placement = make_placement(config, mesh, rules)
@@ -116,7 +119,9 @@ class Decoder(nnx.Module):
         def group(x: jax.Array, xs: list[Any], block: Block) -> tuple[jax.Array, None]:
             for sparse, own in zip(block.sparse, xs, strict=True):
                 run = functools.partial(layer, sparse=sparse)
-                x = (jax.checkpoint(run, prevent_cse=False) if self.remat == "layer" else run)(x, own)
+                if self.remat in _KEPT:
+                    run = jax.checkpoint(run, prevent_cse=False, policy=_KEPT[self.remat])
+                x = run(x, own)
             return x, None
 
         # Unrolled, XLA's CPU backend merges a layer with its recomputation (despite prevent_cse), and nothing is saved.
@@ -141,9 +146,12 @@ class Decoder(nnx.Module):
         """x -> x W + bias + adapter branch, for the linear map of a name.
 
         Rows and tokens are one axis here: XLA's CPU backend is three times slower at weight gradients summed over two.
+        Where both are split over devices they stay apart, since XLA would collect the tokens to merge them.
         """
 
         def apply(name: str, x: jax.Array) -> jax.Array:
+            if self.placement is not None and self.placement.ways("tokens") > 1:
+                return flat(name, x)
             return flat(name, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
         def flat(name: str, x: jax.Array) -> jax.Array:
@@ -244,9 +252,12 @@ class Decoder(nnx.Module):
         """The base parameter that `base_specs` names so."""
         return self.layers[name] if name in self.layers else getattr(self, name)
 
-    def _base(self, name: str) -> jax.Array:
+    def _base(self, name: str) -> Any:
         """The parameter, held to its own layout: its gradient then has that layout too, whatever XLA would choose."""
-        return self._constrain(self.parameter(name).get_value(), *base_specs(self.config, self.dtype)[name].axes)
+        value = self.parameter(name).get_value()
+        if isinstance(value, QuantizedMatrix):  # laid out when it was made, and without a gradient
+            return value
+        return self._constrain(value, *base_specs(self.config, self.dtype)[name].axes)
 
     def _adapter(self) -> dict[str, Arrays]:
         if self.lora is None:

@@ -1,8 +1,10 @@
 """Hugging Face model folders: safetensors straight into sharded arrays, and merged models back out. No torch."""
 
+import functools
 import json
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from flowjax.models.config import hf_config, read_config
 from flowjax.models.decoder import Decoder, Remat, base_specs, init_adapter, make_placement
 from flowjax.models.lora import ALL_TARGETS, Lora, hf_module, merge
 from flowjax.models.params import ParamSpec, owners
+from flowjax.models.quantize import quantized_matrix
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import ShardingRules
 
 SHARD_BYTES = 4 * 2**30
+PIECE_BYTES = 2**29  # host memory of one read
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -136,11 +140,13 @@ def load_decoder(
     rules: ShardingRules | None = None,
     remat: Remat = "layer",
     attention: Attention = "auto",
+    quantize: str = "",
     key: jax.Array | None = None,
 ) -> Decoder:
-    """The model of a Hugging Face folder, with a fresh adapter if `lora` is given.
+    """The model of a Hugging Face folder, with a fresh adapter if `lora` is given, its matrices quantised if asked for.
 
-    Each device's part of each parameter is read by itself: host memory holds one such part at a time.
+    Weights go from the files straight to the devices that hold them: host memory has one piece at a time, some layers
+    of one parameter's part on one device, of `PIECE_BYTES` unless a single layer is more.
 
     Raises:
         ModelError: the folder, a tensor or a shape is not what config.json promises, or the mesh does not divide it.
@@ -159,7 +165,8 @@ def load_decoder(
         array = jax.make_array_from_callback(
             spec.shape, sharding, lambda index, name=name, spec=spec: _read_part(tensors, name, spec, config, index)
         )
-        decoder.parameter(name).set_value(array)
+        quantized = quantize and name in ALL_TARGETS
+        decoder.parameter(name).set_value(quantized_matrix(array, quantize) if quantized else array)
     if lora is not None:
         for target, parts in init_adapter(config, lora, key, placement).items():
             for part, array in parts.items():
@@ -205,6 +212,29 @@ def _read_part(tensors: TensorFolder, name: str, spec: ParamSpec, config: ModelC
         values = tensors.read(str(names[place]), file_index)
         part[place] = values.T if _transposed(name) else values
     return part
+
+
+def _stream(
+    read: Callable[[Any], np.ndarray], spec: ParamSpec, index: Any, device: jax.Device, *, in_layers: bool
+) -> jax.Array:
+    """One device's part of a parameter, put there in pieces of a few layers."""
+    shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, spec.shape, strict=True))
+    start, stop, _ = index[0].indices(spec.shape[0])
+    layer_bytes = math.prod(shape[1:]) * np.dtype(spec.dtype).itemsize
+    step = max(1, PIECE_BYTES // max(1, layer_bytes))
+    if not in_layers or step >= stop - start:
+        return jax.device_put(read(index), device)
+    array = jnp.zeros(shape, spec.dtype, device=device)
+    for first in range(start, stop, step):
+        piece = read((slice(first, min(first + step, stop)), *index[1:]))
+        array = _write_layers(array, piece, first - start)
+        array.block_until_ready()  # the piece is free before the next is read
+    return array
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_layers(array: jax.Array, piece: jax.Array, first: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, piece, first, axis=0)
 
 
 def merged_tensors(decoder: Decoder, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,17 @@ class MetricsWriter:
     """Appends `{"time_s", "kind", "step", ...}` lines to a run folder.
 
     Every role may hold one: a line is one write under a lock, to the file that is there at that moment. A trainer that
-    resumes gives the step it resumes from; lines of later steps, which it will write again, are dropped.
+    resumes gives the step it resumes from, for each policy; lines of later steps, which it will write again, are
+    dropped.
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool = False, resume_step: int | None = None):
+    def __init__(self, run_dir: Path, tensorboard: bool = False, resume_step: int | Mapping[str, int] | None = None):
         self._path = Path(run_dir) / METRICS_FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             _drop_later(self._path, resume_step)
+        if isinstance(resume_step, Mapping):
+            resume_step = min(resume_step.values(), default=None)
         self._board = None
         if tensorboard:
             from tensorboardX import SummaryWriter
@@ -104,10 +107,17 @@ def _torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _drop_later(path: Path, step: int) -> None:
+def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
+    """Lines without a policy are of the only one."""
+
+    def last(entry: dict[str, Any]) -> float:
+        if isinstance(step, int):
+            return step
+        return step.get(entry.get("policy", ""), max(step.values(), default=math.inf))
+
     with _locked(path):
         entries = read_metrics(path)
-        kept = [e for e in entries if e.get("kind") not in ("train", "eval") or e.get("step", 0) <= step]
+        kept = [e for e in entries if e.get("kind") not in ("train", "eval") or e.get("step", 0) <= last(e)]
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
         partial.replace(path)

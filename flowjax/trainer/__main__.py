@@ -1,53 +1,100 @@
 """The trainer role: `python -m flowjax.trainer --run=<run folder>`."""
 
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import jax
 from absl import app, flags, logging
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, load_run
-from flowjax.models.config import ModelError
+from flowjax.config import ConfigError, load_run, policy_configs
+from flowjax.models.decoder import Decoder, with_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora
+from flowjax.models.shape import ModelError
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.trainer.batch import BatchError
-from flowjax.trainer.loop import train
+from flowjax.trainer.learner import Learner
+from flowjax.trainer.loop import train_policies
+from flowjax.trainer.processes import is_first, join
 from flowjax.trainer.sources import DataflowSource, SourceError
 from flowjax.weights.publish import CheckpointError, Checkpoints
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 
 
-def _run(run_dir: Path) -> None:
-    config = load_run(run_dir)
-    mesh = make_mesh(**config.mesh.to_dict())
-    lora = Lora(**config.policy.lora.to_dict()) if config.policy.train == "lora" else None
-    model = load_decoder(
+def use_compile_cache(folder: str) -> None:
+    """Keep compiled programs on disk: the next start of the same run, or of one like it, takes them from there."""
+    if not folder:
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flowjax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(cache if folder == "auto" else Path(folder).absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def make_models(config: ConfigDict, mesh: Mesh) -> dict[str, Decoder]:
+    """For each policy its model: one base for all of them, and an adapter each.
+
+    Raises:
+        ConfigError: policies share a base that one of them trains itself.
+        ModelError: the model's folder, its adapter or the mesh does not fit.
+    """
+    configs = policy_configs(config)
+    full = [name for name, own in configs.items() if own.policy.train == "full"]
+    if full and len(configs) > 1:
+        raise ConfigError(
+            f"config.policies.{full[0]} trains 'full' weights, but {len(configs)} policies share the base: "
+            "set policy.train to 'lora'"
+        )
+    if full and config.model.quantize:
+        raise ConfigError(
+            f"config.model.quantize is {config.model.quantize!r}, but config.policy.train is 'full', and quantised "
+            "weights cannot be trained: set it to '' or train 'lora'"
+        )
+    base = load_decoder(
         Path(config.model.path),
-        lora=lora,
         dtype=config.model.dtype,
         mesh=mesh,
         remat=config.model.remat,
+        quantize=config.model.quantize,
         key=jax.random.key(config.seed),
     )
+    if full:
+        return {full[0]: base}
+    return {
+        name: with_adapter(base, Lora(**own.policy.lora.to_dict()), jax.random.key(own.seed))
+        for name, own in configs.items()
+    }
+
+
+def _run(run_dir: Path) -> None:
+    config = load_run(run_dir)
+    use_compile_cache(config.trainer.compile_cache)
+    join(config)
+    mesh = make_mesh(**config.mesh.to_dict())
+    models = make_models(config, mesh)
     endpoints = json.loads((run_dir / "endpoints.json").read_text())
-    name = config.policy.name
-    with Checkpoints(
-        run_dir / "checkpoints" / name,
-        keep=config.trainer.keep_checkpoints,
-        keep_every=config.trainer.keep_every_steps,
-    ) as checkpoints:
-        train(
-            config,
-            model,
-            DataflowSource(endpoints["dataflow"], policy=name, timeout_s=config.trainer.step_timeout_s),
+    with contextlib.ExitStack() as opened:
+        learners = {}
+        for name, own in policy_configs(config).items():
+            kept = {"keep": own.trainer.keep_checkpoints, "keep_every": own.trainer.keep_every_steps}
+            checkpoints = opened.enter_context(Checkpoints(run_dir / "checkpoints" / name, **kept))
+            learners[name] = Learner(name, own, models[name], checkpoints)
+        steps = {name: learner.step for name, learner in learners.items()}
+        metrics = (
+            MetricsWriter(run_dir, tensorboard=config.trainer.tensorboard, resume_step=steps) if is_first() else None
+        )
+        train_policies(
+            learners,
+            DataflowSource(endpoints["dataflow"], timeout_s=config.trainer.step_timeout_s),
             mesh=mesh,
-            metrics=MetricsWriter(run_dir, tensorboard=config.trainer.tensorboard, resume_step=checkpoints.latest()),
-            checkpoints=checkpoints,
-            on_step=lambda line: logging.info("step %d loss %.4f", line["step"], line["loss"]),
+            metrics=metrics,
+            on_step=lambda line: logging.info("step %d loss %.4f", line["step"], line.get("loss", float("nan"))),
         )
 
 

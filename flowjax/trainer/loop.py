@@ -1,40 +1,39 @@
 """The training loop, top to bottom in the order of a step."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from absl import logging
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from flowjax.losses.mismatch import mismatch_metrics
 from flowjax.models.decoder import Decoder
-from flowjax.models.lora import LoraParam
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch, pack
-from flowjax.trainer.optimizer import learning_rate_schedule, make_optimizer
+from flowjax.trainer.learner import Learner
+from flowjax.trainer.numbers import memory_metrics, peak_flops, step_flops
+from flowjax.trainer.processes import Shared, is_first, place
 from flowjax.trainer.sources import Served, Source
-from flowjax.trainer.step import UpdateFunctions, make_update
 from flowjax.weights.publish import Checkpoints
-
-Arrays = Any
 
 
 @dataclass
-class State:
-    """Everything a checkpoint holds, and the frozen base that it does not."""
+class Dispatched:
+    """A step whose results may still be on their way."""
 
-    trained: Arrays
-    frozen: Arrays
-    optimizer: Arrays
-    step: int = 0
-    skipped: int = 0
+    learner: Learner
+    step: int
+    taken: list[dict[str, Any]]  # metrics of its updates, on the devices
+    line: dict[str, float]  # what is known on the host
+    started_s: float
+    flops: float
 
 
 def train(
@@ -43,159 +42,187 @@ def train(
     source: Source,
     *,
     mesh: Mesh,
-    metrics: MetricsWriter,
+    metrics: MetricsWriter | None,
     checkpoints: Checkpoints | None = None,
     on_step: Callable[[dict[str, float]], None] = lambda line: None,
 ) -> Decoder:
-    """Train until `config.trainer.steps`, from the newest checkpoint if there is one.
+    """Train the one policy `config.policy.name`; see `train_policies`."""
+    name = config.policy.name
+    learners = {name: Learner(name, config, model, checkpoints)}
+    return train_policies(learners, source, mesh=mesh, metrics=metrics, on_step=on_step)[name]
 
-    With `checkpoints`, every step is saved, which publishes it; version 0 is published before the first batch. Without,
-    nothing is saved (the warm start exports the returned model instead).
+
+def train_policies(
+    learners: Mapping[str, Learner],
+    source: Source,
+    *,
+    mesh: Mesh,
+    metrics: MetricsWriter | None,
+    on_step: Callable[[dict[str, float]], None] = lambda line: None,
+) -> dict[str, Decoder]:
+    """Train every policy until its own `config.trainer.steps`, in the order in which their batches come.
+
+    With checkpoints, every step is saved, which publishes it. Without, nothing is saved (the warm start exports the
+    returned model instead), and steps are dispatched ahead of their results. `metrics` is None in all processes but
+    the first.
     """
-    # ------------------------------------------------------------------------------------------ model and optimiser
-    trainer, updates = config.trainer, config.trainer.steps * config.trainer.updates_per_step
-    graph, trained, frozen = nnx.split(model, LoraParam if model.lora else nnx.Param, ...)
-    optimizer = make_optimizer(config.optimizer, updates)
-    schedule = learning_rate_schedule(config.optimizer, updates)
-    state = State(trained, frozen, optimizer.init(trained))
-    functions = make_update(
-        graph,
-        optimizer,
-        kind=config.loss.kind,
-        options=config.loss.options.to_dict(),
-        kl_coefficient=config.loss.kl_coefficient,
-        entropy_coefficient=config.loss.entropy_coefficient,
-        temperature=config.rollout.temperature,
-        chunk_tokens=trainer.logprob_chunk_tokens,
-    )
-
-    # ------------------------------------------------------------------------------------------------------ restore
-    if checkpoints is not None and (latest := checkpoints.latest()) is not None:
-        saved = checkpoints.restore(latest, adapter=state.trained, optimizer=state.optimizer)
-        state = State(saved.adapter, frozen, saved.optimizer, step=latest, skipped=saved.data["skipped"])
-    elif checkpoints is not None:
-        checkpoints.save(0, state.trained, state.optimizer, {"skipped": 0})
-    recent = _recent(checkpoints, state, max_staleness=config.dataflow.max_staleness)
-    save_s = 0.0
-
     # ------------------------------------------------------------------------------------------------------ compile
-    _compile_ahead(functions, state, config, mesh)  # while the engine starts and the first episodes are played
+    for learner in learners.values():  # while the engine starts and the first episodes are played
+        learner.try_out(place(_longest(learner.config), mesh))
 
     # --------------------------------------------------------------------------------------------------------- loop
-    while state.step < trainer.steps:
+    under_way: deque[Dispatched] = deque()
+    clock = _Clock()
+    batches = Shared(source)
+    batches.ask(_open(learners))
+    while _open(learners):
+        # batch: wait for it, tell what is on disk by now
         started_s = time.perf_counter()
+        served = batches.take()
+        learner = learners[served.policy]
+        _tell_committed(learner, source)
 
-        # batch: wait for it, shuffle its rows, split them into updates, pack each
-        served = source.batch(state.step)
-        if checkpoints is not None and (latest := checkpoints.latest()) is not None:
-            source.committed(latest)
+        # pack: shuffle its rows, split them into updates, lay each out in rows of fixed length
         waited_s = time.perf_counter()
-        parts = _split(served.rows, trainer.updates_per_step, seed=config.seed, step=state.step)
+        trainer = learner.config.trainer
+        parts = _split(served.rows, trainer.updates_per_step, seed=learner.config.seed, step=learner.step)
         packed = [
             pack(part, row_tokens=trainer.row_tokens, micro_batch_rows=trainer.micro_batch_rows) for part in parts
         ]
-        on_device = [[_place(micro_batch, mesh) for micro_batch in part] for part in packed]
+        on_device = [[place(micro_batch, mesh) for micro_batch in part] for part in packed]
+        packed_s = time.perf_counter()
 
         # agreement: the sampler's log-probs against ours, under the very version that sampled them
-        agreement = _agreement(functions, recent, state.frozen, on_device[0][0]) if checkpoints else {}
+        agreement = _agreement(learner, packed[0][0], on_device[0][0], mesh) if learner.checkpoints and packed else {}
+        agreed_s = time.perf_counter()
 
         # step: each update adds up its micro-batches and divides once
         taken = []
-        for part in on_device:
+        for update, part in enumerate(on_device):
             sums = None
-            anchors = functions.anchors(recent[state.step], state.trained, state.frozen, part)
-            for micro_batch, anchor in zip(part, anchors, strict=True):
-                sums = functions.add(state.trained, state.frozen, micro_batch, anchor, sums)
-            state.trained, state.optimizer, values = functions.apply(state.trained, state.optimizer, sums)
-            taken.append(values)
-        state.step += 1
-        taken = jax.device_get(taken)
-        state.skipped += int(sum(values["skipped"] for values in taken))
-        stepped_s = time.perf_counter()
+            anchors = learner.functions.anchors(learner.start(update), learner.trained, learner.frozen, part)
+            for index, (micro_batch, anchor) in enumerate(zip(part, anchors, strict=True)):
+                drops = learner.drops(update, index)
+                sums = learner.functions.add(learner.trained, learner.frozen, micro_batch, anchor, sums, drops)
+            taken.append(learner.apply(sums))
+        learner.empty += trainer.updates_per_step - len(parts)
+        if not parts:
+            logging.warning("%s, step %d: no row has a sampled token, nothing is trained", served.policy, learner.step)
+        learner.advance()
+        batches.ask(_open(learners))  # the next batch comes while the devices work
 
         # log: before the checkpoint, so that a committed step always has its line
         line = {
-            "step": state.step,
-            **_mean_of(taken),
             **agreement,
             **_episode_metrics(served),
-            **_row_metrics(served.rows, packed, version=state.step - 1),
-            "learning_rate": float(np.asarray(schedule(state.step * trainer.updates_per_step - 1))),
-            "skipped_updates": state.skipped,
-            "compile_count": functions.compile_count(),
+            **_row_metrics(served.rows, packed, version=learner.step - 1),
+            "learning_rate": float(np.asarray(learner.schedule(learner.step * trainer.updates_per_step - 1))),
+            "compile_count": learner.functions.compile_count(),
             "wait_s": waited_s - started_s,
-            "step_s": stepped_s - waited_s,
-            "save_s": save_s,  # of the step before
-            "total_s": stepped_s - started_s + save_s,
+            "pack_s": packed_s - waited_s,
+            "agreement_s": agreed_s - packed_s,
+            "save_s": learner.save_s,  # of the step before
         }
-        line["tokens_per_s"] = line["row_tokens"] / line["step_s"]
-        metrics.write("train", **line)
-        on_step(line)
+        flops = step_flops(learner.model, learner.lora, served.rows)
+        under_way.append(Dispatched(learner, learner.step, taken, line, waited_s, flops))
+        while len(under_way) > (0 if learner.checkpoints else trainer.steps_in_flight):
+            _log(under_way.popleft(), clock, metrics, on_step, several=len(learners) > 1)
 
         # publish: the checkpoint's commit marker is the publication
-        recent[state.step] = _copy(state.trained)
-        for version in sorted(recent)[: -(config.dataflow.max_staleness + 1)]:
-            del recent[version]
-        if checkpoints is not None:
-            checkpoints.save(state.step, state.trained, state.optimizer, {"skipped": state.skipped})
-        save_s = time.perf_counter() - stepped_s
+        stepped_s = time.perf_counter()
+        learner.publish()
+        learner.save_s = time.perf_counter() - stepped_s
 
     # ---------------------------------------------------------------------------------------------------------- end
-    if checkpoints is not None:
-        checkpoints.wait()
-        source.committed(state.step)
-    return nnx.merge(graph, state.trained, state.frozen)
+    while under_way:
+        _log(under_way.popleft(), clock, metrics, on_step, several=len(learners) > 1)
+    for learner in learners.values():
+        if learner.checkpoints is not None:
+            learner.checkpoints.wait()
+            _tell_committed(learner, source)
+    return {name: learner.merged() for name, learner in learners.items()}
 
 
-def _copy(arrays: Arrays) -> Arrays:
-    return jax.tree.map(jnp.copy, arrays)
+class _Clock:
+    """When the devices were last known to have nothing to do: a step cannot have begun before."""
+
+    def __init__(self) -> None:
+        self.idle_s = 0.0
 
 
-def _recent(checkpoints: Checkpoints | None, state: State, *, max_staleness: int) -> dict[int, Arrays]:
-    """Trained arrays of the versions that a batch may have been sampled from, by version."""
-    versions = checkpoints.committed_steps() if checkpoints else []
-    known = [version for version in versions if state.step - max_staleness <= version < state.step]
-    earlier = {v: checkpoints.restore_adapter(v, state.trained) for v in known if checkpoints}
-    return earlier | {state.step: _copy(state.trained)}
+def _open(learners: Mapping[str, Learner]) -> dict[str, int]:
+    """The step that each policy in training is at."""
+    return {name: learner.step for name, learner in learners.items() if not learner.finished}
 
 
-def _compile_ahead(functions: UpdateFunctions, state: State, config: ConfigDict, mesh: Mesh) -> None:
-    """Run every function once on rows as long as an episode's turn may get; its results are thrown away."""
+def _tell_committed(learner: Learner, source: Source) -> None:
+    if is_first() and learner.checkpoints is not None and (latest := learner.checkpoints.latest()) is not None:
+        source.committed(learner.name, latest)
+
+
+def _longest(config: ConfigDict) -> MicroBatch:
+    """A micro-batch of rows as long as an episode's turn may get."""
     prompt, reply = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
     sampled = np.arange(prompt + reply) >= prompt
     nothing = np.zeros(prompt + reply, np.float32)
     row = TokenRow("", nothing.astype(np.int32), sampled, nothing, nothing, np.full(prompt + reply, -1, np.int32))
     rows = [row] * config.trainer.micro_batch_rows
-    batch = _place(
-        pack(rows, row_tokens=config.trainer.row_tokens, micro_batch_rows=config.trainer.micro_batch_rows)[0], mesh
-    )
-    functions.logprobs(state.trained, state.frozen, batch)
-    (anchor,) = functions.anchors(state.trained, state.trained, state.frozen, [batch])
-    sums = functions.add(state.trained, state.frozen, batch, anchor, None)
-    sums = functions.add(state.trained, state.frozen, batch, anchor, sums)
-    functions.apply(_copy(state.trained), _copy(state.optimizer), sums)
+    return pack(rows, row_tokens=config.trainer.row_tokens, micro_batch_rows=config.trainer.micro_batch_rows)[0]
 
 
 def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> list[list[TokenRow]]:
-    """Rows in an order fixed by (seed, step), cut into nearly equal parts."""
+    """Rows in an order fixed by (seed, step), cut into nearly equal parts; those with nothing to train are left out."""
     order = np.random.default_rng((seed, step)).permutation(len(rows))
-    return [[rows[index] for index in part] for part in np.array_split(order, parts) if len(part)]
+    cut = [[rows[index] for index in part] for part in np.array_split(order, parts)]
+    return [part for part in cut if any(row.sampled.any() for row in part)]
 
 
-def _place(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
-    """Put a micro-batch on the devices, its rows spread over the data and fsdp axes."""
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
+def _log(
+    done: Dispatched,
+    clock: _Clock,
+    metrics: MetricsWriter | None,
+    on_step: Callable[[dict[str, float]], None],
+    *,
+    several: bool,
+) -> None:
+    """Wait for a step's results and write its line."""
+    learner = done.learner
+    taken = jax.device_get(done.taken)
+    now_s = time.perf_counter()
+    step_s = now_s - max(done.started_s, clock.idle_s)
+    clock.idle_s = now_s
+    skipped = int(sum(values["skipped"] for values in taken))
+    learner.skipped += skipped
+    if skipped:
+        logging.warning("%s, step %d: %d updates skipped, not finite", learner.name, done.step, skipped)
+    line = {
+        "step": done.step,
+        **_mean_of(taken),
+        **done.line,
+        "skipped_updates": learner.skipped,
+        "empty_updates": learner.empty,
+        "step_s": step_s,
+        "total_s": done.line["wait_s"] + step_s + done.line["save_s"],
+        "tokens_per_s": done.line["row_tokens"] / step_s,
+        "flops_per_s": done.flops / step_s,
+        **memory_metrics(),
+    }
+    if peak := peak_flops(jax.devices()[0].device_kind):
+        line["flops_utilisation"] = line["flops_per_s"] / (peak * jax.device_count())
+    if metrics is not None:
+        metrics.write("train", **line, **({"policy": learner.name} if several else {}))
+        on_step(line)
 
 
-def _agreement(functions: UpdateFunctions, recent: dict[int, Arrays], frozen: Arrays, batch: MicroBatch) -> dict:
+def _agreement(learner: Learner, batch: MicroBatch, on_device: MicroBatch, mesh: Mesh) -> dict[str, float]:
     """k3 KL (per token) and largest log-prob difference between engine and trainer, over one micro-batch."""
     versions = np.asarray(batch.versions)
     sums = {"mismatch_k3": 0.0, "mismatch_max": 0.0}
     tokens = 0
-    for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(recent)):
+    for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(learner.recent)):
         mask = versions == version
-        ours = functions.logprobs(recent[version], frozen, batch)
-        gap = jax.device_get(mismatch_metrics(ours, batch.behaviour_logprobs, jnp.asarray(mask)))
+        ours = learner.functions.logprobs(learner.recent[version], learner.frozen, on_device)
+        gap = jax.device_get(_mismatch(ours, on_device.behaviour_logprobs, place(mask, mesh)))
         sums["mismatch_k3"] += float(gap["k3"])
         sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["max"]))
         tokens += int(mask.sum())
@@ -204,8 +231,13 @@ def _agreement(functions: UpdateFunctions, recent: dict[int, Arrays], frozen: Ar
     return {"mismatch_k3": sums["mismatch_k3"] / tokens, "mismatch_max": sums["mismatch_max"]}
 
 
+_mismatch = jax.jit(mismatch_metrics)
+
+
 def _mean_of(taken: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Metrics of the updates of a step: means, but the counts added up."""
+    if not taken:
+        return {"trained_tokens": 0.0}
     values = {name: float(np.mean([update[name] for update in taken])) for name in taken[0]}
     values["trained_tokens"] = float(sum(update["trained_tokens"] for update in taken))
     shown = {"ratio": "ratio_mean", "clipped": "clip_share"}
@@ -231,12 +263,12 @@ def _episode_metrics(served: Served) -> dict[str, float]:
 
 def _row_metrics(rows: Sequence[TokenRow], packed: Sequence[Sequence[MicroBatch]], *, version: int) -> dict[str, float]:
     """Real tokens, share of padding, and how many versions the trained tokens lag."""
-    tokens = sum(len(row.tokens) for row in rows)
-    slots = sum(batch.tokens.size for part in packed for batch in part)
-    lag = version - np.concatenate([row.versions[row.sampled] for row in rows])
-    return {
-        "row_tokens": tokens,
-        "padding_share": 1.0 - tokens / slots,
-        "staleness_mean": float(lag.mean()),
-        "staleness_max": int(lag.max()),
-    }
+    found = {"row_tokens": sum(len(row.tokens) for row in rows)}
+    if slots := sum(batch.tokens.size for part in packed for batch in part):
+        lag = version - np.concatenate([row.versions[row.sampled] for row in rows])
+        found |= {
+            "padding_share": 1.0 - found["row_tokens"] / slots,
+            "staleness_mean": float(lag.mean()),
+            "staleness_max": int(lag.max()),
+        }
+    return found

@@ -1,11 +1,23 @@
-"""The optimiser of a run: an optax chain from its config."""
+"""The optimiser of a run: an optax chain from its config, with rules for parameters that differ."""
 
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
+from optax.contrib import MuonDimensionNumbers, muon
 
 from flowjax.config import ConfigError
 
-_SCHEDULES = ("constant", "cosine", "linear")
+Arrays = Any
+NAMES = ("adamw", "muon", "sgd")
+SCHEDULES = ("constant", "cosine", "linear")
+_RULE_SETTINGS = ("learning_rate_scale", "weight_decay", "frozen")
+_NOT_MATRICES = ("embedding", "lm_head")  # Muon is for maps between hidden states; a table of rows is none
+_HOST_MEMORY = "pinned_host"
 
 
 def learning_rate_schedule(config: ConfigDict, updates: int) -> optax.Schedule:
@@ -27,20 +39,150 @@ def learning_rate_schedule(config: ConfigDict, updates: int) -> optax.Schedule:
     elif config.schedule == "linear":
         after = optax.linear_schedule(peak, 0.0, updates - warmup)
     else:
-        raise ConfigError(f"config.optimizer.schedule is {config.schedule!r}: use one of {', '.join(_SCHEDULES)}")
+        raise ConfigError(f"config.optimizer.schedule is {config.schedule!r}: use one of {', '.join(SCHEDULES)}")
     if not warmup:
         return after
     return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
 
 
-def make_optimizer(config: ConfigDict, updates: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimiser named in the config (adamw | sgd)."""
-    schedule = learning_rate_schedule(config, updates)
+def make_optimizer(config: ConfigDict, updates: int, trained: Arrays | None = None) -> optax.GradientTransformation:
+    """Clipping by global norm, then the optimiser named in the config, by parameter where there are rules.
+
+    Args:
+        config: the section `optimizer`.
+        updates: optimiser updates of the whole run, for the schedule.
+        trained: the trained parameters (or their shapes), which the rules are matched against.
+
+    Raises:
+        ConfigError: an unknown optimiser, schedule or setting, or a parameter that no rule covers.
+    """
+    rules = parse_rules(config.get("rules", ()))
+    if not rules:
+        return optax.chain(optax.clip_by_global_norm(config.clip_norm), _named(config, updates, {}))
+    names = parameter_names(trained)
+    labels = [_first_match(rules, name) for name in jax.tree.leaves(names)]
+    tree = jax.tree.unflatten(jax.tree.structure(names), labels)
+    steps = {index: _named(config, updates, settings) for index, (_, settings) in enumerate(rules)}
+    frozen = {index for index, (_, settings) in enumerate(rules) if settings.get("frozen")}
+    still = jax.tree.map(lambda label: label in frozen, tree)
+    return optax.chain(
+        optax.masked(optax.set_to_zero(), still),  # what is frozen has no part in the norm that is clipped
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.partition(steps, tree),
+    )
+
+
+def parse_rules(rules: Sequence[Any]) -> list[tuple[re.Pattern[str], dict[str, Any]]]:
+    """`config.optimizer.rules`: pairs of a regular expression and the settings of the parameters that it finds.
+
+    Raises:
+        ConfigError: something else than such a pair, an invalid expression, or an unknown setting.
+    """
+    parsed = []
+    for rule in rules:
+        try:
+            pattern, settings = rule
+            parsed.append((re.compile(pattern), dict(settings)))
+        except (TypeError, ValueError, re.error) as error:
+            raise ConfigError(
+                f"config.optimizer.rules has {rule!r} ({error}): a rule is (regular expression, settings), for example "
+                "('norm', {'weight_decay': 0.0})"
+            ) from error
+        if unknown := sorted(set(parsed[-1][1]) - set(_RULE_SETTINGS)):
+            raise ConfigError(
+                f"config.optimizer.rules has the setting {unknown[0]!r} for {pattern!r}: "
+                f"use {', '.join(_RULE_SETTINGS)}"
+            )
+    return parsed
+
+
+def parameter_names(trained: Arrays) -> Arrays:
+    """A tree like `trained` of names such as `layers/q_proj`, `embedding` or `adapter/q_proj/a`."""
+
+    def name(path: tuple[Any, ...], _: Any) -> str:
+        parts = [jax.tree_util.keystr((part,), simple=True) for part in path]
+        return "/".join(part for part in parts if part != "value")
+
+    return jax.tree_util.tree_map_with_path(name, trained)
+
+
+def _first_match(rules: Sequence[tuple[re.Pattern[str], Mapping[str, Any]]], name: str) -> int:
+    for index, (pattern, _) in enumerate(rules):
+        if pattern.search(name):
+            return index
+    raise ConfigError(
+        f"config.optimizer.rules do not cover the parameter {name!r}: every one needs a rule, end with ('.*', {{}})"
+    )
+
+
+def _named(config: ConfigDict, updates: int, settings: Mapping[str, Any]) -> optax.GradientTransformation:
+    if settings.get("frozen"):
+        return optax.set_to_zero()
+    peak = learning_rate_schedule(config, updates)
+    scale = settings.get("learning_rate_scale", 1.0)
+    decay = settings.get("weight_decay", config.weight_decay)
+
+    def schedule(count: Any) -> Any:
+        return scale * peak(count)
+
+    rate = peak if scale == 1.0 else schedule
     if config.name == "adamw":
         b1, b2 = config.betas
-        step = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=config.weight_decay)
-    elif config.name == "sgd":
-        step = optax.sgd(schedule)
-    else:
-        raise ConfigError(f"config.optimizer.name is {config.name!r}: use adamw or sgd")
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), step)
+        return optax.adamw(rate, b1=b1, b2=b2, weight_decay=decay)
+    if config.name == "muon":
+        # Updates as large as Adam's (root mean square 0.2, arXiv 2502.16982), so that one learning rate fits both.
+        b1, b2 = config.betas
+        return muon(
+            rate,
+            weight_decay=decay,
+            adam_b1=b1,
+            adam_b2=b2,
+            adam_weight_decay=decay,
+            muon_weight_dimension_numbers=_stacked_matrices,
+            consistent_rms=0.2,
+        )
+    if config.name == "sgd":
+        return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate)) if decay else optax.sgd(rate)
+    raise ConfigError(f"config.optimizer.name is {config.name!r}: use one of {', '.join(NAMES)}")
+
+
+def _stacked_matrices(trained: Arrays) -> Arrays:
+    """Which axes Muon makes orthogonal: the last two, those before them (layers, experts) count matrices."""
+
+    def of(name: Any, leaf: Any) -> MuonDimensionNumbers | None:
+        matrix = leaf is not None and jnp.ndim(leaf) > 2 and str(name).split("/")[-1] not in _NOT_MATRICES
+        return MuonDimensionNumbers(reduction_axis=-2, output_axis=-1) if matrix else None
+
+    return jax.tree.map(of, parameter_names(trained), trained)
+
+
+class OptimizerMemory:
+    """Keeps the optimiser's state on the host between updates, where `config.trainer.offload_optimizer` asks for it.
+
+    Raises:
+        ConfigError: the devices have no pinned host memory.
+    """
+
+    def __init__(self, offload: bool):
+        self._offload = offload
+        if offload:
+            device = jax.local_devices()[0]
+            kinds = {memory.kind for memory in device.addressable_memories()}
+            if _HOST_MEMORY not in kinds or device.default_memory().kind == _HOST_MEMORY:
+                raise ConfigError(
+                    f"config.trainer.offload_optimizer is true, but {device.device_kind} has no {_HOST_MEMORY} memory "
+                    f"(it has {', '.join(sorted(kinds))}): set it to false"
+                )
+
+    def to_host(self, state: Arrays) -> Arrays:
+        """Start the copy to the host; nothing waits for it."""
+        return self._moved(state, _HOST_MEMORY) if self._offload else state
+
+    def to_device(self, state: Arrays) -> Arrays:
+        return self._moved(state, jax.local_devices()[0].default_memory().kind) if self._offload else state
+
+    @staticmethod
+    def _moved(state: Arrays, kind: str) -> Arrays:
+        return jax.tree.map(
+            lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(kind)) if jnp.ndim(leaf) else leaf, state
+        )

@@ -1,5 +1,7 @@
 """Where batches come from: the dataflow, or a fixed stream of rows for supervised training."""
 
+import queue
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,8 +18,9 @@ class SourceError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The rows of one batch, and sums over its episodes for the log (see `dataflow.rows.CreditedBatch`)."""
+    """The rows of one batch of `policy`, and sums over its episodes for the log (see `dataflow.rows.CreditedBatch`)."""
 
+    policy: str
     rows: Sequence[TokenRow]
     totals: Mapping[str, float] = field(default_factory=dict)
     dropped: int = 0
@@ -26,12 +29,16 @@ class Served:
 class Source(Protocol):
     """What the loop asks for data."""
 
-    def batch(self, step: int) -> Served:
-        """The batch that turns version `step` into `step + 1`; the same one each time it is asked for."""
+    def batch(self, steps: Mapping[str, int]) -> Served:
+        """A batch of whichever policy has one first.
+
+        `steps` are the policies that still train and the version of each. The batch turns that version of its policy
+        into the next; it is the same each time it is asked for.
+        """
         ...
 
-    def committed(self, version: int) -> None:
-        """Told once a checkpoint of `version` is on disk."""
+    def committed(self, policy: str, version: int) -> None:
+        """Told once a checkpoint of the policy's `version` is on disk."""
         ...
 
 
@@ -43,22 +50,24 @@ class DataflowSource:
         timeout_s: longest wait for a batch, with the dataflow up or down, before `SourceError`.
     """
 
-    def __init__(self, url: str, *, policy: str, timeout_s: float):
-        self._url, self._policy, self._timeout_s = url, policy, timeout_s
+    def __init__(self, url: str, *, timeout_s: float):
+        self._url, self._timeout_s = url, timeout_s
 
-    def batch(self, step: int) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> Served:
         until = time.monotonic() + self._timeout_s
         while time.monotonic() < until:
-            answer = self._post("batch", {"policy": self._policy, "step": step}, until)
-            if answer["state"] == "run":
-                return Served(answer["rows"], answer["totals"], answer["dropped"])
+            for policy, step in steps.items():
+                answer = self._post("batch", {"policy": policy, "step": step}, until)
+                if answer["state"] == "run":
+                    return Served(policy, answer["rows"], answer["totals"], answer["dropped"])
+        wanted = ", ".join(f"step {step} of {policy}" for policy, step in steps.items())
         raise SourceError(
-            f"no batch for step {step} within config.trainer.step_timeout_s ({self._timeout_s:g} s): "
+            f"no batch for {wanted} within config.trainer.step_timeout_s ({self._timeout_s:g} s): "
             "see logs/rollout.log and logs/dataflow.log for what holds the episodes up"
         )
 
-    def committed(self, version: int) -> None:
-        message = {"policy": self._policy, "version": version}
+    def committed(self, policy: str, version: int) -> None:
+        message = {"policy": policy, "version": version}
         self._post("committed", message, time.monotonic() + self._timeout_s)
 
     def _post(self, name: str, message: dict[str, Any], until: float) -> dict[str, Any]:
@@ -78,13 +87,44 @@ class DataflowSource:
 
 
 class FixedSource:
-    """A stream of ready batches, for supervised training."""
+    """A stream of ready batches for one policy, for supervised training."""
 
     def __init__(self, batches: Iterator[Sequence[TokenRow]]):
         self._batches = batches
 
-    def batch(self, step: int) -> Served:
-        return Served(next(self._batches))
+    def batch(self, steps: Mapping[str, int]) -> Served:
+        (policy,) = steps
+        return Served(policy, next(self._batches))
 
-    def committed(self, version: int) -> None:
+    def committed(self, policy: str, version: int) -> None:
         pass
+
+
+class Ahead:
+    """Asks a source for the next batch while the devices work on this one."""
+
+    def __init__(self, source: Source):
+        self._source = source
+        self._asked: queue.Queue[Mapping[str, int]] = queue.Queue()
+        self._answers: queue.Queue[Served | BaseException] = queue.Queue()
+        # A daemon: a run that ends early must not wait for a batch that may never come.
+        threading.Thread(target=self._fetch, name="next batch", daemon=True).start()
+
+    def ask(self, steps: Mapping[str, int]) -> None:
+        """Start fetching the batch for these steps; `take` returns it."""
+        if steps:
+            self._asked.put(dict(steps))
+
+    def take(self) -> Served:
+        """The batch asked for; what went wrong there is raised here."""
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _fetch(self) -> None:
+        while True:
+            try:
+                self._answers.put(self._source.batch(self._asked.get()))
+            except BaseException as error:
+                self._answers.put(error)

@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from flowjax.losses.kl import kl_penalty
 from flowjax.losses.m2po import m2po_bounds
@@ -18,6 +19,7 @@ from flowjax.models.logprobs import token_logprobs
 from flowjax.trainer.batch import MicroBatch
 
 Arrays = Any  # a pytree of arrays
+Drops = Int[np.ndarray, "numbers"] | None  # what the dropout of one pass follows from; None is no dropout
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +36,8 @@ class Sums:
 class Anchor:
     """What some objectives want to know before the gradient pass; None for those that do not.
 
-    proximal_logprobs: of the policy at the start of the step, for the decoupled objective.
+    proximal_logprobs: of the policy at the start of the step, for the decoupled objective; None where that is the
+        policy that is about to be trained, whose own log-probs then stand for them.
     ratio_bounds: M2PO's clip bounds, found over the whole update.
     """
 
@@ -46,8 +49,9 @@ class Anchor:
 class UpdateFunctions:
     """The compiled pieces of an update.
 
-    anchors: (trained at the start of the step, trained, frozen, batches) -> one anchor per batch
-    add: (trained, frozen, batch, anchor, sums | None) -> sums
+    anchors: (trained at the start of the step or None if nothing has changed since, trained, frozen, batches) ->
+        one anchor per batch
+    add: (trained, frozen, batch, anchor, sums | None, dropout numbers | None) -> sums
     apply: (trained, optimizer_state, sums) -> (trained, optimizer_state, metrics)
     logprobs: (trained, frozen, batch) -> log-probabilities of the sampled tokens
     compile_count: () -> how many shapes the functions have been compiled for
@@ -61,10 +65,16 @@ class UpdateFunctions:
 
 
 def sampled_logprobs(
-    model: Any, batch: MicroBatch, *, temperature: float, chunk_tokens: int, adapter_scale: float = 1.0
+    model: Any,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    adapter_scale: float = 1.0,
+    dropout_key: jax.Array | None = None,
 ) -> tuple[Float[Array, "rows sampled"], Float[Array, "rows sampled"]]:
     """Log-probability and entropy at the sampled tokens only: other places never meet the vocabulary."""
-    hidden = model(batch.tokens, batch.positions, batch.segments, adapter_scale=adapter_scale)
+    hidden = model(batch.tokens, batch.positions, batch.segments, adapter_scale=adapter_scale, dropout_key=dropout_key)
     before = jnp.take_along_axis(hidden, batch.places[..., None] - 1, axis=1)
     targets = jnp.take_along_axis(batch.tokens, batch.places, axis=1)
     logprobs, entropy = token_logprobs(
@@ -74,8 +84,18 @@ def sampled_logprobs(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         entropy=True,
+        soft_cap=model.config.logit_soft_cap,
     )
     return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)
+
+
+def _dropout_key(drops: Drops) -> jax.Array | None:
+    if drops is None:
+        return None
+    key = jax.random.key(drops[0])
+    for number in drops[1:]:
+        key = jax.random.fold_in(key, number)
+    return key
 
 
 def make_update(
@@ -88,23 +108,30 @@ def make_update(
     entropy_coefficient: float,
     temperature: float,
     chunk_tokens: int,
+    dtypes: Arrays | None = None,
+    layout: tuple[Arrays, Arrays] | None = None,
 ) -> UpdateFunctions:
     """Compile-once functions for a loss and an optimiser.
 
     The loss of an update is sum(loss) / sum(denominator) over all its micro-batches, so neither packing nor
-    the split into micro-batches changes it.
+    the split into micro-batches changes it. `dtypes`, a tree like the trained arrays, is what the model computes in
+    where those are kept more precisely. `layout` is the shardings of the trained arrays and of the optimiser's state:
+    an update then returns them as it took them, and the next one needs no other program.
     """
 
     aggregation = options.get("aggregation") or default_aggregation(kind)
 
-    def logprobs_of(trained: Arrays, frozen: Arrays, batch: MicroBatch, adapter_scale: float = 1.0):
+    def logprobs_of(trained: Arrays, frozen: Arrays, batch: MicroBatch, **options: Any):
+        if dtypes is not None:
+            trained = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), trained, dtypes)
         model = nnx.merge(graph, trained, frozen)
-        return sampled_logprobs(
-            model, batch, temperature=temperature, chunk_tokens=chunk_tokens, adapter_scale=adapter_scale
-        )
+        return sampled_logprobs(model, batch, temperature=temperature, chunk_tokens=chunk_tokens, **options)
 
-    def summed_loss(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor):
-        logprobs, entropy = logprobs_of(trained, frozen, batch)
+    def summed_loss(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor, drops: Drops):
+        logprobs, entropy = logprobs_of(trained, frozen, batch, dropout_key=_dropout_key(drops))
+        proximal = anchor.proximal_logprobs
+        if proximal is None and needs_proximal(options):
+            proximal = jax.lax.stop_gradient(logprobs)
         loss, denominator, values = policy_loss(
             logprobs,
             batch.behaviour_logprobs,
@@ -113,7 +140,7 @@ def make_update(
             kind=kind,
             sequences=batch.sequences,
             sequence_count=batch.sequences.size,
-            proximal_logprobs=anchor.proximal_logprobs,
+            proximal_logprobs=proximal,
             ratio_bounds=anchor.ratio_bounds,
             **options,
         )
@@ -138,19 +165,26 @@ def make_update(
         return total, {**values, "loss": loss, "denominator": denominator}
 
     @jax.jit
-    def first(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor) -> Sums:
-        (_, values), gradient = jax.value_and_grad(summed_loss, has_aux=True)(trained, frozen, batch, anchor)
+    def first(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor, drops: Drops) -> Sums:
+        (_, values), gradient = jax.value_and_grad(summed_loss, has_aux=True)(trained, frozen, batch, anchor, drops)
         return Sums(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), values)
 
-    def further(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor, sums: Sums) -> Sums:
-        return jax.tree.map(jnp.add, sums, first(trained, frozen, batch, anchor))
+    def further(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor, drops: Drops, sums: Sums) -> Sums:
+        return jax.tree.map(jnp.add, sums, first(trained, frozen, batch, anchor, drops))
 
     further = jax.jit(further, donate_argnames="sums")
 
-    def add(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor, sums: Sums | None) -> Sums:
+    def add(
+        trained: Arrays,
+        frozen: Arrays,
+        batch: MicroBatch,
+        anchor: Anchor,
+        sums: Sums | None,
+        drops: Drops = None,
+    ) -> Sums:
         if sums is None:
-            return first(trained, frozen, batch, anchor)
-        return further(trained, frozen, batch, anchor, sums)
+            return first(trained, frozen, batch, anchor, drops)
+        return further(trained, frozen, batch, anchor, drops, sums)
 
     def apply(trained: Arrays, optimizer_state: Arrays, sums: Sums):
         denominator = jnp.maximum(sums.values["denominator"], 1e-8)
@@ -169,10 +203,10 @@ def make_update(
         metrics["skipped"] = 1.0 - finite
         return jax.tree.map(keep, stepped, trained), jax.tree.map(keep, next_state, optimizer_state), metrics
 
-    apply = jax.jit(apply, donate_argnums=(0, 1))
+    apply = jax.jit(apply, donate_argnums=(0, 1), **({"out_shardings": (*layout, None)} if layout else {}))
     logprobs = jax.jit(lambda trained, frozen, batch: logprobs_of(trained, frozen, batch)[0])
 
-    def anchors(start: Arrays, trained: Arrays, frozen: Arrays, batches: Sequence[MicroBatch]) -> list[Anchor]:
+    def anchors(start: Arrays | None, trained: Arrays, frozen: Arrays, batches: Sequence[MicroBatch]) -> list[Anchor]:
         bounds = None
         if needs_bounds(kind):
             ours = jnp.concatenate([logprobs(trained, frozen, batch).reshape(-1) for batch in batches])
@@ -181,7 +215,7 @@ def make_update(
                 for name in ("behaviour_logprobs", "advantages", "mask")
             )
             bounds = m2po_bounds(ours, theirs, advantages, mask, threshold=options.get("m2_threshold", 0.01))[:2]
-        if not needs_proximal(options):
+        if start is None or not needs_proximal(options):
             return [Anchor(None, bounds)] * len(batches)
         return [Anchor(logprobs(start, frozen, batch), bounds) for batch in batches]
 

@@ -140,6 +140,7 @@ def _supervised(config: ConfigDict) -> ConfigDict:
     settings.optimizer.update(
         {
             "learning_rate": config.warm_start.learning_rate,
+            "rules": (),  # those of the recipe are for what it trains
             "schedule": "cosine",
             "warmup_steps": min(50, config.warm_start.steps // 2),
         }

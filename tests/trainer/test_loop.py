@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -34,7 +35,8 @@ class SeededSource:
         self.asked: list[int] = []
         self.newest_commit = -1
 
-    def batch(self, step: int) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> Served:
+        ((policy, step),) = steps.items()
         self.asked.append(step)
         rng = np.random.default_rng(step)
         rows = []
@@ -51,9 +53,9 @@ class SeededSource:
                     np.where(sampled, step, -1),
                 )
             )
-        return Served(rows)
+        return Served(policy, rows)
 
-    def committed(self, version: int) -> None:
+    def committed(self, policy: str, version: int) -> None:
         self.newest_commit = version
 
 
@@ -85,10 +87,10 @@ def test_resumed_training_is_bitwise_the_same(tmp_path: Path):
     # The schedule is a function of the run's length, so that the first half runs under the same config.
     interrupted = SeededSource()
 
-    def stop_at(step: int) -> Served:
-        if step == 3:
+    def stop_at(steps: Mapping[str, int]) -> Served:
+        if steps["agent"] == 3:
             raise KeyboardInterrupt
-        return SeededSource.batch(interrupted, step)
+        return SeededSource.batch(interrupted, steps)
 
     interrupted.batch = stop_at
     with pytest.raises(KeyboardInterrupt):
@@ -108,7 +110,7 @@ def test_resumed_training_is_bitwise_the_same(tmp_path: Path):
 
 def test_version_0_is_published_before_the_first_batch(tmp_path: Path):
     class Refusing(SeededSource):
-        def batch(self, step: int) -> Served:
+        def batch(self, steps: Mapping[str, int]) -> Served:
             raise BatchError("nothing to train on")
 
     with pytest.raises(BatchError):

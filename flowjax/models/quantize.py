@@ -1,0 +1,145 @@
+"""Weight-only quantisation of a frozen base: int8 columns, or 4-bit NormalFloat blocks as in QLoRA (arXiv 2305.14314).
+
+Matrices are stored small and made whole again where they are multiplied, one layer at a time; the backward pass makes
+them whole anew instead of keeping them. Embedding, head, norms, biases and experts stay as they are.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from flowjax.models.params import matrix_sizes, owners
+from flowjax.models.shape import ModelConfig, ModelError
+
+KINDS = ("int8", "nf4")
+NF4_BLOCK = 64  # inputs of a column that share a scale; smaller where a matrix is no multiple of it
+# Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero: QLoRA, appendix E.
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["kind", "dtype"])
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """[..., in, out] as codes and scales; `x @ matrix` is x times what they stand for.
+
+    codes: int8 [..., in, out], or for nf4 uint8 [..., in / 2, out] with inputs 2i and 2i + 1 in the low and high half.
+    scales: float32 [..., blocks, out].
+    """
+
+    codes: Array
+    scales: Float[Array, "*stack blocks out"]
+    kind: str
+    dtype: Any = field(default=jnp.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *stack, inputs, outputs = self.codes.shape
+        return (*stack, inputs * (2 if self.kind == "nf4" else 1), outputs)
+
+    def __getitem__(self, place: Any) -> Array:
+        """The matrix at a place of the stack, in float32."""
+        return QuantizedMatrix(self.codes[place], self.scales[place], self.kind, jnp.float32).dequantized()
+
+    def dequantized(self) -> Float[Array, "*stack in out"]:
+        if self.kind == "int8":
+            values = self.codes.astype(jnp.float32)
+        else:
+            halves = jnp.stack([self.codes & 15, self.codes >> 4], axis=-2)
+            values = jnp.asarray(NF4_VALUES, jnp.float32)[halves.reshape(self.shape)]
+        *stack, inputs, outputs = self.shape
+        blocks = values.reshape(*stack, self.scales.shape[-2], -1, outputs) * self.scales[..., None, :]
+        return blocks.reshape(*stack, inputs, outputs).astype(self.dtype)
+
+    def __rmatmul__(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
+        return _product(x, self)
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, matrix: QuantizedMatrix) -> jax.Array:
+    return x @ matrix.dequantized()
+
+
+def _forward(x: jax.Array, matrix: QuantizedMatrix) -> tuple[jax.Array, QuantizedMatrix]:
+    return _product(x, matrix), matrix
+
+
+def _backward(matrix: QuantizedMatrix, gradient: jax.Array) -> tuple[jax.Array, Any]:
+    """Only x has a gradient: the base is frozen."""
+    nothing = jax.tree.map(
+        lambda leaf: (
+            jnp.zeros_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(leaf.shape, jax.dtypes.float0)
+        ),
+        matrix,
+    )
+    return gradient @ matrix.dequantized().swapaxes(-1, -2), nothing
+
+
+_product.defvjp(_forward, _backward)
+
+
+def quantized_matrix(matrix: Float[Array, "*stack in out"], kind: str) -> QuantizedMatrix:
+    """The nearest codes. int8: one scale a column, error at most scale / 2; nf4: one scale for each block of a column.
+
+    Raises:
+        ModelError: an unknown kind, or nf4 of a matrix with an odd number of inputs.
+    """
+    if kind not in KINDS:
+        raise ModelError(f"config.model.quantize is {kind!r}: use one of '', {', '.join(map(repr, KINDS))}")
+    if kind == "nf4" and matrix.shape[-2] % 2:
+        raise ModelError(
+            f"config.model.quantize is 'nf4', but a matrix has {matrix.shape[-2]} inputs, an odd number: use 'int8'"
+        )
+    sharding = matrix.sharding if isinstance(matrix, jax.Array) else None
+    codes, scales = _quantizer(kind, sharding if isinstance(sharding, NamedSharding) else None)(matrix)
+    return QuantizedMatrix(codes, scales, kind, matrix.dtype)
+
+
+@functools.cache
+def _quantizer(kind: str, sharding: NamedSharding | None) -> Any:
+    shardings = None
+    if sharding is not None:
+        *stack, inputs, outputs = (*sharding.spec, *[None] * 3)[:3]
+        scales = NamedSharding(sharding.mesh, PartitionSpec(*stack, None, outputs))
+        shardings = (NamedSharding(sharding.mesh, PartitionSpec(*stack, inputs, outputs)), scales)
+    return jax.jit(functools.partial(_codes, kind=kind), out_shardings=shardings)
+
+
+def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
+    *stack, inputs, outputs = matrix.shape
+    block = inputs if kind == "int8" else math.gcd(inputs, NF4_BLOCK)
+    blocks = matrix.astype(jnp.float32).reshape(*stack, inputs // block, block, outputs)
+    top = jnp.max(jnp.abs(blocks), axis=-2)
+    scales = jnp.where(top > 0, top, 1.0) / (127 if kind == "int8" else 1)
+    values = (blocks / scales[..., None, :]).reshape(matrix.shape)
+    if kind == "int8":
+        return jnp.round(values).astype(jnp.int8), scales
+    between = (np.array(NF4_VALUES[1:]) + np.array(NF4_VALUES[:-1])) / 2
+    codes = jnp.searchsorted(jnp.asarray(between, jnp.float32), values).astype(jnp.uint8)
+    codes = codes.reshape(*stack, inputs // 2, 2, outputs)
+    return codes[..., 0, :] | (codes[..., 1, :] << 4), scales
+
+
+def saved_bytes(config: ModelConfig, kind: str, dtype: DTypeLike) -> int:
+    """How much smaller the base is for its quantisation, by plain arithmetic."""
+    if not kind:
+        return 0
+    saved = 0
+    for name, ((inputs, _), (outputs, _)) in matrix_sizes(config).items():
+        whole = inputs * outputs * np.dtype(dtype).itemsize
+        blocks = 1 if kind == "int8" else inputs // math.gcd(inputs, NF4_BLOCK)
+        codes = inputs * outputs if kind == "int8" else inputs * outputs // 2
+        saved += len(owners(name, config)) * (whole - codes - 4 * blocks * outputs)
+    return saved
