@@ -22,6 +22,7 @@ def default_config() -> ConfigDict:
     config.model.path = ""  # Hugging Face folder with config.json, tokenizer.json and safetensors
     config.model.dtype = "bfloat16"  # of the base weights and activations in the trainer
     config.model.remat = "layer"  # none | dots | layer: what the backward pass recomputes (nothing, little, most)
+    config.model.attention = "auto"  # auto | xla | cudnn | splash: auto is by platform and row length (docs/models.md)
     config.model.quantize = ""  # "" | int8 | nf4: how the frozen base's matrices are stored in the trainer; with LoRA
     config.model.nano = None  # shape of a nano base to build when path is missing (flowjax.models.nano), or None
     config.policy = ConfigDict()
@@ -130,11 +131,11 @@ def default_config() -> ConfigDict:
     # every parameter needs one. Settings: learning_rate_scale, weight_decay, frozen. () treats all alike.
     config.optimizer.rules = ()
     config.mesh = ConfigDict()  # devices per axis; -1 takes the rest
-    config.mesh.data = 1
-    config.mesh.fsdp = -1
-    config.mesh.tensor = 1
-    config.mesh.expert = 1
-    config.mesh.sequence = 1
+    config.mesh.data = 1  # whole copies of the model
+    config.mesh.fsdp = -1  # rows of a batch and parameters
+    config.mesh.tensor = 1  # heads, feed-forward maps and vocabulary
+    config.mesh.expert = 1  # experts, and rows; models with experts only
+    config.mesh.sequence = 1  # tokens of a row
 
     # Held-out evaluation.
     config.eval = ConfigDict()

@@ -1,19 +1,26 @@
 """What to play next and what to train on next: admission, evaluation and batches over the ledger."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grain
+import numpy as np
 from ml_collections import ConfigDict
 
 from flowjax.config import policy_configs
-from flowjax.dataflow.ledger import Kind, Ledger
+from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms
+from flowjax.dataflow.ledger import Kind, Ledger, Selection, Stream
 from flowjax.dataflow.rows import CreditedBatch, credit_batch
 from flowjax.monitor.metrics import MetricsWriter, wilson
 from flowjax.records import Episode, Group, Lease, Task
+from flowjax.rewards.scores import trajectory_scores
+
+MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
 
 
 class Flow:
@@ -21,7 +28,7 @@ class Flow:
 
     Staleness is bounded twice. At admission: a group is opened only while for some policy
 
-        groups opened < (serving version + max_staleness + 1) * groups per step
+        unused groups < (serving version + max_staleness + 1 - batches made) * fresh groups per step
 
     so that it will be trained at most `max_staleness` versions after the one it is played with. And when a batch is
     served: a group with an older token is dropped and counted, and another task is opened in its place. No policy waits
@@ -47,6 +54,10 @@ class Flow:
             clock=clock,
         )
         self._metrics = MetricsWriter(run_dir)
+        self._algorithms = build_algorithms(config)
+        for name, state in self._ledger.states().items():
+            self._algorithms[name].restore(state)
+        self._passed_over = self._forced = 0  # tasks that an algorithm did not choose, and those played in spite of it
         self._oldest: dict[tuple[str, str], int] = {}  # version of a policy's oldest token in a group
         self._eval_started_s: dict[str, float] = {}
         self.serving = dict.fromkeys(self._configs, -1)  # newest versions that the engine serves; -1 before version 0
@@ -88,18 +99,26 @@ class Flow:
         self._settled(settled)
         return counted
 
+    def _judge(self) -> None:
+        """Let the data algorithms decide on what has come in. All are told of it, also where one has refused."""
+        for policy, group_id in self._ledger.settled():
+            keep = True
+            if self._algorithms:
+                result = _result(self._ledger.group(group_id, policy), policy, self._configs[policy])
+                verdicts = [algorithm.keep(result) for algorithm in self._algorithms.values()]
+                keep = all(verdicts)
+            self._ledger.judge(policy, group_id, keep=keep, states=self._states())
+
+    def _states(self) -> dict[str, Any]:
+        return {name: algorithm.state() for name, algorithm in self._algorithms.items()}
+
     def batch(self, policy: str, step: int) -> tuple[CreditedBatch, int] | None:
         """What turns the policy's version `step` into `step + 1`, and how many groups were dropped as too old; None:
         wait."""
         config = self._configs[policy]
-        oldest = step - config.dataflow.max_staleness
+        self._judge()
         dropped_before = self._ledger.count_streams(policy).get("dropped", 0)
-        group_ids = self._ledger.assign(
-            policy,
-            step,
-            config.trainer.groups_per_step,
-            usable=lambda group_id: self._oldest_version(group_id, policy) >= oldest,
-        )
+        group_ids = self._ledger.assign(policy, step, partial(self._select, policy, step))
         if group_ids is None:
             return None
         groups = [self._ledger.group(group_id, policy) for group_id in group_ids]
@@ -113,8 +132,28 @@ class Flow:
             self._write_trajectories(policy, step, groups)
         return batch, self._ledger.count_streams(policy).get("dropped", 0) - dropped_before
 
+    def _select(self, policy: str, step: int, ready: list[Stream], used: list[Stream]) -> Selection:
+        """The groups of a batch, and those that are too old for any."""
+        config = self._configs[policy]
+        groups = config.trainer.groups_per_step
+        candidates = [self._candidate(stream, policy, step) for stream in ready]
+        again = [self._candidate(stream, policy, step) for stream in used]
+        fresh = [each for each in candidates if each.age_versions <= config.dataflow.max_staleness]
+        stale = [each.group_id for each in candidates if each.age_versions > config.dataflow.max_staleness]
+        chosen: Sequence[Candidate] = fresh
+        for algorithm in self._algorithms.values():
+            chosen = algorithm.serve(chosen, again, groups)
+        return ([each.group_id for each in chosen[:groups]] if len(chosen) >= groups else None), stale
+
+    def _candidate(self, stream: Stream, policy: str, step: int) -> Candidate:
+        age_versions = step - self._oldest_version(stream.group_id, policy)
+        return Candidate(stream.group_id, stream.arrival, age_versions, stream.batches)
+
     def commit(self, policy: str, version: int) -> None:
         """The policy's trainer has committed a checkpoint of `version`."""
+        if version > self.committed[policy]:
+            for algorithm in self._algorithms.values():
+                algorithm.published(policy, version)
         self.committed[policy] = max(self.committed[policy], version)
         self._ledger.close_batches(policy, version - self._configs[policy].trainer.keep_checkpoints)
 
@@ -140,7 +179,15 @@ class Flow:
                 "committed": self.committed[policy],
                 **{f"{state}_groups": streams.get(state, 0) for state in ("ready", "open", "dropped")},
             }
-        return {**next(iter(by_policy.values())), "policies": by_policy, **self._ledger.count_episodes()}
+        algorithms = {name: algorithm.metrics() for name, algorithm in self._algorithms.items()}
+        return {
+            **next(iter(by_policy.values())),
+            "policies": by_policy,
+            **self._ledger.count_episodes(),
+            "passed_over_tasks": self._passed_over,
+            "forced_tasks": self._forced,
+            "algorithms": algorithms,
+        }
 
     def _last_versions(self) -> dict[str, int]:
         return {policy: config.trainer.steps for policy, config in self._configs.items()}
@@ -151,24 +198,44 @@ class Flow:
         learning = [policy for policy, last in self._last_versions().items() if self.committed[policy] < last]
         if config.eval.versions or not any(map(self._admits, learning)):
             return False
-        position = self._ledger.count_groups()
+        position, task = self._choose()
         seeds = [_episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
         self._ledger.add_group(
             f"train-{position:08d}",
-            _task(self._train_tasks, position),
+            task,
             seeds,
             kind="train",
             position=position,
             temperature=config.rollout.temperature,
             policies=learning,
+            states=self._states(),
         )
         return True
+
+    def _choose(self) -> tuple[int, Task]:
+        """The next task that every algorithm chooses, or the one after `MOST_PASSED_OVER` that some did not."""
+        start = self._ledger.count_groups()
+        for position in range(start, start + MOST_PASSED_OVER):
+            task = _task(self._train_tasks, position)
+            if all(algorithm.choose(task, position) for algorithm in self._algorithms.values()):
+                return position, task
+            self._passed_over += 1
+            self._ledger.add_group(f"train-{position:08d}", task, (), kind="train", position=position, policies=())
+        self._forced += 1
+        return start + MOST_PASSED_OVER, _task(self._train_tasks, start + MOST_PASSED_OVER)
 
     def _admits(self, policy: str) -> bool:
         config = self._configs[policy]
         streams = self._ledger.count_streams(policy)
-        versions = min(self.serving[policy] + config.dataflow.max_staleness + 1, config.trainer.steps)
-        return sum(streams.values()) - streams.get("dropped", 0) < versions * config.trainer.groups_per_step
+        unused = sum(streams.get(state, 0) for state in ("open", "settled", "ready"))
+        made, serving = self._ledger.batches(policy), self.serving[policy]
+        ahead = min(serving + config.dataflow.max_staleness + 1, config.trainer.steps) - made
+        fresh_share = math.prod(algorithm.fresh_share for algorithm in self._algorithms.values())
+        groups = config.trainer.groups_per_step
+        admitted = ahead * math.ceil(groups * fresh_share)
+        if made <= serving and ahead > 0:  # the trainer waits: there may be nothing to replay yet
+            admitted = max(admitted, groups)
+        return unused < admitted
 
     def _open_evaluation(self) -> None:
         """Evaluate the versions that are served now, if that is due and not done yet."""
@@ -208,8 +275,9 @@ class Flow:
         self._settled(self._ledger.expire())
 
     def _settled(self, group_ids: Sequence[str]) -> None:
-        if not any(group_id.startswith("eval") for group_id in group_ids):
+        if not group_ids:
             return
+        self._judge()
         unfinished = self._ledger.evaluations("open")
         for name, versions in self._ledger.evaluations("ready").items():
             if name not in unfinished:
@@ -247,6 +315,12 @@ class Flow:
         path = self._run_dir / "trajectories" / policy / f"{step:06d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(line) + "\n" for group in groups for line in _readable(group)))
+
+
+def _result(group: Group, policy: str, config: ConfigDict) -> Result:
+    rewards, _ = trajectory_scores([group], config.reward.components.to_dict())
+    longest = [max(len(turn.sampled_ids) for turn in trajectory.turns) for trajectory in group.trajectories]
+    return Result(group.group_id, group.task, policy, np.asarray(rewards), np.array(longest))
 
 
 def _task(tasks: grain.MapDataset[Task], index: int) -> Task:

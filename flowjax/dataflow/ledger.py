@@ -2,18 +2,19 @@
 
 An episode moves waiting -> leased -> done, back to waiting when its lease runs out, or ends quarantined after too many
 attempts. A group (one task, played `members` times) has a stream for each policy that learns from it, which moves
-open -> ready -> assigned -> closed, or ends dropped: policies use up the same group at their own rates. Which batch a
-stream belongs to is written down before the batch is served, so that a batch asked for twice is the same batch: the
-step number in the trainer's checkpoint is therefore the whole record of what it has consumed. An evaluation is a set of
-groups that share a name, each with the one stream "".
+open -> settled (its episodes are in) -> ready (the data algorithms keep it) -> used -> closed, or ends dropped:
+policies use up the same group at their own rates. Which groups a batch is made of is written down before it is served,
+so that a batch asked for twice is the same batch: the step number in the trainer's checkpoint is therefore the whole
+record of what it has consumed. An evaluation is a set of groups that share a name, each with the one stream "".
 """
 
 import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Task, Trajectory, pack, unpack
 
@@ -33,12 +34,22 @@ CREATE TABLE IF NOT EXISTS streams (
     policy TEXT NOT NULL,          -- "" for evaluation
     group_id TEXT NOT NULL REFERENCES groups,
     position INTEGER NOT NULL,
-    state TEXT NOT NULL,           -- open | ready | assigned | closed | dropped
-    step INTEGER,                  -- the batch that it is assigned to
+    state TEXT NOT NULL,           -- open | settled | ready | used | closed | dropped
+    arrival INTEGER,               -- place in the order in which streams were settled
     PRIMARY KEY (policy, group_id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS streams_by_state ON streams (policy, state, position);
 CREATE INDEX IF NOT EXISTS streams_by_group ON streams (group_id);
+CREATE INDEX IF NOT EXISTS streams_by_arrival ON streams (arrival);
+CREATE TABLE IF NOT EXISTS batches (
+    policy TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    place INTEGER NOT NULL,
+    group_id TEXT NOT NULL,
+    PRIMARY KEY (policy, step, place)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS batches_by_group ON batches (policy, group_id);
+CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, state BLOB NOT NULL);  -- of the data algorithms
 CREATE TABLE IF NOT EXISTS episodes (
     episode_id TEXT PRIMARY KEY,
     group_id TEXT NOT NULL REFERENCES groups,
@@ -57,6 +68,18 @@ CREATE INDEX IF NOT EXISTS episodes_by_lease ON episodes (lease_id);
 """
 _EVALUATION = ""  # the stream of an evaluation's group
 Kind = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A policy's part of a group, the how-manieth to be settled, and in how many batches it has been."""
+
+    group_id: str
+    arrival: int
+    batches: int
+
+
+Selection = tuple[list[str] | None, list[str]]  # groups of a batch, or None for none yet, and groups to drop
 
 
 class Ledger:
@@ -88,14 +111,15 @@ class Ledger:
         *,
         kind: Kind,
         position: int,
-        temperature: float,
+        temperature: float = 1.0,
         policies: Sequence[str] = (_EVALUATION,),
         evaluation: str = "",
         versions: Mapping[str, int] | None = None,
+        states: Mapping[str, Any] | None = None,
     ) -> None:
         """Open a group with one waiting episode per seed and one stream for each of `policies`.
 
-        A group that exists already is left as it is.
+        A group that exists already is left as it is. `states` of the data algorithms are kept with it.
         """
         with self._transaction():
             added = self._db.execute(
@@ -111,6 +135,7 @@ class Ledger:
                     "INSERT INTO streams VALUES (?, ?, ?, 'open', NULL)",
                     [(policy, group_id, position) for policy in policies],
                 )
+            self._keep_states(states or {})
 
     def lease(self, worker: str, slots: int, kind: Kind | None = None) -> list[Lease]:
         """Up to `slots` waiting episodes, evaluation before training, then in the order of tasks."""
@@ -209,48 +234,77 @@ class Ledger:
         row = self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()
         return Group(group_id, unpack(row["task"]), tuple(_trajectories(self.episodes(group_id), policy)))
 
-    def assign(self, policy: str, step: int, groups: int, *, usable: Callable[[str], bool]) -> list[str] | None:
-        """The groups of the policy's batch `step`: those written down for it, else the first ready ones; None when
-        they are too few.
+    def settled(self) -> list[tuple[str, str]]:
+        """Policy and group of the streams that the data algorithms have not judged yet, in the order of arrival."""
+        rows = self._db.execute("SELECT policy, group_id FROM streams WHERE state = 'settled' ORDER BY arrival")
+        return [(row["policy"], row["group_id"]) for row in rows]
 
-        Streams of groups for which `usable` is False are dropped and counted. Those of later steps go back to ready:
-        the trainer has lost the checkpoints that consumed them.
-        """
+    def judge(self, policy: str, group_id: str, *, keep: bool, states: Mapping[str, Any]) -> None:
+        """Make a settled stream ready, or drop it, together with what the data algorithms have learnt from it."""
         with self._transaction():
             self._db.execute(
-                "UPDATE streams SET state = 'ready', step = NULL WHERE policy = ? AND state = 'assigned' AND step > ?",
-                (policy, step),
+                "UPDATE streams SET state = ? WHERE policy = ? AND group_id = ? AND state = 'settled'",
+                ("ready" if keep else "dropped", policy, group_id),
             )
-            assigned = self._db.execute(
-                "SELECT group_id FROM streams WHERE policy = ? AND state IN ('assigned', 'closed') AND step = ?"
-                " ORDER BY position",
-                (policy, step),
+            self._keep_states(states)
+
+    def states(self) -> dict[str, Any]:
+        """What the data algorithms had learnt when it was last written down, by name."""
+        return {row["name"]: unpack(row["state"]) for row in self._db.execute("SELECT name, state FROM states")}
+
+    def assign(
+        self, policy: str, step: int, select: Callable[[list[Stream], list[Stream]], Selection]
+    ) -> list[str] | None:
+        """The groups of the policy's batch `step`: those written down for it, or else what `select` makes of the ready
+        streams and of those used before; None when it chooses nothing.
+
+        Batches of later steps are undone: the trainer has lost the checkpoints that consumed them.
+        """
+        with self._transaction():
+            self._undo_after(policy, step)
+            rows = self._db.execute(
+                "SELECT group_id FROM batches WHERE policy = ? AND step = ? ORDER BY place", (policy, step)
             ).fetchall()
-            if assigned:
-                return [row["group_id"] for row in assigned]
-            chosen: list[str] = []
-            for group_id in self.ready(policy):
-                if usable(group_id):
-                    chosen.append(group_id)
-                else:
-                    self._db.execute(
-                        "UPDATE streams SET state = 'dropped' WHERE policy = ? AND group_id = ?", (policy, group_id)
-                    )
-                if len(chosen) == groups:
-                    break
-            if len(chosen) < groups:
+            if rows:
+                return [row["group_id"] for row in rows]
+            chosen, dropped = select(self._streams(policy, "ready"), self._streams(policy, "used"))
+            self._db.executemany(
+                "UPDATE streams SET state = 'dropped' WHERE policy = ? AND group_id = ?", [(policy, g) for g in dropped]
+            )
+            if chosen is None:
                 return None
             self._db.executemany(
-                "UPDATE streams SET state = 'assigned', step = ? WHERE policy = ? AND group_id = ?",
-                [(step, policy, group_id) for group_id in chosen],
+                "UPDATE streams SET state = 'used' WHERE policy = ? AND group_id = ?", [(policy, g) for g in chosen]
+            )
+            self._db.executemany(
+                "INSERT INTO batches VALUES (?, ?, ?, ?)", [(policy, step, i, g) for i, g in enumerate(chosen)]
             )
             return chosen
+
+    def _undo_after(self, policy: str, step: int) -> None:
+        self._db.execute("DELETE FROM batches WHERE policy = ? AND step > ?", (policy, step))
+        self._db.execute(
+            "UPDATE streams SET state = 'ready' WHERE policy = ? AND state = 'used'"
+            " AND group_id NOT IN (SELECT group_id FROM batches WHERE policy = ?)",
+            (policy, policy),
+        )
+
+    def _streams(self, policy: str, state: str) -> list[Stream]:
+        """The policy's streams of that state, in the order of tasks."""
+        rows = self._db.execute(
+            "SELECT group_id, arrival, COUNT(batches.step) AS batches FROM streams"
+            " LEFT JOIN batches USING (policy, group_id) WHERE policy = ? AND state = ?"
+            " GROUP BY group_id ORDER BY position",
+            (policy, state),
+        )
+        return [Stream(row["group_id"], row["arrival"], row["batches"]) for row in rows]
 
     def close_batches(self, policy: str, before_step: int) -> None:
         """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
         with self._transaction():
             self._db.execute(
-                "UPDATE streams SET state = 'closed' WHERE policy = ? AND state = 'assigned' AND step < ?",
+                "UPDATE streams SET state = 'closed' WHERE policy = ? AND state = 'used' AND ? >"
+                " (SELECT MAX(step) FROM batches WHERE policy = streams.policy AND group_id = streams.group_id)",
                 (policy, before_step),
             )
             self._forget()
@@ -265,16 +319,15 @@ class Ledger:
             )
             self._forget()
 
-    def ready(self, policy: str) -> list[str]:
-        """Groups with a settled stream of the policy that nothing has used yet, in the order of tasks."""
-        rows = self._db.execute(
-            "SELECT group_id FROM streams WHERE policy = ? AND state = 'ready' ORDER BY position", (policy,)
-        )
-        return [row["group_id"] for row in rows]
-
     def count_groups(self) -> int:
         """Training groups ever opened."""
         return self._db.execute("SELECT COUNT(*) FROM groups WHERE kind = 'train'").fetchone()[0]
+
+    def batches(self, policy: str) -> int:
+        """Batches that the policy's trainer has been given, those that it has lost again left out."""
+        return self._db.execute(
+            "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE policy = ?", (policy,)
+        ).fetchone()[0]
 
     def count_streams(self, policy: str) -> dict[str, int]:
         """The policy's streams by state."""
@@ -321,8 +374,8 @@ class Ledger:
         return self._settle({row["group_id"] for row in rows})
 
     def _settle(self, group_ids: Iterable[str]) -> list[str]:
-        """Close open groups whose episodes have all ended: each stream is ready with what its policy did in them, or
-        dropped when that is nothing. An evaluation's stream is dropped when no episode is in."""
+        """Close open groups whose episodes have all ended: each stream is settled with what its policy did in them, or
+        dropped when that is nothing. An evaluation's stream is ready, or dropped when no episode is in."""
         settled = []
         for group_id in group_ids:
             left = self._db.execute(
@@ -336,12 +389,19 @@ class Ledger:
             episodes = self.episodes(group_id)
             for (policy,) in open_streams:
                 done = episodes if policy == _EVALUATION else _trajectories(episodes, policy)
+                whole = "ready" if policy == _EVALUATION else "settled"
                 self._db.execute(
-                    "UPDATE streams SET state = ? WHERE policy = ? AND group_id = ?",
-                    ("ready" if done else "dropped", policy, group_id),
+                    "UPDATE streams SET state = ?, arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM streams)"
+                    " WHERE policy = ? AND group_id = ?",
+                    (whole if done else "dropped", policy, group_id),
                 )
             settled.append(group_id)
         return settled
+
+    def _keep_states(self, states: Mapping[str, Any]) -> None:
+        self._db.executemany(
+            "INSERT OR REPLACE INTO states VALUES (?, ?)", [(name, pack(state)) for name, state in states.items()]
+        )
 
     def _transaction(self) -> "_Transaction":
         return _Transaction(self._db)

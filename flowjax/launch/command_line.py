@@ -13,7 +13,15 @@ from ml_collections import ConfigDict, config_flags
 from flowjax.config import ConfigError
 
 # Sections whose keys belong to what they configure, so that a recipe or a command may replace them as a whole.
-OPEN_SECTIONS = {"agents", "model.nano", "policies", "env.options", "reward.components", "credit.options", "loss.options"}
+OPEN_SECTIONS = {
+    "agents",
+    "model.nano",
+    "policies",
+    "env.options",
+    "reward.components",
+    "credit.options",
+    "loss.options",
+}
 _KINDS = {
     int: "a whole number",
     float: "a number",

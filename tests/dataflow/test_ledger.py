@@ -50,10 +50,31 @@ def played(lease, *, status: Status = "ok", version=0, policies=("agent",)) -> E
     return Episode(*names, lease.seed, parts, {}, status)
 
 
+def first(groups: int, usable=lambda group_id: True):
+    """Selects the first ready groups; drops what is not usable."""
+
+    def select(ready, used):
+        names = [stream.group_id for stream in ready]
+        good = [name for name in names if usable(name)]
+        return (good[:groups] if len(good) >= groups else None), [name for name in names if not usable(name)]
+
+    return select
+
+
+def judged(ledger: Ledger) -> None:
+    for policy, group_id in ledger.settled():
+        ledger.judge(policy, group_id, keep=True, states={})
+
+
+def ready(ledger: Ledger, policy: str) -> list[str]:
+    return [stream.group_id for stream in ledger._streams(policy, "ready")]
+
+
 def play_all(ledger: Ledger) -> list[str]:
     settled = []
     for lease in ledger.lease("w", 1000):
         settled += ledger.accept(lease.lease_id, played(lease))[1]
+    judged(ledger)
     return settled
 
 
@@ -145,11 +166,11 @@ def test_the_same_step_gets_the_same_batch_also_after_a_restart(ledger, tmp_path
     for position in range(4):
         add(ledger, position)
     play_all(ledger)
-    assert ledger.assign("agent", 0, 2, usable=lambda _: True) == ["train-00000000", "train-00000001"]
-    assert ledger.assign("agent", 1, 2, usable=lambda _: True) == ["train-00000002", "train-00000003"]
+    assert ledger.assign("agent", 0, first(2)) == ["train-00000000", "train-00000001"]
+    assert ledger.assign("agent", 1, first(2)) == ["train-00000002", "train-00000003"]
     ledger.close()
     reopened = Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
-    assert reopened.assign("agent", 1, 2, usable=lambda _: True) == ["train-00000002", "train-00000003"]
+    assert reopened.assign("agent", 1, first(2)) == ["train-00000002", "train-00000003"]
     assert len(reopened.group("train-00000002", "agent").trajectories) == 2
 
 
@@ -157,38 +178,38 @@ def test_batches_of_a_lost_checkpoint_are_handed_out_again(ledger):
     for position in range(4):
         add(ledger, position)
     play_all(ledger)
-    first = ledger.assign("agent", 0, 2, usable=lambda _: True)
-    second = ledger.assign("agent", 1, 2, usable=lambda _: True)
-    assert ledger.assign("agent", 0, 2, usable=lambda _: True) == first
-    assert ledger.assign("agent", 1, 2, usable=lambda _: True) == second
+    earlier = ledger.assign("agent", 0, first(2))
+    second = ledger.assign("agent", 1, first(2))
+    assert ledger.assign("agent", 0, first(2)) == earlier
+    assert ledger.assign("agent", 1, first(2)) == second
 
 
 def test_too_few_groups_leave_everything_as_it_was(ledger):
     add(ledger, 0)
     play_all(ledger)
-    assert ledger.assign("agent", 0, 2, usable=lambda _: True) is None
-    assert ledger.ready("agent") == ["train-00000000"]
+    assert ledger.assign("agent", 0, first(2)) is None
+    assert ready(ledger, "agent") == ["train-00000000"]
 
 
 def test_unusable_groups_are_dropped_not_served(ledger):
     for position in range(3):
         add(ledger, position)
     play_all(ledger)
-    assert ledger.assign("agent", 0, 2, usable=lambda group_id: group_id != "train-00000000") == [
+    assert ledger.assign("agent", 0, first(2, lambda group_id: group_id != "train-00000000")) == [
         "train-00000001",
         "train-00000002",
     ]
-    assert ledger.count_streams("agent") == {"assigned": 2, "dropped": 1}
+    assert ledger.count_streams("agent") == {"used": 2, "dropped": 1}
 
 
 def test_closing_batches_forgets_only_older_ones(ledger):
     for position in range(2):
         add(ledger, position)
     play_all(ledger)
-    ledger.assign("agent", 0, 1, usable=lambda _: True)
-    ledger.assign("agent", 1, 1, usable=lambda _: True)
+    ledger.assign("agent", 0, first(1))
+    ledger.assign("agent", 1, first(1))
     ledger.close_batches("agent", 1)
-    assert ledger.count_streams("agent") == {"assigned": 1, "closed": 1}
+    assert ledger.count_streams("agent") == {"used": 1, "closed": 1}
     assert ledger.group("train-00000000", "agent").trajectories == ()
     assert len(ledger.group("train-00000001", "agent").trajectories) == 2
 
@@ -217,7 +238,7 @@ def test_a_failing_transaction_leaves_no_trace(ledger):
 
     play_all(ledger)
     with pytest.raises(RuntimeError, match="credit failed"):
-        ledger.assign("agent", 0, 1, usable=broken)
+        ledger.assign("agent", 0, first(1, broken))
     assert ledger.count_streams("agent") == {"ready": 1}
 
 
@@ -227,15 +248,16 @@ def test_policies_use_up_the_same_groups_at_their_own_rates(ledger):
         add(ledger, position, policies=both)
     for lease in ledger.lease("w", 100):
         ledger.accept(lease.lease_id, played(lease, policies=both))
-    first, second = "train-00000000", "train-00000001"
-    assert ledger.assign("solver", 0, 1, usable=lambda _: True) == [first]
-    assert ledger.assign("solver", 1, 1, usable=lambda _: True) == [second]
-    assert ledger.assign("verifier", 0, 2, usable=lambda name: name != first) == [second, "train-00000002"]
-    assert ledger.count_streams("solver") == {"assigned": 2, "ready": 2}
-    assert ledger.count_streams("verifier") == {"assigned": 2, "dropped": 1, "ready": 1}
-    assert {part.policy for part in ledger.group(first, "verifier").trajectories} == {"verifier"}
+    judged(ledger)
+    one, second = "train-00000000", "train-00000001"
+    assert ledger.assign("solver", 0, first(1)) == [one]
+    assert ledger.assign("solver", 1, first(1)) == [second]
+    assert ledger.assign("verifier", 0, first(2, lambda name: name != one)) == [second, "train-00000002"]
+    assert ledger.count_streams("solver") == {"used": 2, "ready": 2}
+    assert ledger.count_streams("verifier") == {"used": 2, "dropped": 1, "ready": 1}
+    assert {part.policy for part in ledger.group(one, "verifier").trajectories} == {"verifier"}
     ledger.close_batches("solver", 2)
-    assert not ledger.episodes(first), "no policy needs them any more"
+    assert not ledger.episodes(one), "no policy needs them any more"
     assert len(ledger.episodes(second)) == 2, "the verifier still does"
 
 
@@ -243,5 +265,6 @@ def test_a_policy_that_did_not_speak_in_a_group_gets_none_of_it(ledger):
     add(ledger, 0, policies=("solver", "verifier"))
     for lease in ledger.lease("w", 100):
         ledger.accept(lease.lease_id, played(lease, policies=("solver",)))
-    assert (ledger.ready("solver"), ledger.ready("verifier")) == (["train-00000000"], [])
+    judged(ledger)
+    assert (ready(ledger, "solver"), ready(ledger, "verifier")) == (["train-00000000"], [])
     assert ledger.count_streams("verifier") == {"dropped": 1}

@@ -1,0 +1,119 @@
+"""The hooks of a data algorithm, and how one is found by its name."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError
+from flowjax.records import Task
+
+BUILT_IN = {
+    "dynamic_sampling": "flowjax.dataflow.algorithms.filters:DynamicSampling",
+    "overlong_filter": "flowjax.dataflow.algorithms.filters:OverlongFilter",
+    "deduplicate": "flowjax.dataflow.algorithms.filters:Deduplicate",
+    "skip_solved": "flowjax.dataflow.algorithms.curricula:SkipSolved",
+    "difficulty": "flowjax.dataflow.algorithms.curricula:Difficulty",
+    "greso": "flowjax.dataflow.algorithms.curricula:Greso",
+    "earliest_deadline": "flowjax.dataflow.algorithms.order:EarliestDeadline",
+    "last_in_first_out": "flowjax.dataflow.algorithms.order:LastInFirstOut",
+    "replay": "flowjax.dataflow.algorithms.order:Replay",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """How a policy did on a task: one reward and one length for each of the group's trajectories."""
+
+    group_id: str
+    task: Task
+    policy: str
+    rewards: Float[np.ndarray, "trajectories"]
+    longest_reply_tokens: Int[np.ndarray, "trajectories"]
+
+    @property
+    def informative(self) -> bool:
+        """Whether group-relative advantages differ from zero."""
+        return bool(np.ptp(self.rewards) > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A group that a batch may take. `arrival` counts groups in the order in which they were settled; `age_versions` is
+    how many versions its oldest token lags."""
+
+    group_id: str
+    arrival: int
+    age_versions: int
+    batches: int = 0  # that it has been in
+
+
+class Algorithm:
+    """Up to three decisions about data; an algorithm overrides those that are its own.
+
+    Objects live in the dataflow's process and are asked from one thread. `state` and `restore` keep what they have
+    learnt over a restart; it is written down together with the results that it came from.
+    """
+
+    fresh_share = 1.0  # of a batch, that is newly played
+
+    def choose(self, task: Task, position: int) -> bool:
+        """Before the rollout: whether to play `task`, the `position`-th of the run's order."""
+        del task, position
+        return True
+
+    def keep(self, result: Result) -> bool:
+        """After the rollout: whether the policy's trainer may have the group. Told of every group that is in."""
+        del result
+        return True
+
+    def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
+        """When a batch of `groups` is made: the groups to take it from, the first ones first. `fresh` are those never
+        trained on and within the bound on staleness, in the order of tasks; `used` those that were, of any age."""
+        del used, groups
+        return fresh
+
+    def published(self, policy: str, version: int) -> None:
+        """A policy's trainer has made a new version."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def build_algorithms(config: ConfigDict) -> dict[str, Algorithm]:
+    """The algorithms of `config.dataflow.algorithms`, by name and in its order.
+
+    A name is a built-in one, or any name for the class that the option `path` (`package.module:Class`) gives; the other
+    options are those of the algorithm.
+
+    Raises:
+        ConfigError: there is no such algorithm, or it has no such option.
+    """
+    return {name: _build(name, options.to_dict(), config.seed) for name, options in config.dataflow.algorithms.items()}
+
+
+def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
+    field = f"config.dataflow.algorithms.{name}"
+    options = dict(options)
+    module, colon, attribute = options.pop("path", BUILT_IN.get(name, "")).partition(":")
+    if not colon:
+        raise ConfigError(f"{field} is no data algorithm: use {', '.join(BUILT_IN)}, or give path=package.module:Class")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{field}.path cannot be imported ({error}): give package.module:Class") from error
+    try:
+        return kind(seed=seed, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{field} is {options}: {error}") from error

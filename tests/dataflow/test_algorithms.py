@@ -1,0 +1,230 @@
+"""Data algorithms on a population of tasks whose pass rates are known: each does what it promises."""
+
+from pathlib import Path
+
+import grain
+import numpy as np
+import pytest
+
+from flowjax.config import ConfigError, default_config
+from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms
+from flowjax.dataflow.flow import Flow
+from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+
+MEMBERS, GROUPS = 8, 4
+ALWAYS, NEVER, SOMETIMES = 1.0, 0.0, 0.5
+PASS_RATES = (ALWAYS, ALWAYS, NEVER, SOMETIMES, SOMETIMES)  # of the tasks, over and over
+
+
+class Population:
+    """A run without engine and trainer: tasks are passed at their rates, versions come one after the other."""
+
+    def __init__(self, folder: Path, algorithms: dict, *, tasks: int = 40, max_staleness: int = 1, steps: int = 1000):
+        config = default_config()
+        config.rollout.group_size = MEMBERS
+        config.trainer.update({"steps": steps, "groups_per_step": GROUPS})
+        config.eval.tasks = 0
+        config.reward.components = {"success": 1.0}
+        config.dataflow.update({"max_staleness": max_staleness, "algorithms": algorithms, "keep_trajectories": False})
+        self.config, self.folder, self.tasks = config, folder, tasks
+        self.version, self.rollouts = 0, 0
+        self.played: dict[float, float] = dict.fromkeys(PASS_RATES, 0.0)  # groups by pass rate
+        self.open()
+
+    def open(self) -> None:
+        tasks = grain.MapDataset.range(self.tasks).map(lambda index: Task(f"task-{index}", "toy", index)).repeat()
+        self.flow = Flow(self.config, self.folder, train_tasks=tasks, held_out_tasks=tasks)
+        self.flow.report_serving("agent", self.version)
+
+    def play(self) -> None:
+        """Play all that is admitted."""
+        for lease in self.flow.lease("w", 10_000):
+            rate = PASS_RATES[lease.task.seed % len(PASS_RATES)]
+            success = float(np.random.default_rng(lease.seed).random() < rate)
+            self.flow.accept(lease.lease_id, episode(lease, self.version, success))
+            self.rollouts += 1
+            self.played[rate] += 1 / MEMBERS
+
+    def step(self):
+        """Play until the batch is there; train on it."""
+        while (served := self.flow.batch("agent", self.version)) is None:
+            self.play()
+        self.version += 1
+        self.flow.commit("agent", self.version)
+        self.flow.report_serving("agent", self.version)
+        return served[0]
+
+    def informative_share(self, steps: int) -> float:
+        """Share of the trained groups whose advantages are not all zero."""
+        rows = [row for _ in range(steps) for row in self.step().rows]
+        groups = np.array([np.abs(row.advantages).max() for row in rows]).reshape(-1, MEMBERS)
+        return float((groups.max(axis=1) > 0).mean())
+
+
+def episode(lease: Lease, version: int, success: float, reply_tokens: int = 2) -> Episode:
+    ids, nothing = np.arange(reply_tokens, dtype=np.int32), np.zeros(reply_tokens, np.float32)
+    turn = Turn("agent", version, ids, ids, nothing, "stop", 1, 2, 0.0, True, True)
+    names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
+    outcome = {"success": success}
+    return Episode(*names, [Trajectory(*names, [turn], outcome)], outcome)
+
+
+def test_without_algorithms_most_groups_teach_nothing(tmp_path):
+    assert Population(tmp_path, {}).informative_share(20) == pytest.approx(0.4, abs=0.05)
+
+
+def test_dynamic_sampling_fills_batches_with_groups_that_teach(tmp_path):
+    population = Population(tmp_path, {"dynamic_sampling": {}})
+    assert population.informative_share(20) == 1.0
+    assert population.rollouts > 2 * 20 * GROUPS * MEMBERS, "at the price of the groups left out"
+    assert population.flow.status()["algorithms"]["dynamic_sampling"]["left_out_share"] == pytest.approx(0.6, abs=0.05)
+
+
+def test_dynamic_sampling_lets_the_asked_share_through(tmp_path):
+    population = Population(tmp_path, {"dynamic_sampling": {"accept_share": 0.5}})
+    assert population.informative_share(40) == pytest.approx(0.4 / 0.7, abs=0.1)
+
+
+def test_greso_wastes_fewer_rollouts(tmp_path):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "greso").mkdir()
+    plain = Population(tmp_path / "plain", {"dynamic_sampling": {}})
+    greso = Population(tmp_path / "greso", {"greso": {}, "dynamic_sampling": {}})
+    for population in (plain, greso):
+        assert population.informative_share(60) == 1.0
+    assert greso.rollouts < 0.75 * plain.rollouts
+    wasted = {p: 1 - p.played[SOMETIMES] / sum(p.played.values()) for p in (plain, greso)}
+    assert wasted[plain] == pytest.approx(0.6, abs=0.03)
+    assert wasted[greso] < 0.45
+    assert greso.played[NEVER] > 0 < greso.played[ALWAYS], "it still explores both"
+
+
+def test_greso_remembers_over_a_restart(tmp_path):
+    population = Population(tmp_path, {"greso": {}, "dynamic_sampling": {}})
+    population.informative_share(20)
+    before = {name: algorithm.state() for name, algorithm in population.flow._algorithms.items()}
+    population.flow.close()
+    population.open()
+    assert {name: algorithm.state() for name, algorithm in population.flow._algorithms.items()} == before
+    assert before["greso"]["_streaks"]
+
+
+def test_skip_solved_stops_playing_what_is_solved(tmp_path):
+    population = Population(tmp_path, {"skip_solved": {"decay": 0.5}})
+    for _ in range(60):
+        population.step()
+    early = population.played.copy()
+    for _ in range(60):
+        population.step()
+    late = {rate: groups - early[rate] for rate, groups in population.played.items()}
+    assert late[ALWAYS] == 0 < early[ALWAYS]
+    assert late[NEVER] > 0 < late[SOMETIMES]
+
+
+def test_difficulty_prefers_tasks_near_the_target(tmp_path):
+    population = Population(tmp_path, {"difficulty": {"floor": 0.05}})
+    for _ in range(100):
+        population.step()
+    share = population.played[SOMETIMES] / sum(population.played.values())
+    assert share > 0.65, "against 0.4 of the tasks"
+
+
+def test_replay_needs_fewer_rollouts_per_step(tmp_path):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "replay").mkdir()
+    plain = Population(tmp_path / "plain", {}, max_staleness=2)
+    replay = Population(tmp_path / "replay", {"replay": {"ratio": 0.5}}, max_staleness=2)
+    for population in (plain, replay):
+        for _ in range(30):
+            served = population.step()
+            assert len(served.rows) == GROUPS * MEMBERS
+            ages = [population.version - 1 - row.versions.max() for row in served.rows]
+            assert max(ages) <= (2 if population is plain else 4)
+    assert replay.rollouts < 0.65 * plain.rollouts
+
+
+def test_a_replayed_batch_is_the_same_after_a_restart(tmp_path):
+    population = Population(tmp_path, {"replay": {"ratio": 0.5}}, max_staleness=2)
+    for _ in range(5):
+        population.step()
+    before, _ = population.flow.batch("agent", 4) or pytest.fail("no batch")
+    population.flow.close()
+    population.open()
+    again, _ = population.flow.batch("agent", 4) or pytest.fail("no batch")
+    for row, same in zip(before.rows, again.rows, strict=True):
+        np.testing.assert_array_equal(row.tokens, same.tokens)
+        np.testing.assert_array_equal(row.advantages, same.advantages)
+
+
+def test_deduplicate_plays_each_content_once_until_nothing_else_is_left(tmp_path):
+    population = Population(tmp_path, {"deduplicate": {}}, tasks=10_000)
+    for _ in range(10):
+        population.step()
+    assert population.flow.status()["passed_over_tasks"] == 0
+    few = tmp_path / "few"
+    few.mkdir()
+    population = Population(few, {"deduplicate": {}}, tasks=6)
+    for _ in range(3):
+        population.step()
+    status = population.flow.status()
+    assert status["passed_over_tasks"] > 0 < status["forced_tasks"], "an exhausted source does not stop the run"
+
+
+def result(rewards, longest=None, **task) -> Result:
+    tokens = np.full(len(rewards), 5) if longest is None else np.array(longest)
+    return Result("g", Task(task.get("task_id", "t"), "toy", 0), "agent", np.array(rewards, float), tokens)
+
+
+def one(name: str, **options):
+    config = default_config()
+    config.dataflow.algorithms = {name: options}
+    return build_algorithms(config)[name]
+
+
+def test_overlong_filter_leaves_out_groups_that_were_mostly_cut():
+    algorithm = one("overlong_filter", limit_tokens=8)
+    assert algorithm.keep(result([0, 1, 0, 1], [8, 8, 3, 4]))
+    assert not algorithm.keep(result([0, 1, 0, 1], [8, 8, 9, 4]))
+
+
+CANDIDATES = [Candidate("a", 3, 1), Candidate("b", 1, 0), Candidate("c", 2, 2)]
+
+
+@pytest.mark.parametrize(("name", "order"), [("earliest_deadline", "cab"), ("last_in_first_out", "acb")])
+def test_orders(name, order):
+    assert "".join(each.group_id for each in one(name).serve(CANDIDATES, [], 3)) == order
+
+
+def test_replay_takes_the_youngest_and_none_too_often():
+    used = [
+        Candidate("old", 1, 9, 1),
+        Candidate("younger", 2, 2, 1),
+        Candidate("young", 3, 3, 1),
+        Candidate("twice", 4, 1, 2),
+    ]
+    served = one("replay", ratio=0.5, times=1).serve(CANDIDATES, used, 2)
+    assert [each.group_id for each in served] == ["younger", "a", "b", "c"]
+    served = one("replay", ratio=0.5, times=1).serve(CANDIDATES, used, 8)
+    assert [each.group_id for each in served] == ["younger", "young", "a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "message"),
+    [
+        ({"dynamic": {}}, "config.dataflow.algorithms.dynamic is no data algorithm: use dynamic_sampling, "),
+        ({"replay": {"ratio": 2.0}}, "config.dataflow.algorithms.replay .* ratio is 2.0: give a share between 0 and 1"),
+        ({"greso": {"speed": 1}}, "config.dataflow.algorithms.greso .*unexpected keyword argument 'speed'"),
+        ({"mine": {"path": "no.such:Thing"}}, "config.dataflow.algorithms.mine.path cannot be imported"),
+    ],
+)
+def test_mistakes_are_named(algorithms, message):
+    config = default_config()
+    config.dataflow.algorithms = algorithms
+    with pytest.raises(ConfigError, match=message):
+        build_algorithms(config)
+
+
+def test_one_of_the_users_own_is_found_by_its_path(tmp_path):
+    population = Population(tmp_path, {"even": {"path": "tests.dataflow.own_algorithm:OnlyEven", "modulus": 2}})
+    population.step()
+    assert population.flow.status()["passed_over_tasks"] > 0
