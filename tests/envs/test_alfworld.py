@@ -103,8 +103,8 @@ def test_keys_are_equal_exactly_where_the_engine_is_in_the_same_state(spec: Spec
             assert state == env.true_state()
             assert by_key.setdefault(observation.state_key, state) == state
             stray = alfworld.random_action(observation, rng)
-            observation = env.step(stray if rng.random() < 0.6 else env.best_action()).observation
-    assert len(set(by_key.values())) == len(by_key) > 50
+            observation = env.step(stray if rng.random() < 0.9 else env.best_action()).observation
+    assert len(set(by_key.values())) == len(by_key) > 40
 
 
 def key_after(env: Alfworld, *actions: str) -> int:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fast_downward
+from fast_downward.translate.pddl.conditions import Truth
 from textworld.envs.pddl import textgen
 from textworld.envs.pddl.logic import Atom
 from textworld.envs.pddl.logic import _parse_and_convert as parse_logic
@@ -135,6 +136,11 @@ class Game:
         }
         changing = {effect.literal.predicate for action in task.actions for effect in action.effects}
         self._changing = frozenset(changing - {BOOKKEEPING})
+        self._branching = {
+            action.name
+            for action in task.actions
+            if any(not isinstance(effect.condition, Truth) for effect in action.effects)
+        }
         self._atoms: dict[str, Proposition] = {}
         library.load_sas(self.sas)
         self.start = Facts(_types(task), [*_declared(task.init, self._kinds), *self._loaded(library)])
@@ -148,6 +154,14 @@ class Game:
         atoms = (Atom * library.get_state_size())()
         library.get_state(atoms)
         return [fact for fact in map(self.fact, atoms) if not fact.is_negation]
+
+    def state(self, library: Any) -> set[Fact]:
+        """The whole state as the planner's library holds it."""
+        return self.changing(self._loaded(library))
+
+    def branches(self, command: Command) -> bool:
+        """Whether what the command does depends on the state; of such the library names effects that do not occur."""
+        return command.action in self._branching
 
     def fact(self, atom: Atom) -> Proposition:
         """textworld's proposition of an atom of the planner's."""
@@ -243,7 +257,7 @@ class Play:
         self.game = game
         self.library.load_sas(game.sas)
         self.facts = game.start.clone()
-        self.state = game.changing(game.start.facts)
+        self.state = game.state(self.library)
         self._list_commands()
         return game.grammar.derive("#intro#", self.facts, {})
 
@@ -263,6 +277,8 @@ class Play:
             self.facts.add_fact(fact)
             self.state -= self.game.changing([opposite])
             self.state |= self.game.changing([fact])
+        if self.game.branches(command):
+            self.state = self.game.state(self.library)
         self._list_commands()
         return self.game.feedback(command, self.facts)
 
