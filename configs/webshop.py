@@ -52,6 +52,7 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 128
     config.trainer.micro_batch_rows = 32
     config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 2
     config.eval.tasks = 24
 
 

@@ -34,7 +34,8 @@ and but or nor so yet if because although while when where than whether not only
 am is are was were be been being do does did have has had can could may might must shall should will would
 """
 _CLOSED_CLASS = frozenset(_CLOSED_CLASS_WORDS.split())
-_WORD = re.compile(r"[A-Za-z](?:[A-Za-z0-9]|[.'](?=[A-Za-z]))*")
+_WORD = re.compile(r"(?<![A-Za-z0-9])[A-Za-z](?:[A-Za-z0-9]|[.'](?=[A-Za-z]))*")
+_PARTICIPLE = re.compile(r".{2,}[^e]ed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,7 @@ def noun_finder() -> tuple[str, Callable[[str], tuple[str, ...]]]:
 def _open_class_words(title: str) -> tuple[str, ...]:
     """Words that can be nouns: no function words, no numbers, no past participles."""
     words = [match[0].lower() for match in _WORD.finditer(title.replace("-", " "))]
-    participle = re.compile(r".{2,}[^e]ed")
-    return tuple(word for word in words if word not in _CLOSED_CLASS and not participle.fullmatch(word))
+    return tuple(word for word in words if word not in _CLOSED_CLASS and not _PARTICIPLE.fullmatch(word))
 
 
 @functools.lru_cache(maxsize=1 << 16)

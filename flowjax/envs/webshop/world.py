@@ -25,7 +25,8 @@ MAX_RANDOM_WORDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`products` of the catalog at `path`, or generated from `seed` where path is None; `held_out` goals at most."""
+    """`products` of the catalog at `path`, or generated from `seed` where path is None. `held_out` different goals are
+    held out, a fifth of all at most; `goals` is synthetic or human, `split` by content or (as published) index."""
 
     path: str | None = None
     products: int = 1000

@@ -1,0 +1,72 @@
+"""Steps per second of the WebShop world in one process: python -m tests.benchmarks.worlds_webshop
+
+Actions are chosen beforehand, so that only `reset` and `step` are timed: 200 goals over 1000 products, once with random
+legal actions (every search is one that was not asked before in that episode) and once with the expert's. The published
+engine renders HTML and parses it back; it does not install beside this project and is not timed here.
+"""
+
+import time
+
+import numpy as np
+
+from flowjax.envs import webshop
+from flowjax.envs.webshop.world import WebShop
+from flowjax.records import Task
+
+GOALS = 200
+MAX_TURNS = 15
+
+
+def _scripts(env: WebShop, tasks: list[Task], rng: np.random.Generator | None) -> list[tuple[Task, list[str]]]:
+    """The actions of one episode of each task: random ones, or the expert's."""
+    scripts = []
+    for task in tasks:
+        observation, actions = env.reset(task, 0), []
+        for _ in range(MAX_TURNS):
+            actions.append(webshop.random_action(observation, rng) if rng else webshop.expert(env))
+            step = env.step(actions[-1])
+            observation = step.observation
+            if step.terminal:
+                break
+        scripts.append((task, actions))
+    return scripts
+
+
+def _rate(env: WebShop, scripts: list[tuple[Task, list[str]]], seconds: float) -> float:
+    steps, started = 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        for task, actions in scripts:
+            env.reset(task, 0)
+            for action in actions:
+                env.step(action)
+            steps += len(actions)
+    return steps / (time.perf_counter() - started)
+
+
+def benchmark_steps(seconds: float) -> dict[str, float]:
+    """Environment steps per second, resets included: `first` sees each query for the first time, others come again."""
+    source = webshop.tasks("train", 0)
+    tasks = [task for task in (source[index] for index in range(GOALS)) if isinstance(task, Task)]
+    env = webshop.make()
+    scripts = {"random": _scripts(env, tasks, np.random.default_rng(0)), "expert": _scripts(env, tasks, None)}
+    rates: dict[str, float] = {}
+    for name, script in scripts.items():
+        fresh = webshop.make()
+        fresh.catalog.search.cache_clear()
+        started = time.perf_counter()
+        for task, actions in script:
+            fresh.reset(task, 0)
+            for action in actions:
+                fresh.step(action)
+        rates[f"{name}, first"] = sum(len(actions) for _, actions in script) / (time.perf_counter() - started)
+        rates[name] = _rate(fresh, script, seconds / len(scripts))
+    return rates
+
+
+def main() -> None:
+    for name, rate in benchmark_steps(2.0).items():
+        print(f"webshop, {name:14} {rate:8,.0f} steps/s")
+
+
+if __name__ == "__main__":
+    main()

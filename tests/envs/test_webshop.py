@@ -1,0 +1,337 @@
+"""The WebShop world: pages, actions, state keys, splits, expert."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowjax.envs import webshop
+from flowjax.envs.base import Observation, Split, WorldError, load_world
+from flowjax.envs.webshop.goals import split_goals
+from flowjax.envs.webshop.pages import SEARCH_TEMPLATE
+from flowjax.envs.webshop.world import WebShop
+from flowjax.records import Task
+
+SMALL = {"products": 120}
+
+
+def start(index: int = 0, **options) -> tuple[WebShop, Observation]:
+    options = {**SMALL, **options}
+    env = webshop.make(**options)
+    return env, env.reset(task(index, **options), 0)
+
+
+def task(index: int, split: Split = "train", **options) -> Task:
+    found = webshop.tasks(split, 0, **options)[index]
+    assert isinstance(found, Task)
+    return found
+
+
+def go(env: WebShop, *actions: str) -> Observation:
+    for action in actions[:-1]:
+        assert env.step(action).valid
+    step = env.step(actions[-1])
+    assert step.valid
+    return step.observation
+
+
+def with_two_options() -> tuple[WebShop, list[tuple[str, list[str]]]]:
+    """On the page of a product with two options of several values: the environment, and the options."""
+    for index in range(200):
+        env, _ = start(index)
+        while env.state.page != "item":
+            env.step(webshop.expert(env))
+        options = [(name, list(values)) for name, values in env.catalog.products[env.state.product].options.items()]
+        if len(options) == 2:
+            return env, options
+    raise AssertionError("no such product")
+
+
+def test_it_is_a_world():
+    assert load_world("flowjax.envs.webshop").OUTCOMES == ("success", "score")
+
+
+def test_the_pages_say_what_the_published_ones_say():
+    env, observation = start()
+    goal = env.goal
+    assert observation.text == f"WebShop [SEP] Instruction: [SEP] {goal.instruction} [SEP] Search"
+    assert observation.legal_actions == (SEARCH_TEMPLATE,)
+    head = f"Instruction: [SEP] {goal.instruction} [SEP] Back to Search [SEP] "
+
+    page = go(env, f"search[{env.catalog.products[0].name}]")
+    hits = [env.catalog.products[i] for i in env.catalog.search(env.state.query)]
+    shown = " [SEP] ".join(f"{p.asin} [SEP] {p.name} [SEP] {p.price_tag}" for p in hits[:10])
+    assert page.text == f"{head}Page 1 (Total results: {len(hits)}) [SEP] Next > [SEP] {shown}"
+    links = [f"click[{p.asin.lower()}]" for p in hits[:10]]
+    assert page.legal_actions == (SEARCH_TEMPLATE, "click[back to search]", "click[next >]", *links)
+
+    second = go(env, "click[next >]")
+    assert second.text.startswith(f"{head}Page 2 (Total results: {len(hits)}) [SEP] < Prev [SEP] Next > [SEP] ")
+    assert second.legal_actions[1:4] == ("click[back to search]", "click[< prev]", "click[next >]")
+    empty = go(env, *["click[next >]"] * 9)
+    assert empty.text == f"{head}Page 11 (Total results: {len(hits)}) [SEP] < Prev [SEP] Next >"
+
+    item = go(env, *["click[< prev]"] * 10, links[0])
+    product = hits[0]
+    options = "".join(f"{name} [SEP] {' [SEP] '.join(values)} [SEP] " for name, values in product.options.items())
+    assert item.text == (
+        f"{head}< Prev [SEP] {options}{product.name} [SEP] Price: {product.price_tag} [SEP] Rating: N.A. [SEP] "
+        "Description [SEP] Features [SEP] Reviews [SEP] Buy Now"
+    )
+    values = tuple(f"click[{value}]" for values in product.options.values() for value in values)
+    buttons = ("back to search", "< prev", "description", "features", "reviews", "buy now")
+    assert item.legal_actions == (SEARCH_TEMPLATE, *(f"click[{b}]" for b in buttons), *values)
+
+    for sub_page, said in [
+        ("description", product.description),
+        ("features", " [SEP] ".join(product.bullet_points)),
+        ("reviews", "No reviews found"),
+    ]:
+        page = go(env, f"click[{sub_page}]")
+        assert page.text == f"{head}< Prev [SEP] {said}"
+        assert page.legal_actions == (SEARCH_TEMPLATE, "click[back to search]", "click[< prev]")
+        assert go(env, "click[< prev]") == item
+
+    step = env.step("click[buy now]")
+    assert step.terminal and step.observation.legal_actions == ()
+    assert step.observation.text.startswith("Thank you for shopping with us! [SEP] Your code: [SEP] None [SEP] ")
+    ending = f"Your score (min 0.0, max 1.0) [SEP] {step.outcome['score']} [SEP] Reward Details [SEP] None"
+    assert step.observation.text.endswith(ending)
+
+
+def test_attributes_are_a_sub_page_on_request():
+    env, _ = start(show_attributes=True)
+    while env.state.page != "item":
+        env.step(webshop.expert(env))
+    product = env.catalog.products[env.state.product]
+    page = go(env, "click[attributes]")
+    assert page.text.endswith(
+        " [SEP] ".join((*product.attributes, product.category, product.query, product.product_category))
+    )
+    plain, _ = start()
+    while plain.state.page != "item":
+        plain.step(webshop.expert(plain))
+    assert not plain.step("click[attributes]").valid
+
+
+def test_search_works_on_every_page_and_in_any_case():
+    env, _ = start()
+    for _ in range(2):
+        for action in ("search[Rose SHAMPOO]", webshop.expert(env), "search[zzz]"):
+            assert env.step(action).valid
+    assert "(Total results: 0)" in env.step("search[  ]").observation.text
+    assert env.step("click[Back To Search]").valid
+
+
+@pytest.mark.parametrize(
+    "action",
+    ["", "buy", "click[search]", "click[]", "search[]", "click[nothing]", "Search[a]", "search", "x search[a]"],
+)
+def test_what_is_not_possible_is_marked_and_changes_nothing(action: str):
+    env, _ = start()
+    for prepared in (None, "search[boots]"):
+        before = go(env, prepared) if prepared else env.reset(task(0, **SMALL), 0)
+        step = env.step(action)
+        assert (step.valid, step.reward, step.terminal, step.observation) == (False, 0.0, False, before)
+
+
+def test_after_the_end_nothing_changes():
+    env, _ = start()
+    step = env.step(webshop.expert(env))
+    while not step.terminal:
+        step = env.step(webshop.expert(env))
+    assert (step.reward, step.outcome) == (10.0, {"success": 1.0, "score": 1.0})
+    for action in ("click[buy now]", "search[boots]", "click[back to search]", webshop.expert(env)):
+        after = env.step(action)
+        assert (after.observation, after.reward, after.terminal, after.valid) == (step.observation, 0.0, True, False)
+        assert after.outcome["success"] == 1.0
+
+
+def test_a_part_of_what_is_wanted_earns_a_score_but_no_reward():
+    env, options = with_two_options()
+    step = env.step("click[buy now]")
+    wanted = len(env.goal.attributes) + len(options) + 1
+    assert step.terminal and step.reward == 0.0
+    assert step.outcome == {"success": 0.0, "score": pytest.approx(1 - 2 / wanted)}
+
+
+def test_chosen_options_are_in_the_key_whatever_their_order():
+    env, [(_, first), (_, second)] = with_two_options()
+    bare = go(env, f"click[{first[0]}]")
+    page, keys = env.state, {}
+    for a in first[:2]:
+        for b in second[:2]:
+            one = go(env, f"click[{a}]", f"click[{b}]")
+            other = go(env, f"click[{b}]", f"click[{a}]")
+            around = go(env, "click[description]", "click[< prev]")
+            assert one == other == around
+            assert one.text == bare.text  # what is chosen is not seen
+            keys[a, b] = one.state_key
+    assert len({*keys.values(), bare.state_key}) == 5
+    results = go(env, "click[< prev]")
+    fresh = go(env, f"click[{env.catalog.products[page.product].asin.lower()}]")
+    assert fresh.state_key not in keys.values()  # going back to the results forgets the options
+    assert go(env, "click[< prev]") == results
+
+
+def test_the_key_tells_goals_queries_and_pages_apart():
+    env, observation = start()
+    keys = [observation.state_key, start(1)[1].state_key]
+    for action in ("search[hiking boots]", "click[next >]", "search[boots]", "search[rose lotion]"):
+        keys.append(go(env, action).state_key)
+    assert len(set(keys)) == len(keys)
+    same = [go(env, action).state_key for action in ("search[hiking boots]", "search[the boots, HIKING]")]
+    assert same[0] == same[1] == keys[2]
+    assert go(env, "click[back to search]").state_key == keys[0]
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_keys_are_equal_exactly_where_states_are(data: st.DataObject):
+    """Random walks: the visible text and what was chosen decide the key; equal keys behave equally."""
+    env, observation = start(data.draw(st.integers(0, 3)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    seen: dict[int, tuple] = {}
+    for _ in range(30):
+        state = env.state
+        snapshot = (env.goal, observation.text, observation.legal_actions, state.options, state.query, state.number)
+        assert seen.setdefault(observation.state_key, snapshot) == snapshot
+        action = webshop.random_action(observation, rng)
+        if action == "click[buy now]":
+            continue
+        step = env.step(action)
+        assert step.valid
+        observation = step.observation
+    assert len(set(seen.values())) == len(seen)
+
+
+@pytest.mark.parametrize("options", [{}, {"goals": "human"}, {"products": 60, "seed": 3}])
+def test_the_expert_buys_what_is_wanted(options: dict):
+    env = webshop.make(**options)
+    source = webshop.tasks("train", 1, **options)
+    for index in range(100):
+        observation = env.reset(task_of(source, index), 0)
+        for _ in range(15):
+            assert observation.text
+            step = env.step(webshop.expert(env))
+            observation = step.observation
+            assert step.valid
+            if step.terminal:
+                break
+        assert (step.terminal, step.reward, step.outcome["score"]) == (True, 10.0, 1.0)
+
+
+def task_of(source, index: int) -> Task:
+    found = source[index]
+    assert isinstance(found, Task)
+    return found
+
+
+def test_the_expert_finds_its_way_from_anywhere():
+    rng = np.random.default_rng(0)
+    for index in range(40):
+        env, observation = start(index)
+        for _ in range(6):
+            action = webshop.random_action(observation, rng)
+            if action != "click[buy now]":
+                observation = env.step(action).observation
+        for _ in range(12):
+            step = env.step(webshop.expert(env))
+            if step.terminal:
+                break
+        assert step.terminal
+        assert step.outcome["score"] == 1.0
+
+
+@pytest.mark.parametrize("goals", ["synthetic", "human"])
+def test_no_held_out_task_appears_in_training(goals: str):
+    def content(found: Task) -> tuple:
+        goal = found.payload["goal"]
+        words = goal["instruction"].split(", and price")[0]
+        return words, sorted(goal["attributes"]), sorted(goal["options"])
+
+    for data_seed in range(10):
+        options = {"products": 300, "goals": goals, "held_out": 60}
+        sources = [webshop.tasks(split, data_seed, **options) for split in ("train", "held_out")]
+        train, held_out = ([content(task_of(s, i)) for i in range(len(s))] for s in sources)
+        assert len(held_out) >= min(60, (len(train) + len(held_out)) // 6)
+        assert not [one for one in held_out if one in train]
+
+
+def test_the_data_seed_alone_decides_tasks():
+    for split in ("train", "held_out"):
+        one, again, other = (webshop.tasks(split, seed, **SMALL) for seed in (3, 3, 4))
+        assert [task_of(one, i) for i in range(10)] == [task_of(again, i) for i in range(10)]
+        assert task_of(one, 0) != task_of(other, 0)
+
+
+def test_the_index_split_cuts_the_shuffled_list():
+    both = split_goals(None, 120, 0, "synthetic", 0, 50, "index")
+    by_content = split_goals(None, 120, 0, "synthetic", 0, 50, "content")
+    assert len(both["held_out"]) == 50
+    assert sorted(map(repr, [*both["train"], *both["held_out"]])) == sorted(
+        map(repr, [*by_content["train"], *by_content["held_out"]])
+    )
+
+
+def test_episodes_are_the_same_in_every_process():
+    program = (
+        "import numpy as np\n"
+        "from flowjax.envs import webshop\n"
+        "from flowjax.envs.webshop.goals import split_goals\n"
+        "from flowjax.envs.webshop.world import _TaskOf\n"
+        "goals = split_goals(None, 150, 0, 'human', 2, 50, 'content')['train']\n"
+        "env = webshop.make(products=150, goals='human')\n"
+        "rng = np.random.default_rng(0)\n"
+        "for index in range(10):\n"
+        "    observation = env.reset(_TaskOf(goals, 't')(index), 0)\n"
+        "    for turn in range(12):\n"
+        "        step = env.step(webshop.random_action(observation, rng) if turn < 6 else webshop.expert(env))\n"
+        "        observation = step.observation\n"
+        "        print(observation, step.reward, step.outcome)\n"
+        "print(webshop.vocabulary(products=150))\n"
+    )
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] != ""
+
+
+def test_no_heavy_library_is_imported():
+    heavy = ("jax", "grain", "torch", "spacy", "transformers")
+    program = f"import sys, flowjax.envs.webshop; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"product": 6}, "product: WebShop's are path"),
+        ({"goals": "all"}, "goals is 'all'"),
+        ({"split": "none"}, "split is 'none'"),
+        ({"products": 0}, "products is 0"),
+        ({"path": "/nowhere"}, "lacks items_shuffle.json"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, named: str):
+    with pytest.raises(WorldError, match=named):
+        webshop.make(**options)
+
+
+def test_a_task_of_another_catalog_is_refused():
+    env = webshop.make(products=5)
+    with pytest.raises(WorldError, match="not in the catalog"):
+        for index in range(20):
+            env.reset(task(index, products=120), 0)

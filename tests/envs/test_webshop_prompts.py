@@ -1,0 +1,168 @@
+"""Prompts of the WebShop world, and what becomes of replies."""
+
+import numpy as np
+import pytest
+
+from flowjax.envs import webshop
+from flowjax.envs.base import Observation, Past
+from flowjax.envs.webshop.pages import SEARCH_TEMPLATE
+from flowjax.records import Task
+
+OPTIONS = {"products": 60}
+LEGAL = (SEARCH_TEMPLATE, "click[back to search]", "click[< prev]", "click[8 ounce]")
+
+
+def episode(index: int, seed: int = 0, stray: float = 0.3):
+    """(observation, past turns, action, step) along an expert's way that strays."""
+    env = webshop.make(**OPTIONS)
+    found = webshop.tasks("train", 0, **OPTIONS)[index]
+    assert isinstance(found, Task)
+    observation, past, rng = env.reset(found, 0), [], np.random.default_rng([seed, index])
+    for turn in range(1, 16):
+        action = webshop.random_action(observation, rng) if rng.random() < stray else webshop.expert(env)
+        step = env.step(action)
+        yield observation, tuple(past), action, step
+        past.append(Past(turn, observation.text, action))
+        observation = step.observation
+        if step.terminal:
+            return
+
+
+@pytest.mark.parametrize("options", [OPTIONS, {"products": 200, "goals": "human"}])
+def test_compact_words_are_all_in_the_vocabulary(options: dict):
+    words = set(webshop.vocabulary(**options))
+    assert all(word.split() == [word] for word in words) and len(words) < 700
+    env = webshop.make(**options)
+    rng = np.random.default_rng(0)
+    source = webshop.tasks("train", 0, **options)
+    longest = 0
+    for index in range(60):
+        found = source[index]
+        assert isinstance(found, Task)
+        observation = env.reset(found, 0)
+        past = [Past(1, observation.text, "")]
+        for turn in range(2, 14):
+            [message] = webshop.prompt(observation, past[-3:], "compact")
+            [more] = webshop.follow_up(observation, "compact")
+            action = webshop.random_action(observation, rng) if rng.random() < 0.5 else webshop.expert(env)
+            said = f"{message['content']} {more['content']} {webshop.reply(action, 'compact')}".split()
+            assert set(said) <= words
+            longest = max(longest, len(message["content"].split()))
+            past.append(Past(turn, observation.text, action))
+            step = env.step(action)
+            observation = step.observation
+            if step.terminal:
+                assert set(webshop.follow_up(observation, "compact")[0]["content"].split()) <= words
+                break
+    assert longest <= 114  # configs/webshop.py
+
+
+@pytest.mark.parametrize("style", ["instruct", "compact"])
+def test_what_the_expert_says_is_read_back(style):
+    for index in range(30):
+        for observation, _, action, step in episode(index):
+            assert webshop.parse_action(webshop.reply(action, style), observation.legal_actions) == action
+            assert step.valid
+
+
+@pytest.mark.parametrize(
+    ("reply", "action"),
+    [
+        ("<think>so</think><action>Click[8 Ounce]</action>", "click[8 ounce]"),
+        ("<action>click[< prev]</action> or rather <action> search[red  Shoes] </action>", "search[red  shoes]"),
+        ("search lotion rose", "search[lotion rose]"),
+        ("click < prev", "click[< prev]"),
+        ("click[8 ounce]", "click[8 ounce]"),
+        ("<action>click 8 ounce</action>", None),
+        ("<action>click[16 ounce]</action>", None),
+        ("<action>search[<words>]</action>", None),
+        ("<action>search[ ]</action>", None),
+        ("<action>search[a] and more</action>", None),
+        ("<action>search[a", None),
+        ("search[a]</action>", None),
+        ("search", None),
+        ("", None),
+    ],
+)
+def test_replies(reply: str, action: str | None):
+    assert webshop.parse_action(reply, LEGAL) == action
+
+
+@pytest.mark.parametrize(
+    ("reply", "action"),
+    [
+        ("<think>a</think><action>click[Nothing]</action>", "click[nothing]"),
+        ("one <action> of <action>click[x]</action>", "of <action>click[x]"),
+        ("</action><action>click[x]", None),  # an empty action
+        ("I will now press click[buy now]", " press click[buy now]"[-20:]),
+        ("", None),
+    ],
+)
+def test_the_published_projection_is_kept_on_request(reply: str, action: str | None):
+    assert webshop.parse_action(reply, LEGAL, reference=True) == action
+
+
+def fuzzed(rng: np.random.Generator, legal: tuple[str, ...]) -> str:
+    pieces = [
+        *("<action>", "</action>", "<think>", "</think>", "search[", "click[", "]", "[", "search", "click", " ", "\n"),
+        *("buy now", "< prev", "next >", "back to search", "<words>", "[SEP]", "中文", "\x00", "%s", "{}", "é" * 300),
+        *("b000000001", "description", "a" * 5000, "\ud800", "None", "' OR 1", "<r>", "<a> x"),
+        *(legal[rng.integers(len(legal))] if legal else "" for _ in range(4)),
+    ]
+    return "".join(pieces[i] for i in rng.integers(len(pieces), size=rng.integers(0, 7)))
+
+
+def test_ten_thousand_odd_replies():
+    """None crashes; what is invalid is marked and leaves everything as it was."""
+    env = webshop.make(**OPTIONS)
+    source = webshop.tasks("train", 0, **OPTIONS)
+    rng = np.random.default_rng(0)
+    observation: Observation | None = None
+    invalid = 0
+    for number in range(10_000):
+        if number % 20 == 0:
+            found = source[number % len(source)]
+            assert isinstance(found, Task)
+            observation = env.reset(found, 0)
+        assert observation is not None
+        reply = fuzzed(rng, observation.legal_actions)
+        action = webshop.parse_action(reply, observation.legal_actions, reference=number % 3 == 0) or ""
+        step = env.step(action if number % 2 else reply)
+        if not step.valid:
+            invalid += 1
+            assert step.observation == observation and step.reward == 0.0
+        observation = step.observation
+        webshop.prompt(observation, [Past(1, observation.text, action)], "compact")
+    assert 2_000 < invalid < 9_990
+
+
+def test_the_instruct_prompt_shows_task_page_actions_and_window():
+    steps = list(episode(0, stray=0.0))
+    observation, past, _, _ = steps[2]
+    [message] = webshop.prompt(observation, past[-2:], "instruct")
+    text = message["content"]
+    goal = observation.text.split(" [SEP] ")[1]
+    for part in (
+        f"Your task: {goal}",
+        "2 actions so far",
+        "[Observation 1: ''Search'', Action 1: 'search[",
+        "<action>",
+    ):
+        assert part in text
+    page = observation.text.split(" [SEP] ")[2:]
+    assert " [SEP] ".join(f"'{p}'" for p in page) in text
+    assert all(f"'{action}',\n" in text for action in observation.legal_actions[1:])
+    assert "search[<your query>]" not in text
+    first = webshop.prompt(steps[0][0], [], "instruct")[0]["content"]
+    assert "'search[<your query>]'," in first and "actions so far" not in first
+    more = webshop.follow_up(observation, "instruct")[0]["content"]
+    assert goal not in more and "Buy Now" in more and "<action>" in more
+
+
+def test_a_prompt_that_grows_too_long_is_told_without_its_history():
+    observation, past, _, _ = list(episode(0, stray=0.0))[2]
+    long = Past(1, past[0].observation + " x" * 7000, past[0].action)
+    [short] = webshop.prompt(observation, [long, past[1]], "instruct")
+    assert short == webshop.prompt(observation, [], "instruct")[0]
+    fits = Past(1, past[0].observation + " x" * 4000, past[0].action)
+    assert "actions so far" in webshop.prompt(observation, [fits, past[1]], "instruct")[0]["content"]
