@@ -7,6 +7,7 @@ which reaches the program only by sending it arguments, and whose verdicts carry
 
 import functools
 import json
+import marshal
 import re
 import secrets
 import time
@@ -121,7 +122,8 @@ class _Session:
 
     def job(self, mode: str, **more: Any) -> bytes:
         fields = {"mode": mode, "program": self.program, "entry": self.suite.entry, "case_s": self.case_s, **more}
-        return json.dumps(fields).encode() + b"\n"
+        data = marshal.dumps(fields, 2)
+        return len(data).to_bytes(8, "little") + data
 
     def answers(self, mode: str, room_bytes: int, **more: Any) -> tuple[dict[int, list[Any]], str]:
         """The runner's answers by case, and what is to be said of a case that has none."""

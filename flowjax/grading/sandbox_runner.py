@@ -1,17 +1,20 @@
 """What runs inside the sandbox beside a tested program. Its source is sent there; it imports nothing of this package.
 
-The first line of standard input is a job in JSON. Answers are lines of JSON on what standard output was at the start;
-what the program prints goes to standard error. The program shares this process and can say whatever it likes in its
+Standard input begins with a job: its length in eight bytes, then `marshal`, which only this direction may be trusted
+with. Answers are lines of JSON on what standard output was at the start; what the program prints goes to standard
+error. The program shares this process and can say whatever it likes in its
 name, so nothing secret is here: neither expected results nor tests, only inputs. `serve` and `check` are two boxes:
 tests run in the second one and reach the program in the first one only by sending data.
 """
 
+import _signal as signal  # the C part alone: a third of the start of a box would be imports
 import builtins
-import json
+import marshal
 import os
-import signal
 import sys
-import types
+from _json import encode_basestring_ascii
+
+Module = type(sys)
 
 _MAX_DEPTH = 60
 _MAX_ITEMS_OF_ITERATOR = 100_000
@@ -86,6 +89,15 @@ class _Late(BaseException):
     """The time of one case is over."""
 
 
+def _json(value):
+    """JSON of None, booleans, integers, strings and lists."""
+    if isinstance(value, str):
+        return encode_basestring_ascii(value)
+    if isinstance(value, list):
+        return "[" + ",".join([_json(part) for part in value]) + "]"
+    return {None: "null", True: "true", False: "false"}[value] if value is None or type(value) is bool else repr(value)
+
+
 def _ring(number, frame):
     raise _Late
 
@@ -105,22 +117,35 @@ class _Clock:
 
 
 class _Lines:
-    """Lines of JSON in and out."""
+    """The job, then lines of JSON, in; lines of JSON out."""
 
     def __init__(self, out):
         self._out, self._unread = out, bytearray()
 
+    def read_job(self):
+        while len(self._unread) < 8 or len(self._unread) < 8 + int.from_bytes(self._unread[:8], "little"):
+            self._fill()
+        end = 8 + int.from_bytes(self._unread[:8], "little")
+        job = marshal.loads(bytes(self._unread[8:end]))
+        del self._unread[:end]
+        return job
+
     def read(self):
+        import json
+
         while b"\n" not in self._unread:
-            data = os.read(0, 1 << 16)
-            if not data:
+            if not self._fill():
                 return None
-            self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(bytes(line))
 
+    def _fill(self):
+        data = os.read(0, 1 << 16)
+        self._unread += data
+        return len(data)
+
     def write(self, *message):
-        data = memoryview(json.dumps(message).encode() + b"\n")
+        data = memoryview(_json(list(message)).encode() + b"\n")
         while data:
             data = data[os.write(self._out, data) :]
 
@@ -143,7 +168,7 @@ def _reason(error, file):
 
 def _load(source, name):
     """A fresh module that has run `source`."""
-    module = types.ModuleType(name)
+    module = Module(name)
     module.__file__ = name + ".py"
     sys.modules[name] = module
     exec(compile(source, name + ".py", "exec"), module.__dict__)
@@ -210,7 +235,7 @@ def check(job, lines):
     for number, source in enumerate(job["sources"]):
         try:
             with _Clock(job["case_s"]):
-                names = types.ModuleType("tests").__dict__
+                names = Module("tests").__dict__
                 exec(compile(job["setup"], "setup.py", "exec"), names)
                 names.update({"candidate": candidate, job["entry"]: candidate})
                 exec(compile(source, "tests.py", "exec"), names)
@@ -280,7 +305,7 @@ def _become(code, files):
         for number, fd in enumerate(files):
             os.dup2(fd, number)
         os.closerange(3, 64)
-        module = types.ModuleType("__main__")
+        module = Module("__main__")
         sys.modules["__main__"] = module
         sys.argv = ["solution.py"]
         try:
@@ -301,7 +326,7 @@ def main():
     lines = _Lines(os.dup(1))
     os.dup2(2, 1)
     builtins.exit = builtins.quit = sys.exit  # what the site module would bring
-    job = lines.read()
+    job = lines.read_job()
     {"calls": calls, "serve": serve, "check": check, "scripts": scripts}[job["mode"]](job, lines)
     os._exit(0)
 
