@@ -42,6 +42,7 @@ _AT_LEAST = {
 _ONE_OF = {
     "model.dtype": ("float32", "bfloat16", "float16"),
     "model.remat": ("none", "dots", "layer"),
+    "model.attention": ("auto", "xla", "cudnn", "splash"),
     "model.quantize": ("", "int8", "nf4"),
     "policy.train": ("lora", "full"),
     "env.context": ("window", "append"),
@@ -62,6 +63,7 @@ CHANGEABLE = (
     "env.workers",
     "eval.every_steps",
     "mesh",
+    "model.attention",
     "rollout.episode_timeout_s",
     "rollout.max_concurrent_episodes",
     "trainer.keep_checkpoints",

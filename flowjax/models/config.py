@@ -169,9 +169,7 @@ def _window(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | 
     elif family.gemma:
         period = int(raw["sliding_window_pattern"])
         full = tuple(range(period - 1, layers, period))
-    elif family.class_name == "MistralForCausalLM":
-        full = ()
-    elif family.class_name == "Qwen3MoeForCausalLM":  # it has no layer_types, and binds all layers
+    elif family.class_name == "MistralForCausalLM" or family.class_name == "Qwen3MoeForCausalLM":
         full = ()
     else:
         full = tuple(range(min(int(raw["max_window_layers"]), layers)))

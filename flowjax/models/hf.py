@@ -226,8 +226,7 @@ def _stream(
         return jax.device_put(read(index), device)
     array = jnp.zeros(shape, spec.dtype, device=device)
     for first in range(start, stop, step):
-        piece = read((slice(first, min(first + step, stop)), *index[1:]))
-        array = _write_layers(array, piece, first - start)
+        array = _write_layers(array, read((slice(first, min(first + step, stop)), *index[1:])), first - start)
         array.block_until_ready()  # the piece is free before the next is read
     return array
 

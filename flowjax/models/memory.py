@@ -25,6 +25,8 @@ def estimate(
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
+    expert: int = 1,
+    sequence: int = 1,
 ) -> dict[str, int]:
     """Bytes per device by purpose, under the default sharding rules.
 
@@ -32,29 +34,29 @@ def estimate(
         rows: rows of one forward-backward pass, over all devices.
         tokens: tokens per row.
         chunk: tokens whose full-vocabulary logits exist at once.
-        data, fsdp, tensor: sizes of the mesh.
+        data, fsdp, tensor, expert, sequence: sizes of the mesh.
 
     Activations count what the backward pass keeps: one hidden state per layer with remat, all inputs of linear maps
     and attention weights without, plus one layer's gradients. XLA's own temporaries add to it: allow 20 %.
     """
     size = DTYPE_BYTES[dtype]
-    shards = fsdp * tensor
-    local_rows = math.ceil(rows / (data * fsdp))
+    shards = fsdp * tensor * expert * sequence
+    local_rows, local_tokens = math.ceil(rows / (data * fsdp * expert)), math.ceil(tokens / sequence)
     adapter = (
         0
         if lora is None
         else sum(math.prod(s.shape) for ab in adapter_specs(config, lora).values() for s in ab.values())
     )
     trained = (adapter if lora else config.parameter_count()) if train else 0
-    kept = local_rows * tokens * config.hidden_size * size
-    working = _layer_bytes(config, local_rows, tokens, size, tensor)
+    kept = local_rows * local_tokens * config.hidden_size * size
+    working = _layer_bytes(config, local_rows, local_tokens, tokens, size, tensor, expert)
     layers = config.layers if train else 1
     held = layers if train and remat == "none" else 1  # layers whose inner values exist at once
     activations = kept * layers + working * (held + train)  # while training, the gradients of one layer's values too
-    chunk_tokens = min(chunk, rows * tokens) / (data * fsdp)
+    chunk_tokens = min(chunk, rows * tokens) / (data * fsdp * expert * sequence)
     return {
         "base": math.ceil(config.parameter_count() / shards) * size,
-        "gathered_layer": _gathered_bytes(config, size, fsdp, tensor),
+        "gathered_layer": _gathered_bytes(config, size, shards // tensor, tensor, expert),
         "adapter": math.ceil(adapter / shards) * FLOAT32,
         "gradients": math.ceil(trained / shards) * FLOAT32,
         "moments": 2 * math.ceil(trained / shards) * FLOAT32,
@@ -63,19 +65,26 @@ def estimate(
     }
 
 
-def _layer_bytes(config: ModelConfig, rows: int, tokens: int, size: int, tensor: int) -> int:
+def _layer_bytes(config: ModelConfig, rows: int, queries: int, keys: int, size: int, tensor: int, expert: int) -> int:
     """What one layer's forward pass holds for its backward pass."""
-    wide = 3 * config.ffn_size + 3 * config.query_size + 2 * config.kv_size
-    linear = rows * tokens * (math.ceil(wide / tensor) + 4 * config.hidden_size) * size
-    scores = rows * math.ceil(config.heads / tensor) * min(tokens, BLOCK_TOKENS) * tokens * (FLOAT32 + size)
+    attention = 3 * config.query_size + 2 * config.kv_size
+    ffn = 3 * config.ffn_size if config.dense_layers else 0
+    if experts := config.experts:  # every device has the tokens of its neighbours along `expert`, once per choice
+        sparse = expert * experts.per_token * (3 * experts.ffn_size + 2 * config.hidden_size * tensor)
+        ffn = max(ffn, sparse)
+    linear = rows * queries * (math.ceil((attention + ffn) / tensor) + 4 * config.hidden_size) * size
+    scores = rows * math.ceil(config.heads / tensor) * min(queries, BLOCK_TOKENS) * keys * (FLOAT32 + size)
     return linear + scores
 
 
-def _gathered_bytes(config: ModelConfig, size: int, fsdp: int, tensor: int) -> int:
-    """One layer and the head, collected over the fsdp axis while in use."""
-    if fsdp == 1:
+def _gathered_bytes(config: ModelConfig, size: int, ways: int, tensor: int, expert: int) -> int:
+    """One layer and the head, collected over the axes that split the hidden size while in use."""
+    if ways == 1:
         return 0
-    layer = 2 * config.hidden_size * (config.query_size + config.kv_size) + 3 * config.hidden_size * config.ffn_size
+    ffn = 3 * config.hidden_size * config.ffn_size if config.dense_layers else 0
+    if experts := config.experts:
+        ffn = max(ffn, 3 * config.hidden_size * experts.ffn_size * experts.count // expert)
+    layer = 2 * config.hidden_size * (config.query_size + config.kv_size) + ffn
     return math.ceil((layer + config.vocab_size * config.hidden_size) / tensor) * size
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from flowjax.models.shape import Experts
@@ -71,23 +70,24 @@ def mixture(
     On a mesh each device holds some experts: it gathers the tokens of its neighbours along `expert`, adds what its
     experts make of them, and the sums are scattered back.
     """
-    weights, chosen = route(x, router, experts)
     matrices = (gate, up, down)
     if placement is None or placement.mesh.size == 1:
-        flat = (array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen))
-        return mix_experts(*flat, *matrices, activate=activate).reshape(x.shape)
+        flat = x.reshape(-1, x.shape[-1])
+        return mix_experts(flat, *route(flat, router, experts), *matrices, activate=activate).reshape(x.shape)
+    rules = placement.rules
 
-    def local(x: jax.Array, weights: jax.Array, chosen: jax.Array, *matrices: jax.Array) -> jax.Array:
-        flat = [array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen)]
-        gathered = (jax.lax.all_gather(array, "expert", tiled=True) for array in flat)
+    def local(x: jax.Array, router: jax.Array, *matrices: jax.Array) -> jax.Array:
+        flat = x.reshape(-1, x.shape[-1])
+        arrays = (flat, *route(flat, router, experts))
+        if rules.expert_ffn is not None:  # each part of the maps has its own gradient of x: they are summed here
+            arrays = tuple(jax.lax.pcast(array, rules.expert_ffn, to="varying") for array in arrays)
+        gathered = (jax.lax.all_gather(array, "expert", tiled=True) for array in arrays)
         first = jax.lax.axis_index("expert") * matrices[0].shape[0]
         mixed = mix_experts(*gathered, *matrices, activate=activate, first=first)
         mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
         return (mixed if rules.expert_ffn is None else jax.lax.psum(mixed, rules.expert_ffn)).reshape(x.shape)
 
-    rules = placement.rules
     by_token = rules.spec(("rows", "tokens", None))
     outward, inward = rules.spec(("experts", None, "expert_ffn")), rules.spec(("experts", "expert_ffn", None))
-    specs: tuple[PartitionSpec, ...] = (by_token, by_token, by_token, outward, outward, inward)
-    mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=by_token)
-    return mapped(x, weights, chosen, *matrices)
+    specs = (by_token, rules.spec((None, None)), outward, outward, inward)
+    return jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=by_token)(x, router, *matrices)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from flowjax.models.shape import ModelError
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.trainer.batch import BatchError
+from flowjax.trainer.compile_cache import use_compile_cache
 from flowjax.trainer.learner import Learner
 from flowjax.trainer.loop import train_policies
 from flowjax.trainer.processes import is_first, join
@@ -26,15 +26,6 @@ from flowjax.trainer.sources import DataflowSource, SourceError
 from flowjax.weights.publish import CheckpointError, Checkpoints
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
-
-
-def use_compile_cache(folder: str) -> None:
-    """Keep compiled programs on disk: the next start of the same run, or of one like it, takes them from there."""
-    if not folder:
-        return
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flowjax" / "xla"
-    jax.config.update("jax_compilation_cache_dir", str(cache if folder == "auto" else Path(folder).absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def make_models(config: ConfigDict, mesh: Mesh) -> dict[str, Decoder]:
@@ -61,6 +52,7 @@ def make_models(config: ConfigDict, mesh: Mesh) -> dict[str, Decoder]:
         dtype=config.model.dtype,
         mesh=mesh,
         remat=config.model.remat,
+        attention=config.model.attention,
         quantize=config.model.quantize,
         key=jax.random.key(config.seed),
     )

@@ -1,9 +1,12 @@
 """Run by test_models_sharding.py under eight simulated devices; prints one JSON object."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,24 +17,39 @@ from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
+from flowjax.models.shape import Experts, ModelConfig
 from flowjax.models.sharding import make_mesh
 
-CONFIG = nano_config(64, hidden_size=32, layers=2, heads=8, kv_heads=4, head_dim=8, ffn_size=64)
+SHAPE = nano_config(64, hidden_size=32, layers=2, heads=8, kv_heads=4, head_dim=8, ffn_size=96)
+DENSE = dataclasses.replace(SHAPE, sliding_window_tokens=5, full_attention_layers=(1,))
+SPARSE = dataclasses.replace(SHAPE, architecture="qwen3_moe", experts=Experts(4, 2, ffn_size=16))
+ROWS, TOKENS = 8, 24
 LORA = Lora(4, 8.0)
-MESHES = {"fsdp8": (1, 8, 1), "data2_fsdp4": (2, 4, 1), "fsdp2_tensor4": (1, 2, 4)}
+ATTENTION_LORA = Lora(4, 8.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+# name -> (model, adapter, mesh sizes)
+CASES: dict[str, tuple[ModelConfig, Lora | None, dict[str, int]]] = {
+    "fsdp8": (DENSE, LORA, {"fsdp": 8}),
+    "data2_fsdp4": (DENSE, LORA, {"data": 2, "fsdp": 4}),
+    "fsdp2_tensor4": (DENSE, LORA, {"fsdp": 2, "tensor": 4}),
+    "fsdp2_sequence4": (DENSE, LORA, {"fsdp": 2, "sequence": 4}),
+    "fsdp2_sequence2_tensor2_full": (DENSE, None, {"fsdp": 2, "sequence": 2, "tensor": 2}),
+    "fsdp2_expert4": (SPARSE, ATTENTION_LORA, {"fsdp": 2, "expert": 4}),
+    "expert2_sequence2_tensor2_full": (SPARSE, None, {"fsdp": 1, "expert": 2, "sequence": 2, "tensor": 2}),
+}
 
 
-def loss_and_gradients(folder: Path, mesh, lora: Lora | None):
+def loss_and_gradients(folder: Path, mesh: Any, lora: Lora | None) -> tuple[float, list[Any], Any, dict[str, Any]]:
+    """Loss, gradients, the decoder, and what the compiled step looks like."""
     remat = "none" if lora else "layer"
     decoder = load_decoder(folder, lora=lora, dtype=jnp.float32, mesh=mesh, remat=remat, key=jax.random.key(1))
     for parts in decoder.adapter.values():
         parts["b"].set_value(parts["b"].get_value() + 0.05)
     random = np.random.default_rng(0)
-    tokens = jnp.asarray(random.integers(0, 64, (8, 24)))
-    positions = jnp.tile(jnp.arange(12), (8, 2))
-    segments = jnp.tile(jnp.repeat(jnp.array([1, 2]), 12), (8, 1))
+    tokens = jnp.asarray(random.integers(0, 64, (ROWS, TOKENS)))
+    positions = jnp.tile(jnp.arange(TOKENS // 2), (ROWS, 2))
+    segments = jnp.tile(jnp.repeat(jnp.array([1, 2]), TOKENS // 2), (ROWS, 1))
     if decoder.placement:
-        rows = decoder.placement.of(("rows", "tokens"))
+        rows = decoder.placement.of(("rows", None))
         tokens, positions, segments = jax.device_put((tokens, positions, segments), rows)
     graph, trained, frozen = nnx.split(decoder, LoraParam if lora else nnx.Param, ...)
 
@@ -39,43 +57,47 @@ def loss_and_gradients(folder: Path, mesh, lora: Lora | None):
     def step(trained, frozen):
         def loss(trained):
             model = nnx.merge(graph, trained, frozen)
-            hidden = model(tokens, positions, segments).reshape(-1, CONFIG.hidden_size)
+            hidden = model(tokens, positions, segments).reshape(-1, SHAPE.hidden_size)
             logprobs, entropy = token_logprobs(hidden, model.head(), tokens.reshape(-1), chunk_tokens=64, entropy=True)
             return (entropy - logprobs).mean()
 
         return jax.value_and_grad(loss)(trained)
 
-    loss, gradients = step(trained, frozen)
+    compiled = step.lower(trained, frozen).compile()
+    loss, gradients = compiled(trained, frozen)
     same_layout = [
         gradient.sharding.is_equivalent_to(array.sharding, array.ndim)
         for gradient, array in zip(jax.tree.leaves(gradients), jax.tree.leaves(trained), strict=True)
     ]
-    return float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(gradients)], decoder, all(same_layout)
+    looks = {"same_layout": all(same_layout), "collectives": list(hlo.collectives(compiled.as_text()))}
+    return float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(gradients)], decoder, looks
 
 
 def main(folder: Path) -> None:
-    save_decoder(Decoder(CONFIG, dtype=jnp.float32, key=jax.random.key(0)), folder)
-    answer = {}
-    for kind, lora in (("lora", LORA), ("full", None)):
-        loss, gradients, _, _ = loss_and_gradients(folder, None, lora)
-        for name, sizes in MESHES.items():
-            if lora is None and name != "fsdp2_tensor4":
-                continue
-            mesh = make_mesh(*sizes)
-            sharded_loss, sharded_gradients, decoder, same_layout = loss_and_gradients(folder, mesh, lora)
-            matrix = decoder.layers["q_proj"].get_value()
-            answer[f"{name}_{kind}"] = {
-                "loss": abs(loss - sharded_loss),
-                "gradient": max(
-                    float(np.abs(a - b).max() / np.abs(a).max())
-                    for a, b in zip(gradients, sharded_gradients, strict=True)
-                ),
-                "gradient_size": min(float(np.abs(a).max()) for a in gradients),
-                "parts": matrix.size // matrix.addressable_shards[0].data.size,
-                "same_layout": same_layout,
-            }
-    abroad = Decoder(CONFIG, lora=LORA, dtype=jnp.float32, key=jax.random.key(3), mesh=make_mesh(1, 2, 4))
-    at_home = Decoder(CONFIG, lora=LORA, dtype=jnp.float32, key=jax.random.key(3))
+    answer: dict[str, Any] = {}
+    alone: dict[tuple[Any, Any], Any] = {}
+    for name, (config, lora, sizes) in CASES.items():
+        home = folder / config.architecture
+        if not home.exists():
+            save_decoder(Decoder(config, dtype=jnp.float32, key=jax.random.key(0)), home)
+        if (config, lora) not in alone:
+            alone[config, lora] = loss_and_gradients(home, None, lora)[:2]
+        loss, gradients = alone[config, lora]
+        sharded_loss, sharded_gradients, decoder, looks = loss_and_gradients(home, make_mesh(**sizes), lora)
+        matrix = decoder.layers["q_proj"].get_value()
+        answer[name] = looks | {
+            "loss": abs(loss - sharded_loss),
+            "gradient": max(
+                float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(gradients, sharded_gradients, strict=True)
+            ),
+            "gradient_size": min(float(np.abs(a).max()) for a in gradients),
+            "parts": matrix.size // matrix.addressable_shards[0].data.size,
+        }
+        if "expert_up_proj" in decoder.layers:
+            expert = decoder.layers["expert_up_proj"].get_value()
+            answer[name]["expert_parts"] = expert.size // expert.addressable_shards[0].data.size
+    abroad = Decoder(DENSE, lora=LORA, dtype=jnp.float32, key=jax.random.key(3), mesh=make_mesh(fsdp=2, tensor=4))
+    at_home = Decoder(DENSE, lora=LORA, dtype=jnp.float32, key=jax.random.key(3))
     answer["same_initial_values"] = all(
         np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(nnx.state(abroad)), jax.tree.leaves(nnx.state(at_home)), strict=True)

@@ -1,6 +1,7 @@
 """Folders of Hugging Face models: the same log-probabilities as transformers and PEFT, both ways; clear refusals."""
 
 import json
+import weakref
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from flowjax.models import hf
 from flowjax.models.config import ModelError
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import Lora, adapter_arrays, adapter_from_peft, peft_config, peft_tensors
+from flowjax.models.shape import Experts
 
 
 @pytest.fixture
@@ -87,6 +89,33 @@ def test_several_files_with_an_index(qwen3, tokens, tmp_path, monkeypatch):
     monkeypatch.undo()
     save_decoder(decoder, tmp_path / "shards")
     assert [path.name for path in (tmp_path / "shards").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_weights_go_through_host_memory_piece_by_piece(tmp_path, tokens, monkeypatch, architecture):
+    """However large a stacked parameter is, the host holds one piece of it: no more than a file of the folder has."""
+    experts = Experts(4, 2, 24) if architecture == "qwen3_moe" else None
+    decoder = tiny_decoder(architecture=architecture, experts=experts, layers=6)
+    monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)
+    save_decoder(decoder, tmp_path)
+    largest_file = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    monkeypatch.setattr(hf, "PIECE_BYTES", 8_000)
+    sizes, alive, most = [], [], []
+    read = hf._read_part
+
+    def watched(*args):
+        piece = read(*args)
+        alive.append(weakref.ref(piece))
+        sizes.append(piece.nbytes)
+        most.append(sum(array.nbytes for held in alive if (array := held()) is not None and array.ndim > 2))
+        return piece
+
+    monkeypatch.setattr(hf, "_read_part", watched)
+    loaded = load_decoder(tmp_path, dtype=jnp.float32, remat="none")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    assert max(sizes) <= largest_file
+    assert max(most) <= 2 * max(sizes)  # the last may still be on its way when the next is read
+    np.testing.assert_array_equal(logprobs(loaded, tokens), logprobs(decoder, tokens))
 
 
 def test_merging_happens_in_float32():

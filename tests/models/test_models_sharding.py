@@ -1,5 +1,6 @@
 """Rules and meshes, and that a model on eight devices computes what it computes on one."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from sharded_check import CASES, ROWS, TOKENS
 from tiny_models import TINY
 
-from flowjax.models.config import ModelError
-from flowjax.models.decoder import Decoder
+from flowjax.models.config import ModelConfig, ModelError
+from flowjax.models.decoder import Decoder, base_specs
+from flowjax.models.lora import Lora, adapter_specs
+from flowjax.models.shape import Experts
 from flowjax.models.sharding import MESH_AXES, Placement, ShardingRules, make_mesh, resolve_mesh
 
 
@@ -29,13 +34,47 @@ def test_the_same_on_eight_devices(tmp_path):
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout.splitlines()[-1])
     assert answer.pop("same_initial_values")
-    assert answer.keys() == {"fsdp8_lora", "data2_fsdp4_lora", "fsdp2_tensor4_lora", "fsdp2_tensor4_full"}
+    assert answer.keys() == CASES.keys()
     for name, found in answer.items():
         assert found["parts"] == (4 if "data2" in name else 8), name
+        assert found.get("expert_parts", 8) == 8, name
         assert found["same_layout"], name
         assert found["gradient_size"] > 1e-5, name
         assert found["loss"] < 1e-5, name
         assert found["gradient"] < 1e-4, name
+        _check_collectives(found["collectives"], *CASES[name])
+
+
+def _check_collectives(
+    found: list[tuple[str, list[int]]], config: ModelConfig, lora: Lora | None, mesh: dict[str, int]
+) -> None:
+    """Parameters are gathered, and of the activations only what the mesh calls for; gradients alone are reduced."""
+    arrays = list(base_specs(config, jnp.float32).values())
+    arrays += [spec for parts in adapter_specs(config, lora).values() for spec in parts.values()] if lora else []
+    parameters = {
+        shape for spec in arrays for shape in (spec.shape, spec.shape[::-1], spec.shape[1:], spec.shape[:0:-1])
+    }
+    if mesh.get("tensor", 1) > 1:
+        return  # parts of parameters, and sums of activations: too many shapes to name
+    local = (ROWS // mesh["fsdp"] // mesh.get("data", 1) // mesh.get("expert", 1), TOKENS)
+    gathered, summed = set(parameters), parameters | {()}
+    if mesh.get("sequence", 1) > 1:
+        gathered |= {(*local, config.kv_heads, config.head_dim), (*local, config.hidden_size)}  # keys, values; output
+        summed |= {(*local, config.kv_heads, config.head_dim)}
+    if config.experts and mesh.get("expert", 1) > 1:
+        tokens = ROWS * TOKENS // mesh["fsdp"]
+        gathered |= {(tokens, config.hidden_size), (tokens, config.experts.per_token)}
+    for kind, shape in found:
+        bare = tuple(size for size in shape if size > 1)
+        planned = {
+            tuple(size for size in shape if size > 1) for shape in (gathered if kind == "all-gather" else summed)
+        }
+        assert kind in ("all-gather", "all-reduce") or (config.experts and kind == "reduce-scatter"), (
+            kind,
+            shape,
+            mesh,
+        )
+        assert kind == "reduce-scatter" or bare in planned, (kind, shape, mesh)
 
 
 def test_specs_follow_the_rules():
@@ -95,6 +134,19 @@ def test_mesh_that_does_not_divide_the_model_is_refused():
     _placement(data=3, fsdp=4, tensor=2).check(TINY)
     with pytest.raises(ModelError, match=r"kv_heads is 2, which does not divide over the 4 devices of .* tensor"):
         _placement(tensor=4).check(TINY)
+    with pytest.raises(ModelError, match=r"expert is 4, but a qwen3 model has no experts: set it to 1 and give"):
+        _placement(expert=4).check(TINY)
+    experts = dataclasses.replace(TINY, experts=Experts(6, 2, 8))
+    with pytest.raises(
+        ModelError, match=r"number of experts is 6, .* 4 devices of mesh axis expert: lower config.mesh"
+    ):
+        _placement(expert=4).check(experts)
+    with pytest.raises(ModelError, match=r"a batch has 12 rows, .* 8 devices .*: make config.trainer.micro_batch_rows"):
+        _placement(data=2, fsdp=4).check_batch(12, 64)
+    with pytest.raises(
+        ModelError, match=r"a batch has 30 tokens, .* 4 devices .* sequence: make config.trainer.row_tok"
+    ):
+        _placement(sequence=4).check_batch(12, 30)
     with pytest.raises(ModelError, match=r"hidden_size is 24, .* 5 devices .* lower config.mesh.fsdp to a divisor"):
         _placement(fsdp=5).check(TINY)
 

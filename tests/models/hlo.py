@@ -1,0 +1,26 @@
+"""What a compiled program holds: shapes and collectives in its HLO text. Helper of the tests in this folder."""
+
+import re
+from collections.abc import Iterator
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_ALONE = re.compile(r"replica_groups=(?:\{(?:\{\d+\},?)+\}|\[\d+,1\])")
+_SHAPE = re.compile(r"\b(?:f32|bf16|f16|s32|s64|u32|pred|u8|s8)\[([\d,]*)\]")
+
+
+def shapes(text: str) -> set[tuple[int, ...]]:
+    """Dimensions of every array in a program."""
+    return {_dimensions(found) for found in _SHAPE.findall(text)}
+
+
+def collectives(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(kind, shape of a result) of every collective operation in a program that has more than one participant."""
+    for line in text.splitlines():
+        found = re.search(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", line)
+        if found and not _ALONE.search(line):
+            for dimensions in _SHAPE.findall(found[1]):
+                yield found[2], _dimensions(dimensions)
+
+
+def _dimensions(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size)

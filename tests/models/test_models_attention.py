@@ -1,0 +1,200 @@
+"""Fused attention without a GPU or TPU at hand: who gets it, what it is told, and what it must make of that.
+
+cuDNN's call is lowered for CUDA here and never run; a stand-in that follows its documented meaning shows that the
+arguments are right. Splash attention runs in Pallas' interpreter.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import TINY
+
+from flowjax.models import attention_kernels as kernels
+from flowjax.models import decoder as decoder_module
+from flowjax.models.attention import attend, segment_mask
+from flowjax.models.decoder import Decoder
+from flowjax.models.logprobs import token_logprobs
+from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.shape import ModelError
+
+BIG = dataclasses.replace(TINY, head_dim=64)
+SOFT = dataclasses.replace(BIG, attention_soft_cap=50.0)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """JAX believes that there is a Hopper GPU with a cuDNN; nothing is run on it."""
+    monkeypatch.setattr(kernels.cudnn, "cuda_versions", SimpleNamespace(cudnn_get_version=lambda: 91300))
+    monkeypatch.setattr(kernels.cudnn, "check_compute_capability", lambda capability: capability == "9.0")
+    monkeypatch.setattr(kernels.cudnn, "is_cuda_compute_capability_equal", lambda capability: capability == "9.0")
+
+
+def packed(rows: list[list[int]], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Segments and positions of rows of sequences with these lengths, padding behind."""
+    segments, positions = np.zeros((2, len(rows), tokens), np.int32)
+    for row, lengths in enumerate(rows):
+        start = 0
+        for number, length in enumerate(lengths, start=1):
+            segments[row, start : start + length] = number
+            positions[row, start : start + length] = np.arange(length)
+            start += length
+    return segments, positions
+
+
+@pytest.mark.parametrize(
+    ("platform", "tokens", "dtype", "config", "parts", "form"),
+    [
+        ("cpu", 4096, jnp.bfloat16, BIG, 1, "xla"),
+        ("cuda", 4096, jnp.bfloat16, BIG, 1, "cudnn"),
+        ("cuda", 512, jnp.bfloat16, BIG, 1, "xla"),
+        ("cuda", 4096, jnp.float32, BIG, 1, "xla"),
+        ("cuda", 4096, jnp.bfloat16, SOFT, 1, "xla"),
+        ("cuda", 4096, jnp.bfloat16, BIG, 2, "xla"),
+        ("tpu", 4096, jnp.bfloat16, SOFT, 1, "splash"),
+        ("tpu", 4100, jnp.bfloat16, BIG, 1, "xla"),
+        ("rocm", 4096, jnp.bfloat16, BIG, 1, "xla"),
+    ],
+)
+def test_attention_is_chosen_by_platform_and_length(hopper, platform, tokens, dtype, config, parts, form):
+    options: Any = {"platform": platform, "tokens": tokens, "dtype": dtype, "sequence_parts": parts}
+    assert kernels.choose_attention("auto", config, **options) == form
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "message"),
+    [
+        ("flash", {}, "config.model.attention is 'flash': it must be one of auto, xla, cudnn, splash"),
+        ("cudnn", {"platform": "cpu"}, "is 'cudnn', but this is a cpu and no NVIDIA GPU: set it to 'auto'"),
+        ("cudnn", {"config": SOFT}, "cuDNN's attention has no soft cap"),
+        ("cudnn", {"sequence_parts": 4}, "its mask does not work over config.mesh.sequence"),
+        (
+            "splash",
+            {"platform": "tpu", "tokens": 100},
+            "rows have 100 tokens and splash attention takes multiples of 128",
+        ),
+    ],
+)
+def test_attention_that_cannot_keep_segments_apart_is_refused(hopper, wanted, changes, message):
+    options: Any = {"config": BIG, "platform": "cuda", "tokens": 2048, "dtype": jnp.bfloat16} | changes
+    with pytest.raises(ModelError, match=message):
+        kernels.choose_attention(wanted, options.pop("config"), **options)
+
+
+def test_gpus_before_hopper_use_xla(hopper, monkeypatch):
+    monkeypatch.setattr(kernels.cudnn, "check_compute_capability", lambda capability: False)
+    options: Any = {"platform": "cuda", "tokens": 2048, "dtype": jnp.bfloat16}
+    assert kernels.choose_attention("auto", BIG, **options) == "xla"
+    with pytest.raises(ModelError, match="keeps the segments of a packed row apart on Hopper GPUs and newer only"):
+        kernels.choose_attention("cudnn", BIG, **options)
+
+
+def test_segment_bounds_by_hand():
+    segments = jnp.array([[1, 1, 2, 3, 3, 3, 0, 0], [0, 4, 4, 0, 7, 0, 0, 0]])
+    lengths, starts = kernels.segment_bounds(segments, 4)
+    np.testing.assert_array_equal(lengths, [[2, 1, 3, -1], [2, 1, -1, -1]])
+    np.testing.assert_array_equal(starts, [[0, 2, 3, -1, -1], [1, 4, -1, -1, -1]])
+    np.testing.assert_array_equal(kernels.segment_count(segments), [3, 2])
+
+
+def documented_cudnn(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, **options):
+    """What JAX documents for packed rows: segment i starts at offsets[i] and has seqlen[i] tokens; else unwritten."""
+    scale, window = options["scale"], options["sliding_window_length"]
+    assert options["mask_type"] == kernels.cudnn.MaskType.PADDING_CAUSAL
+    assert query.shape == key.shape == value.shape
+    np.testing.assert_array_equal(q_seqlen, kv_seqlen)
+    np.testing.assert_array_equal(q_offsets, kv_offsets)
+    mixed = jnp.full(query.shape, jnp.nan)
+    for row in range(query.shape[0]):
+        for start, length in zip(np.asarray(q_offsets[row]), np.asarray(q_seqlen[row]), strict=False):
+            if length <= 0:
+                continue
+            cut = slice(int(start), int(start + length))
+            far = jnp.arange(length)[:, None] - jnp.arange(length)
+            scores = scale * jnp.einsum("thd,shd->hts", query[row, cut], key[row, cut])
+            seen = (far >= 0) & (far < (window or length))
+            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+            mixed = mixed.at[row, cut].set(jnp.einsum("hts,shd->thd", weights, value[row, cut]))
+    return mixed
+
+
+def _inputs(tokens: int, dim: int = 8, heads: int = 4, kv_heads: int = 2, rows: int = 2) -> list[jax.Array]:
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.normal(size=(rows, tokens, n, dim)), jnp.float32) for n in (heads, kv_heads, kv_heads)]
+
+
+def _compare(form: Any, arrays: list[jax.Array], places: tuple[Any, Any], **options: Any) -> None:
+    """Values and gradients of a form of attention are those of `attend`, wherever there is no padding."""
+    segments, positions = (jnp.asarray(x) for x in places)
+    pull = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape), jnp.float32)
+    pull = pull * (segments != 0)[:, :, None, None]
+
+    def run(function: Any) -> tuple[jax.Array, Any]:
+        def loss(*arrays: jax.Array) -> jax.Array:
+            return jnp.sum(function(*arrays, segments, positions, segments, positions, **options) * pull)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(*arrays)
+
+    for mine, wanted in zip(jax.tree.leaves(run(form)), jax.tree.leaves(run(attend)), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_cudnn_is_told_means_the_segment_mask(monkeypatch, window):
+    monkeypatch.setattr(kernels.cudnn, "dot_product_attention", documented_cudnn)
+    monkeypatch.setattr(jax.lax, "cond", lambda fits, fused, plain, *arrays: fused(*arrays) if fits else plain(*arrays))
+    places = packed([[5, 1, 7], [13]], 16)
+    _compare(kernels.cudnn_attend, _inputs(16), places, window_tokens=window, scale=0.3)
+
+
+def test_rows_of_many_segments_do_not_go_to_cudnn(monkeypatch):
+    monkeypatch.setattr(kernels, "PACKED_SEGMENTS", 2)
+    monkeypatch.setattr(kernels.cudnn, "dot_product_attention", lambda query, *rest, **options: query * jnp.nan)
+    _compare(kernels.cudnn_attend, _inputs(16), packed([[5, 1, 7], [13]], 16))
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (40, 2.0)])
+def test_splash_attention_keeps_segments_apart(window, soft_cap):
+    def splash(*arrays: jax.Array, **options: Any) -> jax.Array:
+        return kernels.splash_attend(*arrays, **options, interpret=True)
+
+    places = packed([[50, 60, 10]], 128)
+    options = {"window_tokens": window, "soft_cap": soft_cap, "scale": 0.3}
+    _compare(splash, _inputs(128, dim=16, heads=2, kv_heads=1, rows=1), places, **options)
+
+
+@pytest.mark.parametrize(
+    ("form", "platform", "calls"),
+    [
+        ("cudnn", "cuda", ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")),
+        ("splash", "tpu", ("tpu_custom_call",)),
+    ],
+)
+def test_the_gradient_of_a_packed_step_calls_the_kernel(hopper, monkeypatch, form, platform, calls):
+    monkeypatch.setattr(decoder_module, "choose_attention", lambda *args, **options: form)
+    config = dataclasses.replace(BIG, sliding_window_tokens=200, full_attention_layers=(1,))
+    model = nnx.eval_shape(lambda: Decoder(config, lora=Lora(4, 8.0), dtype=jnp.bfloat16, key=jax.random.key(0)))
+    graph, trained, frozen = nnx.split(model, LoraParam, ...)
+
+    def loss(trained: Any, frozen: Any, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, trained, frozen)
+        hidden = model(tokens, positions, segments).reshape(-1, config.hidden_size)
+        return token_logprobs(hidden, model.head(), tokens.reshape(-1))[0].sum()
+
+    ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+    lowered = jax.jit(jax.grad(loss)).trace(trained, frozen, ids, ids, ids).lower(lowering_platforms=(platform,))
+    text = lowered.as_text()
+    assert all(call in text for call in calls)
+    assert "x1024x1024x" not in text if form == "splash" else True  # no matrix of scores
+
+
+def test_segment_mask_between_other_queries_and_keys():
+    segments, positions = packed([[3, 4]], 8)
+    whole = segment_mask(jnp.asarray(segments), jnp.asarray(positions), 2)
+    part = segment_mask(jnp.asarray(segments[:, 2:5]), jnp.asarray(positions[:, 2:5]), 2, segments, positions)
+    np.testing.assert_array_equal(part, whole[:, 2:5])
