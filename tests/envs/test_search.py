@@ -51,8 +51,8 @@ def play(policy: Any, split: Split, count: int, **options: Any) -> float:
             step = env.step(policy(env, observation, rng))
             observation = step.observation
             if step.terminal:
+                right += step.outcome["success"]
                 break
-        right += step.outcome["success"]
     return right / count
 
 

@@ -131,8 +131,8 @@ class Questions(Sequence[Question]):
         return len(self._chains)
 
     def __getitem__(self, index: int) -> Question:  # pyright: ignore[reportIncompatibleMethodOverride] (no slices)
-        chain = [thing for thing in self._chains[index].tolist() if thing >= 0]
-        ways = self._ways[index].tolist()
+        chain: list[int] = [thing for thing in self._chains[index].tolist() if thing >= 0]
+        ways: list[int] = self._ways[index].tolist()
         text = self._book.names[chain[0]]
         for thing, way in zip(chain[:-1], ways, strict=False):
             text = f"the {self._book.relations(thing)[way]} of {text}"
