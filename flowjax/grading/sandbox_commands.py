@@ -1,5 +1,6 @@
 """How a program is started in the sandbox: bubblewrap's command line, or the bare interpreter with resource limits."""
 
+import functools
 import itertools
 import json
 import os
@@ -113,10 +114,12 @@ def bubblewrap_command(
         command += ["--ro-bind-try", path, path]
     command += ["--perms", "1777", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
     command += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
-    shown = [interpreter.prefix, *packages]
-    for path in shown:
-        if path != "/usr" and not path.startswith("/usr/"):
-            command += [*_visible_parents(path), "--ro-bind", path, path]
+    if not _in_usr(interpreter.prefix):
+        command += [*_visible_parents(interpreter.prefix), "--ro-bind", interpreter.prefix, interpreter.prefix]
+    for path in _installed_packages(interpreter.prefix):
+        command += ["--perms", "0555", "--size", "4096", "--tmpfs", path]
+    for path in packages:
+        command += [*([] if _in_usr(path) else _visible_parents(path)), "--ro-bind", path, path]
     command += ["--perms", "0755", "--dir", "/box", "--perms", "0444", "--ro-bind-data", str(program_fd), PROGRAM]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
@@ -128,6 +131,18 @@ def bubblewrap_command(
         command += ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
     command += ["prlimit", *(f"--{name[7:].lower()}={value}" for name, value in limits.resources().items()), "--"]
     return [*command, interpreter.executable, *_python_options(packages), PROGRAM]
+
+
+def _in_usr(path: str) -> bool:
+    return path == "/usr" or path.startswith("/usr/")
+
+
+@functools.cache
+def _installed_packages(prefix: str) -> tuple[str, ...]:
+    """Folders of installed packages, which a program has no need to see: a benchmark's answers may be among them."""
+    roots = [Path(prefix, "lib"), Path("/usr/lib"), Path("/usr/local/lib")]
+    found = [path for root in roots for name in ("site", "dist") for path in root.glob(f"python3*/{name}-packages")]
+    return tuple(dict.fromkeys(str(path) for path in found if path.is_dir() and not path.is_symlink()))
 
 
 def _visible_parents(path: str) -> list[str]:

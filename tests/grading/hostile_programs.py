@@ -177,6 +177,9 @@ import socket
 def attack(): return any(name != 'lo' for _, name in socket.if_nameindex())""",
     "reads_the_tests": "def attack(): return bool(open({test_file!r}).read())",
     "lists_the_repository": "import os\ndef attack(): return bool(os.listdir({repository!r}))",
+    "reads_installed_packages": """
+import glob, sys
+def attack(): return bool(glob.glob(sys.prefix + '/lib/*/*-packages/*') + glob.glob('/usr/lib/*/dist-packages/*'))""",
     "reads_host_file": "def attack(): return bool(open({sentinel!r}).read())",
     "reads_passwd": "def attack(): return bool(open('/etc/passwd').read())",
     "reads_shadow": "def attack(): return bool(open('/etc/shadow').read())",
