@@ -9,13 +9,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as cudnn  # the public call takes no segments
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.models.attention import attend
 from flowjax.models.shape import ModelConfig, ModelError
+
+try:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # the public call takes no segments
+except ImportError:  # it is private, and may move
+    cudnn: Any = None
 
 Attention = Literal["auto", "xla", "cudnn", "splash"]
 CHOICES = ("auto", "xla", "cudnn", "splash")
@@ -57,6 +60,8 @@ def choose_attention(
 def _cudnn_obstacle(config: ModelConfig, platform: str, dtype: Any, sequence_parts: int) -> str | None:
     if platform != "cuda":
         return f"this is a {platform} and no NVIDIA GPU"
+    if cudnn is None:
+        return f"JAX {jax.__version__} keeps cuDNN's attention in another place than flowjax looks for it"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"the model is in {dtype} and cuDNN's attention takes bfloat16 and float16"
     if not cudnn.check_compute_capability("{}.{}".format(*HOPPER)):
@@ -185,6 +190,8 @@ def splash_attend(
     interpret: bool = False,
 ) -> Float[Array, "rows tokens heads dim"]:
     """Splash attention (Pallas, TPU), told the segment of each token; padding sees the padding before it."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import, and of use on TPUs only
+
     del positions, key_positions  # a segment is a run of tokens: their order says who is earlier
     tokens, heads, dim = query.shape[1:]
     kernel = _splash_kernel(tokens, heads, window_tokens, soft_cap, interpret)
@@ -200,6 +207,8 @@ def splash_attend(
 @functools.lru_cache(maxsize=32)
 def _splash_kernel(tokens: int, heads: int, window_tokens: int | None, soft_cap: float | None, interpret: bool) -> Any:
     """The kernel for rows of a shape; making its mask takes a while, so kernels are kept."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
     shape = (tokens, tokens)
     one = splash.CausalMask(shape) if window_tokens is None else splash.LocalMask(shape, (window_tokens - 1, 0), 0)
     block = next(size for size in (SPLASH_BLOCK_TOKENS, 256, LANES) if tokens % size == 0)

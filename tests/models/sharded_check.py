@@ -1,9 +1,11 @@
 """Run by test_models_sharding.py under eight simulated devices; prints one JSON object."""
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hlo
@@ -12,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from flowjax.models import attention_kernels as kernels
+from flowjax.models import decoder as decoder_module
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.logprobs import token_logprobs
@@ -73,6 +77,30 @@ def loss_and_gradients(folder: Path, mesh: Any, lora: Lora | None) -> tuple[floa
     return float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(gradients)], decoder, looks
 
 
+def kernels_on_a_mesh() -> dict[str, bool]:
+    """Whether the gradient of a model on a mesh calls cuDNN, lowered for CUDA, and a Pallas kernel, lowered for TPU."""
+    kernels.cudnn.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91300)
+    kernels.cudnn.check_compute_capability = lambda capability: capability == "9.0"
+    kernels.cudnn.is_cuda_compute_capability_equal = lambda capability: False
+    config = dataclasses.replace(DENSE, head_dim=64)
+    build = functools.partial(Decoder, config, lora=LORA, dtype=jnp.bfloat16, mesh=make_mesh(fsdp=4, tensor=2))
+    graph, trained, frozen = nnx.split(nnx.eval_shape(lambda: build(key=jax.random.key(0))), LoraParam, ...)
+    ids = jax.ShapeDtypeStruct((4, 1024), jnp.int32)
+    found = {}
+    for form, platform, call in (
+        ("cudnn", "cuda", "__cudnn$fmhaSoftmaxBackward"),
+        ("splash", "tpu", "tpu_custom_call"),
+    ):
+        decoder_module.choose_attention = lambda *args, form=form, **options: form
+
+        def loss(trained, frozen, *places):
+            return nnx.merge(graph, trained, frozen)(*places).astype(jnp.float32).sum()
+
+        traced = jax.jit(jax.grad(loss)).trace(trained, frozen, ids, ids, ids)
+        found[form] = call in traced.lower(lowering_platforms=(platform,)).as_text()
+    return found
+
+
 def main(folder: Path) -> None:
     answer: dict[str, Any] = {}
     alone: dict[tuple[Any, Any], Any] = {}
@@ -102,6 +130,7 @@ def main(folder: Path) -> None:
         np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(nnx.state(abroad)), jax.tree.leaves(nnx.state(at_home)), strict=True)
     )
+    answer["kernels"] = kernels_on_a_mesh()
     print(json.dumps(answer))
 
 

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from tiny_models import HF_SIZES, make_hf_folder, randomise_adapter
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
+from flowjax.models import hf
 from flowjax.models.config import ModelError
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder
@@ -176,6 +177,16 @@ def test_the_text_part_of_an_image_model_is_read(tmp_path):
     rows = [token_row(sampled, seed) for seed, sampled in enumerate(PATTERNS["append"])]
     np.testing.assert_allclose(ours(decoder, rows, 1.0), reference(model, rows), atol=1e-4)
     assert load_decoder(tmp_path / "text", dtype=jnp.float32).config == decoder.config
+
+
+def test_older_names_of_an_image_model_are_known_too():
+    names = {
+        "language_model.model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
+        "model.language_model.norm.weight": "model.norm.weight",
+        "language_model.lm_head.weight": "lm_head.weight",
+        "model.embed_tokens.weight": "model.embed_tokens.weight",
+    }
+    assert {name: hf._text_name(name) for name in names} == names
 
 
 def test_experts_take_no_adapter(tmp_path):

@@ -34,6 +34,7 @@ def test_the_same_on_eight_devices(tmp_path):
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout.splitlines()[-1])
     assert answer.pop("same_initial_values")
+    assert answer.pop("kernels") == {"cudnn": True, "splash": True}
     assert answer.keys() == CASES.keys()
     for name, found in answer.items():
         assert found["parts"] == (4 if "data2" in name else 8), name
