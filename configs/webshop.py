@@ -8,12 +8,13 @@ from flowjax.config import ConfigError, default_config
 def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that searches a shop, chooses options and buys; each turn a prompt with the latest turns.
 
-    nano       2 CPU cores          python -m flowjax.launch --config=configs/webshop.py:nano
-               40 generated products; shows that the world feeds the trainer, no result is claimed
-    qwen3_8b   8 x A100 80 GB       python -m flowjax.launch --config=configs/webshop.py:qwen3_8b   (not run by us)
-               for the published setting give --config.env.options.path=<WebShop's data folder>
+    nano          2 CPU cores       python -m flowjax.launch --config=configs/webshop.py:nano
+                  40 generated products; shows that the world feeds the trainer, no result is claimed
+    nano_append   the same, an episode being one growing conversation
+    qwen3_8b      8 x A100 80 GB    python -m flowjax.launch --config=configs/webshop.py:qwen3_8b   (not run by us)
+                  for the published setting give --config.env.options.path=<WebShop's data folder>
     """
-    recipes = {"nano": _nano, "qwen3_8b": _qwen3_8b}
+    recipes = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
     if arg not in recipes:
         raise ConfigError(f"configs/webshop.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
@@ -54,6 +55,18 @@ def _nano(config: ConfigDict) -> None:
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 2
     config.eval.tasks = 24
+
+
+def _nano_append(config: ConfigDict) -> None:
+    _nano(config)
+    config.name = "webshop-nano-append"
+    config.model.path = "models/nano-webshop-append"
+    config.env.context = "append"
+    config.engine.max_model_tokens = 512
+    config.rollout.max_prompt_tokens = 496  # eight turns
+    config.trainer.row_tokens = 508
+    config.trainer.micro_batch_rows = 8
+    config.warm_start.batch_rows = 16  # conversations
 
 
 def _qwen3_8b(config: ConfigDict) -> None:

@@ -198,7 +198,8 @@ def test_keys_are_equal_exactly_where_states_are(data: st.DataObject):
     seen: dict[int, tuple] = {}
     for _ in range(30):
         state = env.state
-        snapshot = (env.goal, observation.text, observation.legal_actions, state.options, state.query, state.number)
+        seen_and_chosen = (env.goal, observation.text, observation.legal_actions, state.options)
+        snapshot = (*seen_and_chosen, state.query, state.number, state.product, state.sub_page)
         assert seen.setdefault(observation.state_key, snapshot) == snapshot
         action = webshop.random_action(observation, rng)
         if action == "click[buy now]":

@@ -26,7 +26,14 @@ def plan(catalog: Catalog, goal: Goal) -> Plan:
     number = catalog.by_asin[goal.asin]
     product = catalog.products[number]
     asked = goal.instruction.split(", and price lower than ")[0]
-    texts = (asked.split(" with ")[0], asked, product.name, f"{product.name} {asked}", product.everything)
+    values = " ".join(value for values in product.options.values() for value in values)
+    texts = (
+        asked.split(" with ")[0],
+        asked,
+        product.name,
+        f"{product.name} {asked}",
+        f"{product.name} {asked} {values}",
+    )
     best = (0, len(catalog.products), " ".join(words(product.name)))
     for text in texts:
         query = " ".join(words(text))

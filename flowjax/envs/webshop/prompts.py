@@ -105,7 +105,7 @@ def _is_legal(action: str, legal: tuple[str, ...]) -> bool:
 def vocabulary(catalog: Catalog) -> tuple[str, ...]:
     """Every word of compact prompts about this catalog, and of replies to them."""
     names = (BACK, PREVIOUS, NEXT, BUY, *SUB_PAGES, ATTRIBUTES)
-    fixed = "goal then none under search click page results item done more . " + " ".join((*names, *PAGES))
+    fixed = "goal then none under search click page results item sub done more " + " ".join((*names, *PAGES))
     found = dict.fromkeys(fixed.split())
     found.update(dict.fromkeys(f"{limit:.0f}" for limit in LIMITS if limit <= _highest_limit(catalog)))
     texts: list[str] = []
@@ -148,10 +148,7 @@ def _compact(page: list[str]) -> list[str]:
         return ["page", "done"]
     if len(page) > 1 and page[1].startswith("Page "):
         return _compact_results(page)
-    if "Buy Now" in page:
-        options = [word for part in page[2 : page.index("Buy Now")] for word in ("then", part)]
-        return _compact_item(options[1::2])
-    return ["page", *SUB_PAGES[:1]]
+    return _compact_item(page) if page[-1:] == ["Buy Now"] else ["page", "sub"]
 
 
 def _compact_results(page: list[str]) -> list[str]:
@@ -168,10 +165,10 @@ def _title(title: str) -> list[str]:
     return words(title)[-TITLE_WORDS:]
 
 
-def _compact_item(parts: list[str]) -> list[str]:
-    """Options as they stand, and the title; from the price on every product page is the same."""
-    price = next(i for i in reversed(range(len(parts))) if parts[i].startswith("Price: "))
-    *options, title = parts[:price]
+def _compact_item(page: list[str]) -> list[str]:
+    """Title and options as they stand, between the links and the price; the rest is the same on every such page."""
+    price = next(i for i in reversed(range(len(page))) if page[i].startswith("Price: "))
+    *options, title = page[2:price]
     return ["page", "item", *_title(title), *(word for part in options for word in part.split())]
 
 
