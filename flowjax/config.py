@@ -81,7 +81,9 @@ def default_config() -> ConfigDict:
 
     # Tasks, groups, staleness.
     config.dataflow = ConfigDict()
-    config.dataflow.port = 0  # 0 picks a free port on loopback
+    config.dataflow.host = "127.0.0.1"  # address to listen on; beyond loopback every request must show the run's token
+    config.dataflow.port = 0  # 0 picks a free port
+    config.dataflow.max_message_bytes = 256 * 1024**2  # larger requests are refused
     config.dataflow.max_staleness = 1  # versions a trained token may lag; 0 is synchronous
     config.dataflow.lease_s = 120.0  # an episode not finished or renewed by then is leased again
     config.dataflow.max_attempts = 3  # leases of one episode before it is given up

@@ -32,8 +32,8 @@ async def _main(run_dir: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     port = urlsplit(json.loads((run_dir / "endpoints.json").read_text())["dataflow"]).port
-    logging.info("serving on 127.0.0.1:%s", port)
-    await serve(flow, run_dir, port=port or 0, stop=stop)
+    logging.info("serving on %s:%s", config.dataflow.host, port)
+    await serve(flow, run_dir, config=config, port=port or 0, stop=stop)
 
 
 def main(argv: list[str]) -> None:

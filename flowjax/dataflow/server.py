@@ -8,9 +8,11 @@
     POST /batch         {policy, step}                       -> {state: run, rows, totals, dropped} | {state: wait}
     POST /committed     {policy, version}                    -> {}
     GET  /status                                             -> JSON counts
+    GET  /metrics                                            -> the same for Prometheus
 
 `/lease` and `/batch` hold the answer for up to a second while there is nothing to give. A message that cannot be read
-or lacks a field is answered with 400 and {error}; nothing has changed then.
+or lacks a field is answered with 400 and {error}, one without the run's token (where it has one) with 401, one too
+large with 413; nothing has changed then.
 """
 
 import asyncio
@@ -22,27 +24,38 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from ml_collections import ConfigDict
 
 from flowjax.dataflow.flow import Flow
+from flowjax.monitor.prometheus import CONTENT_TYPE, exposition
+from flowjax.monitor.token import accepts, is_loopback, make_token
 from flowjax.records import Episode, WireError, pack, unpack
 
 _HOLD_S = 1.0
 _POLL_S = 0.01
-MAX_BODY_BYTES = 256 * 1024 * 1024
 
 
 class Server:
     """Routes to a `Flow`. Everything runs on one event loop, so a request sees a settled state."""
 
-    def __init__(self, flow: Flow):
-        self._flow = flow
+    def __init__(self, flow: Flow, *, token: str = "", max_message_bytes: int = 256 * 1024**2):
+        self._flow, self._token, self._max_message_bytes = flow, token, max_message_bytes
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application(client_max_size=self._max_message_bytes, middlewares=[self._authorise])
         for name in ("lease", "renew", "episodes", "give_back", "versions", "batch", "committed"):
             app.router.add_post(f"/{name}", _endpoint(getattr(self, f"_{name}")))
         app.router.add_get("/status", self._status)
+        app.router.add_get("/metrics", self._metrics)
         return app
+
+    @web.middleware
+    async def _authorise(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if accepts(request.headers, self._token):
+            return await handler(request)
+        return _refusal(401, f"{request.path}: show the run's token (runs/<name>/token) as a bearer token")
 
     async def _lease(self, message: Any) -> dict[str, Any]:
         worker, slots = _fields(message, worker=str, slots=int)
@@ -96,6 +109,10 @@ class Server:
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self._flow.status())
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        text = exposition(self._flow.status(), role="dataflow")
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
 
 def _fields(message: Any, **kinds: type) -> list[Any]:
     """The named fields of a message.
@@ -118,15 +135,21 @@ def _endpoint(
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def respond(request: web.Request) -> web.Response:
         try:
-            answer, status = await handle(unpack(await request.read())), 200
+            answer = await handle(unpack(await request.read()))
         except WireError as error:
-            answer, status = {"error": f"{request.path}: {error}"}, 400
+            return _refusal(400, f"{request.path}: {error}")
+        except web.HTTPRequestEntityTooLarge:
+            return _refusal(413, f"{request.path}: the body is over config.dataflow.max_message_bytes")
         except Exception as error:
             logging.exception("%s failed", request.path)
-            answer, status = {"error": f"{request.path} failed ({type(error).__name__}: {error})"}, 500
-        return web.Response(body=pack(answer), status=status, content_type="application/msgpack")
+            return _refusal(500, f"{request.path} failed ({type(error).__name__}: {error})")
+        return web.Response(body=pack(answer), content_type="application/msgpack")
 
     return respond
+
+
+def _refusal(status: int, reason: str) -> web.Response:
+    return web.Response(body=pack({"error": reason}), status=status, content_type="application/msgpack")
 
 
 async def _hold(attempt: Callable[[], Any]) -> Any:
@@ -137,11 +160,14 @@ async def _hold(attempt: Callable[[], Any]) -> Any:
     return result or None
 
 
-async def serve(flow: Flow, run_dir: Path, *, port: int, stop: asyncio.Event) -> None:
-    """Serve on loopback until `stop` is set, writing `status-dataflow.json` every second."""
-    runner = web.AppRunner(Server(flow).application(), access_log=None)
+async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set, writing `status-dataflow.json` every second."""
+    host = config.dataflow.host
+    token = "" if is_loopback(host) else make_token(run_dir)
+    server = Server(flow, token=token, max_message_bytes=config.dataflow.max_message_bytes)
+    runner = web.AppRunner(server.application(), access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await web.TCPSite(runner, host, port).start()
     status_path = run_dir / "status-dataflow.json"
     try:
         while not stop.is_set():

@@ -12,10 +12,11 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, load_run
+from flowjax.config import ConfigError, load_run, policy_configs
 from flowjax.envs.base import WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import ModelError
+from flowjax.monitor.token import known_token
 from flowjax.rollout.client import EngineClient, EngineError
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
 from flowjax.rollout.episode import Player
@@ -42,11 +43,13 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     endpoints = _endpoints(run_dir)
-    forms = {config.policy.name: hand_over(config)}
+    forms = {name: hand_over(own) for name, own in policy_configs(config).items()}
     worker = f"{socket.gethostname()}-{os.getpid()}"
     async with (
         EngineClient.of_run(config, run_dir, endpoints["engine"]) as engine,
-        DataflowClient(endpoints["dataflow"], worker=worker, away_s=config.dataflow.lease_s) as dataflow,
+        DataflowClient(
+            endpoints["dataflow"], worker=worker, away_s=config.dataflow.lease_s, token=known_token(run_dir)
+        ) as dataflow,
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
         staleness = config.dataflow.max_staleness

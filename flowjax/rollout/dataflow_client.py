@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 
+from flowjax.monitor.token import bearer
 from flowjax.records import Episode, Lease, WireError, pack, unpack
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
@@ -24,10 +25,12 @@ class DataflowClient:
         url: of the dataflow.
         worker: who holds the leases.
         away_s: how long the dataflow may be away before a call fails.
+        token: of the run, where its dataflow listens beyond loopback.
     """
 
-    def __init__(self, url: str, *, worker: str, away_s: float):
+    def __init__(self, url: str, *, worker: str, away_s: float, token: str = ""):
         self._url, self._worker, self._away_s = url.rstrip("/"), worker, away_s
+        self._headers = {"Content-Type": "application/msgpack", **bearer(token)}
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "DataflowClient":
@@ -66,7 +69,7 @@ class DataflowClient:
         body, started_s, pause_s = pack({"worker": self._worker, **message}), time.monotonic(), _FIRST_RETRY_S
         while True:
             try:
-                async with self._session.post(f"{self._url}/{name}", data=body, headers=_MSGPACK) as response:
+                async with self._session.post(f"{self._url}/{name}", data=body, headers=self._headers) as response:
                     status, answer = response.status, unpack(await response.read())
                 if status < 500:
                     break
@@ -83,6 +86,3 @@ class DataflowClient:
         if status != 200:
             raise DataflowError(f"the dataflow refuses /{name} (HTTP {status}): {answer.get('error')}")
         return answer
-
-
-_MSGPACK = {"Content-Type": "application/msgpack"}

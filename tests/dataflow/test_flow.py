@@ -227,12 +227,13 @@ def test_order_of_tasks_is_fixed(tmp_path):
 class Served:
     """A server over a real flow, and a client's view of it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, **options):
         self.flow = make_flow(folder)
-        self.server = TestServer(Server(self.flow).application())
+        self.server = TestServer(Server(self.flow, **options).application())
 
-    async def post(self, path: str, body: bytes) -> tuple[int, dict]:
-        async with ClientSession() as session, session.post(self.server.make_url(path), data=body) as answer:
+    async def post(self, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, dict]:
+        url = self.server.make_url(path)
+        async with ClientSession() as session, session.post(url, data=body, headers=headers) as answer:
             return answer.status, unpack(await answer.read())
 
     def run(self, scenario) -> None:
@@ -286,6 +287,43 @@ def test_bad_messages_are_refused_with_a_reason(tmp_path, path, message, reason)
 
     served.run(scenario)
     assert make_flow(tmp_path).status()["committed"] == -1
+
+
+def test_without_the_token_nothing_is_told_or_changed(tmp_path):
+    served = Served(tmp_path, token="secret")
+    message = pack({"worker": "w", "policy": "agent", "serving": 3, "in_use": []})
+
+    async def scenario(post) -> None:
+        for headers in (None, {"Authorization": "Bearer guess"}, {"Authorization": "secret"}):
+            status, answer = await post("/versions", message, headers)
+            assert (status, served.flow.serving) == (401, {"agent": -1})
+            assert "bearer token" in answer["error"]
+        async with ClientSession() as session, session.get(served.server.make_url("/status")) as answer:
+            assert answer.status == 401
+        status, _ = await post("/versions", message, {"Authorization": "Bearer secret"})
+        assert (status, served.flow.serving) == (200, {"agent": 3})
+
+    served.run(scenario)
+
+
+def test_a_body_over_the_limit_is_refused_unread(tmp_path):
+    served = Served(tmp_path, max_message_bytes=1000)
+
+    async def scenario(post) -> None:
+        status, answer = await post("/lease", pack({"worker": "w" * 2000, "slots": 1}))
+        assert status == 413 and "max_message_bytes" in answer["error"]
+
+    served.run(scenario)
+
+
+def test_prometheus_reads_the_counts(tmp_path):
+    served = Served(tmp_path)
+
+    async def scenario(post) -> None:
+        async with ClientSession() as session, session.get(served.server.make_url("/metrics")) as answer:
+            assert 'flowjax_dataflow_policy_version{policy="agent"} -1' in await answer.text()
+
+    served.run(scenario)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
