@@ -17,9 +17,10 @@ from data.alfworld.build import build
 from flowjax.envs import alfworld
 from flowjax.envs.alfworld import generate, plans
 from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Atom, Game, Play
-from flowjax.envs.alfworld.env import Alfworld
+from flowjax.envs.alfworld.env import Alfworld, Games
 from flowjax.envs.alfworld.generate import TASK_TYPES, Spec
 from flowjax.envs.alfworld.options import GENERATED
+from flowjax.envs.alfworld.packages import package
 from flowjax.envs.alfworld.prompts import task_of
 from flowjax.envs.alfworld.sources import GeneratedTasks, Options
 from flowjax.envs.base import Observation, Split, WorldError
@@ -409,3 +410,33 @@ def test_nothing_of_the_extra_is_imported_before_it_is_needed_and_its_lack_is_na
     assert printed.startswith("WorldError ALFWorld needs packages that are not installed")
     assert 'pip install -e ".[alfworld]"' in printed
     assert printed.endswith("False\n")
+
+
+def test_translations_that_processes_leave_each_other_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    for cache in (None, tmp_path / "new", tmp_path / "new", tmp_path / "new"):
+        monkeypatch.setattr("flowjax.envs.alfworld.env.GAMES", Games())
+        env = alfworld.make(path=GENERATED, cache=cache and str(cache))
+        seen.append([env.reset(task_for(CLEAN), 0), env.step("go to toilet 1"), env.true_state()])
+        for path in (tmp_path / "new").glob("*.json") if len(seen) == 3 else ():
+            path.write_text(path.read_text()[:1000])
+    assert seen == seen[:1] * 4
+    assert len(list((tmp_path / "new").iterdir())) == 1
+
+
+def test_texts_need_nothing_that_newer_pythons_took_from_textworld(monkeypatch: pytest.MonkeyPatch):
+    """textworld evaluates expressions among `locals()` that it wrote to, which Python 3.13 no longer allows."""
+
+    def fails(*_: object) -> None:
+        raise NameError("name 'r' is not defined")
+
+    textgen = package("textworld.envs.pddl.textgen")
+    monkeypatch.setattr(textgen.EvalSymbol, "derive", fails)
+    monkeypatch.setattr(textgen.ContextSensitiveGrammar, "derive", fails)
+    assert play_out(alfworld.make(path=GENERATED), task_for(LIGHT)) > 1
+
+
+def test_the_program_keeps_its_arguments_and_textworld_its_functions():
+    before = (sys.argv, package("textworld.envs.pddl.textgen")._parse_and_convert)
+    begun(Spec(417, "pick_and_place_simple", "SoapBottle", "Toilet", 9, 0.2))
+    assert (sys.argv, package("textworld.envs.pddl.textgen")._parse_and_convert) == before

@@ -8,15 +8,14 @@ commands are those of textworld under alfworld's wrapper, word for word.
 import functools
 import hashlib
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fast_downward
-from fast_downward.translate.pddl.conditions import Truth
 from textworld.envs.pddl import textgen
 from textworld.envs.pddl.logic import Atom
 from textworld.envs.pddl.logic import _parse_and_convert as parse_logic
@@ -26,6 +25,7 @@ from textworld.logic import Placeholder, Proposition, State, Type, TypeHierarchy
 from flowjax.envs.alfworld.grammar import Grammar, predicates, symbols
 from flowjax.envs.alfworld.packages import package
 from flowjax.envs.alfworld.room import Room
+from flowjax.envs.alfworld.translation import Translation, translated
 from flowjax.records import state_key
 
 NOTHING_HAPPENS = "Nothing happens."
@@ -66,15 +66,6 @@ def _logic(grammar: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         return _parse(grammar)
     rule = textgen.ProductionRule("task", list(symbols(spoken)), known[0].weight, known[0].condition)
     return actions, {**rules, "task": [rule]}
-
-
-def _translate(domain: str, problem: str) -> tuple[Any, str]:
-    """The planner's task and its SAS text. Its translator overwrites the program's arguments, which come back here."""
-    arguments = sys.argv
-    try:
-        return fast_downward.pddl2sas(domain, problem)
-    finally:
-        sys.argv = arguments
 
 
 def digest(data: Mapping[str, Any]) -> str:
@@ -120,30 +111,29 @@ class Facts(State):
 
 
 class Game:
-    """The unchanging part of a game file with the contents `data`; the game is left loaded in `library`."""
+    """The unchanging part of a game file with the contents `data`; the game is left loaded in `library`.
 
-    def __init__(self, data: Mapping[str, Any], library: Any):
+    `cache` is a folder for translations, which take by far the most time.
+    """
+
+    def __init__(self, data: Mapping[str, Any], library: Any, cache: Path | None = None):
         self.digest = digest(data)
         self._actions, rules = _logic(data["grammar"])
-        task, sas = _translate(data["pddl_domain"], data["pddl_problem"])
-        self.sas = sas.encode()
-        self._kinds = {thing.name: thing.type_name for thing in task.objects}
+        known = translated(data["pddl_domain"], data["pddl_problem"], self.digest, cache)
+        self.sas = known.sas.encode()
+        self._kinds = known.kinds
         self._parameters = {
-            action.name: [
-                Placeholder(parameter.name.strip("?"), parameter.type_name) for parameter in action.parameters
-            ]
-            for action in task.actions
+            action: [Placeholder(name, kind) for name, kind in parameters]
+            for action, parameters in known.parameters.items()
         }
-        changing = {effect.literal.predicate for action in task.actions for effect in action.effects}
-        self._changing = frozenset(changing - {BOOKKEEPING})
-        self._branching = {
-            action.name
-            for action in task.actions
-            if any(not isinstance(effect.condition, Truth) for effect in action.effects)
-        }
+        self._changing = frozenset(known.changing) - {BOOKKEEPING}
+        self._branching = frozenset(known.branching)
         self._atoms: dict[str, Proposition] = {}
         library.load_sas(self.sas)
-        self.start = Facts(_types(task), [*_declared(task.init, self._kinds), *self._loaded(library)])
+        declared = [
+            Proposition(name, [Variable(one, self._kinds[one]) for one in things]) for name, *things in known.declared
+        ]
+        self.start = Facts(_types(known), [*declared, *self._loaded(library)])
         self.entities = _entities(self.start)
         self.grammar = Grammar(rules, self.entities)
         self._names = {identity: entity.name for identity, entity in self.entities.items()}
@@ -210,25 +200,14 @@ class Game:
         return self.grammar.derive(self._actions[command.action].feedback_rule, facts, command.mapping)
 
 
-def _types(task: Any) -> TypeHierarchy:
+def _types(known: Translation) -> TypeHierarchy:
     types = TypeHierarchy()
-    for kind in task.types:
+    for name, above in known.types:
         try:
-            types.add(Type(kind.name, kind.supertype_names))
+            types.add(Type(name, above))
         except ValueError:
             continue  # textworld passes over them too
     return types
-
-
-def _declared(initial: Iterable[Any], kinds: Mapping[str, str]) -> Iterable[Proposition]:
-    """The facts of the problem's own text; distances and costs are none."""
-    for atom in initial:
-        if hasattr(atom, "predicate") and atom.predicate != "=":
-            yield Proposition(atom.predicate, [Variable(name, kinds[name]) for name in atom.args])
-        elif (
-            hasattr(atom, "fluent") and atom.fluent.symbol != "total-cost" and not str(atom.expression.value).isdigit()
-        ):
-            yield Proposition(str(atom.expression.value), [Variable(name, kinds[name]) for name in atom.fluent.args])
 
 
 def _entities(facts: Facts) -> dict[str, EntityInfo]:

@@ -32,15 +32,16 @@ class Games:
     def __init__(self):
         self._loaded: OrderedDict[tuple[Any, ...], Loaded] = OrderedDict()
 
-    def get(self, task: Task, root: Path | None, *, keep: int, library: Any) -> Loaded:
-        """The game of a task; `library` translates it if need be. The `keep` newest used ones stay."""
+    def get(self, task: Task, root: Path | None, library: Any, options: Options) -> Loaded:
+        """The game of a task, loaded with the help of `library` if it is not there. The last used ones stay."""
         key = (str(root), *sorted(task.payload.items()))
         known = self._loaded.get(key)
         if known is None:
             game, trajectory = contents(task, root)
-            known = self._loaded[key] = Loaded(Game(game, library), Goal.read(trajectory))
+            cache = None if options.cache is None else Path(options.cache)
+            known = self._loaded[key] = Loaded(Game(game, library, cache), Goal.read(trajectory))
         self._loaded.move_to_end(key)
-        while len(self._loaded) > keep:
+        while len(self._loaded) > options.games_kept:
             self._loaded.popitem(last=False)
         return known
 
@@ -68,8 +69,7 @@ class Alfworld:
     def reset(self, task: Task, seed: int) -> Observation:
         """Begin the task's game; `seed` changes nothing, for nothing in a game is left to chance."""
         del seed
-        keep, library = self._options.games_kept, self._play.library
-        self._loaded = GAMES.get(task, self._root, keep=keep, library=library)
+        self._loaded = GAMES.get(task, self._root, self._play.library, self._options)
         said = self._play.load(self._loaded.game)
         self._task = task_of(said)[1]
         self._won = self._play.won

@@ -30,6 +30,7 @@ class Options:
     scenes       floor plans to generate on; None: all
     clutter      share of a room's classes of objects that lie about in generated games
     games_kept   loaded games that a process keeps, some 2 to 5 MB each
+    cache        folder where processes leave each other the planner's translations, some 1 MB a game; None: nowhere
     """
 
     path: str | None = None
@@ -38,6 +39,7 @@ class Options:
     scenes: tuple[int, ...] | None = None
     clutter: float = 0.5
     games_kept: int = 64
+    cache: str | None = None
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> "Options":

@@ -1,0 +1,79 @@
+"""The planner's translation of a game's PDDL, as plain data that can be kept on disk for other processes."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import fast_downward
+from fast_downward.translate.pddl.conditions import Truth
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What is needed of the planner's task.
+
+    `types` are names with their supertypes, `kinds` the type of each thing, `parameters` name and type of those of each
+    action, `declared` the facts of the problem's own text, `changing` the predicates that actions change, `branching`
+    the actions that do so under a condition.
+    """
+
+    sas: str
+    types: list[tuple[str, list[str]]]
+    kinds: dict[str, str]
+    parameters: dict[str, list[tuple[str, str]]]
+    declared: list[list[str]]
+    changing: list[str]
+    branching: list[str]
+
+
+def translate(domain: str, problem: str) -> Translation:
+    """Translate. The planner's translator overwrites the program's arguments, which come back here."""
+    arguments = sys.argv
+    try:
+        task, sas = fast_downward.pddl2sas(domain, problem)
+    finally:
+        sys.argv = arguments
+    effects = [(action.name, effect) for action in task.actions for effect in action.effects]
+    return Translation(
+        sas=sas,
+        types=[(kind.name, list(kind.supertype_names)) for kind in task.types],
+        kinds={thing.name: thing.type_name for thing in task.objects},
+        parameters={
+            action.name: [(known.name.strip("?"), known.type_name) for known in action.parameters]
+            for action in task.actions
+        },
+        declared=list(_declared(task.init)),
+        changing=sorted({effect.literal.predicate for _, effect in effects}),
+        branching=sorted({name for name, effect in effects if not isinstance(effect.condition, Truth)}),
+    )
+
+
+def _declared(initial: Iterable[Any]) -> Iterable[list[str]]:
+    """The facts of the problem's own text, as textworld reads them; distances and costs are none."""
+    for atom in initial:
+        if hasattr(atom, "predicate") and atom.predicate != "=":
+            yield [atom.predicate, *atom.args]
+        elif hasattr(atom, "fluent") and atom.fluent.symbol != "total-cost":
+            value = str(atom.expression.value)
+            if not value.isdigit():
+                yield [value, *atom.fluent.args]
+
+
+def translated(domain: str, problem: str, name: str, cache: Path | None) -> Translation:
+    """The translation of the game called `name`, from the folder `cache` if it is there, else written to it."""
+    if cache is None:
+        return translate(domain, problem)
+    path = cache / f"{name}.json"
+    try:
+        return Translation(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # not there, or not whole
+        made = translate(domain, problem)
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(made)))
+    partial.replace(path)
+    return made
