@@ -1,5 +1,6 @@
 """How a program is started in the sandbox: bubblewrap's command line, or the bare interpreter with resource limits."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -161,9 +162,21 @@ def _python_options(packages: Sequence[str]) -> list[str]:
     return ["-I", "-S", "-B", "-c", f"{start}runpy.run_path('{PROGRAM}', run_name='__main__')"]
 
 
+def _threads_of_user() -> int:
+    """Threads that the kernel counts against a process limit of ours."""
+    count = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid == os.getuid():
+                count += sum(1 for _ in (process / "task").iterdir())
+    return count
+
+
 def limited_command(
     limits: Limits, interpreter: Interpreter, *, program: str, packages: Sequence[str] = ()
 ) -> list[str]:
-    """The interpreter with resource limits and nothing else."""
-    settings = {"limits": limits.resources(), "program": program, "packages": list(packages)}
+    """The interpreter with resource limits and nothing else. Its processes count among those of our user."""
+    resources = limits.resources()
+    resources["RLIMIT_NPROC"] += _threads_of_user()
+    settings = {"limits": resources, "program": program, "packages": list(packages)}
     return [interpreter.executable, "-I", "-S", "-B", "-c", _LIMIT_AND_RUN, json.dumps(settings)]
