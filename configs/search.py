@@ -9,6 +9,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that answers questions over several documents with the help of a search engine.
 
     nano          2 CPU cores   python -m flowjax.launch --config=configs/search.py:nano
+                  ran for a few steps only; the base and what is learnt are not measured yet
     nano_append   the same, an episode being one growing conversation
     qwen3_8b      8 x A100 80 GB, and a retrieval server   (not run by us)
                   python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
@@ -47,6 +48,7 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 22
     config.trainer.micro_batch_rows = 128
     config.optimizer.learning_rate = 1e-3
+    config.warm_start.steps = 1000  # names are copied well only after some hundreds
     config.warm_start.label_noise = 0.3
     config.eval.tasks = 256
 
