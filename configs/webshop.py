@@ -12,7 +12,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   40 generated products; shows that the world feeds the trainer, no result is claimed
     nano_append   the same, an episode being one growing conversation
     qwen3_8b      8 x A100 80 GB    python -m flowjax.launch --config=configs/webshop.py:qwen3_8b   (not run by us)
-                  for the published setting give --config.env.options.path=<WebShop's data folder>
+                  reads WebShop's own files (docs/worlds/webshop.md); --config.env.options.path says where from
     """
     recipes = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
     if arg not in recipes:
@@ -72,6 +72,7 @@ def _nano_append(config: ConfigDict) -> None:
 def _qwen3_8b(config: ConfigDict) -> None:
     config.name = "webshop-qwen3-8b"
     config.model.path = "models/Qwen3-8B"
+    config.env.options = ConfigDict({"path": "data/webshop/real", "products": 1000, "goals": "synthetic"})
     config.policy.lora.rank = 64
     config.policy.lora.alpha = 64.0
     config.engine.tensor_parallel = 4

@@ -97,8 +97,10 @@ def _processed(text: str) -> str:
 
 
 def check_requirements() -> None:
-    """Raises:
-    WorldError: rapidfuzz is not installed.
+    """Nothing, where all that the score needs is installed.
+
+    Raises:
+        WorldError: rapidfuzz is not.
     """
     _ratio()
 

@@ -41,8 +41,10 @@ class Options:
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
-    """Raises:
-    WorldError: an option that is not known, or a value that it cannot have.
+    """Options, checked.
+
+    Raises:
+        WorldError: an option that is not known, or a value that it cannot have.
     """
     known = ", ".join(Options.__dataclass_fields__)
     if unknown := sorted(set(options) - set(Options.__dataclass_fields__)):
@@ -77,8 +79,10 @@ class WebShop:
         return self._goal
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Raises:
-        WorldError: the task's product is not in the catalog, which then is not the one its goals were made from.
+        """The search page of the task's goal.
+
+        Raises:
+            WorldError: the task's product is not in the catalog, which then is not the one its goals were made from.
         """
         told = {name: tuple(v) if isinstance(v, list | tuple) else v for name, v in task.payload["goal"].items()}
         goal = Goal(**told)
@@ -87,7 +91,7 @@ class WebShop:
                 f"the task's product {goal.asin} is not in the catalog: env.options differ from the task's"
             )
         self._goal, self.state, self._score = goal, State(), 0.0
-        self._goal_key = state_key(*(repr(value) for value in told.values()))
+        self._goal_key = state_key(repr(goal))
         return self._observe()
 
     def step(self, action: str) -> Step:
