@@ -1,5 +1,6 @@
 """Every world's nano recipe, a few steps from its expert to a trained adapter, against a real vLLM."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -13,11 +14,17 @@ from flowjax.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 WINDOW = ("alfworld:nano", "code:nano", "math:nano", "search:nano", "sokoban:nano", "webshop:nano")
-APPEND = ("alfworld:nano", "math:nano_calculator", "search:nano_append", "sokoban:nano_append", "webshop:nano_append")
+APPEND = (
+    "alfworld:nano_append",
+    "math:nano_calculator",
+    "search:nano_append",
+    "sokoban:nano_append",
+    "webshop:nano_append",
+)
 STEPS = 3
 
 
-def train(recipe: str, folder: Path, *changes: str) -> Path:
+def train(recipe: str, folder: Path) -> Path:
     """A short run of the recipe with a hastily made base model; returns its folder."""
     world, variant = recipe.split(":")
     done = subprocess.run(
@@ -36,7 +43,6 @@ def train(recipe: str, folder: Path, *changes: str) -> Path:
             "--config.rollout.group_size=4",
             "--config.eval.tasks=16",
             "--config.optimizer.warmup_steps=0",
-            *changes,
         ],
         cwd=ROOT,
         capture_output=True,
@@ -77,11 +83,9 @@ def test_a_world_feeds_the_trainer_turn_by_turn(tmp_path: Path, recipe: str):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("recipe", APPEND)
 def test_a_world_feeds_the_trainer_in_one_conversation(tmp_path: Path, recipe: str):
-    run = train(
-        recipe, tmp_path, *([] if "append" in recipe or "calculator" in recipe else ["--config.env.context=append"])
-    )
+    run = train(recipe, tmp_path)
     check(run)
-    pairs = [(before, after) for turns in trained_turns(run) for before, after in zip(turns, turns[1:], strict=False)]
+    pairs = [(before, after) for turns in trained_turns(run) for before, after in itertools.pairwise(turns)]
     assert pairs, "no episode had a second turn"
     for before, after in pairs:
         so_far = before["prompt_ids"] + before["sampled_ids"]
