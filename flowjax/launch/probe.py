@@ -181,6 +181,7 @@ def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Itera
         chunk=config.trainer.logprob_chunk_tokens,
         dtype=config.model.dtype,
         remat=config.model.remat,
+        quantize=config.model.quantize,
         **plan["mesh"],
     )
     placement: Any = AbstractMesh(tuple(mesh.values()), MESH_AXES)  # only its shape is looked at

@@ -6,6 +6,7 @@ from typing import Literal
 
 from flowjax.models.attention import BLOCK_TOKENS
 from flowjax.models.lora import Lora, adapter_specs
+from flowjax.models.quantize import saved_bytes
 from flowjax.models.shape import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,7 +22,8 @@ def estimate(
     chunk: int,
     dtype: str = "bfloat16",
     train: bool = True,
-    remat: Literal["none", "layer"] = "layer",
+    remat: Literal["none", "dots", "layer"] = "layer",
+    quantize: str = "",
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
@@ -34,10 +36,12 @@ def estimate(
         rows: rows of one forward-backward pass, over all devices.
         tokens: tokens per row.
         chunk: tokens whose full-vocabulary logits exist at once.
+        quantize: how the base's matrices are stored (`models.quantize`).
         data, fsdp, tensor, expert, sequence: sizes of the mesh.
 
     Activations count what the backward pass keeps: one hidden state per layer with remat, all inputs of linear maps
-    and attention weights without, plus one layer's gradients. XLA's own temporaries add to it: allow 20 %.
+    and attention weights without (and with "dots", which keeps fewer), plus one layer's gradients. XLA's own
+    temporaries add to it: allow 20 %. Weights that are trained themselves are kept in float32.
     """
     size = DTYPE_BYTES[dtype]
     shards = fsdp * tensor * expert * sequence
@@ -51,11 +55,12 @@ def estimate(
     kept = local_rows * local_tokens * config.hidden_size * size
     working = _layer_bytes(config, local_rows, local_tokens, tokens, size, tensor, expert)
     layers = config.layers if train else 1
-    held = layers if train and remat == "none" else 1  # layers whose inner values exist at once
+    held = layers if train and remat != "layer" else 1  # layers whose inner values exist at once
     activations = kept * layers + working * (held + train)  # while training, the gradients of one layer's values too
     chunk_tokens = min(chunk, rows * tokens) / (data * fsdp * expert * sequence)
     return {
-        "base": math.ceil(config.parameter_count() / shards) * size,
+        "base": math.ceil(config.parameter_count() / shards) * size - saved_bytes(config, quantize, size) // shards,
+        "float32_weights": 0 if lora or not train or size == FLOAT32 else math.ceil(trained / shards) * FLOAT32,
         "gathered_layer": _gathered_bytes(config, size, shards // tensor, tensor, expert),
         "adapter": math.ceil(adapter / shards) * FLOAT32,
         "gradients": math.ceil(trained / shards) * FLOAT32,

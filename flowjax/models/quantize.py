@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flowjax.models.params import matrix_sizes, owners
@@ -132,13 +131,13 @@ def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
     return codes[..., 0, :] | (codes[..., 1, :] << 4), scales
 
 
-def saved_bytes(config: ModelConfig, kind: str, dtype: DTypeLike) -> int:
-    """How much smaller the base is for its quantisation, by plain arithmetic."""
+def saved_bytes(config: ModelConfig, kind: str, number_bytes: int) -> int:
+    """How much smaller the base is for its quantisation, by plain arithmetic, where a number takes `number_bytes`."""
     if not kind:
         return 0
     saved = 0
     for name, ((inputs, _), (outputs, _)) in matrix_sizes(config).items():
-        whole = inputs * outputs * np.dtype(dtype).itemsize
+        whole = inputs * outputs * number_bytes
         blocks = 1 if kind == "int8" else inputs // math.gcd(inputs, NF4_BLOCK)
         codes = inputs * outputs if kind == "int8" else inputs * outputs // 2
         saved += len(owners(name, config)) * (whole - codes - 4 * blocks * outputs)

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, policy_configs
 
 BASE_NAME = "base"  # what the engine calls the model without an adapter
 HOST = "127.0.0.1"
@@ -91,18 +91,19 @@ def _policy_options(config: ConfigDict) -> dict[str, Any]:
     if config.policy.train != "lora":
         module = "flowjax_served_weights"
         return {"--middleware": f"{module}.ServedWeights", "--worker-extension-cls": f"{module}.WorkerExtension"}
-    rank = config.policy.lora.rank
+    policies = policy_configs(config).values()
+    rank = max(own.policy.lora.rank for own in policies)
     max_rank = next((served for served in VLLM_RANKS if served >= rank), None)
     if max_rank is None:
         raise ConfigError(f"config.policy.lora.rank is {rank}, but vLLM serves {VLLM_RANKS[-1]} at most: lower it")
     # One batch holds the current version, those within the staleness bound, and one that is just being replaced.
     # Memory holds as many again: an evicted adapter is read from its folder anew, and if that is gone vLLM dies.
-    versions = config.dataflow.max_staleness + 2
+    versions = len(policies) * (config.dataflow.max_staleness + 2)
     return {
         "--max-lora-rank": max_rank,
         "--max-loras": versions,
         "--max-cpu-loras": 2 * versions,
-        "--lora-target-modules": tuple(config.policy.lora.targets),
+        "--lora-target-modules": tuple(dict.fromkeys(target for own in policies for target in own.policy.lora.targets)),
     }
 
 

@@ -76,7 +76,7 @@ def _run(run_dir: Path) -> None:
         for name, own in policy_configs(config).items():
             kept = {"keep": own.trainer.keep_checkpoints, "keep_every": own.trainer.keep_every_steps}
             checkpoints = opened.enter_context(Checkpoints(run_dir / "checkpoints" / name, **kept))
-            learners[name] = Learner(name, own, models[name], checkpoints)
+            learners[name] = Learner(name, own, models.pop(name), checkpoints)
         steps = {name: learner.step for name, learner in learners.items()}
         metrics = (
             MetricsWriter(run_dir, tensorboard=config.trainer.tensorboard, resume_step=steps) if is_first() else None

@@ -2,7 +2,8 @@
 
 Several sequences share a row, told apart by segment ids, each with positions from 0. Rows come in a few lengths only
 (`row_tokens` and its halves), and the number of sampled tokens per row is a power of two, so that few shapes are ever
-compiled. A micro-batch of shorter rows has more of them: its number of token slots stays the same.
+compiled. A micro-batch of shorter rows has more of them: its number of token slots stays the same. Tight micro-batches
+give that up: they have as many slots as their tokens need, in more shapes.
 """
 
 from collections.abc import Sequence
@@ -50,8 +51,14 @@ def row_buckets(row_tokens: int) -> list[int]:
     return buckets
 
 
-def pack(rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int) -> list[MicroBatch]:
+def pack(
+    rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, tight: bool = False, rows_multiple: int = 1
+) -> list[MicroBatch]:
     """Pack sequences into as few micro-batches as first-fit-decreasing finds.
+
+    With `tight`, rows that are filled to half or less go into micro-batches of shorter rows, and a micro-batch has
+    1, 2, 3, 4, 6, 8, 12, ... times `rows_multiple` rows (what the mesh divides them by), not always the full number.
+    For long-tailed lengths, and batches small beside `row_tokens * micro_batch_rows`.
 
     Raises:
         BatchError: a sequence is longer than `row_tokens`, or no token was sampled at all.
@@ -62,17 +69,30 @@ def pack(rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int) ->
     if not any(row.sampled.any() for row in rows):
         raise BatchError("the batch has no sampled token to train on: check config.rollout.max_new_tokens")
     bins = _first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)
-    fullest = max(sum(len(rows[index].tokens) for index in members) for members in bins)
-    tokens = min(bucket for bucket in row_buckets(row_tokens) if bucket >= fullest)
-    sampled = max(sum(int(rows[index].sampled.sum()) for index in members) for members in bins)
-    sampled = 1 << max(sampled - 1, 0).bit_length()
-    count = micro_batch_rows * (row_tokens // tokens)
-    return [
-        _lay_out(
-            [[rows[index] for index in members] for members in bins[start : start + count]], count, tokens, sampled
-        )
-        for start in range(0, len(bins), count)
-    ]
+    lengths = [sum(len(rows[index].tokens) for index in members) for members in bins]
+    widths = [min(bucket for bucket in row_buckets(row_tokens) if bucket >= length) for length in lengths]
+    if not tight:
+        widths = [max(widths)] * len(widths)
+    batches = []
+    for tokens in sorted(set(widths), reverse=True):
+        alike = [
+            [rows[index] for index in members] for members, width in zip(bins, widths, strict=True) if width == tokens
+        ]
+        sampled = max(sum(int(row.sampled.sum()) for row in members) for members in alike)
+        sampled = 1 << max(sampled - 1, 0).bit_length()
+        most = micro_batch_rows * (row_tokens // tokens)
+        for start in range(0, len(alike), most):
+            part = alike[start : start + most]
+            count = min(_row_count(len(part), rows_multiple), most) if tight else most
+            batches.append(_lay_out(part, count, tokens, sampled))
+    return batches
+
+
+def _row_count(rows: int, multiple: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, ... times `multiple` that `rows` fit into."""
+    groups = -(-rows // multiple)
+    power = 1 << (groups - 1).bit_length()
+    return multiple * (power * 3 // 4 if power >= 4 and groups <= power * 3 // 4 else power)
 
 
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

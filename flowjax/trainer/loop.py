@@ -265,9 +265,10 @@ def _row_metrics(rows: Sequence[TokenRow], packed: Sequence[Sequence[MicroBatch]
     """Real tokens, share of padding, and how many versions the trained tokens lag."""
     found = {"row_tokens": sum(len(row.tokens) for row in rows)}
     if slots := sum(batch.tokens.size for part in packed for batch in part):
+        filled = sum(int((batch.segments > 0).sum()) for part in packed for batch in part)
         lag = version - np.concatenate([row.versions[row.sampled] for row in rows])
         found |= {
-            "padding_share": 1.0 - found["row_tokens"] / slots,
+            "padding_share": 1.0 - filled / slots,
             "staleness_mean": float(lag.mean()),
             "staleness_max": int(lag.max()),
         }

@@ -72,8 +72,12 @@ def sampled_logprobs(
     chunk_tokens: int,
     adapter_scale: float = 1.0,
     dropout_key: jax.Array | None = None,
+    frozen_head: bool = False,
 ) -> tuple[Float[Array, "rows sampled"], Float[Array, "rows sampled"]]:
-    """Log-probability and entropy at the sampled tokens only: other places never meet the vocabulary."""
+    """Log-probability and entropy at the sampled tokens only: other places never meet the vocabulary.
+
+    `frozen_head`: see `token_logprobs`.
+    """
     hidden = model(batch.tokens, batch.positions, batch.segments, adapter_scale=adapter_scale, dropout_key=dropout_key)
     before = jnp.take_along_axis(hidden, batch.places[..., None] - 1, axis=1)
     targets = jnp.take_along_axis(batch.tokens, batch.places, axis=1)
@@ -85,6 +89,7 @@ def sampled_logprobs(
         chunk_tokens=chunk_tokens,
         entropy=True,
         soft_cap=model.config.logit_soft_cap,
+        frozen_head=frozen_head,
     )
     return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)
 
@@ -125,7 +130,14 @@ def make_update(
         if dtypes is not None:
             trained = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), trained, dtypes)
         model = nnx.merge(graph, trained, frozen)
-        return sampled_logprobs(model, batch, temperature=temperature, chunk_tokens=chunk_tokens, **options)
+        return sampled_logprobs(
+            model,
+            batch,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            frozen_head=model.lora is not None and not entropy_coefficient,
+            **options,
+        )
 
     def summed_loss(trained: Arrays, frozen: Arrays, batch: MicroBatch, anchor: Anchor, drops: Drops):
         logprobs, entropy = logprobs_of(trained, frozen, batch, dropout_key=_dropout_key(drops))

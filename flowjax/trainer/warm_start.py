@@ -27,6 +27,7 @@ from flowjax.models.nano import create_nano
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import TokenRow
+from flowjax.trainer.compile_cache import use_compile_cache
 from flowjax.trainer.loop import train
 from flowjax.trainer.sources import FixedSource
 from flowjax.workflows.codec import Codec
@@ -157,7 +158,9 @@ def main(argv: list[str]) -> None:
     del argv
     run_dir = Path(_RUN.value)
     try:
-        build_base(load_run(run_dir), run_dir)
+        config = load_run(run_dir)
+        use_compile_cache(config.trainer.compile_cache)
+        build_base(config, run_dir)
     except (ConfigError, ModelError, WorldError) as error:
         sys.exit(f"warm start: {error}")
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 
 from flowjax.weights.quiet import quiet_orbax
 
@@ -65,7 +66,7 @@ def read_adapter(directory: Path, step: int) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """Saves and restores the checkpoints of one policy; one writer per directory.
+    """Saves and restores the checkpoints of one policy; one writer per directory, which may be several processes.
 
     Keeps the newest `keep` steps and every step divisible by `keep_every` (0: none of those).
     """
@@ -76,7 +77,10 @@ class Checkpoints:
         self._keep_every = keep_every
         quiet_orbax()
         with _writable(self.directory):
-            self._remove_unfinished()
+            if jax.process_index() == 0:
+                self._remove_unfinished()
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices(f"checkpoints of {self.directory}")
             self._manager = self._open()
 
     def save(self, step: int, adapter: PyTree, optimizer: PyTree, data: dict[str, Any]) -> None:

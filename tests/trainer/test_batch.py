@@ -50,13 +50,18 @@ def unpacked(micro_batches) -> dict[int, tuple]:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(2, 32), min_size=1, max_size=40), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_packing_loses_nothing_and_mixes_nothing(lengths, micro_batch_rows, random):
+@given(
+    st.lists(st.integers(2, 32), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_packing_loses_nothing_and_mixes_nothing(lengths, micro_batch_rows, tight, random):
     rows = [
         row(length, sorted(random.sample(range(1, length), random.randint(1, length - 1))), start=100 * (i + 1))
         for i, length in enumerate(lengths)
     ]
-    found = unpacked(pack(rows, row_tokens=32, micro_batch_rows=micro_batch_rows))
+    found = unpacked(pack(rows, row_tokens=32, micro_batch_rows=micro_batch_rows, tight=tight))
     assert len(found) == len(rows)
     for original in rows:
         tokens, sampled = found[int(original.tokens[0])]
@@ -75,6 +80,32 @@ def test_few_shapes_and_constant_slots(lengths):
         assert batch.tokens.shape[1] in row_buckets(64)
         width = batch.mask.shape[1]
         assert width & (width - 1) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(2, 64), min_size=1, max_size=60), st.sampled_from([1, 2, 4]))
+def test_tight_micro_batches_have_few_shapes_and_hardly_more_slots_than_tokens(lengths, multiple):
+    batches = pack(
+        [row(length, [length - 1]) for length in lengths],
+        row_tokens=64,
+        micro_batch_rows=4,
+        tight=True,
+        rows_multiple=multiple,
+    )
+    for batch in batches:
+        count, tokens = batch.tokens.shape
+        assert tokens in row_buckets(64)
+        assert count % multiple == 0
+        assert batch.tokens.size <= 4 * 64
+        filled = (batch.segments > 0).sum(axis=1)
+        assert tokens == 16 or (filled[filled > 0] > tokens // 2).all()
+        assert count < 2 * ((filled > 0).sum() + multiple)
+
+
+def test_a_long_tail_is_packed_tightly():
+    lengths = (64, 11, 9, 8)
+    batches = pack([row(n, [n - 1]) for n in lengths], row_tokens=64, micro_batch_rows=4, tight=True)
+    assert [batch.tokens.shape for batch in batches] == [(1, 64), (1, 32)]
 
 
 def test_first_fit_decreasing_fills_rows():

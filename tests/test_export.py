@@ -1,0 +1,119 @@
+"""Exported checkpoints in the tools they are for: transformers and PEFT give the trainer's own log-probabilities."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from flowjax.config import ConfigError, default_config, save_run
+from flowjax.export import export
+from flowjax.models.decoder import Decoder
+from flowjax.models.hf import load_decoder, save_decoder
+from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.nano import nano_config
+from flowjax.models.shape import ModelError
+from flowjax.weights.publish import Checkpoints
+
+MODEL = nano_config(40, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
+TOKENS = np.random.default_rng(0).integers(3, 40, (2, 9))
+LORA = {"rank": 3, "alpha": 6.0, "targets": ("q_proj", "up_proj"), "rslora": True, "dropout": 0.1}
+
+
+def random_state(state, seed: int):
+    keys = iter(jax.random.split(jax.random.key(seed), 99))
+    return jax.tree.map(lambda leaf: leaf + 0.2 * jax.random.normal(next(keys), leaf.shape), state)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Two runs with a checkpoint of step 4 each: an adapter, and all weights."""
+    folder = tmp_path_factory.mktemp("exported")
+    decoder = Decoder(MODEL, dtype=jnp.float32, key=jax.random.key(0))
+    nnx.update(decoder, random_state(nnx.state(decoder), 1))
+    save_decoder(decoder, folder / "model")
+    for train in ("lora", "full"):
+        config = default_config()
+        config.model.path, config.model.dtype = str(folder / "model"), "float32"
+        config.policy.train = train
+        config.policy.lora.update(LORA)
+        save_run(config, folder / train)
+        model = load_decoder(folder / "model", lora=Lora(**LORA) if train == "lora" else None, dtype=jnp.float32)
+        state = random_state(nnx.state(model, LoraParam if train == "lora" else nnx.Param), 2)
+        with Checkpoints(folder / train / "checkpoints" / "agent") as checkpoints:
+            checkpoints.save(4, state, {}, {})
+        nnx.update(model, state)
+        np.save(folder / f"{train}.npy", ours(model))
+    return folder
+
+
+def ours(model: Decoder) -> np.ndarray:
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    hidden = model(jnp.asarray(TOKENS), positions, jnp.ones_like(TOKENS))
+    return np.asarray(jax.nn.log_softmax(hidden @ model.head()))
+
+
+def theirs(model) -> np.ndarray:
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor(TOKENS)).logits, -1).numpy()
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_transformers_gives_our_log_probs(runs: Path, tmp_path: Path, train: str):
+    export(runs / train / "checkpoints/agent/4", tmp_path / "out", form="hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    np.testing.assert_allclose(theirs(model), np.load(runs / f"{train}.npy"), atol=1e-4)
+
+
+def test_peft_gives_our_log_probs(runs: Path, tmp_path: Path):
+    export(runs / "lora/checkpoints/agent/4", tmp_path / "adapter", form="peft")
+    base = AutoModelForCausalLM.from_pretrained(runs / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    np.testing.assert_allclose(theirs(model), np.load(runs / "lora.npy"), atol=1e-4)
+
+
+def test_the_precision_is_as_asked(runs: Path, tmp_path: Path):
+    export(runs / "full/checkpoints/agent/4", tmp_path / "out", form="hf", dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+def test_refusals(runs: Path, tmp_path: Path):
+    checkpoint, out = runs / "lora/checkpoints/agent/4", tmp_path / "out"
+    with pytest.raises(ConfigError, match="--format=gguf is not known: use one of hf, peft"):
+        export(checkpoint, out, form="gguf")
+    with pytest.raises(ConfigError, match="--dtype=int4 is not known"):
+        export(checkpoint, out, form="hf", dtype="int4")
+    with pytest.raises(ConfigError, match=r"is not a committed checkpoint: .* has committed steps \[4\]"):
+        export(checkpoint.with_name("5"), out, form="hf")
+    with pytest.raises(ConfigError, match=r"--out=.* exists already"):
+        export(checkpoint, tmp_path, form="hf")
+    with pytest.raises(ConfigError, match="--format=peft is for adapters"):
+        export(runs / "full/checkpoints/agent/4", out, form="peft")
+    assert not out.exists()
+
+
+def test_an_adapter_of_another_shape_is_refused_and_leaves_nothing(runs: Path, tmp_path: Path):
+    config = default_config()
+    config.model.path = str(runs / "model")
+    config.policy.lora.update({**LORA, "rank": 5})
+    save_run(config, tmp_path / "run")
+    (tmp_path / "run/checkpoints/agent").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/agent/4").symlink_to(runs / "lora/checkpoints/agent/4")
+    for form in ("hf", "peft"):
+        with pytest.raises(ModelError, match="the adapter's rank or base model differs"):
+            export(tmp_path / "run/checkpoints/agent/4", tmp_path / "out", form=form)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path):
+    command = [sys.executable, "-m", "flowjax.export", f"--checkpoint={tmp_path}/9", f"--out={tmp_path}/out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"export: --checkpoint={tmp_path}/9 is not a committed checkpoint")

@@ -1,0 +1,119 @@
+"""What a step does in less usual cases: all weights, no checkpoint, nothing to train, an optimiser on the host."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_loop import SeededSource, losses, run, settings
+
+from flowjax.config import ConfigError
+from flowjax.models.decoder import Decoder
+from flowjax.models.nano import nano_config
+from flowjax.models.sharding import make_mesh
+from flowjax.monitor.metrics import MetricsWriter, read_metrics
+from flowjax.trainer.loop import train
+from flowjax.trainer.optimizer import OptimizerMemory
+from flowjax.trainer.sources import Served
+from flowjax.weights.publish import Checkpoints, read_adapter
+
+TINY = nano_config(40, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
+
+
+class Spoilt(SeededSource):
+    """Batches of which some can not be trained on: without a sampled token, or not finite."""
+
+    def batch(self, steps: Mapping[str, int]) -> Served:
+        served = super().batch(steps)
+        step = steps["agent"]
+        for index, row in enumerate(served.rows):
+            if step == 1 or (step == 2 and index):
+                row.sampled[:] = False
+            if step == 3:
+                row.advantages[row.sampled] = np.inf
+        return Served(served.policy, [] if step == 4 else served.rows)
+
+
+def test_what_cannot_be_trained_on_is_counted_and_changes_nothing(tmp_path: Path):
+    run(tmp_path, settings(6), source=Spoilt())
+    lines = [line for line in read_metrics(tmp_path) if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["empty_updates"] for line in lines] == [0, 2, 3, 3, 5, 5]
+    assert [line["skipped_updates"] for line in lines] == [0, 0, 0, 2, 2, 2]
+    assert [line["trained_tokens"] for line in lines] == [40, 0, 2, 40, 0, 40]
+    same = {step: read_adapter(tmp_path / "checkpoints", step) for step in range(7)}
+    changed = [
+        any(np.any(a != b) for a, b in zip(jax.tree.leaves(same[step]), jax.tree.leaves(same[step + 1]), strict=True))
+        for step in range(6)
+    ]
+    assert changed == [True, False, True, False, False, True]
+
+
+def full(folder: Path, steps: int, *, dtype: str = "float32", save: bool = True):
+    config = settings(steps)
+    with config.unlocked():
+        config.policy.train, config.loss.kl_coefficient, config.trainer.updates_per_step = "full", 0.0, 1
+        config.optimizer.learning_rate = 1e-4
+    mesh = make_mesh(data=1, fsdp=1)
+    model = Decoder(TINY, dtype=jnp.dtype(dtype), remat="none", key=jax.random.key(0), mesh=mesh)
+    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    metrics = MetricsWriter(folder)
+    if not save:
+        return before, train(config, model, SeededSource(), mesh=mesh, metrics=metrics)
+    with Checkpoints(folder / "checkpoints", keep=20) as checkpoints:
+        return before, train(config, model, SeededSource(), mesh=mesh, metrics=metrics, checkpoints=checkpoints)
+
+
+def test_full_training_keeps_what_bfloat16_would_lose(tmp_path: Path):
+    before, trained = full(tmp_path, 2, dtype="bfloat16")
+    assert trained.embedding.get_value().dtype == jnp.bfloat16
+    saved = read_adapter(tmp_path / "checkpoints", 2)
+    assert saved["embedding"].dtype == np.float32
+    moved = np.abs(saved["layers"]["q_proj"] - np.asarray(before["layers"]["q_proj"].get_value(), np.float32))
+    assert 0 < moved.max() < 5e-4, "two steps of AdamW at 1e-4"
+    norm = saved["final_norm"]
+    assert np.any(norm != 1) and np.all(norm.astype(jnp.bfloat16) == 1), "kept, though bfloat16 has no such number"
+
+
+def test_steps_run_ahead_of_their_lines_and_all_lines_are_written(tmp_path: Path):
+    _, ahead = full(tmp_path / "ahead", 5, save=False)
+    _, saved = full(tmp_path / "saved", 5)
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "saved")
+    assert len(losses(tmp_path / "ahead")) == 5
+    for one, other in zip(jax.tree.leaves(nnx.state(ahead)), jax.tree.leaves(nnx.state(saved)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_full_training_with_a_kl_to_a_base_that_is_gone_is_refused(tmp_path: Path):
+    model = Decoder(TINY, dtype=jnp.float32, key=jax.random.key(0))
+    with pytest.raises(ConfigError, match=r"config\.loss\.kl_coefficient is 0\.1, .*set it to 0, or train 'lora'"):
+        train(settings(2), model, SeededSource(), mesh=make_mesh(data=1, fsdp=1), metrics=None)
+
+
+def test_an_optimiser_on_the_host_takes_the_same_steps(tmp_path: Path):
+    config = settings(2)
+    expected, _ = run(tmp_path / "device", config)
+    with config.unlocked():
+        config.trainer.offload_optimizer = True
+    got, _ = run(tmp_path / "host", config)
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(one, other)
+    memory = OptimizerMemory(True)
+    array = jax.device_put(jnp.ones(3), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert memory.to_host(array).sharding.memory_kind == "pinned_host"
+    assert memory.to_device(memory.to_host(array)).sharding.memory_kind == "device"
+
+
+def test_the_line_tells_speed_and_padding(tmp_path: Path):
+    run(tmp_path, settings(2))
+    line = [line for line in read_metrics(tmp_path) if line["kind"] == "train"][-1]
+    assert line["row_tokens"] == 20 * 8
+    assert line["tokens_per_s"] == pytest.approx(line["row_tokens"] / line["step_s"], rel=1e-3)
+    assert line["flops_per_s"] > line["tokens_per_s"] and line["host_peak_bytes"] > 1e8
+    assert "flops_utilisation" not in line, "no peak is known for a CPU"
+    assert {"wait_s", "pack_s", "agreement_s", "save_s", "step_s", "compile_count"} <= line.keys()
+    first = next(line for line in read_metrics(tmp_path) if line["kind"] == "train")
+    assert line["compile_count"] == first["compile_count"], "the second step needs no program of its own"

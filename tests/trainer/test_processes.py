@@ -1,0 +1,78 @@
+"""Two processes train as one, and go on from each other's checkpoints; what is missing is named."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_loop import run, settings
+
+from flowjax.config import ConfigError, default_config
+from flowjax.monitor.metrics import read_metrics
+from flowjax.trainer import processes
+from flowjax.weights.publish import committed_steps, read_adapter
+
+
+@pytest.mark.integration
+def test_two_processes_train_as_one(tmp_path: Path):
+    expected, _ = run(tmp_path / "one", settings(4, data=1, fsdp=1, tensor=1))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    for steps in (2, 4):  # the second time they go on from what they saved together
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+        children = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(tmp_path / "two"), address, str(steps)],
+                env=environment | {processes.NUMBER_VARIABLE: str(number)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(2)
+        ]
+        errors = [child.communicate(timeout=250)[1] for child in children]
+        assert [child.returncode for child in children] == [0, 0], "\n".join(error[-1500:] for error in errors)
+        assert committed_steps(tmp_path / "two/checkpoints")[-1] == steps
+    saved = read_adapter(tmp_path / "two/checkpoints", 4)
+    leaves = zip(jax.tree.leaves(saved), jax.tree.leaves(expected), strict=True)
+    for one, other in leaves:
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    lines = [line["step"] for line in read_metrics(tmp_path / "two") if line["kind"] == "train"]
+    assert lines == [1, 2, 3, 4], "only the first process writes them"
+
+
+@pytest.mark.parametrize(
+    ("number", "address", "message"),
+    [
+        ("", "host:1", r"config\.trainer\.processes is 2, but FLOWJAX_PROCESS is '': set it to the number"),
+        ("2", "host:1", r"FLOWJAX_PROCESS is '2': .*0 to 1"),
+        ("0", "", r"config\.trainer\.coordinator is empty: give the host:port of process 0"),
+    ],
+)
+def test_what_is_missing_is_named(monkeypatch, number, address, message):
+    config = default_config()
+    config.trainer.processes, config.trainer.coordinator = 2, address
+    monkeypatch.setenv(processes.NUMBER_VARIABLE, number)
+    with pytest.raises(ConfigError, match=message):
+        processes.join(config)
+
+
+def test_one_process_joins_nobody():
+    processes.join(default_config())
+    assert processes.is_first()
+
+
+def main(folder: Path, address: str, steps: int) -> None:
+    config = settings(steps, data=1, fsdp=2, tensor=2)
+    with config.unlocked():
+        config.trainer.processes, config.trainer.coordinator = 2, address
+    processes.join(config)
+    run(folder, config, logs=processes.is_first())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
