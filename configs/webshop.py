@@ -35,22 +35,22 @@ def _nano(config: ConfigDict) -> None:
     config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
     config.env.options = ConfigDict({"products": 40})
     config.env.prompt = "compact"
-    config.env.history = 3  # chosen options are seen nowhere else
+    config.env.history = 2  # chosen options, two at most, are seen nowhere else
     config.env.max_turns = 8
     config.engine.dtype = "float32"
-    config.engine.max_model_tokens = 128
+    config.engine.max_model_tokens = 96
     config.engine.kv_cache_bytes = 256 * 1024**2
-    config.rollout.max_prompt_tokens = 114
-    config.rollout.max_new_tokens = 12
+    config.rollout.max_prompt_tokens = 88
+    config.rollout.max_new_tokens = 8
     config.rollout.group_size = 8
     config.warm_start.states = 10_000
-    config.warm_start.steps = 160
+    config.warm_start.steps = 120
     config.warm_start.batch_rows = 64
     config.warm_start.label_noise = 0.2
     config.warm_start.path_noise = 0.1
     config.trainer.groups_per_step = 8
     config.trainer.steps = 10
-    config.trainer.row_tokens = 128
+    config.trainer.row_tokens = 96
     config.trainer.micro_batch_rows = 32
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 2
@@ -64,7 +64,7 @@ def _nano_append(config: ConfigDict) -> None:
     config.env.context = "append"
     config.engine.max_model_tokens = 512
     config.rollout.max_prompt_tokens = 496  # eight turns
-    config.trainer.row_tokens = 508
+    config.trainer.row_tokens = 504
     config.trainer.micro_batch_rows = 8
     config.warm_start.batch_rows = 16  # conversations
 

@@ -42,7 +42,7 @@ def test_compact_words_are_all_in_the_vocabulary(options: dict):
         observation = env.reset(found, 0)
         past = [Past(1, observation.text, "")]
         for turn in range(2, 14):
-            [message] = webshop.prompt(observation, past[-3:], "compact")
+            [message] = webshop.prompt(observation, past[-2:], "compact")
             [more] = webshop.follow_up(observation, "compact")
             action = webshop.random_action(observation, rng) if rng.random() < 0.5 else webshop.expert(env)
             said = f"{message['content']} {more['content']} {webshop.reply(action, 'compact')}".split()
@@ -54,7 +54,7 @@ def test_compact_words_are_all_in_the_vocabulary(options: dict):
             if step.terminal:
                 assert set(webshop.follow_up(observation, "compact")[0]["content"].split()) <= words
                 break
-    assert longest <= 114  # configs/webshop.py
+    assert longest <= 88 or options is not OPTIONS  # configs/webshop.py
 
 
 @pytest.mark.parametrize("style", ["instruct", "compact"])
