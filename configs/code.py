@@ -48,7 +48,7 @@ def _nano(config: ConfigDict) -> None:
     config.optimizer.learning_rate = 1e-3
     config.eval.tasks = 256
     config.warm_start.states = 20_000
-    config.warm_start.steps = 400
+    config.warm_start.steps = 200
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
