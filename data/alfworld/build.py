@@ -42,12 +42,12 @@ def walkthrough(env: "Alfworld", task: Task) -> list[str] | None:
 def write_game(folder: Path, env: "Alfworld", task: Task) -> bool:
     """Write one game; returns whether it is solvable."""
     spec = generate.Spec.read(task.payload)
-    game, way = generate.game(spec), walkthrough(env, task)
+    game, way = generate.game_file(spec), walkthrough(env, task)
     game.update(solvable=way is not None, walkthrough=way)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "initial_state.pddl").write_text(game["pddl_problem"])
-    (folder / "game.tw-pddl").write_text(json.dumps(game))
-    (folder / "traj_data.json").write_text(json.dumps(generate.trajectory(spec, folder.name), indent=4))
+    (folder / sources.GAME).write_text(json.dumps(game))
+    (folder / sources.TRAJECTORY).write_text(json.dumps(generate.trajectory_file(spec, folder.name), indent=4))
     return way is not None
 
 

@@ -3,19 +3,15 @@
 python -m tests.benchmarks.worlds_alfworld
 """
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from flowjax.envs import alfworld
-from flowjax.envs.alfworld.generate import Spec, game
+from flowjax.envs.alfworld.generate import Spec, game_file
 from flowjax.envs.alfworld.sources import GeneratedTasks, Options
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "envs"))
-from stock_alfworld import StockGame
+from tests.envs.stock_alfworld import StockGame
 
 GAMES, EPISODE_STEPS = 6, 30
 
@@ -53,7 +49,7 @@ def benchmark_steps(seconds: float) -> dict[str, float]:
         return 1
 
     started = time.perf_counter()
-    stock = [StockGame(game(Spec.read(tasks(index).payload))) for index in range(GAMES)]
+    stock = [StockGame(game_file(Spec.read(tasks(index).payload))) for index in range(GAMES)]
     stock_resets = GAMES / (time.perf_counter() - started)
 
     def theirs(index: int) -> int:

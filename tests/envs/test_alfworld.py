@@ -54,7 +54,7 @@ def take(source: grain.MapDataset[Task], index: int) -> Task:
 
 def transcripts_agree(spec: Spec, steps: int, seed: int) -> None:
     """Play one game on both engines: some moves the expert's, some at random, some that are no commands."""
-    data = generate.game(spec)
+    data = generate.game_file(spec)
     stock, play, rng = StockGame(data), Play(), np.random.default_rng(seed)
     env, _ = begun(spec)
     play.load(Game(data, play.library))

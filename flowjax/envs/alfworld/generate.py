@@ -138,21 +138,26 @@ def problem(spec: Spec) -> str:
     object_kinds = sorted(set(table.OBJECTS_SET) - (set(table.RECEPTACLES) - table.MOVABLE_RECEPTACLES_SET))
     place_kinds = sorted(set(table.RECEPTACLES) - table.MOVABLE_RECEPTACLES_SET)
     locations = sorted({start, *(place.location for place in plan.places)})
-    objects = [
+    declared = [
         "agent1 - agent",
         *(f"{kind}Type - otype" for kind in object_kinds),
-        *(f"{kind}Type - rtype" for kind in place_kinds),
-        *(f"{thing.identity} - object" for thing in things),
-        *(f"{place.identity} - receptacle" for place in plan.places),
-        *(f"{name} - location" for name in locations),
+        *(f"{kind}Type - rtype" for kind in place_kinds),  # no otype: the planner would find nothing to be reachable
+        *(f"{mangle(thing.identity)} - object" for thing in things),
+        *(f"{mangle(place.identity)} - receptacle" for place in plan.places),
+        *(f"{mangle(name)} - location" for name in locations),
     ]
     facts = [*_room_facts(plan, things), *_thing_facts(things), f"(atLocation agent1 {start})"]
-    goal = _goal(spec)
-    lines = "\n        ".join
-    head = f"(define (problem plan_{spec.seed})\n    (:domain alfred)\n    (:objects\n        "
-    init = "\n    )\n    (:init\n        (= (total-cost) 0)\n        "
-    objects = [f"{mangle(name)} - {kind}" for name, _, kind in (line.rpartition(" - ") for line in objects)]
-    return head + lines(objects) + init + lines(mangle(fact) for fact in facts) + "\n    )\n" + goal
+    objects, init = ("\n        ".join(lines) for lines in (declared, map(mangle, facts)))
+    return f"""(define (problem plan_{spec.seed})
+    (:domain alfred)
+    (:objects
+        {objects}
+    )
+    (:init
+        (= (total-cost) 0)
+        {init}
+    )
+{_goal(spec)}"""
 
 
 def _room_facts(plan: FloorPlan, things: list[Thing]) -> list[str]:
@@ -206,7 +211,7 @@ def logic() -> tuple[str, str]:
     return (data / "alfred.pddl").read_text(), (data / "alfred.twl2").read_text()
 
 
-def game(spec: Spec) -> dict[str, Any]:
+def game_file(spec: Spec) -> dict[str, Any]:
     """The contents of `game.tw-pddl`, not yet known to be solvable."""
     domain, grammar = logic()
     return {
@@ -218,7 +223,7 @@ def game(spec: Spec) -> dict[str, Any]:
     }
 
 
-def trajectory(spec: Spec, name: str) -> dict[str, Any]:
+def trajectory_file(spec: Spec, name: str) -> dict[str, Any]:
     """The contents of `traj_data.json`, as far as a text world has any."""
     light = spec.task_type == "look_at_obj_in_light"
     return {

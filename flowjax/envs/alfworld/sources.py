@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowjax.envs.alfworld.generate import Spec, choices
+from flowjax.envs.alfworld.generate import Spec, choices, game_file, trajectory_file
 from flowjax.envs.alfworld.options import GET_DATA, Options
 from flowjax.envs.alfworld.plans import floor_plan, scenes
 from flowjax.envs.base import Split, WorldError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 WORLD = "alfworld"
 TASKS = 1 << 31  # length of the source of generated tasks; slice it
 HELD_OUT_ONE_IN = 8  # tasks in the training rooms, by content
+GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
 UNUSABLE = ("movable", "Sliced")  # in the name of a folder: tasks that the text world leaves out
 
 
@@ -71,8 +72,8 @@ class GeneratedTasks:
                 rooms = "any room" if self._options.scenes is None else f"scenes {self._options.scenes}"
                 raise WorldError(
                     f"env.options: {rooms} with held_out={self._options.held_out!r} allows no {self._split} task of "
-                    f"task_types {kind}: add scenes (unseen ones are {scenes('held_out')[0]}-6, 201-206, 301-306, "
-                    "401-406), take held_out='seen', or leave that kind out"
+                    f"task_types {kind}: add scenes (unseen ones are 1-6, 201-206, 301-306, 401-406), take "
+                    "held_out='seen', or leave that kind out"
                 )
 
 
@@ -105,17 +106,17 @@ def data_tasks(root: Path, split: Split, data_seed: int, options: Options) -> li
         WorldError: there are none; the message says what was found.
     """
     folder = root / options.folder_of(split)
-    found = sorted(path.parent for path in folder.rglob("traj_data.json"))
+    found = sorted(path.parent for path in folder.rglob(TRAJECTORY))
     games, without_game, unsolvable = [], 0, 0
     for game in found:
         name = game.relative_to(root).as_posix()
         if any(word in name for word in UNUSABLE):
             continue
-        if json.loads((game / "traj_data.json").read_text())["task_type"] not in options.task_types:
+        if json.loads((game / TRAJECTORY).read_text())["task_type"] not in options.task_types:
             continue
-        if not (game / "game.tw-pddl").is_file():
+        if not (game / GAME).is_file():
             without_game += 1
-        elif not json.loads((game / "game.tw-pddl").read_text()).get("solvable"):
+        elif not json.loads((game / GAME).read_text()).get("solvable"):
             unsolvable += 1
         else:
             games.append(name)
@@ -134,15 +135,13 @@ def contents(task: Task, root: Path | None) -> tuple[dict[str, Any], dict[str, A
     Raises:
         WorldError: the task is of data that this environment was not told of, or that is gone.
     """
-    from flowjax.envs.alfworld import generate
-
     if "game" not in task.payload:
         spec = Spec.read(task.payload)
-        return generate.game(spec), generate.trajectory(spec, task.task_id)
+        return game_file(spec), trajectory_file(spec, task.task_id)
     if root is None:
         raise WorldError(f"task {task.task_id} is a game file, but neither env.options path nor ALFWORLD_DATA is set")
     folder = root / task.payload["game"]
     try:
-        return tuple(json.loads((folder / name).read_text()) for name in ("game.tw-pddl", "traj_data.json"))  # pyright: ignore[reportReturnType]
+        return json.loads((folder / GAME).read_text()), json.loads((folder / TRAJECTORY).read_text())
     except OSError as error:
         raise WorldError(f"the game of task {task.task_id} cannot be read ({error}): {GET_DATA}") from error
