@@ -1,11 +1,15 @@
 """Prompts of the WebShop world, and what becomes of replies."""
 
+import re
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowjax.envs import webshop
 from flowjax.envs.base import Observation, Past
-from flowjax.envs.webshop.pages import SEARCH_TEMPLATE
+from flowjax.envs.webshop.pages import SEARCH_TEMPLATE, read_action
 from flowjax.records import Task
 
 OPTIONS = {"products": 60}
@@ -102,11 +106,18 @@ def test_the_published_projection_is_kept_on_request(reply: str, action: str | N
     assert webshop.parse_action(reply, LEGAL, reference=True) == action
 
 
+@given(st.text("ab[]\n ", max_size=14))
+@settings(max_examples=300, deadline=None)
+def test_actions_are_read_by_the_published_pattern(text: str):
+    match = re.match(r"(.+)\[(.+)\]", text)
+    assert read_action(text) == (match.groups() if match else ("", ""))
+
+
 def fuzzed(rng: np.random.Generator, legal: tuple[str, ...]) -> str:
     pieces = [
         *("<action>", "</action>", "<think>", "</think>", "search[", "click[", "]", "[", "search", "click", " ", "\n"),
         *("buy now", "< prev", "next >", "back to search", "<words>", "[SEP]", "中文", "\x00", "%s", "{}", "é" * 300),
-        *("b000000001", "description", "a" * 5000, "\ud800", "None", "' OR 1", "<r>", "<a> x"),
+        *("b000000001", "description", "a" * 5000, "[" * 5000, "\ud800", "None", "' OR 1", "<r>", "<a> x"),
         *(legal[rng.integers(len(legal))] if legal else "" for _ in range(4)),
     ]
     return "".join(pieces[i] for i in rng.integers(len(pieces), size=rng.integers(0, 7)))

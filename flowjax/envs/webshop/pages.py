@@ -1,7 +1,6 @@
 """The pages of the shop: what each says, what can be clicked on it, and where a click leads."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,7 +15,6 @@ PER_PAGE = 10
 BACK, PREVIOUS, NEXT, BUY = "back to search", "< prev", "next >", "buy now"
 SUB_PAGES = ("description", "features", "reviews")
 ATTRIBUTES = "attributes"  # a fourth sub page, shown on request
-_ACTION = re.compile(r"(.+)\[(.+)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +30,14 @@ class State:
 
 
 def read_action(action: str) -> tuple[str, str]:
-    """Name and lower-case argument of `name[argument]`; empty where it is not of that form."""
-    match = _ACTION.match(action)
-    return (match[1], match[2].lower()) if match else ("", "")
+    """Name and lower-case argument of `name[argument]`; empty where it is not of that form.
+
+    The published pattern is (.+)\\[(.+)\\], matched from the start. This finds the same in linear time.
+    """
+    line = action.partition("\n")[0]
+    end = line.rfind("]")
+    start = line.rfind("[", 0, max(end - 1, 0))
+    return (line[:start], line[start + 1 : end].lower()) if start > 0 else ("", "")
 
 
 class Pages:
