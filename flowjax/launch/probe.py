@@ -42,7 +42,9 @@ KNOWN_MODELS = {
 
 def inspect_run(config: ConfigDict, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
     """Problems, and the sizes that a plan shows. `checkpoints` is the folder that a resumed run goes on from."""
-    problems = [text for check in (_world, _reward, _workflow, _credit, _loss) for text in _messages(check, config)]
+    problems = [
+        text for check in (_world, _reward, _workflow, _credit, _loss, _rules) for text in _messages(check, config)
+    ]
     plan: dict[str, Any] = {}
     problems += _messages(_sizes, config, device_count, plan)
     if checkpoints is not None:
@@ -133,6 +135,27 @@ def _loss(config: ConfigDict) -> Iterator[str]:
     yield from ()
 
 
+def _rules(config: ConfigDict) -> Iterator[str]:
+    """Whether the rules of each policy's optimiser cover what it trains."""
+    from flowjax.config import policy_configs
+    from flowjax.models.decoder import base_specs
+    from flowjax.models.lora import Lora, adapter_specs
+    from flowjax.trainer.optimizer import check_rules
+
+    model = _model(config) if config.model.path else None
+    for own in policy_configs(config).values():
+        if model is None or not own.optimizer.rules:
+            continue
+        if own.policy.train == "full":
+            outer = ("embedding", "final_norm", "lm_head")
+            names = [name if name in outer else f"layers/{name}" for name in base_specs(model, "float32")]
+        else:
+            targets = adapter_specs(model, Lora(**own.policy.lora.to_dict()))
+            names = [f"adapter/{target}/{part}" for target, parts in targets.items() for part in parts]
+        check_rules(own.optimizer.rules, names)
+    yield from ()
+
+
 def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
     """Fill `plan`; yield what does not divide."""
     from jax.sharding import AbstractMesh
@@ -198,8 +221,9 @@ def _model(config: ConfigDict) -> Any:
     if config.model.nano is not None:
         from flowjax.envs.base import load_world
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
+        from flowjax.workflows.imitation import base_words
 
-        words = len(load_world(config.env.module).vocabulary(**config.env.options.to_dict()))
+        words = len(base_words(config, load_world(config.env.module)))
         return nano_config(words + len(SPECIAL_TOKENS), **config.model.nano.to_dict())
     return parse_config(KNOWN_MODELS[folder.name]) if folder.name in KNOWN_MODELS else None
 

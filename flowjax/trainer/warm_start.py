@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, load_run
 from flowjax.envs.base import World, WorldError, load_world
-from flowjax.envs.demonstrations import Exchange, demonstrations
+from flowjax.envs.demonstrations import Exchange
 from flowjax.models.config import ModelError
 from flowjax.models.hf import save_decoder
 from flowjax.models.nano import create_nano
@@ -31,6 +31,7 @@ from flowjax.trainer.compile_cache import use_compile_cache
 from flowjax.trainer.loop import train
 from flowjax.trainer.sources import FixedSource
 from flowjax.workflows.codec import Codec
+from flowjax.workflows.imitation import base_words, expert_conversations
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 
@@ -47,7 +48,7 @@ def build_base(config: ConfigDict, run_dir: Path) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     world = load_world(config.env.module)
-    words = world.vocabulary(**config.env.options.to_dict())
+    words = base_words(config, world)
     model = create_nano(words, partial, key=jax.random.key(config.seed), **config.model.nano.to_dict())
     settings = _supervised(config)
     batches = _batches(config, world, Codec(partial))
@@ -69,7 +70,7 @@ def imitation_rows(
     """The expert's way through the training tasks as rows to imitate, until they hold `states` replies."""
     options = config.env.options.to_dict()
     tasks = world.tasks("train", config.env.data_seed, **options)[: config.env.train_tasks]
-    conversations = demonstrations(
+    conversations = expert_conversations(config)(
         world,
         tasks,
         options=options,

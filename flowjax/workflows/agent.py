@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Float, Int
 
-from flowjax.envs.base import Message
+from flowjax.envs.base import Message, Observation, Step
 from flowjax.records import Status, Turn
 
 UNVERSIONED = -1  # version of replies from a model that is not a published policy
@@ -123,3 +123,22 @@ class Agent:
             version=version,
             generate_s=generate_s,
         )
+
+
+def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float) -> Turn:
+    """A turn: the reply to what was seen `before`, and what the world made of it."""
+    return Turn(
+        policy=reply.policy,
+        version=reply.version,
+        prompt_ids=reply.prompt_ids,
+        sampled_ids=reply.sampled_ids,
+        logprobs=reply.logprobs,
+        finish_reason=reply.finish_reason,
+        state_key=before.state_key,
+        next_state_key=step.observation.state_key,
+        env_reward=step.reward,
+        valid=step.valid,
+        terminal=step.terminal,
+        generate_s=reply.generate_s,
+        env_s=env_s,
+    )

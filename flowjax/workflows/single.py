@@ -4,9 +4,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowjax.envs.base import Context, EnvDied, Observation, Past, Session, Step, Style, World
+from flowjax.envs.base import Context, EnvDied, Past, Session, Style, World
 from flowjax.records import Status, Task, Turn
-from flowjax.workflows.agent import Agent, Part, Played, Reply
+from flowjax.workflows.agent import Agent, Part, Played, Reply, record_turn
 from flowjax.workflows.codec import PromptTooLong
 
 OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own
@@ -53,7 +53,7 @@ async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agen
             action = world.parse_action(reply.text, legal, reference=options.reference_parsing) or ""
             started_s = time.perf_counter()
             step = await env.step(action)
-            turns.append(_turn(reply, observation, step, env_s=time.perf_counter() - started_s))
+            turns.append(record_turn(reply, observation, step, env_s=time.perf_counter() - started_s))
             past.append(Past(number, observation.text, action))
             observation = step.observation
             outcome.update(step.outcome)
@@ -67,21 +67,3 @@ async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agen
     outcome["invalid_actions"] = float(sum(not turn.valid for turn in turns))
     outcome["env_return"] = float(sum(turn.env_reward for turn in turns))
     return Played([Part(AGENT, turns, outcome)], outcome, status, error)
-
-
-def _turn(reply: Reply, before: Observation, step: Step, *, env_s: float) -> Turn:
-    return Turn(
-        policy=reply.policy,
-        version=reply.version,
-        prompt_ids=reply.prompt_ids,
-        sampled_ids=reply.sampled_ids,
-        logprobs=reply.logprobs,
-        finish_reason=reply.finish_reason,
-        state_key=before.state_key,
-        next_state_key=step.observation.state_key,
-        env_reward=step.reward,
-        valid=step.valid,
-        terminal=step.terminal,
-        generate_s=reply.generate_s,
-        env_s=env_s,
-    )

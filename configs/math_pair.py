@@ -1,0 +1,73 @@
+"""A solver and a verifier that learn together, each at its own rate."""
+
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError, default_config
+
+
+def get_config(arg: str = "nano") -> ConfigDict:
+    """Two policies on one base: one answers sums, the other approves or rejects the answers.
+
+    nano       2 CPU cores        python -m flowjax.launch --config=configs/math_pair.py:nano
+    qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_pair.py:qwen3_8b \\
+               --config.env.options.path=deepscaler.json                                    (not run by us)
+    """
+    recipes = {"nano": _nano, "qwen3_8b": _qwen3_8b}
+    if arg not in recipes:
+        raise ConfigError(f"configs/math_pair.py has no variant {arg!r}: use one of {', '.join(recipes)}")
+    config = default_config()
+    config.env.module = "flowjax.envs.math"
+    config.env.max_turns = 1
+    config.workflow = "flowjax.workflows.solver_verifier.play"
+    config.policies = ConfigDict({"solver": {}, "verifier": {}})
+    config.agents = ConfigDict({"solver": "solver", "verifier": "verifier"})
+    config.reward.components = ConfigDict({"success": 1.0})
+    config.credit.name = "grpo"
+    recipes[arg](config)
+    return config
+
+
+def _nano(config: ConfigDict) -> None:
+    config.name = "math-pair-nano"
+    config.model.path = "models/nano-math-pair"
+    config.model.dtype = "float32"
+    config.model.remat = "none"
+    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
+    config.env.prompt = "compact"
+    config.env.options = ConfigDict({"answer": "whole", "digits": 2, "terms": 2, "operators": "+"})
+    config.engine.dtype = "float32"
+    config.engine.max_model_tokens = 32
+    config.engine.kv_cache_bytes = 256 * 1024**2
+    config.rollout.max_prompt_tokens = 13  # a sum, the word before an answer, and an answer that may be too long
+    config.rollout.max_new_tokens = 5
+    config.rollout.group_size = 8
+    config.trainer.groups_per_step = 16
+    config.trainer.steps = 60
+    config.trainer.updates_per_step = 2
+    config.trainer.row_tokens = 18
+    config.trainer.micro_batch_rows = 128
+    config.optimizer.learning_rate = 1e-3
+    config.warm_start.steps = 800
+    config.warm_start.label_noise = 0.3
+    config.warm_start.path_noise = 0.5  # half of the answers that the verifier is taught on are wrong
+
+
+def _qwen3_8b(config: ConfigDict) -> None:
+    config.name = "math-pair-qwen3-8b"
+    config.model.path = "models/Qwen3-8B"
+    config.env.options = ConfigDict({"path": "", "answer": "boxed"})
+    config.policy.lora.rank = 64
+    config.policy.lora.alpha = 64.0
+    config.engine.tensor_parallel = 4
+    config.engine.prompts_per_request = 1  # long replies: none waits for another
+    config.mesh.fsdp = 4
+    config.engine.max_model_tokens = 16384
+    config.rollout.max_prompt_tokens = 8192
+    config.rollout.max_new_tokens = 8192
+    config.rollout.max_concurrent_episodes = 256
+    config.rollout.episode_timeout_s = 1800.0
+    config.trainer.groups_per_step = 32
+    config.trainer.steps = 200
+    config.trainer.row_tokens = 16384
+    config.trainer.micro_batch_rows = 2
+    config.optimizer.learning_rate = 2e-5

@@ -1,0 +1,209 @@
+"""A solver answers, a verifier approves or rejects, and after a rejection the solver tries once more.
+
+For worlds whose episode is one action. Each attempt and each verdict is a part of its own, rewarded by its own outcome:
+an attempt by being right, a verdict by agreeing with the truth. AstraFlow's solver-verifier recipe (reference workflow
+`actor_and_verify`), with the world's own verdict in place of its scorer.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flowjax.envs.base import Context, EnvDied, Message, Observation, Session, Step, Style, World
+from flowjax.envs.demonstrations import Exchange, Tasks
+from flowjax.records import Status, Task, state_key
+from flowjax.workflows.agent import Agent, Part, Played, record_turn
+from flowjax.workflows.codec import PromptTooLong
+from flowjax.workflows.single import Options
+
+SOLVER, VERIFIER = "solver", "verifier"
+APPROVE, REJECT = "approve", "reject"
+CHECK, WRONG = "check", "not"  # compact: before an answer to be judged, and before one that was rejected
+
+VERIFY = """Another agent has answered this problem:
+
+{problem}
+
+Its answer:
+
+{answer}
+
+Judge whether the answer is right. Reason first; then end with exactly <verdict>approve</verdict> or
+<verdict>reject</verdict>."""
+RETRY = """
+
+An earlier answer was rejected by a reviewer.
+
+The answer:
+
+{answer}
+
+The review:
+
+{review}
+
+Answer anew."""
+
+
+async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agent], options: Options) -> Played:
+    """One attempt, one verdict, and another attempt if the verdict is a rejection.
+
+    The episode succeeds by its last attempt. Its outcomes besides: `attempts`, `approved`, `verdict_right`.
+    """
+    parts: list[Part] = []
+    outcome = {"success": 0.0, "attempts": 0.0, "approved": 0.0, "verdict_right": 0.0}
+    status: Status = "ok"
+    error = ""
+    try:
+        answer, right = await _attempt(task, seed, env, agents[SOLVER], options, "", parts)
+        outcome |= {"success": right, "attempts": 1.0}
+        verdict, review, agrees = await _judge(task, env, seed, agents[VERIFIER], options, answer, right, parts)
+        outcome |= {"approved": float(verdict == APPROVE), "verdict_right": agrees}
+        if verdict == REJECT:
+            answer, right = await _attempt(task, seed, env, agents[SOLVER], options, answer, parts, review)
+            outcome |= {"success": right, "attempts": 2.0}
+    except PromptTooLong as too_long:
+        status, error = "truncated", str(too_long)
+    except EnvDied as died:
+        status, error = died.status, str(died)
+    return Played(parts, outcome, status, error)
+
+
+async def _attempt(
+    task: Task,
+    seed: int,
+    env: Session,
+    solver: Agent,
+    options: Options,
+    rejected: str,
+    parts: list[Part],
+    review: str = "",
+) -> tuple[str, float]:
+    """The solver's reply and whether it is right."""
+    observation = await env.reset(task, seed)
+    reply = await solver.act(_asked(options.world, observation, options.prompt, rejected, review))
+    legal = observation.legal_actions
+    action = options.world.parse_action(reply.text, legal, reference=options.reference_parsing) or ""
+    started_s = time.perf_counter()
+    step = await env.step(action)
+    turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s)
+    right = step.outcome.get("success", 0.0)
+    parts.append(Part(SOLVER, [turn], {**step.outcome, **_counts(step.valid, step.reward)}))
+    return reply.text, right
+
+
+async def _judge(
+    task: Task,
+    env: Session,
+    seed: int,
+    verifier: Agent,
+    options: Options,
+    answer: str,
+    right: float,
+    parts: list[Part],
+) -> tuple[str, str, float]:
+    """The verdict ("" where the reply holds none), the whole reply, and 1 if the verdict agrees with the truth."""
+    problem = await env.reset(task, seed)
+    reply = await verifier.act(_to_judge(options.world, problem, options.prompt, answer))
+    verdict = parse_verdict(reply.text)
+    agrees = float(bool(verdict) and (verdict == APPROVE) == (right >= 1.0))
+    before = Observation("", (APPROVE, REJECT), state_key(problem.state_key, answer))
+    after = Observation("", (), state_key(problem.state_key, answer, verdict))
+    step = Step(after, agrees, True, bool(verdict))
+    turn = record_turn(reply, before, step, env_s=0.0)
+    parts.append(Part(VERIFIER, [turn], {"success": agrees, **_counts(step.valid, agrees)}))
+    return verdict, reply.text, agrees
+
+
+def parse_verdict(reply: str) -> str:
+    """The verdict in the last tags, or the whole of a reply without tags; "" for neither."""
+    text = reply.lower().strip()
+    end = text.rfind("</verdict>")
+    if end >= 0:
+        text = text[:end].rpartition("<verdict>")[2].strip()
+    return text if text in (APPROVE, REJECT) else ""
+
+
+def _asked(world: World, observation: Observation, style: Style, rejected: str, review: str) -> list[Message]:
+    messages = world.prompt(observation, [], style)
+    if not rejected and not review:
+        return messages
+    *before, last = messages
+    more = f" {WRONG} {rejected}" if style == "compact" else RETRY.format(answer=rejected, review=review)
+    return [*before, {**last, "content": last["content"] + more}]
+
+
+def _to_judge(world: World, problem: Observation, style: Style, answer: str) -> list[Message]:
+    if style == "compact":
+        *before, last = world.prompt(problem, [], style)
+        return [*before, {**last, "content": f"{last['content']} {CHECK} {answer}"}]
+    return [{"role": "user", "content": VERIFY.format(problem=problem.text, answer=answer)}]
+
+
+def _counts(valid: bool, reward: float) -> dict[str, float]:
+    return {"turns": 1.0, "invalid_actions": float(not valid), "env_return": reward}
+
+
+def vocabulary() -> tuple[str, ...]:
+    """The words that compact prompts and replies of this workflow add to the world's."""
+    return (APPROVE, REJECT, CHECK, WRONG)
+
+
+def demonstrations(
+    world: World,
+    tasks: Tasks,
+    *,
+    options: Mapping[str, Any],
+    path_noise: float,
+    label_noise: float,
+    max_turns: int,
+    style: Style,
+    rng: np.random.Generator,
+    context: Context = "window",
+    history: int = 0,
+) -> Iterator[list[Exchange]]:
+    """Attempts, verdicts and second attempts of an expert, in turn, without end.
+
+    A share `path_noise` of the answers shown to the verifier is another one than the expert's, half of them near
+    misses; a share `label_noise` of all replies is replaced by a random one.
+    """
+    del max_turns, context, history
+    env = world.make(**options)
+    while True:
+        for index in range(len(tasks)):
+            task: Task = tasks[index]
+            problem = env.reset(task, task.seed)
+            right = world.reply(world.expert(env), style)
+            wrong = world.reply(world.random_action(problem, rng), style)
+            wrong = _near_miss(right, rng) if style == "compact" and rng.random() < 0.5 else wrong
+            shown = wrong if rng.random() < path_noise else right
+            verdict = APPROVE if shown == right else REJECT
+            attempt, judged, again = (
+                reply if rng.random() >= label_noise else other
+                for reply, other in ((right, wrong), (verdict, _other(verdict)), (right, wrong))
+            )
+            yield [(world.prompt(problem, [], style), attempt)]
+            yield [(_to_judge(world, problem, style, shown), _verdict_reply(judged, style))]
+            if shown != right:
+                yield [(_asked(world, problem, style, shown, _verdict_reply(REJECT, style)), again)]
+
+
+def _near_miss(reply: str, rng: np.random.Generator) -> str:
+    """The reply with one of its digits changed."""
+    words: Sequence[str] = reply.split()
+    digits = [i for i, word in enumerate(words) if word.isdigit() and len(word) == 1]
+    if not digits:
+        return reply
+    place = digits[rng.integers(len(digits))]
+    changed = str((int(words[place]) + 1 + rng.integers(9)) % 10)
+    return " ".join([*words[:place], changed, *words[place + 1 :]])
+
+
+def _other(verdict: str) -> str:
+    return REJECT if verdict == APPROVE else APPROVE
+
+
+def _verdict_reply(verdict: str, style: Style) -> str:
+    return verdict if style == "compact" else f"<verdict>{verdict}</verdict>"

@@ -1,0 +1,137 @@
+"""Attempts, verdicts and second attempts: what is recorded, and who is rewarded for what."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowjax.envs import math as world_module
+from flowjax.envs.base import Observation, Step, load_world
+from flowjax.models.nano import build_tokenizer
+from flowjax.records import Task
+from flowjax.workflows import solver_verifier
+from flowjax.workflows.agent import Agent, Played
+from flowjax.workflows.codec import Codec
+from flowjax.workflows.single import Options
+from flowjax.workflows.solver_verifier import demonstrations, parse_verdict, play
+
+OPTIONS = {"answer": "whole", "digits": 2, "terms": 2, "operators": "+"}
+WORLD = load_world("flowjax.envs.math")
+SUM = Task("sum", "math", 0, {"question": "12+34=?", "answer": "46", "expression": "12+34"})
+
+
+class LocalSession:
+    def __init__(self):
+        self._env = world_module.make(**OPTIONS)
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        return self._env.reset(task, seed)
+
+    async def step(self, action: str) -> Step:
+        return self._env.step(action)
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer((*WORLD.vocabulary(**OPTIONS), *solver_verifier.vocabulary()), folder)
+    return Codec(folder)
+
+
+def played(codec: Codec, replies: list[str]) -> tuple[Played, list[str]]:
+    """The episode in which the agents reply so, and the prompts that they saw."""
+    left, prompts = iter(replies), []
+
+    def agent(name: str) -> Agent:
+        async def generate(prompt_ids: list[int]):
+            prompts.append(codec.decode(prompt_ids))
+            ids = codec.encode_reply(next(left))
+            answer = {"sampled_ids": ids, "logprobs": [-1.0] * len(ids), "finish_reason": "stop", "model": f"{name}@3"}
+            return type("Sampled", (), answer)
+
+        return Agent(codec, generate)
+
+    agents = {name: agent(name) for name in ("solver", "verifier")}
+    options = Options(WORLD, max_turns=1, prompt="compact")
+    return asyncio.run(play(SUM, seed=0, env=LocalSession(), agents=agents, options=options)), prompts
+
+
+CASES = [
+    # replies, successes of the parts, episode: success, attempts, approved
+    (["4 6", "approve"], [1, 1], (1, 1, 1)),
+    (["4 5", "approve"], [0, 0], (0, 1, 1)),
+    (["4 5", "reject", "4 6"], [0, 1, 1], (1, 2, 0)),
+    (["4 6", "reject", "4 7"], [1, 0, 0], (0, 2, 0)),
+    (["4 5", "5"], [0, 0], (0, 1, 0)),  # no verdict: not rejected either
+    (["approve", "reject", "4 6"], [0, 1, 1], (1, 2, 0)),
+]
+
+
+@pytest.mark.parametrize(("replies", "successes", "whole"), CASES)
+def test_each_part_is_rewarded_for_its_own_work(codec, replies, successes, whole):
+    episode, _ = played(codec, replies)
+    assert [part.outcome["success"] for part in episode.parts] == successes
+    assert tuple(episode.outcome[name] for name in ("success", "attempts", "approved")) == whole
+    agents = ["solver", "verifier", "solver"][: len(replies)]
+    assert [part.agent for part in episode.parts] == agents
+    assert [turn.policy for turn in episode.turns] == agents
+    assert all(turn.version == 3 and turn.terminal for turn in episode.turns)
+
+
+def test_the_verifier_sees_the_answer_and_the_solver_what_was_rejected(codec):
+    _, prompts = played(codec, ["4 5", "reject", "4 6"])
+    assert prompts == ["1 2 + 3 4 = ?", "1 2 + 3 4 = ? check 4 5", "1 2 + 3 4 = ? not 4 5"]
+
+
+def test_verdicts_on_different_answers_are_different_states(codec):
+    states = {played(codec, [answer, "approve"])[0].turns[1].state_key for answer in ("4 5", "4 6", "4 6")}
+    assert len(states) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [
+        ("It is 46. <verdict>Approve</verdict>", "approve"),
+        ("<verdict>approve</verdict> no: <verdict> reject </verdict>.", "reject"),
+        ("reject", "reject"),
+        ("I approve", ""),
+        ("<verdict>maybe</verdict>", ""),
+        ("<verdict>approve", ""),
+        ("", ""),
+    ],
+)
+def test_verdicts_are_read_strictly(reply, verdict):
+    assert parse_verdict(reply) == verdict
+
+
+@pytest.mark.parametrize("style", ["compact", "instruct"])
+def test_clean_demonstrations_are_right(style):
+    tasks = WORLD.tasks("train", 0, **OPTIONS)[:50]
+    walk = demonstrations(
+        WORLD, tasks, options=OPTIONS, path_noise=0.5, label_noise=0.0, max_turns=1, style=style,
+        rng=np.random.default_rng(0),
+    )  # fmt: skip
+    verdicts = []
+    for ((messages, reply),) in itertools.islice(walk, 200):
+        content = messages[-1]["content"].replace(" ", "")
+        if verdict := parse_verdict(reply):
+            verdicts.append(verdict)
+        if style == "compact":
+            problem, checked, answer = content.partition("check")
+            a, b = problem.split("not")[0].removesuffix("=?").split("+")
+            answer = answer if checked else reply.replace(" ", "")
+            assert (int(answer) == int(a) + int(b)) == (verdict != "reject")
+    assert {"approve", "reject"} == set(verdicts)
+
+
+def test_demonstrations_speak_the_vocabulary(codec):
+    tasks = WORLD.tasks("train", 0, **OPTIONS)[:50]
+    walk = demonstrations(
+        WORLD, tasks, options=OPTIONS, path_noise=0.5, label_noise=0.3, max_turns=1, style="compact",
+        rng=np.random.default_rng(0),
+    )  # fmt: skip
+    words = {*WORLD.vocabulary(**OPTIONS), *solver_verifier.vocabulary()}
+    for ((messages, reply),) in itertools.islice(walk, 300):
+        assert set(messages[0]["content"].split()) | set(reply.split()) <= words
