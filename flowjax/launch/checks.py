@@ -125,6 +125,12 @@ def _training(config: ConfigDict) -> Iterator[str]:
             f"config.model.quantize is {config.model.quantize!r}, but config.policy.train is 'full', and quantised "
             "weights cannot be trained: set it to '' or train 'lora'"
         )
+    for name, own in config.policies.items():
+        if {**config.policy, **own.get("policy", {})}["train"] == "full":
+            yield (
+                f"config.policies.{name} trains 'full' weights, but {len(config.policies)} policies share the base: "
+                "set policy.train to 'lora'"
+            )
     if not 0 <= config.policy.lora.dropout < 1:
         yield f"config.policy.lora.dropout is {config.policy.lora.dropout}: it must lie in [0, 1)"
     if config.trainer.processes > 1 and not config.trainer.coordinator:

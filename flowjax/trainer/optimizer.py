@@ -96,6 +96,13 @@ def parse_rules(rules: Sequence[Any]) -> list[tuple[re.Pattern[str], dict[str, A
     return parsed
 
 
+def check_rules(rules: Sequence[Any], names: Sequence[str]) -> None:
+    """Raise ConfigError unless the rules can be read and cover every one of the parameters."""
+    parsed = parse_rules(rules)
+    for name in names:
+        _first_match(parsed, name)
+
+
 def parameter_names(trained: Arrays) -> Arrays:
     """A tree like `trained` of names such as `layers/q_proj`, `embedding` or `adapter/q_proj/a`."""
 

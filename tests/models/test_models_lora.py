@@ -1,9 +1,10 @@
 """Adapters: their strength, their refusals, and the shapes that checkpoints hand back."""
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import TINY, tiny_decoder
+from tiny_models import TINY, logprobs, tiny_decoder
 
 from flowjax.models.config import ModelError
 from flowjax.models.decoder import set_adapter
@@ -82,3 +83,14 @@ def test_foreign_adapters_are_refused():
         adapter_from_peft(tensors, TINY, Lora(3, 6.0, targets=("q_proj",)))
     with pytest.raises(ModelError, match=r"the adapter has no arrays for v_proj: it was made with other lora.targets"):
         peft_tensors(tiny_decoder(LORA).adapter, TINY, Lora(3, 6.0, targets=("v_proj",)))
+
+
+def test_dropout_is_on_only_with_a_key_and_follows_from_it_alone():
+    decoder = tiny_decoder(Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), dropout=0.5))
+    tokens = np.arange(12).reshape(2, 6)
+
+    def run(seed: int | None) -> np.ndarray:
+        return logprobs(decoder, tokens, dropout_key=None if seed is None else jax.random.key(seed))
+
+    np.testing.assert_array_equal(run(0), run(0))
+    assert np.abs(run(0) - run(None)).max() > 1e-3 and np.abs(run(0) - run(1)).max() > 1e-3
