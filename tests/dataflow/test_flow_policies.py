@@ -1,0 +1,109 @@
+"""Several policies over one flow: each at its own rate, with its own groups, ages and batches."""
+
+from pathlib import Path
+
+import grain
+import numpy as np
+
+from flowjax.config import default_config
+from flowjax.dataflow.flow import Flow
+from flowjax.monitor.metrics import read_metrics
+from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+
+GROUPS, MEMBERS, STEPS = 2, 2, 6
+
+
+def make_flow(folder: Path, **dataflow) -> Flow:
+    config = default_config()
+    config.rollout.group_size = MEMBERS
+    config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
+    config.policies = {"solver": {}, "verifier": {"trainer": {"groups_per_step": 2 * GROUPS, "steps": 3}}}
+    config.eval.tasks = 3
+    config.reward.components = {"success": 1.0}
+    config.dataflow.update({"max_staleness": 1, **dataflow})
+    tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
+    return Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
+
+
+def episode(lease: Lease, versions: dict[str, int]) -> Episode:
+    """The solver is right in odd episodes; the verifier speaks only then."""
+    ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
+    names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
+    right = float(lease.seed % 2)
+    parts = []
+    for policy, version in versions.items():
+        turn = Turn(policy, version, ids, ids, logprobs, "stop", 1, 2, 0.0, True, True)
+        if policy == "solver" or right:
+            parts.append(Trajectory(f"{names[0]}/{policy}", *names[1:], [turn], {"success": right}, policy=policy))
+    return Episode(*names, parts, {"success": right})
+
+
+def play(flow: Flow, versions: dict[str, int]) -> int:
+    leases = flow.lease("w", 1000)
+    for lease in leases:
+        flow.accept(lease.lease_id, episode(lease, {**versions, **lease.versions}))
+    return sum(lease.kind == "train" for lease in leases)
+
+
+def serve(flow: Flow, policy: str, version: int) -> None:
+    flow.commit(policy, version)
+    flow.report_serving(policy, version)
+
+
+def test_nothing_is_played_until_every_policy_is_served(tmp_path):
+    flow = make_flow(tmp_path)
+    flow.report_serving("solver", 0)
+    assert flow.lease("w", 10) == []
+    flow.report_serving("verifier", 0)
+    assert flow.lease("w", 10)
+
+
+def test_a_policy_goes_on_while_another_stands_still(tmp_path):
+    flow = make_flow(tmp_path)
+    versions = {"solver": 0, "verifier": 0}
+    for policy in versions:
+        serve(flow, policy, 0)
+    for step in range(STEPS):
+        while (served := flow.batch("solver", step)) is None:
+            assert play(flow, versions) > 0, "the verifier's trainer holds the solver up"
+        rows = served[0].rows
+        assert len(rows) == GROUPS * MEMBERS and {row.policy for row in rows} == {"solver"}
+        assert all(step - row.versions.max() <= 1 for row in rows)
+        versions["solver"] = step + 1
+        serve(flow, "solver", step + 1)
+    assert flow.status()["policies"]["verifier"]["committed"] == 0
+    served, dropped = flow.batch("verifier", 0) or (None, 0)
+    assert served is not None and dropped == 0
+    assert {row.policy for row in served.rows} == {"verifier"}
+    assert len(served.rows) == 2 * GROUPS * MEMBERS // 2, "one verdict in two episodes"
+
+
+def test_groups_are_compared_within_a_policy(tmp_path):
+    flow = make_flow(tmp_path)
+    for policy in ("solver", "verifier"):
+        serve(flow, policy, 0)
+    play(flow, {"solver": 0, "verifier": 0})
+    solver, _ = flow.batch("solver", 0) or (None, 0)
+    verifier, _ = flow.batch("verifier", 0) or (None, 0)
+    assert solver is not None and verifier is not None
+    assert {float(np.sign(row.advantages[-1])) for row in solver.rows} == {-1.0, 1.0}
+    assert all(abs(row.advantages[-1]) < 1e-3 for row in verifier.rows), "verdicts were all right: nothing to learn"
+
+
+def test_an_evaluation_pins_all_versions_and_the_end_waits_for_all_policies(tmp_path):
+    flow = make_flow(tmp_path)
+    for policy in ("solver", "verifier"):
+        serve(flow, policy, 0)
+    evaluation = [lease for lease in flow.lease("w", 1000) if lease.kind == "eval"]
+    assert [lease.versions for lease in evaluation] == [{"solver": 0, "verifier": 0}] * 3
+    assert flow.report_serving("solver", 5) == 0, "its first version is still being evaluated"
+    for lease in evaluation:
+        flow.accept(lease.lease_id, episode(lease, dict(lease.versions)))
+    serve(flow, "solver", STEPS)
+    assert not flow.finished
+    serve(flow, "verifier", 3)
+    assert not flow.finished
+    play(flow, {"solver": STEPS, "verifier": 3})
+    assert flow.finished
+    lines = [line for line in read_metrics(tmp_path) if line["kind"] == "eval"]
+    assert [line["versions"] for line in lines] == [{"solver": 0, "verifier": 0}, {"solver": 6, "verifier": 3}]
