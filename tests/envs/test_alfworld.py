@@ -11,6 +11,7 @@ from pathlib import Path
 import grain
 import numpy as np
 import pytest
+from fast_downward import interface
 from stock_alfworld import StockGame
 
 from data.alfworld.build import build
@@ -19,6 +20,7 @@ from flowjax.envs.alfworld import generate, plans
 from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Atom, Game, Play
 from flowjax.envs.alfworld.env import Alfworld, Games
 from flowjax.envs.alfworld.generate import TASK_TYPES, Spec
+from flowjax.envs.alfworld.library import loaded_bytes
 from flowjax.envs.alfworld.options import GENERATED
 from flowjax.envs.alfworld.packages import package
 from flowjax.envs.alfworld.prompts import task_of
@@ -434,6 +436,18 @@ def test_texts_need_nothing_that_newer_pythons_took_from_textworld(monkeypatch: 
     monkeypatch.setattr(textgen.EvalSymbol, "derive", fails)
     monkeypatch.setattr(textgen.ContextSensitiveGrammar, "derive", fails)
     assert play_out(alfworld.make(path=GENERATED), task_for(LIGHT)) > 1
+
+
+def test_an_environment_takes_little_memory():
+    image = Path(interface.DOWNWARD_LIB_PATH).read_bytes()
+    assert 500_000 < loaded_bytes(image) < 2_000_000 < len(image)
+    assert loaded_bytes(b"no library") == 10
+    envs = [begun(CLEAN)[0]]
+    pages = Path("/proc/self/statm")
+    before = int(pages.read_text().split()[1])
+    envs += [begun(CLEAN)[0] for _ in range(20)]
+    assert (int(pages.read_text().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE") / 20 < 6e6
+    assert str(interface.DOWNWARD_LIB_PATH).endswith("libdownward.so")
 
 
 def test_the_program_keeps_its_arguments_and_textworld_its_functions():

@@ -23,6 +23,7 @@ from textworld.generator.game import EntityInfo
 from textworld.logic import Placeholder, Proposition, State, Type, TypeHierarchy, Variable
 
 from flowjax.envs.alfworld.grammar import Grammar, predicates, symbols
+from flowjax.envs.alfworld.library import load_library
 from flowjax.envs.alfworld.packages import package
 from flowjax.envs.alfworld.room import Room
 from flowjax.envs.alfworld.translation import Translation, translated
@@ -224,7 +225,7 @@ class Play:
     """One playing of a game: `load` one, then `obey` commands."""
 
     def __init__(self):
-        self.library: Any = fast_downward.load_lib()
+        self.library: Any = load_library()
         self.game: Game
         self.facts: Facts
         self.state: set[Fact] = set()
