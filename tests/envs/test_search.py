@@ -75,7 +75,8 @@ def test_the_documents_tell_what_the_questions_ask():
     for split, hops in itertools.product(("train", "held_out"), (1, 2, 3)):
         questions = Questions(book, split, 0, [hops])
         for question in (questions[index] for index in range(0, len(questions), 7)):
-            *relations, name = re.fullmatch(r"What is (.*)\?", question.text)[1].replace("the ", "").split(" of ")  # pyright: ignore[reportOptionalSubscript]
+            [asked] = re.findall(r"^What is (.*)\?$", question.text)
+            *relations, name = asked.replace("the ", "").split(" of ")
             assert len(relations) == hops
             seen = [name]
             for relation in reversed(relations):
