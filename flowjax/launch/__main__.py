@@ -3,6 +3,7 @@
 --name=NAME      the run folder is <config.runs>/NAME; by default a fresh name after the recipe's
 --resume=FOLDER  go on with the run in FOLDER, exactly where it stopped
 --dry_run        print the plan (roles, devices, batch, memory, ports) and the obstacles, start nothing
+--status=FOLDER  show what the run in FOLDER is doing: roles, queues, versions, ages
 --devices=N      with --dry_run: plan for a machine with N accelerators
 
 Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to correct in what was asked for.
@@ -123,6 +124,8 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h", "--helpfull"} & set(argv):
         print(__doc__)
         return OK
+    if shown := [argument.partition("=")[2] for argument in argv if argument.startswith("--status")]:
+        return _show_status(Path(shown[0]))
     try:
         request = read_request(argv)
     except ConfigError as error:
@@ -143,6 +146,16 @@ def main(argv: Sequence[str]) -> int:
         return _refuse([str(error)])
     except OSError as error:
         return _refuse([f"run folder {request.run_dir}: {error.strerror}: give another --config.runs=<folder>"])
+
+
+def _show_status(run_dir: Path) -> int:
+    from flowjax.launch.status import render_status
+
+    try:
+        Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(render_status(run_dir))
+    except ConfigError as error:
+        return _refuse([str(error)])
+    return OK
 
 
 def _show_plan(request: Request, console: Console) -> int:

@@ -1,0 +1,105 @@
+"""What a run is doing, read from its folder while it goes on: `python -m flowjax.launch --status=<run folder>`."""
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from flowjax.config import load_run, policy_configs
+from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.progress import number, read_status
+from flowjax.monitor.screen import clock, fixed, interval, percent
+
+_SILENT_S = 10.0  # a role that writes its status every second and has not for so long is away
+
+
+def render_status(run_dir: Path, now_s: float | None = None) -> Group:
+    """Tables of the run's roles and of its policies.
+
+    Raises:
+        ConfigError: the folder holds no run.
+    """
+    config = load_run(run_dir)
+    now_s = time.time() if now_s is None else now_s
+    entries = read_metrics(run_dir)
+    dataflow, rollout = read_status(run_dir, "dataflow"), read_status(run_dir, "rollout")
+    roles = Table(title=str(run_dir), title_justify="left")
+    for column in ("role", "seen", "doing"):
+        roles.add_column(column)
+    roles.add_row("rollout", _seen(rollout, now_s), ", ".join(_playing(rollout)))
+    roles.add_row("dataflow", _seen(dataflow, now_s), ", ".join(_keeping(dataflow)))
+    train = [entry for entry in entries if entry.get("kind") == "train"]
+    newest = train[-1] if train else {}
+    roles.add_row("trainer", _seen(newest, now_s, silent_s=config.trainer.step_timeout_s), _training(newest))
+    policies = Table()
+    for column in (
+        "policy", "step", "served", "lag", "ready groups", "open", "dropped", "age mean", "oldest", "success",
+    ):  # fmt: skip
+        policies.add_column(column)
+    for name, own in policy_configs(config).items():
+        counts = dataflow.get("policies", {}).get(name, {})
+        own_lines = [entry for entry in train if entry.get("policy", name) == name]
+        last = own_lines[-1] if own_lines else {}
+        served = rollout.get("serving_versions", {}).get(name)
+        step = last.get("step", 0)
+        policies.add_row(
+            name,
+            f"{step}/{own.trainer.steps}",
+            _shown(served),
+            _shown(None if served is None else max(step - served, 0)),
+            *(_shown(counts.get(f"{state}_groups")) for state in ("ready", "open", "dropped")),
+            fixed(number(last, "staleness_mean"), 2),
+            _shown(last.get("staleness_max")),
+            percent(number(last, "success_rate")),
+        )
+    evaluations = Table(show_header=False)
+    for entry in entries:
+        if entry.get("kind") == "eval":
+            versions = entry.get("versions", {})
+            named = ", ".join(f"{policy}@{version}" for policy, version in versions.items())
+            evaluations.add_row("evaluation", named or f"version {entry.get('version')}", interval(entry))
+    return Group(roles, policies, evaluations) if evaluations.row_count else Group(roles, policies)
+
+
+def _seen(status: Mapping[str, Any], now_s: float, silent_s: float = _SILENT_S) -> str:
+    written_s = number(status, "time_s")
+    if written_s is None:
+        return "never"
+    ago = f"{clock(now_s - written_s)} ago"
+    return ago if now_s - written_s < silent_s else f"{ago} (away)"
+
+
+def _playing(status: Mapping[str, Any]) -> Iterator[str]:
+    if not status:
+        return
+    yield f"{status.get('in_flight', 0)} episodes in flight"
+    yield f"{fixed(number(status, 'episodes_per_s'), 1)} episodes/s"
+    yield f"{status.get('failed_episodes', 0)} failed"
+    yield f"engine {'up' if status.get('engine_up') else 'away'}"
+
+
+def _keeping(status: Mapping[str, Any]) -> Iterator[str]:
+    if not status:
+        return
+    for state in ("waiting", "leased", "quarantined"):
+        yield f"{status.get(state, 0)} {state}"
+    if status.get("passed_over_tasks"):
+        yield f"{status['passed_over_tasks']} tasks passed over"
+    for name, counts in status.get("algorithms", {}).items():
+        for key, value in counts.items():
+            yield f"{name}.{key} {value:.3g}"
+
+
+def _training(line: Mapping[str, Any]) -> str:
+    if not line:
+        return ""
+    parts = [f"step {line.get('step')}", f"{fixed(number(line, 'tokens_per_s'), 0)} tokens/s"]
+    parts += [f"{name[:-2]} {fixed(number(line, name), 1)} s" for name in ("wait_s", "step_s") if name in line]
+    return ", ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else str(value)

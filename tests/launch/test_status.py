@@ -1,0 +1,51 @@
+"""What `--status` tells of a run folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flowjax.config import ConfigError, default_config, save_run
+from flowjax.launch.status import render_status
+from flowjax.monitor.metrics import MetricsWriter
+
+
+def text(run: Path, now_s: float) -> str:
+    console = Console(width=160, record=True, file=(run / "screen").open("w"))
+    console.print(render_status(run, now_s))
+    return console.export_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    config = default_config()
+    config.policies = {"solver": {}, "verifier": {"trainer": {"steps": 40}}}
+    save_run(config, tmp_path)
+    return tmp_path
+
+
+def test_roles_queues_versions_and_ages_are_shown(run: Path):
+    rollout = {"time_s": 995.0, "in_flight": 12, "serving_versions": {"solver": 6, "verifier": 3}, "engine_up": True}
+    dataflow = {"time_s": 900.0, "leased": 12, "policies": {"solver": {"ready_groups": 4, "dropped_groups": 1}}}
+    for role, status in (("rollout", rollout), ("dataflow", dataflow)):
+        (run / f"status-{role}.json").write_text(json.dumps(status))
+    metrics = MetricsWriter(run)
+    metrics.write("train", step=3, policy="verifier", success_rate=0.75, staleness_mean=0.5, staleness_max=1)
+    metrics.write("train", step=7, policy="solver", success_rate=0.25, staleness_mean=1.25, staleness_max=2)
+    metrics.write("eval", step=0, versions={"solver": 0, "verifier": 0}, success_rate=0.5, low=0.4, high=0.6)
+    lines = text(run, 1000.0).splitlines()
+    (solver,) = [line for line in lines if line.startswith("│ solver")]
+    assert [cell.strip() for cell in solver.strip("│").split("│")] == [
+        "solver", "7/100", "6", "1", "4", "", "1", "1.25", "2", "25.0 %",
+    ]  # fmt: skip
+    (verifier,) = [line for line in lines if line.startswith("│ verifier")]
+    assert "3/40" in verifier and "75.0 %" in verifier
+    assert any("rollout" in line and "12 episodes in flight" in line and "engine up" in line for line in lines)
+    assert any("dataflow" in line and "(away)" in line and "12 leased" in line for line in lines)
+    assert any("solver@0, verifier@0" in line and "50.0 %" in line for line in lines)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config.json cannot be read .* give the folder of a run"):
+        render_status(tmp_path)
