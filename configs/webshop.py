@@ -33,7 +33,7 @@ def _nano(config: ConfigDict) -> None:
     config.model.dtype = "float32"
     config.model.remat = "none"
     config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
-    config.env.options = ConfigDict({"products": 40})
+    config.env.options = ConfigDict({"path": "", "products": 40})
     config.env.prompt = "compact"
     config.env.history = 2  # chosen options, two at most, are seen nowhere else
     config.env.max_turns = 8

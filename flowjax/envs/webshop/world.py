@@ -25,8 +25,11 @@ MAX_RANDOM_WORDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`products` of the catalog at `path`, or generated from `seed` where path is None. `held_out` different goals are
-    held out, a fifth of all at most; `goals` is synthetic or human, `split` by content or (as published) index."""
+    """The catalog is the first `products` of the files at `path`, or generated from `seed` where that is empty.
+
+    `held_out` different goals are held out, a fifth of all at most; `goals` is synthetic or human, `split` by content
+    or, as published, by index.
+    """
 
     path: str | None = None
     products: int = 1000
@@ -56,7 +59,7 @@ def read_options(options: Mapping[str, Any]) -> Options:
     for name in ("products", "held_out"):
         if getattr(read, name) < 1:
             raise WorldError(f"env.options.{name} is {getattr(read, name)}: give 1 or more")
-    return replace(read, show_attributes=bool(read.show_attributes))
+    return replace(read, path=read.path or None, show_attributes=bool(read.show_attributes))
 
 
 class WebShop:
