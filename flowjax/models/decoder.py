@@ -7,13 +7,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flowjax.models import params
 from flowjax.models.attention_kernels import Attention, attend_by, choose_attention
-from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch
+from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch, lora_linear
 from flowjax.models.moe import mixture
 from flowjax.models.pattern import Block, layer_blocks
 from flowjax.models.quantize import QuantizedMatrix
@@ -22,8 +23,11 @@ from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import Placement, ShardingRules
 
 Remat = Literal["none", "dots", "layer"]
-# What the backward pass finds kept of a layer: everything, the products with weights, or the layer's input alone.
-_KEPT: dict[str, Callable | None] = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "layer": None}
+# What the backward pass finds kept of a layer: everything, what linear maps and attention gave, or its input alone.
+_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names("mixed")
+)
+_KEPT: dict[str, Callable | None] = {"dots": _PRODUCTS, "layer": None}
 UNROLLED_LAYERS = 4  # a model this shallow compiles as fast unrolled, and does not copy what its backward pass keeps
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -155,10 +159,15 @@ class Decoder(nnx.Module):
             return flat(name, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
         def flat(name: str, x: jax.Array) -> jax.Array:
-            y = x @ weights[name]
+            adapted = self.lora is not None and name in adapter
+            if adapted and key is None and self._merges(x, weights[name]):
+                scale = jnp.asarray(self.lora.scale * adapter_scale, x.dtype)
+                y, adapted = lora_linear(x, weights[name], adapter[name]["a"], adapter[name]["b"], scale), False
+            else:
+                y = x @ weights[name]
             if f"{name}_bias" in weights:
                 y = y + weights[f"{name}_bias"]
-            if self.lora is None or name not in adapter:
+            if not adapted:
                 return y
             if key is not None:
                 keep = 1 - self.lora.dropout
@@ -167,6 +176,12 @@ class Decoder(nnx.Module):
             return y + lora_branch(x, adapter[name]["a"], adapter[name]["b"], self.lora.scale * adapter_scale)
 
         return apply
+
+    def _merges(self, x: jax.Array, weight: jax.Array | QuantizedMatrix) -> bool:
+        """Whether a linear map and its adapter are one product: in float32, on one device, over enough tokens."""
+        alone = self.placement is None or self.placement.mesh.size == 1
+        exact = isinstance(weight, jax.Array) and x.dtype == weight.dtype == jnp.float32
+        return alone and exact and x.ndim == 2 and x.shape[0] >= 2 * self.lora.rank
 
     def _stack(self, arrays: Mapping[str, Any], block: Block, member: int) -> dict[str, Any]:
         """What the layers at place `member` of a block's periods have of stacked arrays, stacked over the periods."""
@@ -232,7 +247,7 @@ class Decoder(nnx.Module):
             return self._norm(y, weights[norm]) if norm in weights else y
 
         query, key = heads("q_proj", "act_heads", "q_norm"), heads("k_proj", "act_kv_heads", "k_norm")
-        mixed = mix(query, key, heads("v_proj", "act_kv_heads", ""))
+        mixed = checkpoint_name(mix(query, key, heads("v_proj", "act_kv_heads", "")), "mixed")
         return linear("o_proj", mixed.reshape(rows, tokens, config.query_size))
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:

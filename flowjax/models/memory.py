@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from flowjax.models.attention import BLOCK_TOKENS
+from flowjax.models.attention import default_block_tokens
 from flowjax.models.lora import Lora, adapter_specs
 from flowjax.models.quantize import saved_bytes
 from flowjax.models.shape import ModelConfig
@@ -40,7 +40,7 @@ def estimate(
         data, fsdp, tensor, expert, sequence: sizes of the mesh.
 
     Activations count what the backward pass keeps: one hidden state per layer with remat, all inputs of linear maps
-    and attention weights without (and with "dots", which keeps fewer), plus one layer's gradients. XLA's own
+    without (and with "dots", which keeps fewer), plus one layer's gradients and one block's attention weights. XLA's own
     temporaries add to it: allow 20 %. Weights that are trained themselves are kept in float32.
     """
     size = DTYPE_BYTES[dtype]
@@ -53,10 +53,13 @@ def estimate(
     )
     trained = (adapter if lora else config.parameter_count()) if train else 0
     kept = local_rows * local_tokens * config.hidden_size * size
-    working = _layer_bytes(config, local_rows, local_tokens, tokens, size, tensor, expert)
+    working = _layer_bytes(config, local_rows, local_tokens, size, tensor, expert)
+    block = min(local_tokens, default_block_tokens(local_tokens))
+    scores = local_rows * math.ceil(config.heads / tensor) * block * tokens * (FLOAT32 + size)
     layers = config.layers if train else 1
     held = layers if train and remat != "layer" else 1  # layers whose inner values exist at once
     activations = kept * layers + working * (held + train)  # while training, the gradients of one layer's values too
+    activations += scores * (1 + train)
     chunk_tokens = min(chunk, rows * tokens) / (data * fsdp * expert * sequence)
     return {
         "base": math.ceil(config.parameter_count() / shards) * size - saved_bytes(config, quantize, size) // shards,
@@ -70,16 +73,14 @@ def estimate(
     }
 
 
-def _layer_bytes(config: ModelConfig, rows: int, queries: int, keys: int, size: int, tensor: int, expert: int) -> int:
+def _layer_bytes(config: ModelConfig, rows: int, tokens: int, size: int, tensor: int, expert: int) -> int:
     """What one layer's forward pass holds for its backward pass."""
     attention = 3 * config.query_size + 2 * config.kv_size
     ffn = 3 * config.ffn_size if config.dense_layers else 0
     if experts := config.experts:  # every device has the tokens of its neighbours along `expert`, once per choice
         sparse = expert * experts.per_token * (3 * experts.ffn_size + 2 * config.hidden_size * tensor)
         ffn = max(ffn, sparse)
-    linear = rows * queries * (math.ceil((attention + ffn) / tensor) + 4 * config.hidden_size) * size
-    scores = rows * math.ceil(config.heads / tensor) * min(queries, BLOCK_TOKENS) * keys * (FLOAT32 + size)
-    return linear + scores
+    return rows * tokens * (math.ceil((attention + ffn) / tensor) + 4 * config.hidden_size) * size
 
 
 def _gathered_bytes(config: ModelConfig, size: int, ways: int, tensor: int, expert: int) -> int:

@@ -1,13 +1,14 @@
 """A LoRA policy-gradient step beside Tunix's and TRL's: python -m tests.benchmarks.trainer
 
-`bash launch/benchmark_peers.sh` makes the peers' environment first. Every trainer is a process of its own, holds the same
-base model (a Hugging Face folder), adapter and rows in float32, and they step in turns: one round is `--steps` steps of
-each. Printed are real tokens per second (median over all steps, least and greatest median of a round), peak memory,
+`bash launch/benchmark_peers.sh` makes the peers' environment first. Every trainer is a process of its own, holds the
+same base model (a Hugging Face folder), adapter and rows in float32, and they step in turns: one round is `--steps`
+steps of each. Printed are real tokens per second (median of all steps; least and greatest of a round), peak memory,
 ratios, and first loss and gradient norm, which must agree. docs/benchmarks/trainer.md has the figures.
 
 With --device, steps of Qwen3 shapes are timed on whatever accelerator jax sees, without peers.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -125,7 +126,7 @@ def measure(case: Case, names: list[str], *, rounds: int, steps: int, threads: i
 def report(case: Case, runners: list[Runner]) -> bool:
     """Print a table in Markdown; False if the trainers disagree on the first step."""
     ours = runners[0]
-    speeds = {runner.name: case.tokens / statistics.median(sum(runner.rounds, [])) for runner in runners}
+    speeds = {runner.name: case.tokens / statistics.median(itertools.chain(*runner.rounds)) for runner in runners}
     print(f"\n{case.name}: {len(case.lengths)} rows, {case.tokens} real tokens, longest {max(case.lengths)}\n")
     print(
         "| trainer | tokens/s | rounds | ours is | peak memory | of it loaded | ours is | first loss | gradient norm |"
@@ -153,7 +154,8 @@ def main(argv: list[str]) -> None:
     if _DEVICE.value:
         from tests.benchmarks.trainer_device import time_shapes
 
-        return time_shapes(_SHAPES.value, [int(tokens) for tokens in _TOKENS.value], steps=_STEPS.value)
+        time_shapes(_SHAPES.value, [int(tokens) for tokens in _TOKENS.value], steps=_STEPS.value)
+        return
     peers = Path(_PEERS.value)
     unknown = [*(set(_CASES.value) - set(CASES)), *(set(_TRAINERS.value) - set(TRAINERS))]
     if unknown:
@@ -161,8 +163,8 @@ def main(argv: list[str]) -> None:
     if set(_TRAINERS.value) != {"flowjax"} and not (peers / "bin" / "python").exists():
         raise app.UsageError(f"--peers is {peers}, which has no bin/python: run bash launch/benchmark_peers.sh")
     settings = {"rounds": _ROUNDS.value, "steps": _STEPS.value, "threads": _THREADS.value, "peers": peers}
-    measured = [(CASES[name], measure(CASES[name], _TRAINERS.value, **settings)) for name in _CASES.value]
-    if not all([report(case, runners) for case, runners in measured]):
+    agree = [report(CASES[name], measure(CASES[name], _TRAINERS.value, **settings)) for name in _CASES.value]
+    if not all(agree):
         sys.exit(1)
 
 

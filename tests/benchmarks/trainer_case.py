@@ -164,8 +164,8 @@ def peak_bytes() -> int:
 def serve(make: Callable[[Path], Trainer]) -> None:
     """Take turns with other trainers: read `step N` or `end` from standard input, answer in one line of JSON each.
 
-    Arguments: folder of the case, variant of the trainer, cores. The first line, unasked, holds loss and gradient norm of the first step and the memory before it. Whatever the
-    trainer itself prints goes to standard error.
+    Arguments: folder of the case, variant of the trainer, cores. The first line, unasked, holds loss and gradient norm
+    of the first step and the memory before it. Whatever the trainer itself prints goes to standard error.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

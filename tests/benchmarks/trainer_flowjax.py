@@ -51,7 +51,7 @@ def stacked(arrays: dict[str, np.ndarray], layers: int) -> dict[str, dict[str, n
 def make(folder: Path) -> Trainer:
     case, arrays = read_case(folder)
     lora = Lora(rank=case.rank, alpha=float(case.rank))
-    model = load_decoder(folder / "base", lora=lora, dtype=jnp.float32, remat="none")
+    model = load_decoder(folder / "base", lora=lora, dtype=jnp.float32, remat="dots")
     set_adapter(model, stacked(arrays, case.layers))
     graph, trained, frozen = nnx.split(model, LoraParam, ...)
     options = {"name": "adamw", "learning_rate": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0}
@@ -65,14 +65,14 @@ def make(folder: Path) -> Trainer:
         kl_coefficient=0.0,
         entropy_coefficient=0.0,
         temperature=1.0,
-        chunk_tokens=1024,
+        chunk_tokens=256,
     )
     rows = token_rows(case)
     state = {"trained": trained, "optimizer": optimizer.init(trained)}
 
     def step() -> tuple[float, float]:
         sums = None
-        batches = pack(rows, row_tokens=max(case.lengths), micro_batch_rows=len(case.lengths))
+        batches = pack(rows, row_tokens=max(case.lengths), micro_batch_rows=len(case.lengths), tight=True)
         batches = [jax.device_put(batch) for batch in batches]
         for batch, anchor in zip(batches, update.anchors(trained, state["trained"], frozen, batches), strict=True):
             sums = update.add(state["trained"], frozen, batch, anchor, sums)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Tunix's RL trainer with its GRPO loss and qwix LoRA, for `tests.benchmarks.trainer`; runs in the peers' environment."""
+"""Tunix's RL trainer with its GRPO loss and qwix LoRA, for `tests.benchmarks.trainer`; for the peers' environment."""
 
 from pathlib import Path
 
@@ -29,8 +29,6 @@ from tests.benchmarks.trainer_case import (
     read_case,
     serve,
 )
-
-_MODULES = {"q_proj": "attn", "k_proj": "attn", "v_proj": "attn", "o_proj": "attn"}
 
 
 def _model(case: Case, folder: Path) -> nnx.Module:
@@ -90,7 +88,7 @@ def make(folder: Path) -> Trainer:
     config = GRPOConfig(beta=0.0, epsilon=CLIP, loss_agg_mode="token-mean")
     config.temperature = 1.0  # its learner sets it from the rollout's
     optimizer = optax.chain(optax.clip_by_global_norm(CLIP_NORM), optax.adamw(LEARNING_RATE, weight_decay=0.0))
-    trainer = RlTrainer(model, optimizer, TrainingConfig(eval_every_n_steps=10**9), lambda: {})
+    trainer = RlTrainer(model, optimizer, TrainingConfig(eval_every_n_steps=10**9), dict)
     trainer.with_loss_fn(
         lambda model, train_example: algo_core.grpo_loss_fn(
             model, train_example, algo_config=config, pad_id=PAD, eos_id=-1

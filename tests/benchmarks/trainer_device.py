@@ -1,0 +1,158 @@
+"""A LoRA policy-gradient step of Qwen3 shapes on the accelerator that jax sees, with random weights.
+
+    python -m tests.benchmarks.trainer --device [--shapes qwen3-1.7b,qwen3-8b] [--tokens 4096,16384] [--steps 3]
+
+Rank 64 on all seven linear maps, bfloat16, AdamW; one row of so many tokens, packed with sequences of at most 2,048,
+half of each prompt. Every measurement is a process of its own (memory is counted from its start), with the least
+recomputation that fits: `remat` none, then dots, then layer. It needs jax, flax, optax and msgpack, and no peers.
+
+MFU is `flowjax.trainer.numbers.step_flops` (no recomputation, causal attention within each sequence, head at sampled
+tokens) over step time and the device's dense bfloat16 peak.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-1.7b": {"hidden_size": 2048, "layers": 28, "heads": 16, "ffn_size": 6144, "tie_embeddings": True},
+    "qwen3-8b": {"hidden_size": 4096, "layers": 36, "heads": 32, "ffn_size": 12288, "tie_embeddings": False},
+    "tiny": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_size": 128, "vocab_size": 512},
+}
+_COMMON: dict[str, Any] = {"vocab_size": 151936, "kv_heads": 8, "head_dim": 128}
+REMATS = ("none", "dots", "layer")
+LONGEST_SEQUENCE_TOKENS = 2048
+RANK = 64
+OUT_OF_MEMORY = 3  # exit status
+
+
+def time_shapes(shapes: list[str], token_counts: list[int], *, steps: int) -> None:
+    """Print a table in Markdown, one line for each shape and number of tokens."""
+    unknown = [shape for shape in shapes if shape not in SHAPES]
+    if unknown:
+        raise SystemExit(f"--shapes: {', '.join(unknown)} is none of {', '.join(SHAPES)}")
+    print("| shape | packed tokens | device | remat | attention | step | tokens/s | MFU | peak memory | compilation |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for shape in shapes:
+        for tokens in token_counts:
+            found = _measure(shape, tokens, steps)
+            if found is None:
+                print(f"| {shape} | {tokens:,} | out of memory with every remat |", flush=True)
+                continue
+            utilisation = "-" if found["mfu"] is None else f"{found['mfu']:.1%}"
+            print(
+                f"| {shape} | {tokens:,} | {found['device']} | {found['remat']} | {found['attention']} "
+                f"| {found['step_s']:.3f} s ({found['least_s']:.3f} to {found['most_s']:.3f}) "
+                f"| {tokens / found['step_s']:,.0f} | {utilisation} | {found['peak_bytes'] / 2**30:.1f} GiB "
+                f"| {found['compile_s']:.0f} s |",
+                flush=True,
+            )
+
+
+def _measure(shape: str, tokens: int, steps: int) -> dict[str, Any] | None:
+    for remat in REMATS:
+        command = [sys.executable, "-m", "tests.benchmarks.trainer_device", shape, str(tokens), remat, str(steps)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=dict(os.environ))
+        if done.returncode == 0:
+            return json.loads(done.stdout.splitlines()[-1])
+        if done.returncode != OUT_OF_MEMORY:
+            raise SystemExit(f"{' '.join(command[1:])} ended with status {done.returncode}: its messages stand above")
+    return None
+
+
+def sequence_rows(tokens: int, vocab_size: int) -> list[Any]:
+    """Sequences that fill one row exactly: as many of the longest as fit, and one for the rest."""
+    import numpy as np
+
+    from flowjax.records import TokenRow
+
+    rng = np.random.default_rng(0)
+    lengths = [LONGEST_SEQUENCE_TOKENS] * (tokens // LONGEST_SEQUENCE_TOKENS) + [tokens % LONGEST_SEQUENCE_TOKENS]
+    made = []
+    for length in filter(None, lengths):
+        sampled = np.arange(length) >= length // 2
+        logprobs = (sampled * rng.normal(-np.log(vocab_size), 0.1, length)).astype(np.float32)
+        ids = rng.integers(0, vocab_size, length).astype(np.int32)
+        made.append(TokenRow("agent", ids, sampled, logprobs, (sampled * rng.normal()).astype(np.float32), sampled - 1))
+    return made
+
+
+def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]:
+    """Median time of a step, its utilisation of the device, and the most memory held."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    from flowjax.models.attention_kernels import choose_attention
+    from flowjax.models.decoder import Decoder
+    from flowjax.models.lora import Lora, LoraParam
+    from flowjax.models.shape import ModelConfig
+    from flowjax.trainer.batch import pack
+    from flowjax.trainer.numbers import memory_metrics, peak_flops, step_flops
+    from flowjax.trainer.step import Anchor, make_update
+
+    config, lora = ModelConfig(**{**_COMMON, **SHAPES[shape]}), Lora(rank=RANK, alpha=float(RANK))
+    model = Decoder(config, lora=lora, dtype=jnp.bfloat16, remat=remat, key=jax.random.key(0))
+    graph, trained, frozen = nnx.split(model, LoraParam, ...)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, weight_decay=0.0))
+    update = make_update(
+        graph,
+        optimizer,
+        kind="ppo",
+        options={"clip_low": 0.2, "clip_high": 0.28},
+        kl_coefficient=0.0,
+        entropy_coefficient=0.0,
+        temperature=1.0,
+        chunk_tokens=1024,
+    )
+    rows = sequence_rows(tokens, config.vocab_size)
+    batches = [jax.device_put(batch) for batch in pack(rows, row_tokens=tokens, micro_batch_rows=1)]
+    moments = optimizer.init(trained)
+    seconds = []
+    for _ in range(steps + 2):  # the first compiles, the second settles
+        started_s = time.perf_counter()
+        sums = None
+        for batch in batches:
+            sums = update.add(trained, frozen, batch, Anchor(), sums)
+        trained, moments, metrics = update.apply(trained, moments, sums)
+        jax.block_until_ready((trained, moments, metrics))
+        seconds.append(time.perf_counter() - started_s)
+    device = jax.devices()[0]
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    step_s, peak = statistics.median(seconds[2:]), peak_flops(device.device_kind)
+    held = memory_metrics()
+    return {
+        "device": device.device_kind,
+        "remat": remat,
+        "attention": choose_attention("auto", config, platform=platform, tokens=tokens, dtype=jnp.bfloat16),
+        "step_s": step_s,
+        "least_s": min(seconds[2:]),
+        "most_s": max(seconds[2:]),
+        "compile_s": seconds[0] - step_s,
+        "mfu": None if peak is None else step_flops(config, lora, rows) / step_s / peak,
+        "peak_bytes": held.get("device_peak_bytes", held["host_peak_bytes"]),
+        "loss": float(metrics["loss"]),
+        "config": dataclasses.asdict(config),
+    }
+
+
+def main() -> None:
+    shape, tokens, remat, steps = sys.argv[1:]
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    try:
+        print(json.dumps(time_step(shape, int(tokens), remat, int(steps))))
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+            raise
+        print(f"{shape}, {tokens} tokens, remat {remat}: out of memory", file=sys.stderr)
+        sys.exit(OUT_OF_MEMORY)
+
+
+if __name__ == "__main__":
+    main()
