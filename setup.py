@@ -41,6 +41,7 @@ EXTRAS: dict[str, list[str]] = {
         "pyright>=1.1.390",
         "pytest>=8.3",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.14",
     ],
     "dev": ["pre-commit>=4.0"],

@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
 # Install what the tests need, and run lint, types, import contracts and tests:
 #
-#   bash launch/test.sh [--torch-index URL] [--slow] [arguments of pytest ...]
+#   bash launch/test.sh [--torch-index URL] [--unit] [--slow] [arguments of pytest ...]
 #
+# --unit leaves out the tests with a real vLLM or several real processes.
 # --slow adds the checks that take longer than a change should wait for.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 install=()
-select="not slow"
+pace=" and not slow"
+unit=""
 while [ $# -gt 0 ]; do
   case $1 in
     --torch-index) install=("$1" "$2"); shift 2 ;;
-    --slow) select=""; shift ;;
+    --unit) unit=1; shift ;;
+    --slow) pace=""; shift ;;
     *) break ;;
   esac
 done
@@ -27,4 +30,13 @@ ruff check .
 ruff format --check .
 pyright
 lint-imports
-python -m pytest -m "$select" "$@"
+found=""
+check() {  # as pytest, but no test to run is no failure
+  local status=0
+  python -m pytest "$@" || status=$?
+  [ "$status" = 5 ] || found=1
+  [ "$status" = 0 ] || [ "$status" = 5 ] || exit "$status"
+}
+check -n 2 --dist loadfile -m "not integration$pace" "$@"
+[ -n "$unit" ] || check -m "integration$pace" "$@"  # one at a time: each uses every core
+[ -n "$found" ] || { echo "launch/test.sh: no test fits $*" >&2; exit 5; }
