@@ -203,7 +203,7 @@ def test_no_held_out_function_is_trained_on_over_ten_seeds():
     assert min(map(len, found.values())) > 100
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["humaneval", "livecodebench"])
 def test_no_held_out_problem_of_a_file_is_trained_on_over_ten_seeds(files: dict[str, str], kind: str):
     env = code.make(path=files[kind], **OPTIONS)
     found: dict[str, set[str]] = {"train": set(), "held_out": set()}

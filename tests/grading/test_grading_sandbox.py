@@ -20,7 +20,7 @@ from flowjax.grading.sandbox import Isolation, IsolationError, Limits, isolation
 from flowjax.grading.sandbox_commands import OWN_UIDS, PROGRAM, interpreters
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
-TIGHT = Limits(wall_s=0.6, cpu_s=1.0, memory_bytes=192 << 20, processes=8, disk_bytes=16 << 20, file_bytes=8 << 20)
+TIGHT = Limits(wall_s=0.4, cpu_s=1.0, memory_bytes=192 << 20, processes=8, disk_bytes=16 << 20, file_bytes=8 << 20)
 PATIENT = replace(TIGHT, wall_s=30.0)
 RIGHT = "def f(x):\n    return x + x"
 SUITES = {
