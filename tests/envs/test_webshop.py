@@ -14,6 +14,7 @@ from flowjax.envs.base import Observation, Split, WorldError, load_world
 from flowjax.envs.webshop.goals import split_goals
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE
 from flowjax.envs.webshop.world import WebShop
+from flowjax.envs.worker import Frames, frame, pack_task
 from flowjax.records import Task
 
 SMALL = {"products": 120}
@@ -329,6 +330,12 @@ def test_no_heavy_library_is_imported():
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
         webshop.make(**options)
+
+
+def test_a_task_is_the_same_after_the_way_to_a_worker():
+    env, observation = start(3)
+    [message] = Frames().feed(frame([pack_task(task(3, **SMALL))]))
+    assert env.reset(Task(*message), 1) == observation
 
 
 def test_a_task_of_another_catalog_is_refused():
