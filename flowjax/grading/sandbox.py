@@ -216,43 +216,52 @@ class Box:
         return Result(out, err, self._ending or _status(status), seconds, cpu_s, self._isolation.name)
 
     def _start(self, program: str, packages: Sequence[str]) -> subprocess.Popen[bytes]:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        where = self._isolation
         source = program.encode("utf-8", "surrogatepass")
-        if where.name == BUBBLEWRAP:
-            with contextlib.ExitStack() as stack:
-                program_fd = _memory_file(stack, source)
-                calls = seccomp_filter()
-                filter_fd = None if calls is None else _memory_file(stack, calls)
-                command = bubblewrap_command(
-                    self._limits,
-                    where.interpreter,
-                    program_fd=program_fd,
-                    filter_fd=filter_fd,
-                    drop_root=where.drop_root,
-                    packages=packages,
-                )
-                fds = [program_fd] if filter_fd is None else [program_fd, filter_fd]
-                return subprocess.Popen(
-                    command, pass_fds=fds, env={"PATH": os.environ.get("PATH", "/usr/bin")}, **pipes
-                )
+        if self._isolation.name == BUBBLEWRAP:
+            return self._start_bubblewrap(source, packages)
+        return self._start_limited(source, packages)
+
+    def _start_bubblewrap(self, source: bytes, packages: Sequence[str]) -> subprocess.Popen[bytes]:
+        with contextlib.ExitStack() as stack:
+            program_fd = _memory_file(stack, source)
+            calls = seccomp_filter()
+            filter_fd = None if calls is None else _memory_file(stack, calls)
+            command = bubblewrap_command(
+                self._limits,
+                self._isolation.interpreter,
+                program_fd=program_fd,
+                filter_fd=filter_fd,
+                drop_root=self._isolation.drop_root,
+                packages=packages,
+            )
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[program_fd] if filter_fd is None else [program_fd, filter_fd],
+                env={"PATH": os.environ.get("PATH", "/usr/bin")},
+            )
+
+    def _start_limited(self, source: bytes, packages: Sequence[str]) -> subprocess.Popen[bytes]:
         self._folder = tempfile.mkdtemp(prefix="flowjax-box-")
         path = Path(self._folder, "program.py")
         path.write_bytes(source)
-        user: dict[str, object] = {}
-        if where.drop_root:
-            uid = own_uid()
+        uid = own_uid() if self._isolation.drop_root else None
+        if uid is not None:
             os.chown(self._folder, uid, uid)
-            user = {"user": uid, "group": uid, "extra_groups": ()}
-        command = limited_command(self._limits, where.interpreter, program=str(path), packages=packages)
-        environment = {"PATH": "/usr/bin", "HOME": self._folder, "LANG": "C.UTF-8"}
+        command = limited_command(self._limits, self._isolation.interpreter, program=str(path), packages=packages)
         return subprocess.Popen(
             command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             cwd=self._folder,
-            env=environment,
+            env={"PATH": "/usr/bin", "HOME": self._folder, "LANG": "C.UTF-8"},
             process_group=0,
-            **user,  # pyright: ignore[reportCallIssue, reportArgumentType]
-            **pipes,
+            user=uid,
+            group=uid,
+            extra_groups=None if uid is None else (),
         )
 
     def _pump(self) -> bool:
