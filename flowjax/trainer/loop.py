@@ -210,7 +210,8 @@ def _log(
     if peak := peak_flops(jax.devices()[0].device_kind):
         line["flops_utilisation"] = line["flops_per_s"] / (peak * jax.device_count())
     if metrics is not None:
-        metrics.write("train", **line, **({"policy": learner.name} if several else {}))
+        whose: dict[str, Any] = {"policy": learner.name} if several else {}
+        metrics.write("train", **line, **whose)
         on_step(line)
 
 
@@ -263,7 +264,7 @@ def _episode_metrics(served: Served) -> dict[str, float]:
 
 def _row_metrics(rows: Sequence[TokenRow], packed: Sequence[Sequence[MicroBatch]], *, version: int) -> dict[str, float]:
     """Real tokens, share of padding, and how many versions the trained tokens lag."""
-    found = {"row_tokens": sum(len(row.tokens) for row in rows)}
+    found: dict[str, float] = {"row_tokens": sum(len(row.tokens) for row in rows)}
     if slots := sum(batch.tokens.size for part in packed for batch in part):
         filled = sum(int((batch.segments > 0).sum()) for part in packed for batch in part)
         lag = version - np.concatenate([row.versions[row.sampled] for row in rows])

@@ -14,6 +14,7 @@ from test_loop import run, settings
 from flowjax.config import ConfigError, default_config
 from flowjax.monitor.metrics import read_metrics
 from flowjax.trainer import processes
+from flowjax.trainer.compile_cache import use_compile_cache
 from flowjax.weights.publish import committed_steps, read_adapter
 
 
@@ -70,6 +71,7 @@ def main(folder: Path, address: str, steps: int) -> None:
     config = settings(steps, data=1, fsdp=2, tensor=2)
     with config.unlocked():
         config.trainer.processes, config.trainer.coordinator = 2, address
+    use_compile_cache(str(folder / "programs"))
     processes.join(config)
     run(folder, config, logs=processes.is_first())
 
