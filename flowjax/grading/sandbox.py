@@ -257,7 +257,7 @@ class Box:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self._folder,
-            env={"PATH": "/usr/bin", "HOME": self._folder, "LANG": "C.UTF-8"},
+            env={"PATH": "/usr/bin", "HOME": self._folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
             process_group=0,
             user=uid,
             group=uid,

@@ -124,6 +124,7 @@ def bubblewrap_command(
     command += ["--perms", "0755", "--dir", "/box", "--perms", "0444", "--ro-bind-data", str(program_fd), PROGRAM]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
+    command += ["--setenv", "PYTHONHASHSEED", "0"]  # sets in the same order every time
     command += ["--seccomp", str(filter_fd)] if filter_fd is not None else []
     command += ["sh", "-c", '"$@"; exit $?', "sh"]
     if drop_root:
@@ -157,9 +158,9 @@ def _visible_parents(path: str) -> list[str]:
 
 def _python_options(packages: Sequence[str]) -> list[str]:
     if not packages:
-        return ["-I", "-S", "-B"]
+        return ["-s", "-S", "-B"]
     start = f"import runpy, sys; sys.path[:0] = {list(packages)!r}; sys.argv = ['{PROGRAM}']; "
-    return ["-I", "-S", "-B", "-c", f"{start}runpy.run_path('{PROGRAM}', run_name='__main__')"]
+    return ["-s", "-S", "-B", "-c", f"{start}runpy.run_path('{PROGRAM}', run_name='__main__')"]
 
 
 def _threads_of_user() -> int:
@@ -179,4 +180,4 @@ def limited_command(
     resources = limits.resources()
     resources["RLIMIT_NPROC"] += _threads_of_user()
     settings = {"limits": resources, "program": program, "packages": list(packages)}
-    return [interpreter.executable, "-I", "-S", "-B", "-c", _LIMIT_AND_RUN, json.dumps(settings)]
+    return [interpreter.executable, "-s", "-S", "-B", "-c", _LIMIT_AND_RUN, json.dumps(settings)]

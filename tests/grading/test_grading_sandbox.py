@@ -247,6 +247,12 @@ def test_packages_can_be_imported_read_only(tmp_path: Path):
     assert result.stdout == (b"7 True\n" if WITHOUT else b"7 False\n"), result
 
 
+def test_sets_have_the_same_order_every_time(each: Isolation):
+    """Or else the same program might be right today and wrong tomorrow."""
+    source = "print(list({str(n) for n in range(50)}))"
+    assert len({run(source, isolation=each).stdout for _ in range(2)}) == 1
+
+
 def test_each_run_has_a_folder_of_its_own():
     source = "import os; print(os.listdir('.')); open('left', 'w')"
     outputs = {run(source, allow_none=WITHOUT).stdout for _ in range(2)}
