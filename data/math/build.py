@@ -86,7 +86,7 @@ def build(out: Path, seed: int, form: str = "gsm8k", *, train: int = 200, test: 
         if question not in seen and len(rows[split]) < wanted[split]:
             seen.add(question)
             rows[split].append(row(form, len(seen), question, way, answer))
-    return [_write(out / name, form, rows[split]) for split, name in (("train", "train"), ("held_out", "test"))]
+    return [_write(out / "train", form, rows["train"]), _write(out / "test", form, rows["held_out"])]
 
 
 def _write(path: Path, form: str, rows: list[Mapping[str, Any]]) -> Path:

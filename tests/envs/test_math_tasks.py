@@ -7,7 +7,7 @@ import pytest
 
 from data.math.build import FORMATS, build
 from flowjax.envs import math
-from flowjax.envs.base import WorldError
+from flowjax.envs.base import Split, WorldError
 from flowjax.envs.math_tasks import Problem, load, problem_of, read, split_of
 from flowjax.grading.math import equal
 
@@ -87,11 +87,14 @@ def test_built_sets_are_read_back_and_play(form: str, tmp_path: Path):
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
     options = {"path": str(tmp_path / "once")}
     env = math.make(**options)
-    for split, count in (("train", 30), ("held_out", 12)):
+    counts: dict[Split, int] = {"train": 30, "held_out": 12}
+    for split, count in counts.items():
         source = math.tasks(split, 0, **options)
         assert len(source) == count
         for index in range(count):
-            env.reset(source[index], 0)
+            task = source[index]
+            assert task is not None
+            env.reset(task, 0)
             assert env.step(math.expert(env)).outcome["success"] == 1.0
     train, test = ({p.question for p in load(options["path"], split)} for split in ("train", "held_out"))
     assert not train & test

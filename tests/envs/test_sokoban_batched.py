@@ -124,8 +124,9 @@ def test_levels_come_back_as_they_were_and_boards_begin_anew():
 def test_what_is_over_stays_as_it_is():
     levels = levels_of(Shape(), 30)
     boards = batched.from_levels(levels)
-    for actions in np.full((12, 30), 1):
-        boards, _, over = batched.step(boards, actions, max_steps=12)
+    for _ in range(11):
+        boards, _, _ = batched.step(boards, np.full(30, 1), max_steps=12)
+    boards, _, over = batched.step(boards, np.full(30, 1), max_steps=12)
     assert np.asarray(over).all()
     after, rewards, over = batched.step(boards, np.full(30, 2), max_steps=12)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), after, boards))
