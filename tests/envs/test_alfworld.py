@@ -181,7 +181,8 @@ def play_out(env: Alfworld, task: Task, limit: int = 40) -> int:
 def test_the_expert_wins_ten_games_of_each_kind():
     env = alfworld.make(path=GENERATED)
     kinds = Counter()
-    tasks = {split: GeneratedTasks(split, 1, Options(clutter=0.2)) for split in ("train", "held_out")}
+    splits: tuple[Split, ...] = ("train", "held_out")
+    tasks = {split: GeneratedTasks(split, 1, Options(clutter=0.2)) for split in splits}
     for index in range(60):
         task = tasks["held_out" if index % 12 < 6 else "train"](index)
         play_out(env, task)
@@ -292,10 +293,10 @@ def asked(task: Task) -> tuple:
 
 @pytest.mark.parametrize("held_out", ["seen", "unseen"])
 def test_what_is_held_out_is_never_asked_for_in_training(held_out: str):
-    content: dict[str, set] = {"train": set(), "held_out": set()}
+    content: dict[Split, set] = {"train": set(), "held_out": set()}
     for split, known in content.items():
         for data_seed in range(10):
-            source = GeneratedTasks(split, data_seed, Options(held_out=held_out))  # type: ignore[arg-type]
+            source = GeneratedTasks(split, data_seed, Options(held_out=held_out))
             known.update(asked(source(index)) for index in range(300))
     assert not content["train"] & content["held_out"]
     assert min(map(len, content.values())) > 1000

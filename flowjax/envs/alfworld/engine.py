@@ -96,7 +96,7 @@ class Facts(State):
         other._sorted.update(self._sorted)
         return other
 
-    def facts_with_signature(self, sig: Any) -> list[Proposition]:
+    def facts_with_signature(self, sig: Any) -> list[Proposition]:  # pyright: ignore[reportIncompatibleMethodOverride]
         known = self._sorted.get(sig)
         if known is None:
             known = self._sorted[sig] = sorted(super().facts_with_signature(sig))
