@@ -27,6 +27,10 @@ def test_a_sound_config_passes(config):
         ),
         ("optimizer.schedule", "cosin", ("config.optimizer.schedule is 'cosin'", "constant, cosine, linear")),
         ("model.dtype", "bf16", ("config.model.dtype is 'bf16'", "bfloat16")),
+        ("model.quantize", "int4", ("config.model.quantize is 'int4'", "int8, nf4")),
+        ("model.remat", "some", ("config.model.remat is 'some'", "none, dots, layer")),
+        ("optimizer.name", "adam", ("config.optimizer.name is 'adam'", "adamw, muon, sgd")),
+        ("trainer.processes", 2, ("config.trainer.processes is 2", "config.trainer.coordinator is empty", "host:port")),
         ("policy.name", "a@1", ("config.policy.name is 'a@1'", "without '@'")),
         ("dataflow.max_staleness", -1, ("config.dataflow.max_staleness is -1", "at least 0")),
         ("dataflow.lease_s", 2.0, ("config.dataflow.lease_s is 2.0", "config.env.step_timeout_s is 10.0", "raise")),
@@ -39,6 +43,17 @@ def test_each_conflict_names_field_value_and_remedy(config, field, value, parts)
     (message,) = check_config(config)
     for part in parts:
         assert part in message
+
+
+def test_full_training_has_no_reference_and_no_quantised_base(config):
+    config.policy.train, config.loss.kl_coefficient, config.model.quantize = "full", 0.1, "nf4"
+    reference, quantised = check_config(config)
+    assert "config.loss.kl_coefficient is 0.1" in reference and "set it to 0, or train 'lora'" in reference
+    assert "config.model.quantize is 'nf4'" in quantised and "set it to ''" in quantised
+    config.loss.kl_coefficient, config.model.quantize = 0.0, ""
+    config.policies = {"one": {}, "two": {"policy": {"train": "lora"}}}
+    (shared,) = check_config(config)
+    assert "config.policies.one trains 'full' weights, but 2 policies share the base" in shared
 
 
 def test_all_conflicts_are_told_together(config):
@@ -57,6 +72,11 @@ def test_a_resumed_run_may_be_longer_but_not_another(config):
     rank, gamma = sorted(check_unchanged(config, longer), key=lambda text: "gamma" in text)
     assert "config.policy.lora.rank is 8, but this run was started with 32" in rank
     assert "config.credit.options.gamma is 0.5" in gamma
+
+
+def test_rules_that_went_through_json_are_not_a_change(config):
+    config.optimizer.rules = (("norm", {"frozen": True}), (".*", {}))
+    assert check_unchanged(ConfigDict(json.loads(config.to_json())), config) == []
 
 
 def test_tuples_that_went_through_json_are_not_a_change(config):
