@@ -40,7 +40,7 @@ def estimate(
         data, fsdp, tensor, expert, sequence: sizes of the mesh.
 
     Activations count what the backward pass keeps: one hidden state per layer with remat, all inputs of linear maps
-    without (and with "dots", which keeps fewer), plus one layer's gradients and one block's attention weights. XLA's own
+    without (and with "dots", which keeps fewer), one layer's gradients and one block's attention weights. XLA's own
     temporaries add to it: allow 20 %. Weights that are trained themselves are kept in float32.
     """
     size = DTYPE_BYTES[dtype]

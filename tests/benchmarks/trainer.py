@@ -21,6 +21,7 @@ from typing import Any
 
 from absl import app, flags
 
+from flowjax.launch.roles import HUGE_PAGES
 from tests.benchmarks.trainer_case import CASES, Case, write_case
 
 LOSS_TOLERANCE = 1e-5  # absolute; advantages have standard deviation 1
@@ -33,6 +34,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of each trainer.")
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps in a turn.")
 _THREADS = flags.DEFINE_integer("threads", 2, "Cores that each trainer may use while it is its turn.")
 _PEERS = flags.DEFINE_string("peers", ".venv-peers", "Folder of the peers' environment.")
+_HUGE_PAGES = flags.DEFINE_enum("huge_pages", "all", ("all", "flowjax"), "Who has them.")
 _DEVICE = flags.DEFINE_bool("device", False, "Time Qwen3 shapes on the accelerator instead.")
 _SHAPES = flags.DEFINE_list("shapes", ["qwen3-1.7b", "qwen3-8b"], "With --device: shapes.")
 _TOKENS = flags.DEFINE_list("tokens", ["4096", "16384"], "With --device: packed tokens in a step.")
@@ -87,12 +89,14 @@ def write_base(case: Case, folder: Path) -> None:
     build_tokenizer([f"w{i}" for i in range(case.vocab_size - len(SPECIAL_TOKENS))], folder)
 
 
-def start(name: str, folder: Path, threads: int, peers: Path) -> Runner:
+def start(name: str, folder: Path, threads: int, peers: Path, *, huge_pages: bool) -> Runner:
     """Start a trainer on a case; its first line is still to be read."""
     peer, _, variant = name.partition("-")
     python = sys.executable if peer == "flowjax" else str(peers / "bin" / "python")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if huge_pages:
+        environment |= HUGE_PAGES
     process = subprocess.Popen(
         [python, "-m", f"tests.benchmarks.trainer_{peer}", str(folder), variant, str(threads)],
         stdin=subprocess.PIPE,
@@ -112,7 +116,8 @@ def measure(case: Case, names: list[str], *, rounds: int, steps: int, threads: i
         runners: list[Runner] = []
         try:
             for name in names:  # one after the other: compilation uses every core
-                runners.append(start(name, folder, threads, peers))
+                huge_pages = name == "flowjax" or _HUGE_PAGES.value == "all"
+                runners.append(start(name, folder, threads, peers, huge_pages=huge_pages))
                 runners[-1].first = runners[-1].answer()
             for _ in range(rounds):
                 for runner in runners:

@@ -198,3 +198,24 @@ def test_segment_mask_between_other_queries_and_keys():
     whole = segment_mask(jnp.asarray(segments), jnp.asarray(positions), 2)
     part = segment_mask(jnp.asarray(segments[:, 2:5]), jnp.asarray(positions[:, 2:5]), 2, segments, positions)
     np.testing.assert_array_equal(part, whole[:, 2:5])
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("block_tokens", [3, 8])
+def test_blocks_of_queries_change_neither_values_nor_gradients(block_tokens, soft_cap):
+    """8 tokens a block: each with the keys up to its end. 3: more blocks than are written out, so they come in a loop."""
+    tokens = 30
+    segments, positions = packed([[11, 19], [25]], tokens)
+    random = np.random.default_rng(0)
+    query, key, value = (random.normal(size=(2, tokens, heads, 4)).astype(np.float32) for heads in (4, 2, 2))
+    real = (segments != 0)[:, :, None, None]
+
+    def total(query, key, value, block_tokens):
+        own = (segments, positions, segments, positions)
+        mixed = attend(query, key, value, *own, window_tokens=9, soft_cap=soft_cap, block_tokens=block_tokens)
+        return jnp.sum(jnp.sin(mixed) * real)
+
+    find = jax.jit(jax.value_and_grad(total, (0, 1, 2)), static_argnums=3)
+    mine, whole = find(query, key, value, block_tokens), find(query, key, value, tokens)
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

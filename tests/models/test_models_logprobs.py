@@ -70,3 +70,18 @@ def test_full_logits_never_exist():
         return analysis.temp_size_in_bytes
 
     assert temporary_bytes(16) < 512 * 4096 * 4 / 4 < temporary_bytes(512)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_a_frozen_head_changes_neither_values_nor_the_gradient_of_hidden_states(soft_cap):
+    hidden, head, targets = _inputs()
+    weights = jnp.linspace(-1, 2, len(targets))
+
+    def loss(hidden, frozen_head):
+        options = {"temperature": 0.7, "chunk_tokens": 6, "soft_cap": soft_cap}
+        logprobs, entropy = token_logprobs(hidden, head, targets, entropy=True, frozen_head=frozen_head, **options)
+        return jnp.sum(weights * logprobs), entropy
+
+    mine, theirs = (jax.value_and_grad(loss, has_aux=True)(hidden, frozen) for frozen in (True, False))
+    for ahead, recomputed in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(ahead, recomputed, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,16 @@ from tiny_models import TINY, logprobs, tiny_decoder
 
 from flowjax.models.config import ModelError
 from flowjax.models.decoder import set_adapter
-from flowjax.models.lora import Lora, LoraParam, adapter_arrays, adapter_from_peft, merge, peft_tensors
+from flowjax.models.lora import (
+    Lora,
+    LoraParam,
+    adapter_arrays,
+    adapter_from_peft,
+    lora_branch,
+    lora_linear,
+    merge,
+    peft_tensors,
+)
 
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 
@@ -16,6 +25,23 @@ LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 def test_scale():
     assert Lora(16, 32.0).scale == 2.0
     assert Lora(16, 32.0, rslora=True).scale == 8.0
+
+
+def test_one_product_has_the_values_and_gradients_of_two():
+    random = np.random.default_rng(0)
+    shapes = ((9, 5), (5, 7), (5, 2), (2, 7), (9, 7))
+    x, w, a, b, weight = (random.normal(size=shape).astype(np.float32) for shape in shapes)
+
+    def one(x, w, a, b, scale):
+        return (weight * lora_linear(x, w, a, b, scale)).sum()
+
+    def two(x, w, a, b, scale):
+        return (weight * (x @ w + lora_branch(x, a, b, scale))).sum()
+
+    arguments = (x, w, a, b, jax.numpy.float32(0.7))
+    mine, theirs = (jax.value_and_grad(function, range(5))(*arguments) for function in (one, two))
+    for merged, apart in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(merged, apart, rtol=1e-4, atol=1e-5)
 
 
 def test_merge_by_hand():
