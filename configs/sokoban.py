@@ -12,7 +12,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
                (4 min with the base model, which is made once)
                held-out success 0.52 -> 0.88 [0.84, 0.90]; other seeds 0.52 -> 0.88, 0.49 -> 0.85
     nano_append  2 CPU cores        python -m flowjax.launch --config=configs/sokoban.py:nano_append
-               as nano, but an episode is one conversation; 3 steps are what we ran
+               as nano, but an episode is one conversation (no full run measured)
     qwen3_8b   8 x A100 80 GB       python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b   (not run by us)
     """
     recipes = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
