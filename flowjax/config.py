@@ -111,6 +111,7 @@ def default_config() -> ConfigDict:
     config.trainer.updates_per_step = 1  # optimiser updates that one batch is split into
     config.trainer.row_tokens = 2048  # longest packed row; shorter buckets are halves of it
     config.trainer.micro_batch_rows = 8  # rows per forward-backward pass, over all devices
+    config.trainer.tight_micro_batches = False  # fewer and shorter rows where tokens need no more; compiles more shapes
     config.trainer.logprob_chunk_tokens = 1024  # trained tokens whose full-vocabulary logits exist at once
     config.trainer.keep_checkpoints = 3  # newest checkpoints kept
     config.trainer.keep_every_steps = 0  # also keep every n-th checkpoint; 0 keeps none

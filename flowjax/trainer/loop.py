@@ -1,5 +1,6 @@
 """The training loop, top to bottom in the order of a step."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch, pack
 from flowjax.trainer.learner import Learner
 from flowjax.trainer.numbers import memory_metrics, peak_flops, step_flops
-from flowjax.trainer.processes import Shared, is_first, place
+from flowjax.trainer.processes import ROW_AXES, Shared, is_first, place
 from flowjax.trainer.sources import Served, Source
 from flowjax.weights.publish import Checkpoints
 
@@ -86,9 +87,12 @@ def train_policies(
         waited_s = time.perf_counter()
         trainer = learner.config.trainer
         parts = _split(served.rows, trainer.updates_per_step, seed=learner.config.seed, step=learner.step)
-        packed = [
-            pack(part, row_tokens=trainer.row_tokens, micro_batch_rows=trainer.micro_batch_rows) for part in parts
-        ]
+        layout: dict[str, Any] = {"row_tokens": trainer.row_tokens, "micro_batch_rows": trainer.micro_batch_rows}
+        layout |= {
+            "tight": trainer.tight_micro_batches,
+            "rows_multiple": math.prod(mesh.shape[axis] for axis in ROW_AXES),
+        }
+        packed = [pack(part, **layout) for part in parts]
         on_device = [[place(micro_batch, mesh) for micro_batch in part] for part in packed]
         packed_s = time.perf_counter()
 

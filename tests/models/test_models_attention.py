@@ -203,7 +203,7 @@ def test_segment_mask_between_other_queries_and_keys():
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("block_tokens", [3, 8])
 def test_blocks_of_queries_change_neither_values_nor_gradients(block_tokens, soft_cap):
-    """8 tokens a block: each with the keys up to its end. 3: more blocks than are written out, so they come in a loop."""
+    """8 tokens a block: each with the keys up to its end. 3: more blocks than are written out; they come in a loop."""
     tokens = 30
     segments, positions = packed([[11, 19], [25]], tokens)
     random = np.random.default_rng(0)
