@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         for name in ("checkpoint", "out"):
             if not values[name].value:
                 raise ConfigError(f"--{name} is missing")
-        export(Path(values.checkpoint), Path(values.out), form=values["format"].value, dtype=values.dtype)
+        export(Path(values.checkpoint), Path(values.out), form=str(values["format"].value), dtype=values.dtype)
     except (CheckpointError, ConfigError, ModelError) as error:
         print(f"export: {error}", file=sys.stderr)
         return 2

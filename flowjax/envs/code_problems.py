@@ -153,8 +153,8 @@ def _private(text: str) -> list[dict[str, Any]]:
 
 
 def _deep_coder(fields: Mapping[str, Any]) -> Problem:
-    tests = fields.get("tests") or fields.get("input_output")
-    tests = json.loads(tests) if isinstance(tests, str) else tests
+    told: Any = fields.get("tests") or fields.get("input_output")
+    tests = json.loads(told) if isinstance(told, str) else told
     if isinstance(tests, dict):
         entry = tests.get("fn_name") or ""
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))

@@ -39,7 +39,8 @@ def encode(value, depth=0):
         return ["bytes", bytes(value).hex()]
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
-            return [kind.__name__, *(encode(item, depth + 1) for item in kind.__iter__(value))]
+            items = getattr(kind, "__iter__")(value)  # noqa: B009 (the kind's own, not one that a subclass brings)
+            return [kind.__name__, *(encode(item, depth + 1) for item in items)]
     if isinstance(value, dict):
         return ["dict", *(encode(part, depth + 1) for item in dict.items(value) for part in item)]
     if isinstance(value, range):
@@ -194,10 +195,11 @@ def _solution(job, lines):
         return None
 
 
-def _answer(function, arguments, keywords, seconds):
+def _answer(function, arguments: list, keywords: list, seconds):
     try:
         with _Clock(seconds):
-            return ["ok", encode(function(*decode(arguments), **decode(keywords)))]
+            named: dict = decode(keywords)
+            return ["ok", encode(function(*decode(arguments), **named))]
     except BaseException as error:
         return ["error", _reason(error, "solution.py")]
 

@@ -162,9 +162,12 @@ def load_decoder(
     decoder = nnx.eval_shape(lambda: Decoder(config, lora=lora, dtype=dtype, key=key, **options))
     for name, spec in specs.items():
         sharding = placement.of(spec.axes) if placement else jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        array = jax.make_array_from_callback(
-            spec.shape, sharding, lambda index, name=name, spec=spec: _read_part(tensors, name, spec, config, index)
-        )
+        read = functools.partial(_read_part, tensors, name, spec, config)
+        parts = [
+            _stream(read, spec, index, device, in_layers=name not in _OUTER)
+            for device, index in sharding.addressable_devices_indices_map(spec.shape).items()
+        ]
+        array = jax.make_array_from_single_device_arrays(spec.shape, sharding, parts)
         quantized = quantize and name in ALL_TARGETS
         decoder.parameter(name).set_value(quantized_matrix(array, quantize) if quantized else array)
     if lora is not None:

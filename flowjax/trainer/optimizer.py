@@ -1,7 +1,7 @@
 """The optimiser of a run: an optax chain from its config, with rules for parameters that differ."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,9 @@ def make_optimizer(config: ConfigDict, updates: int, trained: Arrays | None = No
     names = parameter_names(trained)
     labels = [_first_match(rules, name) for name in jax.tree.leaves(names)]
     tree = jax.tree.unflatten(jax.tree.structure(names), labels)
-    steps = {index: _named(config, updates, settings) for index, (_, settings) in enumerate(rules)}
+    steps: dict[Hashable, optax.GradientTransformation] = {
+        index: _named(config, updates, settings) for index, (_, settings) in enumerate(rules)
+    }
     frozen = {index for index, (_, settings) in enumerate(rules) if settings.get("frozen")}
     still = jax.tree.map(lambda label: label in frozen, tree)
     return optax.chain(

@@ -215,7 +215,8 @@ def make_update(
         metrics["skipped"] = 1.0 - finite
         return jax.tree.map(keep, stepped, trained), jax.tree.map(keep, next_state, optimizer_state), metrics
 
-    apply = jax.jit(apply, donate_argnums=(0, 1), **({"out_shardings": (*layout, None)} if layout else {}))
+    placed: dict[str, Any] = {"out_shardings": (*layout, None)} if layout else {}
+    apply = jax.jit(apply, donate_argnums=(0, 1), **placed)
     logprobs = jax.jit(lambda trained, frozen, batch: logprobs_of(trained, frozen, batch)[0])
 
     def anchors(start: Arrays | None, trained: Arrays, frozen: Arrays, batches: Sequence[MicroBatch]) -> list[Anchor]:

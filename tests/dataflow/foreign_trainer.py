@@ -9,7 +9,7 @@ import json
 import struct
 import sys
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def numbers(array: dict[str, Any]) -> list:
 
 def main(url: str, version_file: Path, steps: int) -> None:
     version = int(version_file.read_text()) if version_file.exists() else 0
-    advantages: Counter[int] = Counter()
+    advantages: defaultdict[int, float] = defaultdict(float)
     while version < steps:
         answer = post(url, "batch", policy="agent", step=version)
         if answer["state"] == "wait":

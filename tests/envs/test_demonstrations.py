@@ -76,7 +76,9 @@ def test_in_append_mode_an_episode_is_one_conversation_that_takes_the_replies_it
     lengths = set()
     for conversation, index in zip(walk, range(100), strict=False):
         env = sokoban.make()
-        observation = env.reset(TASKS[index], TASKS[index].seed)
+        task = TASKS[index]
+        assert task is not None
+        observation = env.reset(task, task.seed)
         lengths.add(len(conversation))
         for messages, reply in conversation:
             assert messages == sokoban.follow_up(observation, "compact")

@@ -25,7 +25,9 @@ def test_what_a_module_lacks_is_listed(monkeypatch: pytest.MonkeyPatch):
     module = types.ModuleType("half_a_world")
     module.__dict__.update(make=lambda: None, tasks=lambda: None, OUTCOMES=("score",))
     monkeypatch.setitem(sys.modules, "half_a_world", module)
-    with pytest.raises(WorldError, match="lacks expert, random_action, vocabulary, prompt, follow_up, reply, parse_action"):
+    with pytest.raises(
+        WorldError, match="lacks expert, random_action, vocabulary, prompt, follow_up, reply, parse_action"
+    ):
         load_world("half_a_world")
 
 

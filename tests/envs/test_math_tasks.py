@@ -10,6 +10,7 @@ from flowjax.envs import math
 from flowjax.envs.base import Split, WorldError
 from flowjax.envs.math_tasks import Problem, load, problem_of, read, split_of
 from flowjax.grading.math import equal
+from flowjax.records import Task
 
 DAPO_PROMPT = """Solve the following math problem step by step. The last line of your response should be of the form \
 Answer: $Answer (without quotes) where $Answer is the answer to the problem.
@@ -98,8 +99,14 @@ def test_built_sets_are_read_back_and_play(form: str, tmp_path: Path):
             assert env.step(math.expert(env)).outcome["success"] == 1.0
     train, test = ({p.question for p in load(options["path"], split)} for split in ("train", "held_out"))
     assert not train & test
-    first = [math.tasks("train", seed, **options)[0].payload["question"] for seed in range(10)]
+    first = [task_at(math.tasks("train", seed, **options), 0).payload["question"] for seed in range(10)]
     assert len(set(first)) > 3
+
+
+def task_at(source, index: int) -> Task:
+    task = source[index]
+    assert isinstance(task, Task)
+    return task
 
 
 def test_one_file_is_split_by_content_over_ten_orders(tmp_path: Path):
@@ -110,7 +117,7 @@ def test_one_file_is_split_by_content_over_ten_orders(tmp_path: Path):
     for data_seed in range(10):
         halves = [
             {
-                " ".join(math.tasks(split, data_seed, path=str(path))[i].payload["question"].lower().split())
+                " ".join(task_at(math.tasks(split, data_seed, path=str(path)), i).payload["question"].lower().split())
                 for i in range(30)
             }
             for path in files
@@ -129,7 +136,7 @@ def test_training_problems_that_are_tested_are_left_out(tmp_path: Path):
 def test_compact_prompts_spell_what_files_say(tmp_path: Path):
     path = str(write(tmp_path / "a.jsonl", [{"question": "Is 3 < 4?", "answer": "yes"}] * 3))
     words = set(math.vocabulary(path=path))
-    task = math.tasks(split_of("Is 3 < 4?"), 0, path=path)[0]
+    task = task_at(math.tasks(split_of("Is 3 < 4?"), 0, path=path), 0)
     observation = math.make(path=path, answer="whole").reset(task, 0)
     [message] = math.prompt(observation, [], "compact")
     assert message["content"] == "I s _ 3 _ < _ 4 ?" and set(message["content"].split()) <= words

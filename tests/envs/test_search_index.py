@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import letter_encoder
 import numpy as np
@@ -106,7 +107,12 @@ def test_a_folders_encoder_pools_over_words_and_knows_e5s_prefixes(tmp_path: Pat
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     folder = tmp_path / name
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     model = BertModel(BertConfig(vocab_size=len(words), **sizes)).eval()
     model.save_pretrained(folder)
     prefix = ["query", ":"] if name == "e5-tiny" else []

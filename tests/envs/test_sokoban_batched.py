@@ -42,6 +42,7 @@ def gym_env(level: Level) -> SokobanEnv:
 
 
 def as_drawn(env: SokobanEnv) -> np.ndarray:
+    assert env.room_state is not None
     return np.where((env.room_state == 5) & (env.room_fixed == 2), 6, env.room_state)
 
 

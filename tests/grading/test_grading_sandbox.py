@@ -84,6 +84,7 @@ def _count_callers(server: socket.socket, callers: list) -> None:
 
 def _strays() -> list[str]:
     """Processes on this machine that boxes of this process left running, after a while for the kernel to end them."""
+    found: list[str] = []
     for _ in range(200):
         found = []
         for path in Path("/proc").glob("[0-9]*"):
@@ -306,6 +307,7 @@ def test_a_box_dies_with_its_parent(tmp_path: Path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
+    alive: list[int] = []
     for _ in range(300):
         alive = [pid for pid in (*children, *inner) if _running(pid)]
         if not alive:

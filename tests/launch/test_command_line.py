@@ -58,7 +58,9 @@ def test_mistyped_field_names_the_nearest(recipe, wrong, right):
 
 
 def test_field_with_no_near_name_lists_what_there_is(recipe):
-    assert "config.mesh has data, expert, fsdp, sequence, tensor" in refuse([f"--config={recipe}", "--config.mesh.qqqqqq=3"])
+    assert "config.mesh has data, expert, fsdp, sequence, tensor" in refuse(
+        [f"--config={recipe}", "--config.mesh.qqqqqq=3"]
+    )
 
 
 @pytest.mark.parametrize(

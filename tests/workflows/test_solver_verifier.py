@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,16 @@ class LocalSession:
         return self._env.step(action)
 
 
+@dataclass(frozen=True)
+class Scripted:
+    """An engine's answer."""
+
+    sampled_ids: list[int]
+    logprobs: list[float]
+    model: str
+    finish_reason: str = "stop"
+
+
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
@@ -48,8 +59,7 @@ def played(codec: Codec, replies: list[str]) -> tuple[Played, list[str]]:
         async def generate(prompt_ids: list[int]):
             prompts.append(codec.decode(prompt_ids))
             ids = codec.encode_reply(next(left))
-            answer = {"sampled_ids": ids, "logprobs": [-1.0] * len(ids), "finish_reason": "stop", "model": f"{name}@3"}
-            return type("Sampled", (), answer)
+            return Scripted(ids, [-1.0] * len(ids), f"{name}@3")
 
         return Agent(codec, generate)
 

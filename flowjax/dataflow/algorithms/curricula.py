@@ -1,6 +1,5 @@
 """Which tasks are worth playing, from how earlier plays of them went."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -122,5 +121,5 @@ class Greso(Algorithm):
     def metrics(self) -> dict[str, float]:
         return {"p_easy": self._p[EASY], "p_hard": self._p[HARD], "streaks": len(self._streaks)}
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {"_streaks": self._streaks, "_p": self._p, "_counts": self._counts}

@@ -82,7 +82,7 @@ class Pages:
             return replace(state, page="done")
         if target in self._sub_pages:
             return replace(state, page="sub", sub_page=target)
-        for option, values in reversed(self._catalog.products[state.product].options.items()):
+        for option, values in reversed(list(self._catalog.products[state.product].options.items())):
             if target in values:
                 return replace(state, options=tuple(sorted({**dict(state.options), option: target}.items())))
         return None

@@ -106,7 +106,7 @@ def vocabulary(catalog: Catalog) -> tuple[str, ...]:
     """Every word of compact prompts about this catalog, and of replies to them."""
     names = (BACK, PREVIOUS, NEXT, BUY, *SUB_PAGES, ATTRIBUTES)
     fixed = "goal then none under search click page results item sub done more " + " ".join((*names, *PAGES))
-    found = dict.fromkeys(fixed.split())
+    found: dict[str, None] = dict.fromkeys(fixed.split())
     found.update(dict.fromkeys(f"{limit:.0f}" for limit in LIMITS if limit <= _highest_limit(catalog)))
     texts: list[str] = []
     for product in catalog.products:

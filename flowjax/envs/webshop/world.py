@@ -87,7 +87,9 @@ class WebShop:
         Raises:
             WorldError: the task's product is not in the catalog, which then is not the one its goals were made from.
         """
-        told = {name: tuple(v) if isinstance(v, list | tuple) else v for name, v in task.payload["goal"].items()}
+        told: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list | tuple) else v for name, v in task.payload["goal"].items()
+        }
         goal = Goal(**told)
         if goal.asin not in self.catalog.by_asin:
             raise WorldError(
