@@ -31,7 +31,7 @@ ROWS, TOKENS = 8, 24
 LORA = Lora(4, 8.0)
 ATTENTION_LORA = Lora(4, 8.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 # name -> (model, adapter, mesh sizes)
-CASES: dict[str, tuple[ModelConfig, Lora | None, dict[str, int]]] = {
+CASES: dict[str, tuple[ModelConfig, Lora | None, dict[str, Any]]] = {
     "fsdp8": (DENSE, LORA, {"fsdp": 8}),
     "data2_fsdp4": (DENSE, LORA, {"data": 2, "fsdp": 4}),
     "fsdp2_tensor4": (DENSE, LORA, {"fsdp": 2, "tensor": 4}),

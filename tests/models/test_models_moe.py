@@ -1,6 +1,7 @@
 """Experts: no token is dropped, gradients are exact, and layers with and without them go by in order."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ def _arrays() -> list[jax.Array]:
     return [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def _dense(x, router, gate, up, down, experts: Experts) -> jax.Array:
+def _dense(x, router, gate, up, down, *, experts: Experts) -> jax.Array:
     """Every expert for every token, weighted by the router's choice or by zero."""
     scores = jax.nn.softmax(x @ router, axis=-1)
     kept = jnp.where(scores >= jnp.sort(scores, axis=-1)[:, -experts.per_token, None], scores, 0)
@@ -49,7 +50,7 @@ def test_sorted_experts_equal_all_experts_and_a_mask(normalise, parts):
     def run(function):
         return jax.value_and_grad(lambda *arrays: jnp.sum(function(*arrays) * pull), argnums=(0, 1, 2, 3, 4))(*arrays)
 
-    found, wanted = run(ours), run(lambda *arrays: _dense(*arrays, experts))
+    found, wanted = run(ours), run(functools.partial(_dense, experts=experts))
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
