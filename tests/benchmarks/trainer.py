@@ -122,6 +122,8 @@ def measure(case: Case, names: list[str], *, rounds: int, steps: int, threads: i
             for _ in range(rounds):
                 for runner in runners:
                     runner.turn(steps)
+                    speed = case.tokens / statistics.median(runner.rounds[-1])
+                    print(f"{case.name}: {runner.name} {speed:,.0f} tokens/s", file=sys.stderr, flush=True)
         finally:
             for runner in runners:
                 runner.end()
