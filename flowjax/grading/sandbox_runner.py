@@ -198,8 +198,8 @@ def _solution(job, lines):
 def _answer(function, arguments: list, keywords: list, seconds):
     try:
         with _Clock(seconds):
-            named: dict = decode(keywords)
-            return ["ok", encode(function(*decode(arguments), **named))]
+            result = function(*decode(arguments), **decode(keywords))  # pyright: ignore[reportCallIssue]
+            return ["ok", encode(result)]
     except BaseException as error:
         return ["error", _reason(error, "solution.py")]
 

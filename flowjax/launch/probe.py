@@ -78,8 +78,8 @@ def _world(config: ConfigDict) -> Iterator[str]:
     if longest_step_s is not None and longest_step_s(**options) > config.env.step_timeout_s:
         yield (
             f"config.env.step_timeout_s is {config.env.step_timeout_s}, but with config.env.options {options} a step "
-            f"of {config.env.module} may take {longest_step_s(**options)} s: raise step_timeout_s, or lower the world's "
-            "limits"
+            f"of {config.env.module} may take {longest_step_s(**options)} s: raise step_timeout_s, or lower the "
+            "world's limits"
         )
 
 
@@ -178,8 +178,9 @@ def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Itera
     shortest = row_buckets(config.trainer.row_tokens)[-1]
     if shortest % mesh["sequence"]:
         yield (
-            f"config.trainer.row_tokens is {config.trainer.row_tokens}, whose shortest bucket of {shortest} tokens does "
-            f"not divide over config.mesh.sequence = {mesh['sequence']}: make row_tokens that number times a power of 2"
+            f"config.trainer.row_tokens is {config.trainer.row_tokens}, whose shortest bucket of {shortest} tokens "
+            f"does not divide over config.mesh.sequence = {mesh['sequence']}: make row_tokens that number times a "
+            "power of 2"
         )
     model = _model(config)
     if model is None:
@@ -196,6 +197,7 @@ def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Itera
     }
     if config.model.dtype not in memory.DTYPE_BYTES:
         return
+    axes: dict[str, Any] = plan["mesh"]
     plan["memory"] = memory.estimate(
         model,
         lora,
@@ -205,7 +207,7 @@ def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Itera
         dtype=config.model.dtype,
         remat=config.model.remat,
         quantize=config.model.quantize,
-        **plan["mesh"],
+        **axes,
     )
     placement: Any = AbstractMesh(tuple(mesh.values()), MESH_AXES)  # only its shape is looked at
     Placement(placement).check(model)

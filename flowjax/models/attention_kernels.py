@@ -212,11 +212,12 @@ def _splash_kernel(tokens: int, heads: int, window_tokens: int | None, soft_cap:
     shape = (tokens, tokens)
     one = splash.CausalMask(shape) if window_tokens is None else splash.LocalMask(shape, (window_tokens - 1, 0), 0)
     block = next(size for size in (SPLASH_BLOCK_TOKENS, 256, LANES) if tokens % size == 0)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    parts = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    blocks: dict[str, Any] = {f"block_{part}": block for part in parts}
     with jax.ensure_compile_time_eval():  # kernels outlive the trace that asked for them first
         return splash.make_splash_mha(
             splash.MultiHeadMask([one] * heads),
-            block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+            block_sizes=splash.BlockSizes(**blocks),
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=soft_cap,

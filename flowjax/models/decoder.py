@@ -57,7 +57,8 @@ class Decoder(nnx.Module):
     ):
         if remat not in ("none", *_KEPT):
             raise ModelError(f"config.model.remat is {remat!r}: it must be 'none', 'dots' or 'layer'")
-        self.config, self.lora, self.dtype, self.remat = config, lora, jnp.dtype(dtype), remat
+        self.config, self.lora, self.dtype = config, lora, jnp.dtype(dtype)
+        self.remat: Remat = remat
         self.attention: Attention = attention
         self.placement = make_placement(config, mesh, rules)
         base_key, adapter_key = jax.random.split(key)
@@ -159,29 +160,29 @@ class Decoder(nnx.Module):
             return flat(name, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
         def flat(name: str, x: jax.Array) -> jax.Array:
-            adapted = self.lora is not None and name in adapter
-            if adapted and key is None and self._merges(x, weights[name]):
-                scale = jnp.asarray(self.lora.scale * adapter_scale, x.dtype)
-                y, adapted = lora_linear(x, weights[name], adapter[name]["a"], adapter[name]["b"], scale), False
+            lora = self.lora if name in adapter else None
+            if lora is not None and key is None and self._merges(x, weights[name], lora):
+                scale = jnp.asarray(lora.scale * adapter_scale, x.dtype)
+                y, lora = lora_linear(x, weights[name], adapter[name]["a"], adapter[name]["b"], scale), None
             else:
                 y = x @ weights[name]
             if f"{name}_bias" in weights:
                 y = y + weights[f"{name}_bias"]
-            if not adapted:
+            if lora is None:
                 return y
             if key is not None:
-                keep = 1 - self.lora.dropout
-                own_key = jax.random.fold_in(key, self.lora.targets.index(name))
+                keep = 1 - lora.dropout
+                own_key = jax.random.fold_in(key, lora.targets.index(name))
                 x = jnp.where(jax.random.bernoulli(own_key, keep, x.shape), x / keep, 0).astype(x.dtype)
-            return y + lora_branch(x, adapter[name]["a"], adapter[name]["b"], self.lora.scale * adapter_scale)
+            return y + lora_branch(x, adapter[name]["a"], adapter[name]["b"], lora.scale * adapter_scale)
 
         return apply
 
-    def _merges(self, x: jax.Array, weight: jax.Array | QuantizedMatrix) -> bool:
+    def _merges(self, x: jax.Array, weight: jax.Array | QuantizedMatrix, lora: Lora) -> bool:
         """Whether a linear map and its adapter are one product: in float32, on one device, over enough tokens."""
         alone = self.placement is None or self.placement.mesh.size == 1
         exact = isinstance(weight, jax.Array) and x.dtype == weight.dtype == jnp.float32
-        return alone and exact and x.ndim == 2 and x.shape[0] >= 2 * self.lora.rank
+        return alone and exact and x.ndim == 2 and x.shape[0] >= 2 * lora.rank
 
     def _stack(self, arrays: Mapping[str, Any], block: Block, member: int) -> dict[str, Any]:
         """What the layers at place `member` of a block's periods have of stacked arrays, stacked over the periods."""

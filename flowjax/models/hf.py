@@ -218,7 +218,7 @@ def _read_part(tensors: TensorFolder, name: str, spec: ParamSpec, config: ModelC
 
 
 def _stream(
-    read: Callable[[Any], np.ndarray], spec: ParamSpec, index: Any, device: jax.Device, *, in_layers: bool
+    read: Callable[[Any], np.ndarray], spec: ParamSpec, index: Any, device: Any, *, in_layers: bool
 ) -> jax.Array:
     """One device's part of a parameter, put there in pieces of a few layers."""
     shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, spec.shape, strict=True))

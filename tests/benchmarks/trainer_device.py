@@ -114,7 +114,8 @@ def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]
     rows = sequence_rows(tokens, config.vocab_size)
     batches = [jax.device_put(batch) for batch in pack(rows, row_tokens=tokens, micro_batch_rows=1)]
     moments = optimizer.init(trained)
-    seconds = []
+    seconds: list[float] = []
+    metrics: dict[str, Any] = {}
     for _ in range(steps + 2):  # the first compiles, the second settles
         started_s = time.perf_counter()
         sums = None

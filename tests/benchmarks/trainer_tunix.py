@@ -2,6 +2,7 @@
 """Tunix's RL trainer with its GRPO loss and qwix LoRA, for `tests.benchmarks.trainer`; for the peers' environment."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,8 @@ def _model(case: Case, folder: Path) -> nnx.Module:
             rank=case.rank,
             alpha=float(case.rank),
         )
-        return qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(0))
+        model_with_adapter: Any = qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(0))
+        return model_with_adapter
 
 
 def _set_adapter(model: nnx.Module, arrays: dict[str, np.ndarray]) -> None:

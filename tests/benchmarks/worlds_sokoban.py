@@ -77,6 +77,7 @@ def gym_sokoban(seconds: float) -> float:
 
         np.random.seed(0)  # the global generator is what it draws levels from
         env = SokobanEnv(dim_room=(6, 6), num_boxes=1, max_steps=EPISODE_STEPS)
+    assert env.room_state is not None and env.player_position is not None
     start = env.room_fixed, env.room_state.copy(), env.player_position.copy()
     actions = (1 + np.random.default_rng(0).integers(4, size=EPISODE_STEPS)).tolist()
 

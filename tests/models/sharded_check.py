@@ -73,7 +73,7 @@ def loss_and_gradients(folder: Path, mesh: Any, lora: Lora | None) -> tuple[floa
         gradient.sharding.is_equivalent_to(array.sharding, array.ndim)
         for gradient, array in zip(jax.tree.leaves(gradients), jax.tree.leaves(trained), strict=True)
     ]
-    looks = {"same_layout": all(same_layout), "collectives": list(hlo.collectives(compiled.as_text()))}
+    looks = {"same_layout": all(same_layout), "collectives": list(hlo.collectives(compiled.as_text() or ""))}
     return float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(gradients)], decoder, looks
 
 

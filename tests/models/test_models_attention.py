@@ -194,9 +194,9 @@ def test_the_gradient_of_a_packed_step_calls_the_kernel(hopper, monkeypatch, for
 
 
 def test_segment_mask_between_other_queries_and_keys():
-    segments, positions = packed([[3, 4]], 8)
-    whole = segment_mask(jnp.asarray(segments), jnp.asarray(positions), 2)
-    part = segment_mask(jnp.asarray(segments[:, 2:5]), jnp.asarray(positions[:, 2:5]), 2, segments, positions)
+    segments, positions = map(jnp.asarray, packed([[3, 4]], 8))
+    whole = segment_mask(segments, positions, 2)
+    part = segment_mask(segments[:, 2:5], positions[:, 2:5], 2, segments, positions)
     np.testing.assert_array_equal(part, whole[:, 2:5])
 
 
@@ -205,7 +205,7 @@ def test_segment_mask_between_other_queries_and_keys():
 def test_blocks_of_queries_change_neither_values_nor_gradients(block_tokens, soft_cap):
     """8 tokens a block: each with the keys up to its end. 3: more blocks than are written out; they come in a loop."""
     tokens = 30
-    segments, positions = packed([[11, 19], [25]], tokens)
+    segments, positions = map(jnp.asarray, packed([[11, 19], [25]], tokens))
     random = np.random.default_rng(0)
     query, key, value = (random.normal(size=(2, tokens, heads, 4)).astype(np.float32) for heads in (4, 2, 2))
     real = (segments != 0)[:, :, None, None]

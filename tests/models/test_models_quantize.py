@@ -1,5 +1,7 @@
 """A quantised base: how far it is from the whole one, and that an adapter trains on it as on the whole one."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +70,7 @@ def gradient(decoder: Decoder):
         def loss(adapter):
             decoder = nnx.merge(graph, adapter, base)
             positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-            hidden = decoder(TOKENS, positions, jnp.ones_like(TOKENS))
+            hidden = decoder(jnp.asarray(TOKENS), positions, jnp.ones(TOKENS.shape, jnp.int32))
             return jax.nn.log_softmax(hidden @ decoder.head())[..., 3].sum()
 
         return jax.value_and_grad(loss)(adapter)
@@ -93,7 +95,8 @@ def test_merging_makes_the_base_whole_again(folder, kind):
     decoder = with_adapter(base, LORA, jax.random.key(0))
     randomise_adapter(decoder)
     tensors = dict(merged_tensors(decoder, jnp.float32))
-    q_proj, adapter = base.layers["q_proj"].get_value(), decoder.adapter["q_proj"]
+    q_proj: Any = base.layers["q_proj"].get_value()
+    adapter = decoder.adapter["q_proj"]
     a, b = (np.asarray(adapter[part].get_value()[1]) for part in ("a", "b"))
     expected = np.asarray(q_proj.dequantized()[1]) + LORA.scale * a @ b
     np.testing.assert_allclose(tensors["model.layers.1.self_attn.q_proj.weight"].T, expected, atol=1e-5)

@@ -51,7 +51,8 @@ class Command:
 @functools.lru_cache(maxsize=16)
 def _parse(grammar: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """textworld's actions and rules of a grammar; parsing takes a third of a second."""
-    actions, parsed = parse_logic(grammar, rule_name="pddlStart")
+    parse: Any = parse_logic  # textworld is not typed
+    actions, parsed = parse(grammar, rule_name="pddlStart")
     return actions, dict(parsed._rules)
 
 
@@ -213,7 +214,7 @@ def _types(known: Translation) -> TypeHierarchy:
 
 def _entities(facts: Facts) -> dict[str, EntityInfo]:
     """Everything that facts speak of, by identity, under the names that alfworld gives."""
-    entities = {v.name: EntityInfo(v.name, v.type) for fact in facts.facts for v in fact.arguments}
+    entities: dict[str, Any] = {v.name: EntityInfo(v.name, v.type) for fact in facts.facts for v in fact.arguments}
     demangler = package("alfworld.agents.utils.misc").Demangler(game_infos=entities)
     for identity, entity in entities.items():
         entity.name = demangler.demangle_alfred_name(identity)

@@ -34,7 +34,8 @@ def translate(domain: str, problem: str) -> Translation:
     """Translate. The planner's translator overwrites the program's arguments, which come back here."""
     arguments = sys.argv
     try:
-        task, sas = fast_downward.pddl2sas(domain, problem)
+        pddl2sas: Any = fast_downward.pddl2sas  # says that it returns two strings
+        task, sas = pddl2sas(domain, problem)
     finally:
         sys.argv = arguments
     effects = [(action.name, effect) for action in task.actions for effect in action.effects]
