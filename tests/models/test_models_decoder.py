@@ -149,5 +149,5 @@ def test_rope_scaling_changes_the_model(tokens):
 
 
 def test_unknown_remat_is_refused():
-    with pytest.raises(ModelError, match=r"config.model.remat is 'block': it must be 'none' or 'layer'"):
+    with pytest.raises(ModelError, match=r"config.model.remat is 'block': it must be 'none', 'dots' or 'layer'"):
         Decoder(TINY, remat="block", key=jax.random.key(0))  # type: ignore[arg-type]

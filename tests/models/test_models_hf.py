@@ -114,7 +114,7 @@ def test_weights_go_through_host_memory_piece_by_piece(tmp_path, tokens, monkeyp
     loaded = load_decoder(tmp_path, dtype=jnp.float32, remat="none")
     assert len(list(tmp_path.glob("*.safetensors"))) > 4
     assert max(sizes) <= largest_file
-    assert max(most) <= 2 * max(sizes)  # the last may still be on its way when the next is read
+    assert max(most) <= 3 * max(sizes)  # those before may still be on their way when the next is read
     np.testing.assert_array_equal(logprobs(loaded, tokens), logprobs(decoder, tokens))
 
 

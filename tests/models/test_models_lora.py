@@ -1,13 +1,14 @@
 """Adapters: their strength, their refusals, and the shapes that checkpoints hand back."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from tiny_models import TINY, logprobs, tiny_decoder
 
 from flowjax.models.config import ModelError
-from flowjax.models.decoder import set_adapter
+from flowjax.models.decoder import Decoder, set_adapter
 from flowjax.models.lora import (
     Lora,
     LoraParam,
@@ -18,6 +19,7 @@ from flowjax.models.lora import (
     merge,
     peft_tensors,
 )
+from flowjax.models.nano import nano_config
 
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 
@@ -120,3 +122,22 @@ def test_dropout_is_on_only_with_a_key_and_follows_from_it_alone():
 
     np.testing.assert_array_equal(run(0), run(0))
     assert np.abs(run(0) - run(None)).max() > 1e-3 and np.abs(run(0) - run(1)).max() > 1e-3
+
+
+def test_a_long_rows_adapter_is_merged_as_it_is_kept_apart(monkeypatch):
+    """XLA's CPU backend gets the merged product wrong here unless told not to use YNN (`flowjax/__init__.py`)."""
+    shape = {"hidden_size": 256, "layers": 1, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn_size": 64}
+    config = nano_config(64, **shape)
+    model = Decoder(config, lora=Lora(16, 16.0), dtype=jnp.float32, remat="none", key=jax.random.key(0))
+    graph, adapter, base = nnx.split(model, LoraParam, ...)
+    keys = iter(jax.random.split(jax.random.key(1), 2 * 7))
+    adapter = jax.tree.map(lambda leaf: 0.02 * jax.random.normal(next(keys), leaf.shape), adapter)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(3, 64, (1, 512)))
+
+    def hidden() -> np.ndarray:
+        forward = jax.jit(lambda a, b: nnx.merge(graph, a, b)(tokens, jnp.arange(512)[None], jnp.ones_like(tokens)))
+        return np.asarray(forward(adapter, base))
+
+    merged = hidden()
+    monkeypatch.setattr(Decoder, "_merges", lambda *_: False)
+    np.testing.assert_allclose(merged, hidden(), atol=1e-4)

@@ -285,7 +285,6 @@ def _children_of(pid: int) -> list[str]:
     [
         ({"workflow": "flowjax.workflows.single.plya"}, "config.workflow is 'flowjax.workflows.single.plya'"),
         ({"env__module": "flowjax.envs.nowhere"}, "env.module is 'flowjax.envs.nowhere'"),
-        ({"policy__train": "full"}, "config.policy.train is 'full'"),
         ({"model__path": "no/such/folder"}, "no/such/folder"),
     ],
 )

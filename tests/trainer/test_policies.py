@@ -16,9 +16,9 @@ from flowjax.models.lora import LoraParam
 from flowjax.models.nano import nano_config
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
-from flowjax.trainer.__main__ import make_models
 from flowjax.trainer.learner import Learner
 from flowjax.trainer.loop import train_policies
+from flowjax.trainer.policies import make_models
 from flowjax.trainer.sources import Served
 from flowjax.weights.publish import Checkpoints, committed_steps
 
