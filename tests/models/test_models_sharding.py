@@ -60,12 +60,22 @@ def _check_collectives(
         return  # parts of parameters, and sums of activations: too many shapes to name
     local = (ROWS // mesh["fsdp"] // mesh.get("data", 1) // mesh.get("expert", 1), TOKENS)
     gathered, summed = set(parameters), parameters | {()}
+    if mesh.get("data", 1) > 1:  # gradients already scattered over fsdp are summed over data
+        summed |= {
+            (*shape[:axis], shape[axis] // mesh["fsdp"], *shape[axis + 1 :])
+            for shape in parameters
+            for axis in range(len(shape))
+        }
     if mesh.get("sequence", 1) > 1:
         gathered |= {(*local, config.kv_heads, config.head_dim), (*local, config.hidden_size)}  # keys, values; output
         summed |= {(*local, config.kv_heads, config.head_dim)}
     if config.experts and mesh.get("expert", 1) > 1:
         tokens = ROWS * TOKENS // mesh["fsdp"]
         gathered |= {(tokens, config.hidden_size), (tokens, config.experts.per_token)}
+        # Each device gathers and sums the weights of its own experts alone.
+        own = config.experts.count // mesh["expert"]
+        per_expert = {(own, *shape[-2:]) for shape in parameters if len(shape) >= 3}
+        gathered, summed = gathered | per_expert, summed | per_expert
     for kind, shape in found:
         planned = {_sizes(shape) for shape in (gathered if kind == "all-gather" else summed)}
         assert kind in ("all-gather", "all-reduce", "reduce-scatter"), (kind, shape, mesh)

@@ -131,7 +131,7 @@ def test_version_0_is_published_before_the_first_batch(tmp_path: Path):
 MESHES = {"fsdp": (1, 8, 1), "data_fsdp": (2, 4, 1), "fsdp_tensor": (1, 4, 2), "all": (2, 2, 2)}
 
 
-@pytest.mark.integration
+@pytest.mark.slow  # loss and gradients on eight devices are tested with the models; this adds the loop
 def test_eight_devices_train_as_one(tmp_path: Path):
     expected, _ = run(tmp_path, settings(3, data=1, fsdp=1, tensor=1), save=False)
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
