@@ -4,7 +4,7 @@
 #   bash launch/test_interpreters.sh [--python PATH] [arguments of pytest ...]
 #
 # Looks for python3.12 and python3.13, or takes the one named. Each gets an environment of its own, .venv-<version>. Tests
-# that compare with PyTorch or use vLLM are left out: those come for one interpreter only.
+# that compare with PyTorch, use vLLM or play ALFWorld are left out: those come for one interpreter only.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,7 +19,8 @@ else
 fi
 [ ${#interpreters[@]} -gt 0 ] || { echo "no python3.12 or python3.13 found: name one with --python PATH" >&2; exit 2; }
 
-mapfile -t files < <(grep -rLE '^\s*(import|from) (torch|peft|vllm)\b' tests --include='test_*.py' | sort)
+others='^\s*(import|from) (torch|peft|vllm|flowjax\.rollout\.engine_side|flowjax\.envs\.alfworld)\b|envs import alfworld'
+mapfile -t files < <(grep -rLE "$others" tests --include='test_*.py' | sort)
 for python in "${interpreters[@]}"; do
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   environment=.venv-$version

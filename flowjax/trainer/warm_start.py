@@ -67,7 +67,7 @@ def build_base(config: ConfigDict, run_dir: Path) -> None:
 def imitation_rows(
     config: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
 ) -> list[TokenRow]:
-    """The expert's way through the training tasks as rows to imitate, until they hold `states` replies."""
+    """The expert's way through the training tasks as rows to imitate, until they hold `states` replies and fill a batch."""
     options = config.env.options.to_dict()
     tasks = world.tasks("train", config.env.data_seed, **options)[: config.env.train_tasks]
     conversations = expert_conversations(config)(
@@ -84,7 +84,7 @@ def imitation_rows(
     )
     rows: list[TokenRow] = []
     replies = 0
-    while replies < states:
+    while replies < states or len(rows) < config.warm_start.batch_rows:
         conversation = next(conversations)
         rows.append(_row(codec, conversation))
         replies += len(conversation)
@@ -115,11 +115,6 @@ def _batches(config: ConfigDict, world: World, codec: Codec) -> Iterator[list[To
         started_s = time.perf_counter()
         rows = imitation_rows(config, world, codec, states=states, label_noise=label_noise)
         logging.info("%d expert states in %.1f s", len(rows), time.perf_counter() - started_s)
-        if len(rows) < warm.batch_rows:
-            raise ConfigError(
-                f"config.warm_start.states is {warm.states}, which makes only {len(rows)} rows, fewer than "
-                f"config.warm_start.batch_rows ({warm.batch_rows}): raise states or lower batch_rows"
-            )
         yield from itertools.islice(_epochs(rows, warm.batch_rows, rng), steps)
 
 

@@ -13,7 +13,7 @@ from flowjax.config import load_run
 from flowjax.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-WINDOW = ("alfworld:nano", "code:nano", "math:nano", "search:nano", "sokoban:nano", "webshop:nano")
+WINDOW = ("alfworld:nano", "code:nano", "webshop:nano", "search:nano", "sokoban:nano", "math:nano")
 APPEND = (
     "alfworld:nano_append",
     "math:nano_calculator",
@@ -36,8 +36,8 @@ def train(recipe: str, folder: Path) -> Path:
             "--config.name=run",
             f"--config.runs={folder}",
             f"--config.model.path={folder / 'base'}",
-            "--config.warm_start.steps=40",
-            "--config.warm_start.states=4000",
+            "--config.warm_start.steps=10",
+            "--config.warm_start.states=1500",
             f"--config.trainer.steps={STEPS}",
             "--config.trainer.groups_per_step=4",
             "--config.rollout.group_size=4",
