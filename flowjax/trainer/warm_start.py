@@ -67,7 +67,7 @@ def build_base(config: ConfigDict, run_dir: Path) -> None:
 def imitation_rows(
     config: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
 ) -> list[TokenRow]:
-    """The expert's way through the training tasks as rows to imitate, until they hold `states` replies and fill a batch."""
+    """The expert's way through the training tasks, as rows to imitate that hold `states` replies and fill a batch."""
     options = config.env.options.to_dict()
     tasks = world.tasks("train", config.env.data_seed, **options)[: config.env.train_tasks]
     conversations = expert_conversations(config)(
