@@ -8,7 +8,7 @@ from flowjax.config import ConfigError, default_config
 def get_config(arg: str = "nano") -> ConfigDict:
     """Two policies on one base: one answers sums, the other approves or rejects the answers.
 
-    nano       2 CPU cores        python -m flowjax.launch --config=configs/math_pair.py:nano
+    nano       2 CPU cores        python -m flowjax.launch --config=configs/math_pair.py:nano   (not run yet)
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_pair.py:qwen3_8b \\
                --config.env.options.path=deepscaler.json                                    (not run by us)
     """
