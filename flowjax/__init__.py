@@ -10,7 +10,7 @@ def _avoid_wrong_products() -> None:
     """Keep XLA's CPU backend of jaxlib before 0.12 from fusing matrix products with its YNN library.
 
     With it jaxlib 0.10.2 computes x (W + A B) wrongly for 512 tokens (tests/models/test_models_lora.py), jaxlib 0.12
-    rightly; 0.11 was not tried. Plain products cost no more time. Has an effect only before JAX first computes something.
+    rightly; 0.11 was not tried. Plain products cost no more time. Has an effect only before JAX first computes.
     """
     flag = "--xla_cpu_experimental_ynn_fusion_type"
     flags = os.environ.get("XLA_FLAGS", "")
