@@ -1,0 +1,138 @@
+"""Workflow graphs: immutable values of five kinds of node, nested to any depth.
+
+Editing makes a new value (`flowjax.canvas.edits`). Ids are given once, by `Workflow.numbered`, and never given again,
+so that a deleted node's id stays free for ever.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Union
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator at work.
+
+    `instruction` is what it is told ("" is the operator's own), `backend` names who answers ("" is the default), and
+    `inputs` binds input fields to other nodes' outputs, as `(field, "node_id.field")`, where the state's newest value
+    is not what is wanted.
+    """
+
+    operator: str
+    instruction: str = ""
+    backend: str = ""
+    inputs: tuple[tuple[str, str], ...] = ()
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Steps one after the other, each on the state that the one before has left."""
+
+    steps: tuple["Node", ...]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Branches side by side, each on a copy of the state; afterwards the state has `candidates`, one per branch."""
+
+    branches: tuple["Node", ...]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditional:
+    """`condition ? then : otherwise`: `then` if the condition's last check passed, else `otherwise`.
+
+    None is `done`: the state stays as it is.
+    """
+
+    condition: "Node"
+    then: Union["Node", None] = None
+    otherwise: Union["Node", None] = None
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """The body up to `count` times. A check that passes as a direct step of the body ends the loop there and then."""
+
+    body: "Node"
+    count: int
+    id: str = ""
+
+
+Node = Call | Sequence | Parallel | Conditional | Loop
+
+
+@dataclass(frozen=True, slots=True)
+class Workflow:
+    """A sequence at the top, and the number that the next new node's id gets."""
+
+    root: Sequence = field(default_factory=lambda: Sequence(()))
+    next_number: int = 1
+
+    def numbered(self) -> "Workflow":
+        """The same with an id (`n1`, `n2`, ...) for every node that has none, in reading order. The root keeps ""."""
+        number = self.next_number
+
+        def give(node: Node) -> Node:
+            nonlocal number
+            if not node.id and node is not self.root:
+                node, number = replace(node, id=f"n{number}"), number + 1
+            return with_children(node, tuple(give(child) for child in children(node)))
+
+        root = give(self.root)
+        assert isinstance(root, Sequence)
+        return Workflow(root, number)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, in reading order."""
+        nodes = walk(self.root)
+        next(nodes)
+        return nodes
+
+    def calls(self) -> Iterator[Call]:
+        """The operators at work, in reading order."""
+        return (node for node in walk(self.root) if isinstance(node, Call))
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    """The nodes directly inside, in reading order."""
+    match node:
+        case Call():
+            return ()
+        case Sequence(steps):
+            return steps
+        case Parallel(branches):
+            return branches
+        case Conditional(condition, then, otherwise):
+            return (condition, *(branch for branch in (then, otherwise) if branch is not None))
+        case Loop(body):
+            return (body,)
+
+
+def with_children(node: Node, new: tuple[Node, ...]) -> Node:
+    """The node with others inside, as many as `children` gives."""
+    match node:
+        case Call():
+            return node
+        case Sequence():
+            return replace(node, steps=new)
+        case Parallel():
+            return replace(node, branches=new)
+        case Conditional():
+            rest = iter(new[1:])
+            then = next(rest) if node.then is not None else None
+            otherwise = next(rest) if node.otherwise is not None else None
+            return replace(node, condition=new[0], then=then, otherwise=otherwise)
+        case Loop():
+            return replace(node, body=new[0])
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """The node and everything inside it, in reading order."""
+    yield node
+    for child in children(node):
+        yield from walk(child)

@@ -1,0 +1,60 @@
+"""What a run of a workflow leaves behind: its answer, and what every node was given, gave, cost and took."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flowjax.canvas.values import State
+
+NodeStatus = Literal["ok", "error", "skipped", "budget"]
+RunStatus = Literal["ok", "error", "budget", "empty"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What was spent. `cost` is in the currency of the backend's price list; cached answers cost nothing."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    cost: float = 0.0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.sampled_tokens + other.sampled_tokens,
+            self.cost + other.cost,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRun:
+    """One run of one call. `turn` counts its runs from 1, as a loop repeats it; `cached` ones were not run again."""
+
+    node_id: str
+    operator: str
+    status: NodeStatus
+    turn: int = 1
+    cached: bool = False
+    inputs: State = field(default_factory=dict)
+    outputs: State = field(default_factory=dict)
+    usage: Usage = Usage()
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run. `answer` is the state's newest answer (its newest code for a code problem), "" if there is none.
+
+    `status` is "error" when a node outside a parallel failed, "budget" when a limit ended the run; the answer is then
+    the last there was.
+    """
+
+    answer: str
+    status: RunStatus
+    state: State
+    trace: tuple[NodeRun, ...]
+    usage: Usage
+    seconds: float
+    error: str = ""
