@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fast_downward import interface
 from stock_alfworld import StockGame
+from two_processes import printed_in_two_processes
 
 from data.alfworld.build import build
 from flowjax.envs import alfworld
@@ -275,18 +276,8 @@ def test_episodes_are_the_same_in_every_process():
         "        print(env.step(alfworld.expert(env) if turn % 3 == 0 else alfworld.random_action(seen, rng)))\n"
         "print([tasks(index) for index in range(50)])\n"
     )
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    printed = [process.communicate()[0] for process in running]
-    assert printed[0] == printed[1]
-    assert printed[0].count("Observation") > 60
+    printed = printed_in_two_processes(program)
+    assert printed.count("Observation") > 60
 
 
 def asked(task: Task) -> tuple:

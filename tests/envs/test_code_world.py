@@ -4,14 +4,13 @@ import asyncio
 import json
 import os
 import string
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from two_processes import printed_in_two_processes
 
 from data.code.build import build
 from flowjax.envs import code
@@ -241,17 +240,7 @@ def test_episodes_are_the_same_in_every_process():
         "    print(env.step(code.random_action(seen, rng)), env.step(code.expert(env)))\n"
         "print(code.vocabulary())\n"
     )
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert printed[0] == printed[1] != ""
+    printed_in_two_processes(program)
 
 
 def test_several_attempts_with_feedback_on_public_tests_only():

@@ -1,13 +1,12 @@
 """The world of mathematics: episodes with and without calculator, keys, parsing, splits."""
 
 import asyncio
-import os
-import subprocess
 import sys
 import threading
 
 import numpy as np
 import pytest
+from two_processes import printed_in_two_processes
 
 from flowjax.envs import math
 from flowjax.envs.base import Observation, Past, Split, Step, WorldError, load_world
@@ -256,17 +255,7 @@ def test_tasks_are_the_same_in_every_process_and_order():
         "env = math.make(calculator=1)\n"
         "print([dict(source[i].payload) for i in (40, 3, 17)], [env.reset(source[i], 0).state_key for i in (3, 40)])\n"
     )
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert printed[0] == printed[1] != ""
+    printed_in_two_processes(program)
     source = math.tasks("train", 0)
     forwards = [take(source, index) for index in range(20)]
     assert [take(source, index) for index in reversed(range(20))] == forwards[::-1]

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from two_processes import printed_in_two_processes
 
 from data.search.build import build
 from flowjax.envs import search
@@ -283,15 +283,8 @@ def test_episodes_are_the_same_in_every_process():
         "        observation = step.observation\n"
         "        print(step.reward, step.outcome)\n"
     )
-    command = [sys.executable, "-c", program]
-    running = [
-        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
-        for seed in ("1", "2")
-    ]
-    printed = [process.communicate(timeout=120)[0] for process in running]
-    assert all(process.returncode == 0 for process in running)
-    assert printed[0] == printed[1]
-    assert printed[0].count("Observation") == 18
+    printed = printed_in_two_processes(program)
+    assert printed.count("Observation") == 18
 
 
 def test_environment_processes_import_no_heavy_library():

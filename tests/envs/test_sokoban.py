@@ -1,15 +1,12 @@
 """Sokoban: dynamics, keys, levels, splits, expert, prompts."""
 
-import os
-import subprocess
-import sys
-
 import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_sokoban import PlainSokoban, shortest
+from two_processes import printed_in_two_processes
 
 from flowjax.envs import sokoban
 from flowjax.envs.base import Past, Split, WorldError
@@ -251,17 +248,7 @@ def test_levels_are_the_same_in_every_process():
         "keys = [env.reset(source[i], 0).state_key for i in (40, 3, 17)]\n"
         "print([source[i].payload['level'] for i in range(20)], keys)\n"
     )
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert printed[0] == printed[1] != ""
+    printed_in_two_processes(program)
 
 
 def test_any_index_in_any_order():

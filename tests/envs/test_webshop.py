@@ -1,6 +1,5 @@
 """The WebShop world: pages, actions, state keys, splits, expert."""
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from two_processes import printed_in_two_processes
 
 from flowjax.envs import webshop
 from flowjax.envs.base import Observation, Split, WorldError, load_world
@@ -300,17 +300,7 @@ def test_episodes_are_the_same_in_every_process():
         "        print(observation, step.reward, step.outcome)\n"
         "print(webshop.vocabulary(products=150))\n"
     )
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert printed[0] == printed[1] != ""
+    printed_in_two_processes(program)
 
 
 def test_no_heavy_library_is_imported():
