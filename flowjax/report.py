@@ -1,14 +1,16 @@
 """Draw runs: `python -m flowjax.report runs/<name> [runs/<other> ...] [--svg=curve.svg]`.
 
-`learning_curve.svg`, in the first run's folder unless told otherwise, has one line per run: training success, averaged
-over the last ten steps, and the held-out evaluations with their 95 % intervals. `state_graph.svg`, in each run's
-folder, is the state graph of the group of the last batch whose episodes differed most in success, with the value of
-each state and the advantage of each move.
+`learning_curve.svg`, in the first run's folder unless told otherwise, has one line per run and policy: training
+success, averaged over the last ten steps, and the held-out evaluations with their 95 % intervals. `state_graph.svg`, in
+each run's folder, is the state graph of the group of the last batch whose episodes differed most in success, with the
+value of each state and the advantage of each move.
 """
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -82,28 +84,64 @@ def moving_average(values: Sequence[float], window: int = _WINDOW) -> list[float
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One policy's way through one run: lines of `metrics.jsonl` with `step` and `success_rate`, evaluations also with
+    `low` and `high`."""
+
+    label: str
+    train: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+
+
+def curves(run: Path) -> list[Curve]:
+    """The run's, one for each policy.
+
+    Raises:
+        ValueError: a folder without training steps.
+    """
+    entries = read_metrics(run)
+    train = [entry for entry in entries if entry["kind"] == "train" and "success_rate" in entry]
+    evaluations = [entry for entry in entries if entry["kind"] == "eval"]
+    if not train:
+        raise ValueError(f"{run} has no training steps in metrics.jsonl: give the folder of a run")
+    policies = list(dict.fromkeys(entry.get("policy", "") for entry in train))
+    if len(policies) == 1:
+        return [Curve(run.name, train, evaluations)]
+    return [
+        Curve(
+            f"{run.name} {policy}",
+            [entry for entry in train if entry["policy"] == policy],
+            [
+                {"step": entry["versions"][policy], **entry["policies"][policy]}
+                for entry in evaluations
+                if entry["policies"][policy]["trajectories"]
+            ],
+        )
+        for policy in policies
+    ]
+
+
 def learning_curves(runs: Sequence[Path]) -> str:
     """The picture as SVG text.
 
     Raises:
         ValueError: a folder without training steps.
     """
-    curves = {run.name: read_metrics(run) for run in runs}
-    for run in runs:
-        if not any(entry["kind"] == "train" for entry in curves[run.name]):
-            raise ValueError(f"{run} has no training steps in metrics.jsonl: give the folder of a run")
-    steps = max(entry["step"] for entries in curves.values() for entry in entries if entry["kind"] == "train")
+    drawn = [curve for run in runs for curve in curves(run)]
+    steps = max(entry["step"] for curve in drawn for entry in curve.train)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         *_axes(steps),
     ]
-    for index, (name, entries) in enumerate(curves.items()):
+    for index, curve in enumerate(drawn):
         colour = _COLOURS[index % len(_COLOURS)]
-        parts += _curve(entries, steps, colour)
-        parts += _evaluations(entries, steps, colour, shift=4 * (index - (len(curves) - 1) / 2))
-        parts.append(f'<text x="{_WIDTH - _RIGHT + 16}" y="{_TOP + 14 + 18 * index}" fill="{colour}">{name}</text>')
+        parts += _line(curve.train, steps, colour)
+        parts += _evaluations(curve.evaluations, steps, colour, shift=4 * (index - (len(drawn) - 1) / 2))
+        x, y = _WIDTH - _RIGHT + 16, _TOP + 14 + 18 * index
+        parts.append(f'<text x="{x}" y="{y}" fill="{colour}">{escape(curve.label)}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
@@ -133,8 +171,7 @@ def _axes(steps: int) -> list[str]:
     return parts
 
 
-def _curve(entries: Sequence[dict[str, Any]], steps: int, colour: str) -> list[str]:
-    train = [entry for entry in entries if entry["kind"] == "train" and "success_rate" in entry]
+def _line(train: Sequence[Mapping[str, Any]], steps: int, colour: str) -> list[str]:
     averages = moving_average([entry["success_rate"] for entry in train])
     points = " ".join(
         f"{_x(entry['step'], steps):.1f},{_y(average):.1f}" for entry, average in zip(train, averages, strict=True)
@@ -142,11 +179,9 @@ def _curve(entries: Sequence[dict[str, Any]], steps: int, colour: str) -> list[s
     return [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>']
 
 
-def _evaluations(entries: Sequence[dict[str, Any]], steps: int, colour: str, shift: float) -> list[str]:
+def _evaluations(entries: Sequence[Mapping[str, Any]], steps: int, colour: str, shift: float) -> list[str]:
     parts = []
     for entry in entries:
-        if entry["kind"] != "eval":
-            continue
         x = _x(entry["step"], steps) + shift
         low, high, share = (_y(entry[name]) for name in ("low", "high", "success_rate"))
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{colour}"/>')

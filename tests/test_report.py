@@ -7,7 +7,7 @@ import pytest
 
 from flowjax.config import default_config, save_run
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.report import divided_group, draw_state_graph, learning_curves, main, moving_average
+from flowjax.report import curves, divided_group, draw_state_graph, learning_curves, main, moving_average
 
 
 @pytest.fixture
@@ -53,6 +53,21 @@ def test_the_curve_has_a_line_and_its_evaluations(run: Path):
     assert picture.count("<polyline") == 1
     assert picture.count("<circle") == 1
     assert ">run</text>" in picture
+
+
+def test_every_policy_has_a_curve_of_its_own(tmp_path: Path):
+    metrics = MetricsWriter(tmp_path)
+    share = {"trajectories": 9, "success_rate": 0.5, "low": 0.4, "high": 0.6}
+    policies = {"solver": share, "verifier": {"trajectories": 0}}
+    metrics.write("eval", step=0, versions={"solver": 3, "verifier": 0}, policies=policies)
+    for step in range(1, 4):
+        metrics.write("train", step=step, policy="solver", success_rate=step / 5)
+    metrics.write("train", step=1, policy="verifier", success_rate=0.9)
+    solver, verifier = curves(tmp_path)
+    assert [entry["success_rate"] for entry in solver.train] == [0.2, 0.4, 0.6]
+    assert [entry["step"] for entry in solver.evaluations] == [3]
+    assert [len(verifier.train), len(verifier.evaluations)] == [1, 0]
+    assert learning_curves([tmp_path]).count("<polyline") == 2
 
 
 def test_the_group_drawn_is_the_divided_one(run: Path):

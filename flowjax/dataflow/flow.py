@@ -307,21 +307,31 @@ class Flow:
             high=high,
             turns_mean=turns / max(len(episodes), 1),
             env_return_mean=sum(e.outcome.get("env_return", 0.0) for e in episodes) / max(len(episodes), 1),
-            policies={policy: self._mean_reward(policy, episodes) for policy in self._configs},
+            policies={policy: self._evaluated(policy, episodes) for policy in self._configs},
             seconds=self._clock() - self._eval_started_s.get(name, self._clock()),
         )
         self._ledger.close_evaluation(name)
 
-    def _mean_reward(self, policy: str, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Mean reward of what a policy did in these episodes, with its 95 % interval by the normal approximation."""
+    def _evaluated(self, policy: str, episodes: Sequence[Episode]) -> dict[str, float]:
+        """How a policy did in these episodes: success with its Wilson interval, mean reward with that of the normal
+        approximation, both of 95 %."""
         parts = [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]
         if not parts:
             return {"trajectories": 0}
         group = Group("evaluation", Task("", "", 0), parts)
         rewards, _ = trajectory_scores([group], self._configs[policy].reward.components.to_dict())
-        half = 1.96 * float(np.std(rewards)) / math.sqrt(len(parts))
-        mean = float(np.mean(rewards))
-        return {"trajectories": len(parts), "reward_mean": mean, "low": mean - half, "high": mean + half}
+        mean, half = float(np.mean(rewards)), 1.96 * float(np.std(rewards)) / math.sqrt(len(parts))
+        successes = sum(part.outcome.get("success", 0.0) >= 1.0 for part in parts)
+        low, high = wilson(successes, len(parts))
+        return {
+            "trajectories": len(parts),
+            "success_rate": successes / len(parts),
+            "low": low,
+            "high": high,
+            "reward_mean": mean,
+            "reward_low": mean - half,
+            "reward_high": mean + half,
+        }
 
     def _write_trajectories(self, policy: str, step: int, groups: Sequence[Group]) -> None:
         path = self._run_dir / "trajectories" / policy / f"{step:06d}.jsonl"

@@ -108,5 +108,6 @@ def test_an_evaluation_pins_all_versions_and_the_end_waits_for_all_policies(tmp_
     lines = [line for line in read_metrics(tmp_path) if line["kind"] == "eval"]
     assert [line["versions"] for line in lines] == [{"solver": 0, "verifier": 0}, {"solver": 6, "verifier": 3}]
     right = [lease.seed % 2 for lease in evaluation]
-    assert lines[0]["policies"]["solver"]["reward_mean"] == np.mean(right)
+    solver = lines[0]["policies"]["solver"]
+    assert solver["reward_mean"] == solver["success_rate"] == np.mean(right)
     assert lines[0]["policies"]["verifier"]["trajectories"] == sum(right), "it spoke only then"
