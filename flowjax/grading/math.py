@@ -94,6 +94,21 @@ def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
     return _verified(_latex(said), _latex(true), timeout_s)
 
 
+def is_number(text: str) -> bool:
+    """Whether a text is one number and nothing else; boxes, currencies and percent signs count as nothing."""
+    return bool(_values(_bare(text)))
+
+
+def plain_form(answer: str) -> str:
+    """Equal for answers that are the same number or the same text. Quick: formulas are compared as they are written."""
+    bare = _bare(answer)
+    values = _values(bare)
+    if not values:
+        return _squeezed(bare) or _squeezed(answer)
+    value = values[0] if isinstance(values[0], Fraction) else Fraction(str(round(values[0], DECIMALS)))
+    return f"{value}%" if len(values) > 1 else str(value)
+
+
 def anywhere(reply: str, gold: str, timeout_s: int = 5) -> bool:
     """The verdict of math-verify on a whole reply, as AstraFlow's recipes have it: whatever answer it finds there.
 

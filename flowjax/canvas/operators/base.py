@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from flowjax.canvas.backends.base import Message
 from flowjax.canvas.values import Field, Problem, State, Value
+from flowjax.grading.code import Suite, Verdict
 from flowjax.grading.sandbox import Result
 
 Role = Literal["planner", "solver", "checker", "reviser", "combiner", "formatter"]
@@ -39,6 +40,10 @@ class Context(Protocol):
 
     async def execute(self, program: str, stdin: bytes = b"") -> Result:
         """A program's run in the sandbox."""
+        ...
+
+    async def judge(self, program: str, suite: Suite) -> Verdict:
+        """The program's verdict on tests: `flowjax.grading.code.judge` in the sandbox that `execute` uses."""
         ...
 
 
