@@ -4,9 +4,19 @@ Editing makes a new value (`flowjax.canvas.edits`). Ids are given once, by `Work
 so that a deleted node's id stays free for ever.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Union
+
+MAX_DEPTH = 50  # of nodes inside nodes; what reads workflows refuses deeper ones
+MAX_LOOP_COUNT = 10
+
+_NUMBERED_ID = re.compile(r"n([1-9][0-9]{0,8})", re.ASCII)
+
+
+class WorkflowError(ValueError):
+    """A workflow that cannot be read; the message says where, what is wrong and what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +84,12 @@ class Workflow:
     next_number: int = 1
 
     def numbered(self) -> "Workflow":
-        """The same with an id (`n1`, `n2`, ...) for every node that has none, in reading order. The root keeps ""."""
-        number = self.next_number
+        """The same with an id (`n1`, `n2`, ...) for every node that has none, in reading order. The root keeps "".
+
+        Numbers that ids already have are passed over.
+        """
+        taken = [int(match[1]) for node in self.nodes() if (match := _NUMBERED_ID.fullmatch(node.id))]
+        number = max([self.next_number, *(used + 1 for used in taken)])
 
         def give(node: Node) -> Node:
             nonlocal number
@@ -136,3 +150,34 @@ def walk(node: Node) -> Iterator[Node]:
     yield node
     for child in children(node):
         yield from walk(child)
+
+
+def depth(node: Node) -> int:
+    """How many nodes are inside one another: 1 for a call or an empty sequence."""
+    deepest, level = 0, [node]
+    while level:
+        deepest += 1
+        level = [child for parent in level for child in children(parent)]
+    return deepest
+
+
+def in_sequence(steps: Iterable[Node], id: str = "") -> Node | None:
+    """The steps one after the other, as few nodes as that takes.
+
+    Sequences among several steps are dissolved; a single step stands for itself, and no steps give None.
+    """
+    given = tuple(steps)
+    if len(given) < 2:
+        return given[0] if given else None
+    return Sequence(tuple(inner for step in given for inner in steps_of(step)), id)
+
+
+def steps_of(node: Node | None) -> tuple[Node, ...]:
+    """The steps of a sequence; another node is its own only step, None has none."""
+    match node:
+        case None:
+            return ()
+        case Sequence(steps):
+            return steps
+        case _:
+            return (node,)
