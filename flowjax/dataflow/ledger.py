@@ -1,73 +1,33 @@
 """Every task, episode and batch of a run, in one SQLite file that survives any process dying.
 
 An episode moves waiting -> leased -> done, back to waiting when its lease runs out, or ends quarantined after too many
-attempts. A group (one task, played `members` times) has a stream for each policy that learns from it, which moves
-open -> settled (its episodes are in) -> ready (the data algorithms keep it) -> used -> closed, or ends dropped:
-policies use up the same group at their own rates. Which groups a batch is made of is written down before it is served,
-so that a batch asked for twice is the same batch: the step number in the trainer's checkpoint is therefore the whole
-record of what it has consumed. An evaluation is a set of groups that share a name, each with the one stream "".
+attempts, or cancelled with its group. A group (one task, played `members` times) has a stream for each policy that
+learns from it, which moves open -> settled (its episodes are in) -> ready (the data algorithms keep it) -> used ->
+closed, or ends dropped: policies use up the same group at their own rates. Which groups a batch is made of is written
+down before it is served, so that a batch asked for twice is the same batch: the step number in the trainer's checkpoint
+is therefore the whole record of what it has consumed. An evaluation is a set of groups that share a name, each with the
+one stream "".
 """
 
+import hashlib
+import hmac
+import json
+import secrets
 import sqlite3
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from flowjax.dataflow.tables import Transaction, lease_key, open_tables
 from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Task, Trajectory, pack, unpack
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS groups (
-    group_id TEXT PRIMARY KEY,
-    kind TEXT NOT NULL,            -- train | eval
-    position INTEGER NOT NULL,     -- place in the order of tasks
-    evaluation TEXT NOT NULL,      -- name of the evaluation, "" for training
-    versions BLOB NOT NULL,        -- policy -> version, where they are fixed
-    temperature REAL NOT NULL,
-    task BLOB NOT NULL
-);
-CREATE INDEX IF NOT EXISTS groups_by_position ON groups (kind, position);
-CREATE INDEX IF NOT EXISTS groups_by_evaluation ON groups (evaluation);
-CREATE TABLE IF NOT EXISTS streams (
-    policy TEXT NOT NULL,          -- "" for evaluation
-    group_id TEXT NOT NULL REFERENCES groups,
-    position INTEGER NOT NULL,
-    state TEXT NOT NULL,           -- open | settled | ready | used | closed | dropped
-    arrival INTEGER,               -- place in the order in which streams were settled
-    PRIMARY KEY (policy, group_id)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS streams_by_state ON streams (policy, state, position);
-CREATE INDEX IF NOT EXISTS streams_by_group ON streams (group_id);
-CREATE INDEX IF NOT EXISTS streams_by_arrival ON streams (arrival);
-CREATE TABLE IF NOT EXISTS batches (
-    policy TEXT NOT NULL,
-    step INTEGER NOT NULL,
-    place INTEGER NOT NULL,
-    group_id TEXT NOT NULL,
-    PRIMARY KEY (policy, step, place)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS batches_by_group ON batches (policy, group_id);
-CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, state BLOB NOT NULL);  -- of the data algorithms
-CREATE TABLE IF NOT EXISTS episodes (
-    episode_id TEXT PRIMARY KEY,
-    group_id TEXT NOT NULL REFERENCES groups,
-    seed INTEGER NOT NULL,
-    state TEXT NOT NULL,           -- waiting | leased | done | quarantined
-    attempts INTEGER NOT NULL DEFAULT 0,
-    lease_id TEXT,
-    worker TEXT,
-    deadline_s REAL,
-    episode BLOB,
-    error TEXT NOT NULL DEFAULT ''
-);
-CREATE INDEX IF NOT EXISTS episodes_by_group ON episodes (group_id);
-CREATE INDEX IF NOT EXISTS episodes_by_state ON episodes (state, deadline_s);
-CREATE INDEX IF NOT EXISTS episodes_by_lease ON episodes (lease_id);
-"""
 _EVALUATION = ""  # the stream of an evaluation's group
 Kind = Literal["train", "eval"]
+Failed = Literal["retry", "short", "drop"]
+FAILED: tuple[Failed, ...] = get_args(Failed)  # what becomes of a training episode that its world or workflow broke
+_BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +49,36 @@ class Ledger:
         path: SQLite file, created when missing; ":memory:" for tests.
         lease_s: how long an episode may take before it is leased again.
         max_attempts: leases of one episode before it is quarantined.
+        failed: what a broken training episode leads to: it is played again by another worker ("retry"), quarantined
+            at once so that its group goes on short ("short"), or its whole group is dropped ("drop").
+        min_group_size: episodes that a training group must have in, else it is dropped.
         clock: seconds since the epoch; tests give their own.
     """
 
-    def __init__(self, path: Path | str, *, lease_s: float, max_attempts: int, clock: Callable[[], float] = time.time):
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(_SCHEMA)
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        lease_s: float,
+        max_attempts: int,
+        failed: Failed = "retry",
+        min_group_size: int = 1,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._db = open_tables(path)
         self._lease_s, self._max_attempts, self._clock = lease_s, max_attempts, clock
+        self._failed, self._min_group_size = failed, min_group_size
+        self._lease_key = lease_key(self._db)
+        self._asked_s: dict[str, float] = {}  # when each worker last asked for episodes
+        self._db.execute("INSERT OR IGNORE INTO keys VALUES ('lease', ?)", (secrets.token_bytes(32),))
+        self._lease_key = self._db.execute("SELECT key FROM keys WHERE name = 'lease'").fetchone()["key"]
 
     def close(self) -> None:
         self._db.close()
+
+    def transaction(self) -> Transaction:
+        """Everything or nothing of what is done inside."""
+        return Transaction(self._db)
 
     def add_group(
         self,
@@ -121,7 +98,7 @@ class Ledger:
 
         A group that exists already is left as it is. `states` of the data algorithms are kept with it.
         """
-        with self._transaction():
+        with Transaction(self._db):
             added = self._db.execute(
                 "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (group_id, kind, position, evaluation, pack(dict(versions or {})), temperature, pack(task)),
@@ -137,21 +114,35 @@ class Ledger:
                 )
             self._keep_states(states or {})
 
-    def lease(self, worker: str, slots: int, kind: Kind | None = None) -> list[Lease]:
-        """Up to `slots` waiting episodes, evaluation before training, then in the order of tasks."""
-        deadline_s = self._clock() + self._lease_s
-        leases = []
-        with self._transaction():
+    def lease(
+        self, worker: str, slots: int, kind: Kind | None = None, worlds: Collection[str] | None = None
+    ) -> list[Lease]:
+        """Up to `slots` waiting episodes, of these worlds alone where given: evaluation before training, then in the
+        order of tasks. One that this worker failed at is left to others for `lease_s`, if there are any."""
+        now_s = self._clock()
+        deadline_s, leases = now_s + self._lease_s, []
+        self._asked_s[worker] = now_s
+        alone = all(name == worker or asked_s < now_s - self._lease_s for name, asked_s in self._asked_s.items())
+        with Transaction(self._db):
             rows = self._db.execute(
                 "SELECT episode_id, group_id, seed, kind, versions, temperature, task"
                 " FROM episodes JOIN groups USING (group_id)"
-                " WHERE episodes.state = 'waiting' AND (? IS NULL OR kind = ?)"
-                " ORDER BY kind = 'train', position, episode_id LIMIT ?",
-                (kind, kind, slots),
+                " WHERE episodes.state = 'waiting' AND (:kind IS NULL OR kind = :kind)"
+                " AND (:alone OR worker IS NOT :worker OR deadline_s < :now_s)"
+                " AND (:worlds IS NULL OR world_of(task) IN (SELECT value FROM json_each(:worlds)))"
+                " ORDER BY kind = 'train', position, episode_id LIMIT :slots",
+                {
+                    "kind": kind,
+                    "alone": alone,
+                    "worker": worker,
+                    "now_s": now_s,
+                    "worlds": None if worlds is None else json.dumps(sorted(worlds)),
+                    "slots": slots,
+                },
             ).fetchall()
             for row in rows:
                 lease = Lease(
-                    lease_id=uuid.uuid4().hex,
+                    lease_id=self._sign(secrets.token_hex(8), row["episode_id"]),
                     task=unpack(row["task"]),
                     group_id=row["group_id"],
                     episode_id=row["episode_id"],
@@ -168,10 +159,19 @@ class Ledger:
                 leases.append(lease)
         return leases
 
+    def held(self, worker: str) -> dict[str, int]:
+        """Episodes that a worker has leased, by kind."""
+        rows = self._db.execute(
+            "SELECT kind, COUNT(*) AS n FROM episodes JOIN groups USING (group_id)"
+            " WHERE episodes.state = 'leased' AND worker = ? GROUP BY kind",
+            (worker,),
+        )
+        return {row["kind"]: row["n"] for row in rows}
+
     def renew(self, lease_ids: Iterable[str]) -> list[str]:
         """Put the deadlines off; returns the leases that are no longer held."""
         deadline_s, lost = self._clock() + self._lease_s, []
-        with self._transaction():
+        with Transaction(self._db):
             for lease_id in lease_ids:
                 held = self._db.execute(
                     "UPDATE episodes SET deadline_s = ? WHERE lease_id = ? AND state = 'leased'", (deadline_s, lease_id)
@@ -181,41 +181,43 @@ class Ledger:
         return lost
 
     def give_back(self, lease_ids: Iterable[str], error: str, *, count_attempt: bool) -> list[str]:
-        """Return episodes unplayed. Returns the groups that are settled by it (see `settle`)."""
-        with self._transaction():
+        """Return episodes unplayed. Returns the groups that are settled by it."""
+        with Transaction(self._db):
             rows = [
                 self._db.execute(
                     "SELECT episode_id, group_id FROM episodes WHERE lease_id = ? AND state = 'leased'", (lease_id,)
                 ).fetchone()
                 for lease_id in lease_ids
             ]
-            return self._release([row for row in rows if row], error, count_attempt=count_attempt)
+            return self._release([row for row in rows if row], "given_back" if count_attempt else None, error)
 
     def expire(self) -> list[str]:
         """Take back the leases whose deadline has passed. Returns the groups that are settled by it."""
-        with self._transaction():
-            rows = self._db.execute(
-                "SELECT episode_id, group_id FROM episodes WHERE state = 'leased' AND deadline_s < ?",
-                (self._clock(),),
-            ).fetchall()
-            return self._release(rows, "lease ran out", count_attempt=True)
+        overdue = "SELECT episode_id, group_id FROM episodes WHERE state = 'leased' AND deadline_s < ?"
+        rows = self._db.execute(overdue, (self._clock(),)).fetchall()
+        if not rows:
+            return []
+        with Transaction(self._db):
+            return self._release(rows, "lease_ran_out", "lease ran out")
 
     def accept(self, lease_id: str, episode: Episode) -> tuple[bool, list[str]]:
         """Take in a played episode: True and the groups settled by it, or (False, []) for one that does not count.
 
-        An episode counts once, whoever sends it and under whichever lease. One that failed for a cause outside the
-        policies (`env_error`, `timeout`, `cancelled`) is played again, until `max_attempts`.
+        An episode counts once, whoever sends it, under whichever lease was ever given for it. One that failed for a
+        cause outside the policies (`env_error`, `timeout`, `cancelled`) does not: see `failed` of the constructor.
         """
-        with self._transaction():
+        with Transaction(self._db):
             row = self._db.execute(
                 "SELECT episode_id, group_id, state, lease_id FROM episodes WHERE episode_id = ?", (episode.episode_id,)
             ).fetchone()
-            if row is None or row["state"] in ("done", "quarantined"):
+            if row is None or row["state"] in ("done", "quarantined", "cancelled"):
+                return False, []
+            if not self._granted(lease_id, episode):
                 return False, []
             if episode.status not in COUNTED_STATUSES:
                 if row["lease_id"] != lease_id:
                     return False, []
-                return True, self._release([row], episode.error or episode.status, count_attempt=True)
+                return True, self._release([row], episode.status, f"{episode.episode_id}: {episode.error}")
             self._db.execute(
                 "UPDATE episodes SET state = 'done', episode = ?, lease_id = NULL WHERE episode_id = ?",
                 (pack(episode), episode.episode_id),
@@ -241,11 +243,12 @@ class Ledger:
 
     def judge(self, policy: str, group_id: str, *, keep: bool, states: Mapping[str, Any]) -> None:
         """Make a settled stream ready, or drop it, together with what the data algorithms have learnt from it."""
-        with self._transaction():
+        with Transaction(self._db):
             self._db.execute(
                 "UPDATE streams SET state = ? WHERE policy = ? AND group_id = ? AND state = 'settled'",
                 ("ready" if keep else "dropped", policy, group_id),
             )
+            self._count("dropped/not_kept", policy, not keep)
             self._keep_states(states)
 
     def states(self) -> dict[str, Any]:
@@ -260,7 +263,7 @@ class Ledger:
 
         Batches of later steps are undone: the trainer has lost the checkpoints that consumed them.
         """
-        with self._transaction():
+        with Transaction(self._db):
             self._undo_after(policy, step)
             rows = self._db.execute(
                 "SELECT group_id FROM batches WHERE policy = ? AND step = ? ORDER BY place", (policy, step)
@@ -268,9 +271,7 @@ class Ledger:
             if rows:
                 return [row["group_id"] for row in rows]
             chosen, dropped = select(self._streams(policy, "ready"), self._streams(policy, "used"))
-            self._db.executemany(
-                "UPDATE streams SET state = 'dropped' WHERE policy = ? AND group_id = ?", [(policy, g) for g in dropped]
-            )
+            self._drop(policy, dropped, "too_old")
             if chosen is None:
                 return None
             self._db.executemany(
@@ -282,11 +283,13 @@ class Ledger:
             return chosen
 
     def _undo_after(self, policy: str, step: int) -> None:
+        if self.batches(policy) <= step + 1:
+            return
         self._db.execute("DELETE FROM batches WHERE policy = ? AND step > ?", (policy, step))
         self._db.execute(
-            "UPDATE streams SET state = 'ready' WHERE policy = ? AND state = 'used'"
-            " AND group_id NOT IN (SELECT group_id FROM batches WHERE policy = ?)",
-            (policy, policy),
+            "UPDATE streams SET state = 'ready' WHERE policy = ? AND state = 'used' AND NOT EXISTS"
+            " (SELECT 1 FROM batches WHERE policy = streams.policy AND group_id = streams.group_id)",
+            (policy,),
         )
 
     def _streams(self, policy: str, state: str) -> list[Stream]:
@@ -301,7 +304,7 @@ class Ledger:
 
     def close_batches(self, policy: str, before_step: int) -> None:
         """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
-        with self._transaction():
+        with Transaction(self._db):
             self._db.execute(
                 "UPDATE streams SET state = 'closed' WHERE policy = ? AND state = 'used' AND ? >"
                 " (SELECT MAX(step) FROM batches WHERE policy = streams.policy AND group_id = streams.group_id)",
@@ -311,7 +314,7 @@ class Ledger:
 
     def close_evaluation(self, name: str) -> None:
         """Forget the episodes of a finished evaluation."""
-        with self._transaction():
+        with Transaction(self._db):
             self._db.execute(
                 "UPDATE streams SET state = 'closed' WHERE policy = '' AND state = 'ready'"
                 " AND group_id IN (SELECT group_id FROM groups WHERE evaluation = ?)",
@@ -319,9 +322,18 @@ class Ledger:
             )
             self._forget()
 
+    def commit(self, policy: str, version: int) -> None:
+        """Note that the policy's trainer has committed `version`."""
+        self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?)", (policy, version))
+
+    def commits(self) -> dict[str, int]:
+        """Newest committed version of each policy that has one."""
+        return {row["policy"]: row["version"] for row in self._db.execute("SELECT policy, version FROM commits")}
+
     def count_groups(self) -> int:
         """Training groups ever opened."""
-        return self._db.execute("SELECT COUNT(*) FROM groups WHERE kind = 'train'").fetchone()[0]
+        latest = "SELECT COALESCE(MAX(position) + 1, 0) FROM groups WHERE kind = 'train'"  # positions have no gaps
+        return self._db.execute(latest).fetchone()[0]
 
     def batches(self, policy: str) -> int:
         """Batches that the policy's trainer has been given, those that it has lost again left out."""
@@ -331,13 +343,25 @@ class Ledger:
 
     def count_streams(self, policy: str) -> dict[str, int]:
         """The policy's streams by state."""
-        rows = self._db.execute("SELECT state, COUNT(*) AS n FROM streams WHERE policy = ? GROUP BY state", (policy,))
+        rows = self._db.execute("SELECT state, n FROM stream_counts WHERE policy = ? AND n > 0", (policy,))
         return {row["state"]: row["n"] for row in rows}
 
     def count_episodes(self) -> dict[str, int]:
         """Episodes by state."""
         rows = self._db.execute("SELECT state, COUNT(*) AS n FROM episodes GROUP BY state")
         return {row["state"]: row["n"] for row in rows}
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Totals of what came to nothing by policy ("" for whole episodes) and name (see `flowjax.dataflow.tables`)."""
+        totals: dict[str, dict[str, int]] = {}
+        for row in self._db.execute("SELECT policy, name, n FROM counts"):
+            totals.setdefault(row["policy"], {})[row["name"]] = row["n"]
+        return totals
+
+    def last_failures(self) -> dict[str, str]:
+        """The newest failed episode of each cause, in words."""
+        rows = self._db.execute("SELECT name, last FROM counts WHERE name LIKE 'failed/%'")
+        return {row["name"].removeprefix("failed/"): row["last"] for row in rows}
 
     def evaluations(self, state: str | None = None) -> dict[str, dict[str, int]]:
         """Versions of the policies in every evaluation, by its name; with `state`, of those with groups in it."""
@@ -360,66 +384,106 @@ class Ledger:
     def _forget(self) -> None:
         """Delete episodes that no stream will ask for again."""
         self._db.execute(
-            "DELETE FROM episodes WHERE state IN ('done', 'quarantined') AND group_id IN"
-            " (SELECT group_id FROM streams GROUP BY group_id HAVING SUM(state NOT IN ('closed', 'dropped')) = 0)"
+            "DELETE FROM episodes WHERE state IN ('done', 'quarantined', 'cancelled') AND NOT EXISTS"
+            " (SELECT 1 FROM streams WHERE group_id = episodes.group_id AND state NOT IN ('closed', 'dropped'))"
         )
 
-    def _release(self, rows: Sequence[sqlite3.Row], error: str, *, count_attempt: bool) -> list[str]:
+    def _release(self, rows: Sequence[sqlite3.Row], cause: str | None, error: str) -> list[str]:
+        """Take leased episodes back: without a cause as if they had never been leased."""
+        group_ids = {row["group_id"] for row in rows}
         for row in rows:
-            self._db.execute(
-                "UPDATE episodes SET lease_id = NULL, error = ?, attempts = attempts - ?,"
-                " state = CASE WHEN ? AND attempts >= ? THEN 'quarantined' ELSE 'waiting' END WHERE episode_id = ?",
-                (error, 0 if count_attempt else 1, count_attempt, self._max_attempts, row["episode_id"]),
-            )
-        return self._settle({row["group_id"] for row in rows})
+            if cause is None:
+                self._db.execute(
+                    "UPDATE episodes SET state = 'waiting', lease_id = NULL, worker = NULL, deadline_s = NULL,"
+                    " attempts = attempts - 1 WHERE episode_id = ?",
+                    (row["episode_id"],),
+                )
+                continue
+            self._count(f"failed/{cause}", last=error)
+            kind = self._db.execute("SELECT kind FROM groups WHERE group_id = ?", (row["group_id"],)).fetchone()[0]
+            retried = self._failed == "retry" or kind == "eval" or cause not in _BROKEN
+            state = self._db.execute(
+                "UPDATE episodes SET lease_id = NULL, error = ?, deadline_s = ?,"
+                " state = CASE WHEN ? AND attempts < ? THEN 'waiting' ELSE 'quarantined' END WHERE episode_id = ?"
+                " RETURNING state",
+                (error, self._clock() + self._lease_s, retried, self._max_attempts, row["episode_id"]),
+            ).fetchone()[0]
+            self._count("quarantined", n=state == "quarantined")
+            if state == "quarantined" and self._failed == "drop" and kind == "train":
+                cancelled = self._db.execute(
+                    "UPDATE episodes SET state = 'cancelled', lease_id = NULL"
+                    " WHERE group_id = ? AND state IN ('waiting', 'leased')",
+                    (row["group_id"],),
+                )
+                self._count("cancelled", n=cancelled.rowcount)
+        return self._settle(group_ids)
 
     def _settle(self, group_ids: Iterable[str]) -> list[str]:
         """Close open groups whose episodes have all ended: each stream is settled with what its policy did in them, or
-        dropped when that is nothing. An evaluation's stream is ready, or dropped when no episode is in."""
+        dropped when that is nothing or the group is not to be used. An evaluation's stream is ready, or dropped when no
+        episode is in."""
         settled = []
         for group_id in group_ids:
-            left = self._db.execute(
-                "SELECT COUNT(*) FROM episodes WHERE group_id = ? AND state IN ('waiting', 'leased')", (group_id,)
-            ).fetchone()[0]
+            states = self._db.execute(
+                "SELECT state, COUNT(*) AS n FROM episodes WHERE group_id = ? GROUP BY state", (group_id,)
+            ).fetchall()
+            ended = {row["state"]: row["n"] for row in states}
             open_streams = self._db.execute(
                 "SELECT policy FROM streams WHERE group_id = ? AND state = 'open'", (group_id,)
             ).fetchall()
-            if left or not open_streams:
+            if ended.keys() & {"waiting", "leased"} or not open_streams:
                 continue
-            episodes = self.episodes(group_id)
-            for (policy,) in open_streams:
-                done = episodes if policy == _EVALUATION else _trajectories(episodes, policy)
-                whole = "ready" if policy == _EVALUATION else "settled"
-                self._db.execute(
-                    "UPDATE streams SET state = ?, arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM streams)"
-                    " WHERE policy = ? AND group_id = ?",
-                    (whole if done else "dropped", policy, group_id),
-                )
+            done, lost = ended.get("done", 0), ended.get("quarantined", 0)
+            training = open_streams[0]["policy"] != _EVALUATION
+            if lost and training and (self._failed == "drop" or done < self._min_group_size):
+                for (policy,) in open_streams:
+                    self._drop(policy, [group_id], "failed")
+            else:
+                self._count("short_groups", n=lost > 0 and training)
+                self._settle_streams(group_id, [policy for (policy,) in open_streams])
             settled.append(group_id)
         return settled
+
+    def _settle_streams(self, group_id: str, policies: Sequence[str]) -> None:
+        episodes = self.episodes(group_id)
+        for policy in policies:
+            if not (episodes if policy == _EVALUATION else _trajectories(episodes, policy)):
+                self._drop(policy, [group_id], "silent")
+                continue
+            self._db.execute(
+                "UPDATE streams SET state = ?, arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM streams)"
+                " WHERE policy = ? AND group_id = ?",
+                ("ready" if policy == _EVALUATION else "settled", policy, group_id),
+            )
+
+    def _drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
+        self._db.executemany(
+            "UPDATE streams SET state = 'dropped' WHERE policy = ? AND group_id = ?", [(policy, g) for g in group_ids]
+        )
+        self._count(f"dropped/{cause}", policy, len(group_ids))
+
+    def _count(self, name: str, policy: str = "", n: int = 1, last: str = "") -> None:
+        if n:
+            self._db.execute(
+                "INSERT INTO counts VALUES (?, ?, ?, ?)"
+                " ON CONFLICT DO UPDATE SET n = n + excluded.n, last = excluded.last",
+                (name, policy, int(n), last[:500]),
+            )
+
+    def _sign(self, nonce: str, episode_id: str) -> str:
+        """A lease's id: nobody can make up one for an episode, and it is known again without being stored."""
+        signature = hashlib.blake2b(f"{nonce} {episode_id}".encode(), key=self._lease_key, digest_size=8)
+        return nonce + signature.hexdigest()
+
+    def _granted(self, lease_id: str, episode: Episode) -> bool:
+        return hmac.compare_digest(lease_id.encode(), self._sign(lease_id[:16], episode.episode_id).encode())
 
     def _keep_states(self, states: Mapping[str, Any]) -> None:
         self._db.executemany(
             "INSERT OR REPLACE INTO states VALUES (?, ?)", [(name, pack(state)) for name, state in states.items()]
         )
 
-    def _transaction(self) -> "_Transaction":
-        return _Transaction(self._db)
-
 
 def _trajectories(episodes: Iterable[Episode], policy: str) -> list[Trajectory]:
     """What a policy did in them; parts without a turn say nothing."""
     return [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]
-
-
-class _Transaction:
-    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the body raises."""
-
-    def __init__(self, db: sqlite3.Connection):
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        self._db.execute("ROLLBACK" if kind else "COMMIT")

@@ -1,0 +1,114 @@
+"""The tables of the ledger's SQLite file."""
+
+import secrets
+import sqlite3
+from pathlib import Path
+
+from flowjax.records import unpack
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+    group_id TEXT PRIMARY KEY,
+    kind TEXT NOT NULL,            -- train | eval
+    position INTEGER NOT NULL,     -- place in the order of tasks
+    evaluation TEXT NOT NULL,      -- name of the evaluation, "" for training
+    versions BLOB NOT NULL,        -- policy -> version, where they are fixed
+    temperature REAL NOT NULL,
+    task BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS groups_by_position ON groups (kind, position);
+CREATE INDEX IF NOT EXISTS groups_by_evaluation ON groups (evaluation);
+CREATE TABLE IF NOT EXISTS streams (
+    policy TEXT NOT NULL,          -- "" for evaluation
+    group_id TEXT NOT NULL REFERENCES groups,
+    position INTEGER NOT NULL,
+    state TEXT NOT NULL,           -- open | settled | ready | used | closed | dropped
+    arrival INTEGER,               -- place in the order in which streams were settled
+    PRIMARY KEY (policy, group_id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS streams_by_state ON streams (policy, state, position);
+CREATE INDEX IF NOT EXISTS streams_by_group ON streams (group_id);
+CREATE INDEX IF NOT EXISTS streams_by_arrival ON streams (arrival);
+CREATE INDEX IF NOT EXISTS streams_settled ON streams (arrival) WHERE state = 'settled';
+CREATE TABLE IF NOT EXISTS stream_counts (  -- kept by the triggers: counting costs the same in a long run
+    policy TEXT NOT NULL,
+    state TEXT NOT NULL,
+    n INTEGER NOT NULL,
+    PRIMARY KEY (policy, state)
+) WITHOUT ROWID;
+INSERT OR REPLACE INTO stream_counts SELECT policy, state, COUNT(*) FROM streams GROUP BY policy, state;
+CREATE TRIGGER IF NOT EXISTS stream_added AFTER INSERT ON streams BEGIN
+    INSERT INTO stream_counts VALUES (new.policy, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+END;
+CREATE TRIGGER IF NOT EXISTS stream_moved AFTER UPDATE OF state ON streams WHEN old.state != new.state BEGIN
+    UPDATE stream_counts SET n = n - 1 WHERE policy = old.policy AND state = old.state;
+    INSERT INTO stream_counts VALUES (new.policy, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+END;
+CREATE TABLE IF NOT EXISTS batches (
+    policy TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    place INTEGER NOT NULL,
+    group_id TEXT NOT NULL,
+    PRIMARY KEY (policy, step, place)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS batches_by_group ON batches (policy, group_id);
+CREATE TABLE IF NOT EXISTS commits (policy TEXT PRIMARY KEY, version INTEGER NOT NULL);  -- newest of each
+CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, key BLOB NOT NULL);  -- that leases are signed with
+CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, state BLOB NOT NULL);  -- of the data algorithms
+CREATE TABLE IF NOT EXISTS episodes (
+    episode_id TEXT PRIMARY KEY,
+    group_id TEXT NOT NULL REFERENCES groups,
+    seed INTEGER NOT NULL,
+    state TEXT NOT NULL,           -- waiting | leased | done | quarantined | cancelled
+    attempts INTEGER NOT NULL DEFAULT 0,
+    lease_id TEXT,
+    worker TEXT,                   -- who holds it, or failed at it last
+    deadline_s REAL,               -- of the lease; of a waiting one, until when `worker` should not have it again
+    episode BLOB,
+    error TEXT NOT NULL DEFAULT ''
+);
+CREATE INDEX IF NOT EXISTS episodes_by_group ON episodes (group_id);
+CREATE INDEX IF NOT EXISTS episodes_by_state ON episodes (state, deadline_s);
+CREATE INDEX IF NOT EXISTS episodes_by_lease ON episodes (lease_id);
+CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, key BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS counts (  -- of what came to nothing, since the start of the run
+    name TEXT NOT NULL,            -- failed/<cause> | quarantined | cancelled | short_groups | dropped/<cause>
+    policy TEXT NOT NULL,          -- "" where it is about whole episodes
+    n INTEGER NOT NULL,
+    last TEXT NOT NULL,            -- the newest one, in words
+    PRIMARY KEY (name, policy)
+) WITHOUT ROWID;
+"""
+
+
+def open_tables(path: Path | str) -> sqlite3.Connection:
+    """The database at `path`, made when it is missing; `world_of(task)` is a function in its queries."""
+    db = sqlite3.connect(path, isolation_level=None)
+    db.row_factory = sqlite3.Row
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=NORMAL")
+    db.executescript(_SCHEMA)
+    db.create_function("world_of", 1, lambda task: unpack(task).world, deterministic=True)
+    return db
+
+
+def lease_key(db: sqlite3.Connection) -> bytes:
+    """What the run's leases are signed with; made with the tables."""
+    db.execute("INSERT OR IGNORE INTO keys VALUES ('lease', ?)", (secrets.token_bytes(32),))
+    return db.execute("SELECT key FROM keys WHERE name = 'lease'").fetchone()[0]
+
+
+class Transaction:
+    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the body raises; a part of the one around it where there is one."""
+
+    def __init__(self, db: sqlite3.Connection):
+        self._db, self._outermost = db, False
+
+    def __enter__(self) -> None:
+        self._outermost = not self._db.in_transaction
+        if self._outermost:
+            self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if self._outermost:
+            self._db.execute("ROLLBACK" if kind else "COMMIT")
