@@ -1,0 +1,320 @@
+"""Runs a workflow on a problem, straight over its graph.
+
+    result = await run(workflow, problem, operators=operators, backends={"small": backend}, default_backend="small")
+    result.answer, result.status, result.usage
+
+State rules. `problem` is there from the start; a call reads its inputs from the state (or as it is bound) and writes
+its outputs. A branch of a parallel works on a copy; afterwards the state is as before, plus `candidates`: for each
+branch that came to its end, in order, the newest answer (program, for a code problem) that it has written. The newest
+answer in the state at the end is the run's.
+
+A call that fails ends the sequences that it is in, up to the next parallel, whose other branches go on. The trace has
+the calls that were reached, in reading order, whatever the concurrency.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flowjax.canvas.backends.base import Backend, BackendError
+from flowjax.canvas.bindings import Operators, fault_of, read_inputs
+from flowjax.canvas.budget import UNLIMITED, Budget, BudgetSpent, Meter
+from flowjax.canvas.cache import Cache, Outcome, key_of, problem_digest
+from flowjax.canvas.context import CallContext, Sampling, Sandbox
+from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow
+from flowjax.canvas.operators.base import Operator, OperatorError
+from flowjax.canvas.seeds import branch_seeds
+from flowjax.canvas.trace import NodeRun, NodeStatus, Run, RunStatus, Usage
+from flowjax.canvas.values import Problem, State, Value
+
+_SANDBOX = Sandbox()
+
+
+async def run(
+    workflow: Workflow,
+    problem: Problem,
+    *,
+    operators: Operators,
+    backends: Mapping[str, Backend],
+    default_backend: str,
+    cache: Cache | None = None,
+    budget: Budget = UNLIMITED,
+    max_concurrent: int = 8,
+    seed: int = 0,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 1024,
+    sandbox: Sandbox = _SANDBOX,
+) -> Run:
+    """Run the workflow; what goes wrong in it is in the result.
+
+    Calls without an id are numbered as `Workflow.numbered` does. The same workflow on the same problem sends the same
+    requests, seeds included, whatever `max_concurrent` is.
+
+    Args:
+        cache: results of earlier runs; none are kept without one.
+        max_concurrent: most operators at work at one time, and most requests and programs.
+        sandbox: where operators' programs run.
+
+    Raises:
+        ValueError: `default_backend` or `max_concurrent` makes no sense.
+    """
+    if default_backend not in backends:
+        raise ValueError(f"default_backend is {default_backend!r}, but the backends are {sorted(backends)}: name one")
+    if max_concurrent < 1:
+        raise ValueError(f"max_concurrent is {max_concurrent}: give 1 or more")
+    calls = list(workflow.calls())
+    if not all(call.id for call in calls):
+        workflow = workflow.numbered()
+    meter = Meter(budget)
+    sampling = Sampling(temperature, top_p, max_new_tokens)
+    interpreter = _Interpreter(
+        problem, operators, backends, default_backend, cache, sampling, sandbox, meter, max_concurrent
+    )
+    scope = _Scope({"problem": problem.text}, {}, seed)
+    status: RunStatus = "ok" if calls else "empty"
+    error = ""
+    try:
+        await interpreter.run(workflow.root, scope)
+    except _Failed as failure:
+        status, error = "error", str(failure)
+    except BudgetSpent as spent:
+        status, error = "budget", str(spent)
+    answer = scope.state.get(_answer_field(problem), "")
+    return Run(
+        answer if isinstance(answer, str) else "",
+        status,
+        scope.state,
+        tuple(scope.trace),
+        meter.usage,
+        meter.seconds,
+        error,
+    )
+
+
+class _Failed(Exception):
+    """A call has failed, and is in the trace."""
+
+
+@dataclass(slots=True)
+class _Scope:
+    """What the calls of one branch see and leave behind."""
+
+    state: dict[str, Value]
+    outputs: dict[str, State]  # node id -> what its newest run gave
+    seed: int
+    written: set[str] = field(default_factory=set)
+    checks: list[bool] = field(default_factory=list)  # every `passed` written here, in order
+    trace: list[NodeRun] = field(default_factory=list)
+
+    def branch(self, seed: int) -> "_Scope":
+        """A scope of its own on a copy of the state."""
+        return _Scope(dict(self.state), dict(self.outputs), seed)
+
+    def write(self, node_id: str, outputs: State) -> None:
+        """A call's outputs."""
+        self.outputs[node_id] = outputs
+        self.state.update(outputs)
+        self.written.update(outputs)
+        if "passed" in outputs:
+            self.checks.append(outputs["passed"] is True)
+
+
+class _Interpreter:
+    """One run."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        operators: Operators,
+        backends: Mapping[str, Backend],
+        default_backend: str,
+        cache: Cache | None,
+        sampling: Sampling,
+        sandbox: Sandbox,
+        meter: Meter,
+        max_concurrent: int,
+    ):
+        self._problem, self._operators = problem, operators
+        self._backends, self._default_backend = backends, default_backend
+        self._cache, self._sampling, self._sandbox, self._meter = cache, sampling, sandbox, meter
+        # Calls and requests take slots, the structures around them do not: nesting cannot use all of them up.
+        self._call_slots = asyncio.Semaphore(max_concurrent)
+        self._request_slots = asyncio.Semaphore(max_concurrent)
+        self._turns: dict[str, int] = {}
+        self._problem_key = problem_digest(problem) if cache is not None else ""
+        self._sampling_key = repr((sampling, sandbox))
+
+    async def run(self, node: Node, scope: _Scope) -> None:
+        """Run the node in the scope.
+
+        Raises:
+            _Failed: a call outside a parallel has failed.
+            BudgetSpent: the run is over.
+        """
+        match node:
+            case Call():
+                await self._call(node, scope)
+            case Sequence(steps):
+                for step in steps:
+                    await self.run(step, scope)
+            case Parallel():
+                await self._parallel(node, scope)
+            case Conditional():
+                await self._conditional(node, scope)
+            case Loop():
+                await self._loop(node, scope)
+
+    async def _parallel(self, parallel: Parallel, scope: _Scope) -> None:
+        scopes = [scope.branch(seed) for seed in branch_seeds(parallel, scope.seed)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._branch(branch, own))
+                for branch, own in zip(parallel.branches, scopes, strict=True)
+            ]
+        ends = [task.result() for task in tasks]
+        answer = _answer_field(self._problem)
+        candidates = []
+        for own, end in zip(scopes, ends, strict=True):
+            scope.trace += own.trace
+            scope.outputs |= own.outputs
+            value = own.state.get(answer)
+            if end is None and answer in own.written and isinstance(value, str):
+                candidates.append(value)
+        scope.state.pop("candidates", None)
+        if candidates:
+            scope.state["candidates"] = tuple(candidates)
+            scope.written.add("candidates")
+        for end in ends:
+            if isinstance(end, BudgetSpent):
+                raise end
+
+    async def _branch(self, branch: Node, scope: _Scope) -> Exception | None:
+        try:
+            await self.run(branch, scope)
+        except (_Failed, BudgetSpent) as end:
+            return end
+        return None
+
+    async def _conditional(self, conditional: Conditional, scope: _Scope) -> None:
+        checks_before = len(scope.checks)
+        await self.run(conditional.condition, scope)
+        checks = scope.checks[checks_before:]
+        taken = conditional.then if checks and checks[-1] else conditional.otherwise
+        if taken is not None:
+            await self.run(taken, scope)
+
+    async def _loop(self, loop: Loop, scope: _Scope) -> None:
+        steps = loop.body.steps if isinstance(loop.body, Sequence) else (loop.body,)
+        for _ in range(loop.count):
+            for step in steps:
+                await self.run(step, scope)
+                if isinstance(step, Call) and self._has_passed(step, scope):
+                    return
+
+    def _has_passed(self, call: Call, scope: _Scope) -> bool:
+        return self._operators[call.operator].role == "checker" and scope.outputs[call.id].get("passed") is True
+
+    async def _call(self, call: Call, scope: _Scope) -> None:
+        self._turns[call.id] = turn = self._turns.get(call.id, 0) + 1
+        started_s = time.perf_counter()
+        inputs: State = {}
+        context: CallContext | None = None
+        cached = False
+        spent: BudgetSpent | None = None
+        try:
+            operator, backend = self._operator(call), self._backend(call)
+            inputs = read_inputs(call, self._operators, scope.state, scope.outputs)
+            context = self._context(call, operator, backend, inputs, scope.seed)
+            self._meter.check_time()
+            async with asyncio.timeout_at(self._meter.deadline_s):
+                outcome, cached = await self._outcome(operator, backend, inputs, context, scope.seed)
+        except OperatorError as error:
+            outcome = Outcome(error=str(error))
+        except BudgetSpent as error:
+            spent, outcome = error, Outcome(error=str(error))
+        except TimeoutError:  # only the deadline's: an operator's own is in its outcome
+            spent = self._meter.time_over()
+            outcome = Outcome(error=str(spent))
+        status: NodeStatus = "budget" if spent else "error" if outcome.error else "ok"
+        usage = Usage() if context is None else context.usage
+        seconds = time.perf_counter() - started_s
+        scope.trace.append(
+            NodeRun(
+                call.id, call.operator, status, turn, cached, inputs, outcome.outputs, usage, seconds, outcome.error
+            )
+        )
+        if spent is not None:
+            raise spent
+        if outcome.error:
+            raise _Failed(f"{call.id} {call.operator}: {outcome.error}")
+        scope.write(call.id, outcome.outputs)
+
+    def _operator(self, call: Call) -> type[Operator]:
+        if (operator := self._operators.get(call.operator)) is None:
+            raise OperatorError(f"there is no operator {call.operator}; there are {', '.join(sorted(self._operators))}")
+        return operator
+
+    def _backend(self, call: Call) -> Backend:
+        if (backend := self._backends.get(call.backend or self._default_backend)) is None:
+            raise OperatorError(f"there is no backend {call.backend}; there are {', '.join(sorted(self._backends))}")
+        return backend
+
+    def _context(self, call: Call, operator: type[Operator], backend: Backend, inputs: State, seed: int) -> CallContext:
+        return CallContext(
+            self._problem,
+            call.instruction or operator.instruction,
+            backend,
+            operator=operator.name,
+            inputs=inputs,
+            seed=seed,
+            sampling=self._sampling,
+            sandbox=self._sandbox,
+            meter=self._meter,
+            slots=self._request_slots,
+        )
+
+    async def _outcome(
+        self, operator: type[Operator], backend: Backend, inputs: State, context: CallContext, seed: int
+    ) -> tuple[Outcome, bool]:
+        """The call's outcome, and whether it was in the cache."""
+        if self._cache is None or not operator.cacheable:
+            return await self._work(operator, inputs, context), False
+        key = key_of(
+            operator,
+            context.instruction,
+            inputs,
+            problem=self._problem_key,
+            backend=backend.identity,
+            sampling=self._sampling_key,
+            seed=seed,
+        )
+        return await self._cache.through(key, lambda: self._work(operator, inputs, context))
+
+    async def _work(self, operator: type[Operator], inputs: State, context: CallContext) -> Outcome:
+        """The operator at work. Whatever it raises, a plug-in's mistakes included, is its failure and not the run's."""
+        async with self._call_slots:
+            try:
+                outputs = await operator().run(dict(inputs), context)
+            except (OperatorError, BackendError) as error:
+                return Outcome(error=str(error) or type(error).__name__)
+            except BudgetSpent:
+                raise
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                return Outcome(error="CancelledError: the operator was cancelled from inside")
+            except Exception as error:
+                logging.warning("Operator %s failed", operator.name, exc_info=True)
+                return Outcome(error=f"{type(error).__name__}: {error}")
+        if context.spent is not None:  # the operator has made do without; a run must not end otherwise for that
+            raise context.spent
+        if fault := fault_of(operator, outputs):
+            return Outcome(error=fault)
+        return Outcome(dict(outputs), keep=context.complete)
+
+
+def _answer_field(problem: Problem) -> str:
+    return "code" if problem.kind == "code" else "answer"
