@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -37,7 +38,9 @@ def default_config() -> ConfigDict:
     # Several policies on the one base: name -> the sections in which it differs, for example
     # {"solver": {}, "verifier": {"optimizer": {"learning_rate": 1e-4}}}. Empty: the one named by config.policy.
     config.policies = ConfigDict()
-    config.agents = ConfigDict()  # agent of the workflow -> the policy that speaks for it; empty: the only policy
+    # Agent of the workflow -> the policy that speaks for it, or "base": the base model as it is, which is not trained.
+    # Empty: the only policy for the only agent.
+    config.agents = ConfigDict()
 
     # The world that episodes are played in.
     config.env = ConfigDict()
@@ -52,12 +55,16 @@ def default_config() -> ConfigDict:
     config.env.step_timeout_s = 10.0  # a step that takes longer loses its worker and its episode
     config.env.data_seed = 0  # fixes the training and held-out tasks, whatever config.seed is
     config.env.train_tasks = 10_000  # number of distinct training tasks
+    # Several sources of tasks, mixed: name -> weight (1.0), options (those in which it differs) and train_tasks, for
+    # example {"small": {"weight": 3.0}, "large": {"options": {"rows": 8}}}. Empty: one, with the options above.
+    config.env.sources = ConfigDict()
     config.workflow = "flowjax.workflows.single.play"  # dotted path of the episode function
 
     # Episodes and the engine that answers them.
     config.rollout = ConfigDict()
     config.rollout.group_size = 8  # trajectories per task
     config.rollout.max_concurrent_episodes = 128
+    config.rollout.min_concurrent_episodes = 0  # floor where their number follows the engines' load; 0: always the most
     config.rollout.temperature = 1.0
     config.rollout.max_prompt_tokens = 1024
     config.rollout.max_new_tokens = 256
@@ -65,7 +72,10 @@ def default_config() -> ConfigDict:
     config.engine = ConfigDict()
     config.engine.python = ""  # interpreter that has vLLM; "" is the one running flowjax
     config.engine.dtype = "bfloat16"  # serving precision
-    config.engine.port = 0  # 0 picks a free port on loopback
+    config.engine.port = 0  # 0 picks a free port on loopback; further replicas take the ports after it
+    config.engine.replicas = 1  # engines that are started, each with tensor_parallel accelerators
+    config.engine.urls = ()  # engines that run elsewhere, instead of any started here: "http://host:port" each
+    config.engine.stream_partial = False  # have replies streamed, so that one goes on elsewhere when its engine dies
     config.engine.tensor_parallel = 1
     config.engine.max_model_tokens = 2048
     config.engine.max_concurrent_sequences = 256
@@ -87,6 +97,9 @@ def default_config() -> ConfigDict:
     config.dataflow.max_staleness = 1  # versions a trained token may lag; 0 is synchronous
     config.dataflow.lease_s = 120.0  # an episode not finished or renewed by then is leased again
     config.dataflow.max_attempts = 3  # leases of one episode before it is given up
+    config.dataflow.failed_episodes = "retry"  # retry | short | drop: what an episode that its world broke leads to
+    config.dataflow.min_group_size = 2  # a group with fewer episodes in is dropped, where group_size is not smaller
+    config.dataflow.max_ready_groups = 0  # groups that wait for a policy's trainer; 0: twice what staleness admits
     config.dataflow.algorithms = ConfigDict()  # data algorithms by name, in order, each with its options
     config.dataflow.keep_trajectories = True  # write trajectories/<step>.jsonl for the report
 
@@ -145,6 +158,7 @@ def default_config() -> ConfigDict:
     config.eval.tasks = 512  # held-out tasks, played once each
     config.eval.temperature = 1.0
     config.eval.every_steps = 0  # also evaluate during the run, every n steps; 0 only before and after
+    config.eval.slots = 0.25  # of a worker's slots, those evaluation takes before training: a share, or a number from 1
     config.eval.versions = ()  # evaluate these versions and train nothing (set by flowjax.evaluate)
 
     # Imitation of the world's scripted expert, which makes the nano base model.
@@ -193,6 +207,12 @@ def _policy_config(config: ConfigDict, name: str) -> ConfigDict:
             else:
                 own[section][field] = value
     return own.lock()
+
+
+def task_options(config: ConfigDict, source: str) -> dict[str, Any]:
+    """Options of the world that the tasks of a source are played in; "" is the only one."""
+    options = config.env.options.to_dict()
+    return {**options, **config.env.sources[source].get("options", {})} if source else options
 
 
 def save_run(config: ConfigDict, run_dir: Path) -> None:

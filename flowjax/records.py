@@ -28,12 +28,16 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem of a world. `seed` fixes everything about it that `payload` does not name."""
+    """One problem of a world. `seed` fixes everything about it that `payload` does not name.
+
+    `source` is that of `config.env.sources` which it came from; it is played with that one's options.
+    """
 
     task_id: str
     world: str
     seed: int
     payload: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +128,8 @@ class TokenRow:
     """One sequence to train on: exact tokens, and for each sampled token its advantage and behaviour log-probability.
 
     `sampled` is False on prompt and environment tokens; `advantages` and `logprobs` are zero there. `versions` is the
-    policy version that sampled each token, -1 where none did.
+    policy version that sampled each token, -1 where none did. `trajectory_tokens` is the number of sampled tokens in all
+    rows of the same trajectory, 0 where the row is all of it.
     """
 
     policy: str
@@ -133,6 +138,7 @@ class TokenRow:
     logprobs: Float[np.ndarray, "tokens"]
     advantages: Float[np.ndarray, "tokens"]
     versions: Int[np.ndarray, "tokens"]
+    trajectory_tokens: int = 0
 
 
 def state_key(*parts: str | bytes | int) -> int:

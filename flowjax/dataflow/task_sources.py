@@ -1,0 +1,77 @@
+"""Where a run's tasks come from: one source of its world, or several mixed at fixed ratios.
+
+Every mix is indexable: which task has which place in the run's order is fixed by the config alone, so that the number of
+groups ever opened, which the ledger keeps, is the whole state of the source.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import grain
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError, task_options
+from flowjax.envs.base import Split, World, load_world
+from flowjax.records import Task
+
+
+def train_tasks(config: ConfigDict) -> grain.MapDataset[Task]:
+    """The endless order of training tasks; each source is shuffled anew by `config.seed`."""
+    return _tasks(config, "train")
+
+
+def held_out_tasks(config: ConfigDict) -> grain.MapDataset[Task]:
+    """Held-out tasks; from several sources at the ratios of training."""
+    return _tasks(config, "held_out")
+
+
+def task_at(tasks: grain.MapDataset[Task], index: int) -> Task:
+    """The task at that place.
+
+    Raises:
+        ValueError: the source left it out.
+    """
+    task = tasks[index]
+    if task is None:
+        raise ValueError(f"the task source filtered out task {index}: a source of tasks must have every index")
+    return task
+
+
+def episode_seed(seed: int, position: int, member: int) -> int:
+    """Seed of a group's `member`-th episode."""
+    return (seed * 1_000_003 + position) * 4096 + member
+
+
+def _tasks(config: ConfigDict, split: Split) -> grain.MapDataset[Task]:
+    world = load_world(config.env.module)
+    if not config.env.sources:
+        return _source(config, world, split, config.env.options.to_dict(), config.env.train_tasks)
+    sources, weights = [], []
+    for number, (name, own) in enumerate(config.env.sources.items()):
+        given = own.to_dict()
+        weight, count = given.pop("weight", 1.0), given.pop("train_tasks", config.env.train_tasks)
+        given.pop("options", None)
+        field = f"config.env.sources.{name}"
+        if given:
+            raise ConfigError(f"{field}.{min(given)} is no field: use weight, options or train_tasks")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+            raise ConfigError(f"{field}.weight is {weight!r}: give a positive number")
+        source = _source(config, world, split, task_options(config, name), count, offset=number)
+        sources.append(source.map(partial(_named, name=name)))
+        weights.append(float(weight))
+    return grain.MapDataset.mix(sources, weights)
+
+
+def _source(
+    config: ConfigDict, world: World, split: Split, options: Mapping[str, Any], train_tasks: int, offset: int = 0
+) -> grain.MapDataset[Task]:
+    tasks = world.tasks(split, config.env.data_seed, **options)
+    if split == "held_out":
+        return tasks if not config.env.sources else tasks.repeat()
+    return tasks[:train_tasks].shuffle(config.seed + offset).repeat()
+
+
+def _named(task: Task, name: str) -> Task:
+    return dataclasses.replace(task, source=name)
