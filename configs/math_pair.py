@@ -47,7 +47,8 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 18
     config.trainer.micro_batch_rows = 128
     config.optimizer.learning_rate = 1e-3
-    config.warm_start.steps = 800
+    config.warm_start.steps = 2000  # sums are hard to learn: after 800 neither could tell right from wrong
+    config.warm_start.noisy_share = 0.1
     config.warm_start.label_noise = 0.3
     config.warm_start.path_noise = 0.5  # half of the answers that the verifier is taught on are wrong
 
