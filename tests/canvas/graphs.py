@@ -1,8 +1,44 @@
-"""Random workflows, as few nodes as their meaning takes, for the tests of what reads and writes them."""
+"""Operators that only declare, and random workflows of as few nodes as their meaning takes."""
+
+from collections.abc import Mapping
 
 import hypothesis.strategies as st
 
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow
+from flowjax.canvas.operators.base import Context, Operator, Role
+from flowjax.canvas.values import Field, State, Value
+
+
+def operator(name: str, role: Role, inputs: tuple[Field, ...], outputs: tuple[str, ...]) -> type[Operator]:
+    """An operator that reads and writes as told, and does nothing."""
+
+    class Declared(Operator):
+        async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+            return {}
+
+    Declared.name, Declared.role, Declared.description, Declared.instruction = name, role, f"{name} works", ""
+    Declared.inputs = (Field("problem"), *inputs)
+    Declared.outputs = tuple(Field(output) for output in outputs)
+    return Declared
+
+
+_ANSWER = Field("answer", required=False)
+_CODE = Field("code", "code", required=False)
+LIBRARY = {
+    each.name: each
+    for each in (
+        operator("Plan", "planner", (), ("plan",)),
+        operator("Custom", "solver", (Field("plan", required=False),), ("answer",)),
+        operator("Programmer", "solver", (Field("plan", required=False),), ("code", "answer")),
+        operator("Verify", "checker", (_ANSWER, _CODE), ("passed", "feedback")),
+        operator("Test", "checker", (Field("code", "code"),), ("passed", "feedback")),
+        operator("Review", "checker", (_ANSWER, _CODE), ("passed", "feedback")),
+        operator("Revise", "reviser", (_ANSWER, _CODE, Field("feedback", required=False)), ("answer",)),
+        operator("ScEnsemble", "combiner", (Field("candidates", "texts"),), ("answer",)),
+        operator("Aggregate", "combiner", (Field("candidates", "texts"),), ("answer",)),
+        operator("Format", "formatter", (_ANSWER,), ("answer",)),
+    )
+}
 
 OPERATORS = ("Custom", "Programmer", "Verify", "Revise", "Review", "Plan")
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
