@@ -12,22 +12,14 @@ from absl import app, flags, logging
 from flowjax.config import load_run
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import serve
-from flowjax.envs.base import load_world
+from flowjax.dataflow.task_sources import held_out_tasks, train_tasks
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 
 
 async def _main(run_dir: Path) -> None:
     config = load_run(run_dir)
-    world = load_world(config.env.module)
-    options = config.env.options.to_dict()
-    train = world.tasks("train", config.env.data_seed, **options)[: config.env.train_tasks]
-    flow = Flow(
-        config,
-        run_dir,
-        train_tasks=train.shuffle(config.seed).repeat(),
-        held_out_tasks=world.tasks("held_out", config.env.data_seed, **options),
-    )
+    flow = Flow(config, run_dir, train_tasks=train_tasks(config), held_out_tasks=held_out_tasks(config))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

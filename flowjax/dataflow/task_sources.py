@@ -1,7 +1,7 @@
 """Where a run's tasks come from: one source of its world, or several mixed at fixed ratios.
 
-Every mix is indexable: which task has which place in the run's order is fixed by the config alone, so that the number of
-groups ever opened, which the ledger keeps, is the whole state of the source.
+Every mix is indexable: which task has which place in the run's order is fixed by the config alone, so that the number
+of groups ever opened, which the ledger keeps, is the whole state of the source.
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flowjax.config import default_config
+from flowjax.config import default_config, task_options
 
 # Shapes of models whose folder may be on another machine, as in their config.json.
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
@@ -65,22 +65,27 @@ def _messages(check: Callable[..., Iterator[str]], *args: Any) -> list[str]:
 
 
 def _world(config: ConfigDict) -> Iterator[str]:
+    from flowjax.dataflow.task_sources import train_tasks
     from flowjax.envs.base import load_world
 
-    options = config.env.options.to_dict()
-    try:
-        world = load_world(config.env.module)
-        world.make(**options)
-    except TypeError as error:
-        yield f"config.env.options is {options}, which {config.env.module} does not take: {error}"
-        return
+    world = load_world(config.env.module)
     longest_step_s = getattr(world, "longest_step_s", None)  # of worlds whose steps have a limit of their own
-    if longest_step_s is not None and longest_step_s(**options) > config.env.step_timeout_s:
-        yield (
-            f"config.env.step_timeout_s is {config.env.step_timeout_s}, but with config.env.options {options} a step "
-            f"of {config.env.module} may take {longest_step_s(**options)} s: raise step_timeout_s, or lower the "
-            "world's limits"
-        )
+    for source in config.env.sources or ("",):
+        options = task_options(config, source)
+        field = f"config.env.sources.{source}.options" if source else "config.env.options"
+        try:
+            world.make(**options)
+        except TypeError as error:
+            yield f"{field} is {options}, which {config.env.module} does not take: {error}"
+            continue
+        if longest_step_s is not None and longest_step_s(**options) > config.env.step_timeout_s:
+            yield (
+                f"config.env.step_timeout_s is {config.env.step_timeout_s}, but with {field} {options} a step of "
+                f"{config.env.module} may take {longest_step_s(**options)} s: raise step_timeout_s, or lower the "
+                "world's limits"
+            )
+    if config.env.sources:
+        train_tasks(config)
 
 
 def _reward(config: ConfigDict) -> Iterator[str]:
