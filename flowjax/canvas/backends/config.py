@@ -1,0 +1,179 @@
+"""Backends by name from a config, checked before anything is sent.
+
+    {"small": {"kind": "openai", "base_url": "http://127.0.0.1:8000/v1", "model": "base"},
+     "large": {"kind": "openai", "base_url": ["https://a/v1", "https://b/v1"], "model": "m", "api_key_env": "LARGE_KEY",
+               "requests_per_minute": 500, "prices": {"prompt": 0.4, "sampled": 1.6}},
+     "mine":  {"kind": "my_package.backends:make", "temperature": 3}}
+
+Nothing is guessed: an unknown name, a missing address or an unset key variable is an error that says what to do.
+"""
+
+import difflib
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from flowjax.canvas.backends.base import Backend
+from flowjax.canvas.backends.limits import Limits
+from flowjax.canvas.backends.metering import Prices
+from flowjax.canvas.backends.offline import OfflineBackend, Rule
+from flowjax.canvas.backends.openai import OpenAIBackend, Patience
+
+Options = dict[str, Any]
+
+_PATIENCE_FIELDS = ("timeout_s", "connect_timeout_s", "retries", "first_retry_s", "last_retry_s", "longest_wait_s")
+_LIMIT_FIELDS = ("requests_per_minute", "tokens_per_minute", "concurrency")
+_OTHER_FIELDS = ("base_url", "model", "api_key_env", "prices", "token_limit_field", "structured", "extra_body")
+_OPENAI_FIELDS = (*_OTHER_FIELDS, "identity", "use_proxy", *_PATIENCE_FIELDS, *_LIMIT_FIELDS)
+_RULE_FIELDS = ("answer", "operator", "tags", "text", "error", "delay_s")
+
+
+class BackendConfigError(ValueError):
+    """A backend that is configured wrongly; the message names the field, its value and the remedy."""
+
+
+def backends_from_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Backend]:
+    """The backends by the names that workflows call them by.
+
+    `kind` is "openai", "offline", or `package.module:function` of a function that gets the other options and gives a
+    backend. Options that are None count as not given.
+
+    Raises:
+        BackendConfigError: in words, and without secrets.
+    """
+    if not config:
+        raise BackendConfigError("backends is empty: configure at least one")
+    return {name: _backend(f"backends.{name}", options) for name, options in config.items()}
+
+
+def _backend(where: str, options: Mapping[str, Any]) -> Backend:
+    given = {name: value for name, value in options.items() if value is not None}
+    kind = given.pop("kind", None)
+    if kind == "openai":
+        return _openai(where, given)
+    if kind == "offline":
+        return _offline(where, given)
+    if isinstance(kind, str) and ":" in kind:
+        return _of_path(where, kind, given)
+    raise BackendConfigError(f'{where}.kind is {kind!r}: give "openai", "offline" or package.module:function')
+
+
+def _openai(where: str, given: Options) -> Backend:
+    _refuse_unknown(where, given, _OPENAI_FIELDS)
+    urls = _taken(where, given, "base_url", "an address such as http://127.0.0.1:8000/v1, or a list of them")
+    urls = [urls] if isinstance(urls, str) else list(urls)
+    for url in urls or [""]:
+        _check_url(f"{where}.base_url", url)
+    model = _text(where, "model", _taken(where, given, "model", "the model's name at the endpoint"))
+    variable = given.pop("api_key_env", "")
+    key = _key(where, variable) if variable else ""
+    prices = _prices(where, given)
+    patience, limits = _numbers(where, given, _PATIENCE_FIELDS), _numbers(where, given, _LIMIT_FIELDS)
+    if given.get("token_limit_field", "max_tokens") not in ("max_tokens", "max_completion_tokens"):
+        raise BackendConfigError(
+            f"{where}.token_limit_field is {given['token_limit_field']!r}: give max_tokens or max_completion_tokens"
+        )
+    return OpenAIBackend(
+        urls,
+        model,
+        api_key=key,
+        patience=Patience(**patience),
+        limits=Limits(**limits),
+        prices=prices,
+        **given,
+    )
+
+
+def _offline(where: str, given: Options) -> Backend:
+    _refuse_unknown(where, given, ("rules", "seed", "prices", "identity"))
+    rules = _taken(where, given, "rules", 'a list such as [{"operator": "Custom", "answer": "42"}]')
+    for index, rule in enumerate(rules):
+        if not isinstance(rule, Rule):
+            _refuse_unknown(f"{where}.rules[{index}]", rule, _RULE_FIELDS)
+    prices = _prices(where, given)
+    return OfflineBackend([rule if isinstance(rule, Rule) else Rule(**rule) for rule in rules], prices=prices, **given)
+
+
+def _of_path(where: str, path: str, given: Options) -> Backend:
+    module, _, attribute = path.partition(":")
+    try:
+        make: Callable[..., Backend] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BackendConfigError(f"{where}.kind is {path!r}, which cannot be imported: {error}") from error
+    try:
+        return make(**given)
+    except TypeError as error:
+        raise BackendConfigError(f"{where}: {path} does not take the options {sorted(given)}: {error}") from error
+
+
+def _check_url(where: str, url: object) -> None:
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        parts, usable = urlsplit(""), False
+    secret = parts.username or parts.password or parts.query or "@" in str(url)
+    if secret:
+        raise BackendConfigError(
+            f"{where} holds a user, a password or a query: put the key into an environment variable and name that in "
+            "api_key_env"
+        )
+    if not usable:
+        raise BackendConfigError(f"{where} is {url!r}: give an address such as http://127.0.0.1:8000/v1")
+
+
+def _key(where: str, variable: str) -> str:
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise BackendConfigError(
+            f"{where}.api_key_env names the environment variable {variable}, which is not set: export it, or leave "
+            "api_key_env out for an endpoint that needs no key"
+        )
+    if not key.isascii() or not key.isprintable():
+        raise BackendConfigError(
+            f"{where}.api_key_env: {variable} holds characters that no key has: export it again, without a line break"
+        )
+    return key
+
+
+def _prices(where: str, given: Options) -> Prices:
+    prices = dict(given.pop("prices", {}))
+    _refuse_unknown(f"{where}.prices", prices, ("prompt", "sampled"))
+    return Prices(**_numbers(f"{where}.prices", prices, ("prompt", "sampled")))
+
+
+def _numbers(where: str, given: Options, names: tuple[str, ...]) -> dict[str, Any]:
+    """Take these out of `given`; each must be a number that makes sense."""
+    taken = {name: given.pop(name) for name in names if name in given}
+    for name, value in taken.items():
+        may_be_zero = name in ("retries", "prompt", "sampled", "first_retry_s", "last_retry_s", "longest_wait_s")
+        whole = name in ("retries", "concurrency")
+        wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float)
+        if wrong or not (value >= 0 if may_be_zero else value > 0):
+            kind = "a whole number" if whole else "a number"
+            raise BackendConfigError(
+                f"{where}.{name} is {value!r}: give {kind} {'from 0 on' if may_be_zero else 'above 0'}"
+            )
+    return taken
+
+
+def _taken(where: str, given: Options, name: str, remedy: str) -> Any:
+    if not (value := given.pop(name, None)):
+        raise BackendConfigError(f"{where}.{name} is missing: give {remedy}")
+    return value
+
+
+def _text(where: str, name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise BackendConfigError(f"{where}.{name} is {value!r}: give a text")
+    return value
+
+
+def _refuse_unknown(where: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            raise BackendConfigError(f"{where}.{name} is not an option: {meant}")

@@ -1,0 +1,255 @@
+"""Any endpoint that speaks OpenAI's chat completions, the run's own vLLM among them.
+
+    OpenAIBackend(["https://api.openai.com/v1"], "gpt-4.1-mini", api_key=os.environ["OPENAI_API_KEY"])
+    OpenAIBackend(["http://127.0.0.1:8000/v1"], "base")          # the run's engine; "<policy>@<version>" is an adapter
+
+Facts of the API: platform.openai.com/docs/api-reference/chat, and what its Python client retries.
+"""
+
+import asyncio
+import contextlib
+import email.utils
+import json
+import logging
+import random
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Literal
+
+import aiohttp
+
+from flowjax.canvas.backends.base import BackendError, Completion, Request
+from flowjax.canvas.backends.limits import Limiter, Limits
+from flowjax.canvas.backends.metering import Prices, prompt_estimate, usage_of
+
+_RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
+_TOLD_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
+_ERROR_CHARACTERS = 300
+_NO_LIMITS, _FREE = Limits(), Prices()
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait, and how often to try again."""
+
+    timeout_s: float = 120.0  # one try, answer included
+    connect_timeout_s: float = 10.0
+    retries: int = 4  # tries after the first
+    first_retry_s: float = 0.5  # doubles with every try, and is shortened by up to half at random
+    last_retry_s: float = 20.0
+    longest_wait_s: float = 60.0  # an endpoint that asks for more (Retry-After) is given up
+
+
+_PATIENCE = Patience()
+
+
+class _TryAgain(Exception):
+    """This try has failed, the next one may not. `after_s` is what the endpoint asks for, if anything."""
+
+    def __init__(self, message: str, after_s: float | None = None):
+        super().__init__(message)
+        self.after_s = after_s
+
+
+@dataclass(slots=True)
+class _Connections:
+    """What belongs to one event loop."""
+
+    session: aiohttp.ClientSession
+    limiter: Limiter
+    paused_until_s: dict[str, float] = field(default_factory=dict)  # endpoint -> when it wants to be asked again
+
+
+class OpenAIBackend:
+    """A model behind one or several equal endpoints, which are used in turn and stand in for each other.
+
+    Tries that end in a timeout may have been billed; what they took is not known and not counted.
+
+    Args:
+        base_urls: up to and including `/v1`, say.
+        model: as the endpoint calls it.
+        api_key: sent as a bearer token; in no error, log or `repr`.
+        prices: what tokens cost; without a price list they cost nothing.
+        token_limit_field: what the endpoint calls `max_new_tokens`; OpenAI's reasoning models know only the second.
+        structured: whether the endpoint can hold answers to a JSON schema. If not, `schema` is not sent.
+        extra_body: more fields of the request, such as `chat_template_kwargs`.
+        identity: what caches know the model by, where the model's name and addresses do not say enough: another run's
+            engine serves other weights at the same address.
+        use_proxy: go through the proxies that the environment names.
+    """
+
+    def __init__(
+        self,
+        base_urls: Sequence[str],
+        model: str,
+        *,
+        api_key: str = "",
+        patience: Patience = _PATIENCE,
+        limits: Limits = _NO_LIMITS,
+        prices: Prices = _FREE,
+        token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens",
+        structured: bool = True,
+        extra_body: Mapping[str, Any] | None = None,
+        identity: str = "",
+        use_proxy: bool = False,
+    ):
+        self._urls = [f"{url.rstrip('/')}/chat/completions" for url in base_urls]
+        self._model, self._api_key = model, api_key
+        self._patience, self._limits, self._prices = patience, limits, prices
+        self._token_limit_field, self._structured = token_limit_field, structured
+        self._extra_body = dict(extra_body or {})
+        self._use_proxy = use_proxy
+        self._identity = identity or json.dumps(
+            [model, sorted(self._urls), structured, self._extra_body], sort_keys=True
+        )
+        self._next_url = 0
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connections] = weakref.WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        return f"OpenAIBackend({self._model!r} at {', '.join(self._urls)})"
+
+    @property
+    def identity(self) -> str:
+        """See `Backend`."""
+        return self._identity
+
+    async def close(self) -> None:
+        """Close the connections of the running event loop; the next request opens new ones."""
+        if (connections := self._loops.pop(asyncio.get_running_loop(), None)) is not None:
+            await connections.session.close()
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Backend`.
+
+        Raises:
+            BackendError: the request is refused, or no try has brought an answer; the message names the endpoint.
+        """
+        connections = self._connections()
+        body = self._body(request)
+        first = self._next_url
+        self._next_url = (first + 1) % len(self._urls)
+        order = self._urls[first:] + self._urls[:first]
+        own_pause: dict[str, float] = {}  # endpoint -> when this request may go there again
+        failure = ""
+        for tries in range(1 + self._patience.retries):
+            url = await self._free_url(order, connections, own_pause)
+            try:
+                return await self._try(connections, url, body, request)
+            except _TryAgain as error:
+                failure = f"{url}: {error}"
+                logging.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
+                now_s = asyncio.get_running_loop().time()
+                own_pause[url] = now_s + self._retry_s(tries // len(order))
+                if error.after_s is not None:
+                    connections.paused_until_s[url] = now_s + error.after_s
+        raise BackendError(f"no answer after {1 + self._patience.retries} tries, the last at {failure}")
+
+    async def _free_url(self, order: Sequence[str], connections: _Connections, own_pause: Mapping[str, float]) -> str:
+        """The first endpoint that may be asked now, or else the first one to be free, once it is."""
+
+        def free_s(url: str) -> float:
+            return max(connections.paused_until_s.get(url, 0.0), own_pause.get(url, 0.0))
+
+        clock = asyncio.get_running_loop().time
+        url = next((url for url in order if free_s(url) <= clock()), None) or min(order, key=free_s)
+        wait_s = free_s(url) - clock()
+        if wait_s > self._patience.longest_wait_s:
+            raise BackendError(
+                f"{url} asks to wait {wait_s:.0f} s, more than longest_wait_s ({self._patience.longest_wait_s:g})"
+            )
+        await asyncio.sleep(max(0.0, wait_s))
+        return url
+
+    async def _try(self, connections: _Connections, url: str, body: str, request: Request) -> Completion:
+        async with connections.limiter.grant(prompt_estimate(request.messages) + request.max_new_tokens) as grant:
+            status, headers, content = await self._post(connections.session, url, body)
+            if status != HTTPStatus.OK:
+                message = f"HTTP {status}: {self._error_text(content)}"
+                if status not in _RETRIED and status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise BackendError(f"{url} refuses the request with {message}")
+                raise _TryAgain(message, retry_after_s(headers) if status in _TOLD_TO_WAIT else None)
+            answer, text = self._read(content)
+            usage = usage_of(answer, request.messages, text, self._prices)
+            grant.tokens = usage.prompt_tokens + usage.sampled_tokens
+            return Completion(text, usage)
+
+    async def _post(self, session: aiohttp.ClientSession, url: str, body: str) -> tuple[int, Mapping[str, str], bytes]:
+        try:
+            # A redirect could carry the key elsewhere.
+            async with session.post(url, data=body, headers=self._headers(), allow_redirects=False) as response:
+                return response.status, response.headers, await response.read()
+        except TimeoutError as error:
+            raise _TryAgain(f"no answer within {self._patience.timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise _TryAgain(self._redacted(f"{type(error).__name__}: {error}")) from error
+
+    def _read(self, content: bytes) -> tuple[Mapping[str, Any], str]:
+        """The answer and its text. One that is no chat completion is worth another try."""
+        try:
+            answer = json.loads(content)
+            message = answer["choices"][0]["message"]
+            text = message.get("content") or message.get("refusal") or ""
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _TryAgain(f"not a chat completion: {self._error_text(content)}") from error
+        if not isinstance(text, str):
+            raise _TryAgain(f"content that is no text: {self._error_text(content)}")
+        return answer, text
+
+    def _body(self, request: Request) -> str:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [dict(message) for message in request.messages],
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+            self._token_limit_field: request.max_new_tokens,
+        }
+        if request.schema is not None and self._structured:
+            schema = {"name": "answer", "strict": True, "schema": request.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return json.dumps(body | self._extra_body)
+
+    def _headers(self) -> dict[str, str]:
+        key = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        return {"Content-Type": "application/json", **key}
+
+    def _error_text(self, content: bytes) -> str:
+        """What the endpoint says, shortened."""
+        text = content.decode(errors="replace")
+        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+            text = str(json.loads(text)["error"]["message"])
+        return self._redacted(" ".join(text.split()))[:_ERROR_CHARACTERS] or "(nothing)"
+
+    def _redacted(self, text: str) -> str:
+        return text.replace(self._api_key, "***") if self._api_key else text
+
+    def _retry_s(self, rounds: int) -> float:
+        """Exponential back-off with jitter."""
+        longest_s = min(self._patience.first_retry_s * 2**rounds, self._patience.last_retry_s)
+        return longest_s * random.uniform(0.5, 1.0)
+
+    def _connections(self) -> _Connections:
+        """One session for all requests of an event loop, so that connections are kept open."""
+        loop = asyncio.get_running_loop()
+        if (connections := self._loops.get(loop)) is None:
+            timeout = aiohttp.ClientTimeout(self._patience.timeout_s, sock_connect=self._patience.connect_timeout_s)
+            connector = aiohttp.TCPConnector(limit=0)
+            session = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=self._use_proxy)
+            connections = self._loops[loop] = _Connections(session, Limiter(self._limits))
+        return connections
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """What a `Retry-After` header asks for (seconds or a date, RFC 9110 10.2.3), None if it cannot be read."""
+    value = headers.get("Retry-After", "").strip()
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return max(0.0, seconds) if seconds == seconds else None
