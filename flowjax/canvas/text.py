@@ -227,7 +227,8 @@ class _Printer:
     def steps(self, node: Node) -> str:
         """Where anything may stand: at the top, inside parentheses, as a branch of a parallel."""
         if isinstance(node, Sequence) and node.id not in self.shown_ids:
-            return " -> ".join(map(self.unit, node.steps))
+            one, *more = node.steps or (None,)
+            return self.steps(one) if one and not more else " -> ".join(map(self.unit, node.steps))
         if isinstance(node, Conditional) and node.id not in self.shown_ids:
             return self.conditional(node)
         return self.unit(node)
