@@ -5,18 +5,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
+# Maps whose keys are data: they become a label instead of prolonging the name.
+LABELS = {"policies": "policy", "failed": "cause", "dropped": "cause", "ages": "age", "trained_ages": "age"}
+_PREFIXES = {"policies": "policy"}
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 
 
 def exposition(status: Mapping[str, Any], *, role: str) -> str:
     """Every number of a nested map of counts as a gauge `flowjax_<role>_<name>`.
 
-    A map under `policies` becomes the label `policy`; other maps prolong the name. Texts and lists are left out.
+    The maps named in `LABELS` become labels; other maps prolong the name. Texts and lists are left out.
     """
     samples: dict[str, list[str]] = {}
-    for name, labels, value in _numbers(status):
-        written = "".join(f'{{{key}="{_escape(text)}"}}' for key, text in labels.items())
-        samples.setdefault(f"flowjax_{role}_{name}", []).append(f"{written} {value}")
+    for name, labels, value in _numbers(status, "", {}):
+        written = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
+        samples.setdefault(f"flowjax_{role}_{name}", []).append(f"{{{written}}} {value}" if written else f" {value}")
     lines = []
     for name, values in samples.items():
         lines.append(f"# TYPE {name} gauge")
@@ -24,19 +27,32 @@ def exposition(status: Mapping[str, Any], *, role: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _numbers(status: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, str], float | int]]:
+def _numbers(
+    status: Mapping[str, Any], prefix: str, labels: Mapping[str, str]
+) -> Iterator[tuple[str, Mapping[str, str], float | int]]:
+    """Name, labels and value of each number in a map whose name is `prefix`."""
     for key, value in status.items():
-        if key == "policies" and isinstance(value, Mapping):
-            for policy, counts in value.items():
-                yield from ((f"policy_{name}", {"policy": policy}, number) for name, _, number in _numbers(counts))
-            continue
-        name = prefix + _UNFIT.sub("_", str(key))
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{name}_")
-        elif isinstance(value, bool):
-            yield name, {}, int(value)
-        elif isinstance(value, int | float):
-            yield name, {}, value
+        fit = _UNFIT.sub("_", str(key))
+        name = f"{prefix}_{fit}" if prefix else fit
+        if isinstance(value, Mapping) and key in LABELS:
+            inner = f"{prefix}_{_PREFIXES.get(key, fit)}" if prefix else _PREFIXES.get(key, fit)
+            for text, counts in value.items():
+                labelled = {**labels, LABELS[key]: str(text)}
+                if isinstance(counts, Mapping):
+                    yield from _numbers(counts, inner, labelled)
+                else:
+                    yield from _number(inner, labelled, counts)
+        elif isinstance(value, Mapping):
+            yield from _numbers(value, name, labels)
+        else:
+            yield from _number(name, labels, value)
+
+
+def _number(name: str, labels: Mapping[str, str], value: Any) -> Iterator[tuple[str, Mapping[str, str], float | int]]:
+    if isinstance(value, bool):
+        yield name, labels, int(value)
+    elif isinstance(value, int | float):
+        yield name, labels, value
 
 
 def _escape(text: str) -> str:

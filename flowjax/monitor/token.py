@@ -20,6 +20,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def reachable(host: str) -> str:
+    """The address at which this machine reaches what listens on `host`, as a URL writes it."""
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1" if host != "::" else "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
 def make_token(run_dir: Path) -> str:
     """The run's token; made at the first call, readable by its owner alone."""
     path = run_dir / "token"

@@ -6,7 +6,7 @@ import pytest
 
 from flowjax.config import ConfigError, default_config, task_options
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.task_sources import held_out_tasks, train_tasks
+from flowjax.dataflow.task_sources import held_out_tasks, task_at, train_tasks
 
 
 def configuration(**sources):
@@ -29,14 +29,16 @@ SOURCES = {"small": {"weight": 3.0}, "large": {"weight": 1.0, "options": {"rows"
 def test_one_source_is_the_world_as_it_was():
     config = configuration()
     tasks = train_tasks(config)
-    assert tasks[0].source == ""
-    assert len({tasks[index].task_id for index in range(50)}) == 50
-    assert [tasks[index].task_id for index in range(50)] != [tasks[index + 50].task_id for index in range(50)]
+    assert task_at(tasks, 0).source == ""
+    assert len({task_at(tasks, index).task_id for index in range(50)}) == 50
+    assert [task_at(tasks, index).task_id for index in range(50)] != [
+        task_at(tasks, index + 50).task_id for index in range(50)
+    ]
 
 
 def test_sources_are_mixed_at_their_ratios():
     tasks = train_tasks(configuration(**SOURCES))
-    drawn = [tasks[index] for index in range(400)]
+    drawn = [task_at(tasks, index) for index in range(400)]
     assert Counter(task.source for task in drawn) == {"small": 300, "large": 100}
     assert len({task.task_id for task in drawn if task.source == "large"}) == 5
     assert len({task.task_id for task in drawn if task.source == "small"}) == 50
@@ -52,9 +54,9 @@ def test_a_task_says_which_options_it_is_played_with():
 def test_held_out_tasks_are_mixed_too_and_are_none_of_training():
     config = configuration(**SOURCES)
     held_out, train = held_out_tasks(config), train_tasks(config)
-    drawn = [held_out[index] for index in range(40)]
+    drawn = [task_at(held_out, index) for index in range(40)]
     assert Counter(task.source for task in drawn) == {"small": 30, "large": 10}
-    assert not {task.task_id for task in drawn} & {train[index].task_id for index in range(100)}
+    assert not {task.task_id for task in drawn} & {task_at(train, index).task_id for index in range(100)}
 
 
 @pytest.mark.parametrize(
