@@ -1,0 +1,171 @@
+"""The score of an answer, by the kind of its problem: the one module that training and evaluation both grade with.
+
+    with Scorer() as scorer:
+        scorer.score("2*sqrt(2)", r"\\boxed{2\\sqrt{2}}", "math")          # Verdict(correct=True, score=1.0)
+        scorer.score("New York", ["New York City", "NYC"], "qa")          # Verdict(correct=False, score=0.8)
+        scorer.score(program, Suite(cases, "f"), "code")                  # hidden tests, in the sandbox
+
+Only a stated answer counts: the last box, answer tag or `Answer:` line, the words after the last "the answer is", or
+else the whole text. No number is fished out of prose, no word of a program's output makes it right, and nobody is asked
+for an opinion.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+from flowjax.grading.code import JUDGE_LIMITS, Suite, judge
+from flowjax.grading.math import last_boxed
+from flowjax.grading.multiple_choice import right_choice
+from flowjax.grading.processes import GraderError, GraderProcesses
+from flowjax.grading.qa import exact_match, f1_score, last_answer, normalise_answer
+from flowjax.grading.sandbox import Isolation, Limits
+
+Kind = Literal["math", "qa", "code", "choice", "general"]
+
+# What counts as saying that a question has no answer, which is the gold answer of SQuAD 2.0's unanswerable ones.
+UNANSWERABLE = "unanswerable"
+_SAYS_UNANSWERABLE = {"unanswerable", "no answer", "not answerable", "question is unanswerable", "cannot be answered"}
+_LETTERS = {chr(code): "" for code in range(ord("A"), ord("K"))}
+_LINE = re.compile(
+    r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(\S.*)$", re.IGNORECASE | re.MULTILINE
+)
+_DECLARED = re.compile(r"\banswer is\b:?", re.IGNORECASE)
+_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_WITH_UNIT = re.compile(r"([-+]?\\?[$€£]?[-+\d.,/]*\d)\s+([a-zA-Z][a-zA-Z ]*[a-zA-Z])\.?")
+_NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "pi"}
+_LIST = re.compile(r"\[([^\[\]]*,[^\[\]]*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`correct` is yes or no; `score`, 0 to 1, is the share of tests passed, the words in common (F1), or just that.
+
+    `remark` says why it is not correct where there is more to say than that the answer is another.
+    """
+
+    correct: bool
+    score: float
+    remark: str = ""
+
+
+class Scorer:
+    """Grades from any thread: what compares formulas needs a main thread, and gets processes with one.
+
+    Programs run in the sandbox as `flowjax.grading.code.judge` has it. A context manager.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int = 1,
+        timeout_s: float = 15.0,
+        limits: Limits = JUDGE_LIMITS,
+        case_s: float = 3.0,
+        isolation: Isolation | None = None,
+        allow_none: bool = False,
+        packages: Sequence[str] = (),
+    ):
+        self._formulas = GraderProcesses("flowjax.grading.math:equal", workers=workers, timeout_s=timeout_s)
+        self._limits, self._case_s, self._packages = limits, case_s, packages
+        self._isolation, self._allow_none = isolation, allow_none
+
+    def __enter__(self) -> "Scorer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._formulas.close()
+
+    def score(
+        self, answer: str, gold: str | Sequence[str] | Suite, kind: Kind, *, options: Mapping[str, str] | None = None
+    ) -> Verdict:
+        """The verdict on an answer. `gold` may be several answers, of which the best counts; for code it is the tests.
+
+        Raises:
+            ValueError: `gold` is empty, or not what the kind takes.
+            IsolationError: programs cannot be isolated here, and nobody has accepted that.
+        """
+        if isinstance(gold, Suite) != (kind == "code"):
+            raise ValueError(f"gold of a {kind} problem is a {type(gold).__name__}: give a Suite for code, else text")
+        if isinstance(gold, Suite):
+            return self._code(answer, gold)
+        golds = [gold] if isinstance(gold, str) else list(gold)
+        if not any(text.strip() for text in golds):
+            raise ValueError(f"gold is {gold!r}: give an answer, {UNANSWERABLE!r} where there is none")
+        match kind:
+            case "qa":
+                return words_verdict(answer, golds)
+            case "choice":
+                stated = stated_answer(answer)
+                right = any(right_choice(stated, text, options or _LETTERS) for text in golds)
+                return Verdict(right, float(right))
+            case "general":
+                words = words_verdict(answer, golds)
+                return words if words.correct else self._math(answer, golds)
+            case _:
+                return self._math(answer, golds)
+
+    def _math(self, answer: str, golds: Sequence[str]) -> Verdict:
+        stated, remark = stated_answer(answer), ""
+        for gold in golds:
+            try:
+                if self._formulas.call(_as_printed(stated, gold), gold):
+                    return Verdict(True, 1.0)
+            except GraderError as error:
+                remark = f"no verdict: {error}"
+        return Verdict(False, 0.0, remark)
+
+    def _code(self, answer: str, suite: Suite) -> Verdict:
+        if not suite.cases:
+            raise ValueError("gold is a Suite without tests: leave the problem out")
+        blocks = _FENCED.findall(answer)
+        verdict = judge(
+            blocks[-1] if blocks else answer,
+            suite,
+            self._limits,
+            case_s=self._case_s,
+            isolation=self._isolation,
+            allow_none=self._allow_none,
+            packages=self._packages,
+        )
+        remark = next((remark for remark in verdict.remarks if remark), "")
+        return Verdict(verdict.success, verdict.score, remark)
+
+
+def words_verdict(answer: str, golds: Sequence[str]) -> Verdict:
+    """Exact match and F1 of SQuAD; an unanswerable question is answered by saying so, or by nothing."""
+    stated = stated_answer(answer)
+    if UNANSWERABLE in golds:
+        says_so = not stated or normalise_answer(stated) in _SAYS_UNANSWERABLE
+        return Verdict(says_so, float(says_so))
+    return Verdict(exact_match(stated, golds), f1_score(stated, golds))
+
+
+def stated_answer(text: str) -> str:
+    r"""The answer that a text states: the last `\boxed{}`, `<answer>` pair, `Answer:` line or "answer is"; else all."""
+    text = text.rpartition("</think>")[2].strip()
+    boxed = last_boxed(text)
+    if boxed is None and (tagged := last_answer(text)) is not None:
+        boxed = last_boxed(tagged) or tagged
+    if boxed is not None:
+        return boxed
+    found = _LINE.findall(text)
+    if not found:
+        found = [text[match.end() :].strip().partition("\n")[0] for match in list(_DECLARED.finditer(text))[-1:]]
+    return (found[-1].strip().strip("*_").rstrip(". ") if found else "") or text
+
+
+def _as_printed(answer: str, gold: str) -> str:
+    """The answer without the unit behind its number, or the brackets of a printed list, where the gold has none."""
+    answer = answer.strip()
+    if (unit := _WITH_UNIT.fullmatch(answer)) and not set(unit[2].lower().split()) & _NO_UNITS:
+        return unit[1] if not re.search(r"[a-zA-Z]", gold) else answer
+    if (printed := _LIST.fullmatch(answer)) and not set("[](){}") & set(gold):
+        return printed[1]
+    return answer
