@@ -15,7 +15,9 @@ from flowjax.grading.code_asserts import parse_quietly
 from flowjax.grading.math import last_boxed
 from flowjax.grading.multiple_choice import chosen
 
-_ANSWER = re.compile(r"^[\s>*_#-]*(?:final\s+)?answer[*_]*\s*:[*_]*[ \t]*(.*)$", re.IGNORECASE | re.MULTILINE)
+_ANSWER = re.compile(
+    r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(.*)$", re.IGNORECASE | re.MULTILINE
+)
 _FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _ESCAPE = re.compile(r"\\\\|\\(?=[bfr][a-zA-Z])|\\(?![\"\\/bfnrtu])")
 _SHOWN_CHARACTERS = 200
