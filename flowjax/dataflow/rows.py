@@ -1,7 +1,8 @@
 """Complete groups -> rewards -> credit -> the token rows that a trainer sees."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,11 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
             )
         )
         open_rows[turn.policy] = spans
-    return closed + [_join(policy, spans) for policy, spans in open_rows.items()]
+    rows = closed + [_join(policy, spans) for policy, spans in open_rows.items()]
+    sampled_tokens: Counter[str] = Counter()
+    for turn in trajectory.turns:
+        sampled_tokens[turn.policy] += len(turn.sampled_ids)
+    return [replace(row, trajectory_tokens=sampled_tokens[row.policy]) for row in rows]
 
 
 def _join(policy: str, spans: Sequence[tuple[np.ndarray, ...]]) -> TokenRow:

@@ -14,7 +14,9 @@ from flowjax.losses.ratios import masked_sum, sequence_means, sequence_sums
 Kind = Literal[
     "ppo", "gspo", "sapo", "cispo", "m2po", "dppo", "ipo", "rollout_is", "importance", "reinforce", "cross_entropy"
 ]
-Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
+Aggregation = Literal[
+    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "trajectory_mean_token_mean", "constant"
+]
 Scalar = float | Float[Array, ""]
 
 LARGEST_LOG_RATIO = 20.0
@@ -57,6 +59,7 @@ def policy_loss(
     sequences: Int[Array, "*tokens"] | None = None,
     sequence_count: int | None = None,
     sequence_tokens: Scalar | None = None,
+    trajectory_tokens: Int[Array, "*tokens"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The loss to minimise as (sum, denominator, metrics); divide once, after adding up micro-batches.
 
@@ -85,6 +88,7 @@ def policy_loss(
         sequences: id of each token's sequence, below `sequence_count`; by default the row of a two-dimensional batch.
         sequence_count: static bound on those ids; by default the number of tokens.
         sequence_tokens: constant: the fixed length that each sequence's sum is divided by (Dr. GRPO).
+        trajectory_tokens: trajectory_mean_token_mean: sampled tokens of each token's whole trajectory.
     """
     sequences, sequence_count = _sequence_ids(logprobs, sequences, sequence_count)
     log_ratio, anchor = _log_ratio(logprobs, behaviour_logprobs, proximal_logprobs, mask)
@@ -118,6 +122,7 @@ def policy_loss(
         sequences=sequences,
         sequence_count=sequence_count,
         sequence_tokens=sequence_tokens,
+        trajectory_tokens=trajectory_tokens,
     )
     return total, denominator, _metrics(inputs, surrogate, weights, mask)
 
@@ -135,18 +140,25 @@ def aggregate(
     sequences: Int[Array, "*tokens"] | None = None,
     sequence_count: int | None = None,
     sequence_tokens: Scalar | None = None,
+    trajectory_tokens: Int[Array, "*tokens"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum and denominator of per-token values.
 
-    token_mean                sum over tokens / tokens
-    sequence_mean_token_mean  mean over sequences of each one's mean
-    sequence_mean_token_sum   mean over sequences of each one's sum
-    constant                  sum over tokens / (sequences * sequence_tokens), no bias by length (arXiv 2503.20783)
+    token_mean                  sum over tokens / tokens
+    sequence_mean_token_mean    mean over sequences of each one's mean
+    sequence_mean_token_sum     mean over sequences of each one's sum
+    trajectory_mean_token_mean  mean over trajectories of each one's mean, all its turns together
+    constant                    sum over tokens / (sequences * sequence_tokens), no bias by length (arXiv 2503.20783)
 
-    A sequence must not be spread over micro-batches, or it counts once in each.
+    A sequence must not be spread over micro-batches, or it counts once in each. A trajectory may.
     """
     if aggregation == "token_mean":
         return masked_sum(values, mask), jnp.sum(mask).astype(values.dtype)
+    if aggregation == "trajectory_mean_token_mean":
+        if trajectory_tokens is None:
+            raise ValueError("aggregation 'trajectory_mean_token_mean' needs `trajectory_tokens`")
+        share = 1.0 / jnp.maximum(trajectory_tokens, 1).astype(values.dtype)
+        return masked_sum(values * share, mask), masked_sum(share, mask)
     sequences, sequence_count = _sequence_ids(values, sequences, sequence_count)
     ids, count = _sequences(aggregation, sequences, sequence_count)
     sums, lengths = sequence_sums(values, mask, ids, count)

@@ -29,7 +29,8 @@ class MicroBatch:
     """One forward-backward pass, on the host until it is placed. Padding has segment 0, and mask False.
 
     `places` are the indices, within their row, of the sampled tokens; a token is predicted from the place before it.
-    `sequences` number the sequences of the micro-batch from 0, for losses that average over a sequence first.
+    `sequences` number the sequences of the micro-batch from 0, for losses that average over a sequence first;
+    `trajectory_tokens` are the sampled tokens of each token's whole trajectory, for those that average over that.
     """
 
     tokens: Int[Array, "rows tokens"]
@@ -41,6 +42,7 @@ class MicroBatch:
     advantages: Float[Array, "rows sampled"]
     versions: Int[Array, "rows sampled"]
     sequences: Int[Array, "rows sampled"]
+    trajectory_tokens: Int[Array, "rows sampled"]
 
 
 def row_buckets(row_tokens: int) -> list[int]:
@@ -124,6 +126,7 @@ def _lay_out(bins: Sequence[Sequence[TokenRow]], rows: int, tokens: int, sampled
         "advantages": empty(sampled, np.float32),
         "versions": empty(sampled, np.int32, -1),
         "sequences": empty(sampled, np.int32),
+        "trajectory_tokens": empty(sampled, np.int32, 1),
     }
     sequence = 0
     for index, members in enumerate(bins):
@@ -141,6 +144,7 @@ def _lay_out(bins: Sequence[Sequence[TokenRow]], rows: int, tokens: int, sampled
             by_sampled["advantages"][index, to] = row.advantages[places]
             by_sampled["versions"][index, to] = row.versions[places]
             by_sampled["sequences"][index, to] = sequence
+            by_sampled["trajectory_tokens"][index, to] = row.trajectory_tokens or len(places)
             start, filled, sequence = span.stop, to.stop, sequence + 1
     arrays: dict[str, Any] = by_token | by_sampled
     return MicroBatch(**arrays)

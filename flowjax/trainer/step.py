@@ -152,6 +152,7 @@ def make_update(
             kind=kind,
             sequences=batch.sequences,
             sequence_count=batch.sequences.size,
+            trajectory_tokens=batch.trajectory_tokens,
             proximal_logprobs=proximal,
             ratio_bounds=anchor.ratio_bounds,
             **options,
@@ -165,6 +166,7 @@ def make_update(
                 sequences=batch.sequences,
                 sequence_count=batch.sequences.size,
                 sequence_tokens=options.get("sequence_tokens"),
+                trajectory_tokens=batch.trajectory_tokens,
             )[0]
 
         values = {**values, "entropy": jnp.sum(entropy, where=batch.mask)}

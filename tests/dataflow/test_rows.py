@@ -43,3 +43,8 @@ def test_a_conversation_whose_tokens_differ_anywhere_starts_a_new_row():
 def test_policies_keep_rows_of_their_own():
     got = rows(turn([1], [2], "a"), turn([1], [3], "b"), turn([1, 2, 5], [6], "a"), advantages=[1.0, 2.0, 3.0])
     assert {(row.policy, tuple(row.tokens.tolist())) for row in got} == {("a", (1, 2, 5, 6)), ("b", (1, 3))}
+
+
+def test_rows_know_how_many_tokens_their_trajectory_has():
+    got = rows(turn([1], [2, 2], "a"), turn([1], [3], "b"), turn([9], [6], "a"), advantages=[1.0, 2.0, 3.0])
+    assert sorted((row.policy, row.trajectory_tokens) for row in got) == [("a", 3), ("a", 3), ("b", 1)]

@@ -319,6 +319,18 @@ def test_entropy_and_aggregate_are_sums_and_denominators():
     assert tuple(map(float, got)) == (9, 8)
 
 
+def test_a_trajectory_counts_once_however_its_tokens_are_spread():
+    """Two trajectories of four and two tokens: the mean of their means, summed up over any split of the tokens."""
+    values, lengths = jnp.array([1.0, 3.0, 5.0, 7.0, 2.0, 4.0]), jnp.array([4, 4, 4, 4, 2, 2])
+    for mask in (jnp.array([True] * 6), jnp.array([True, False, True, False, True, False])):
+        parts = [
+            aggregate(values, part, aggregation="trajectory_mean_token_mean", trajectory_tokens=lengths)
+            for part in (mask, ~mask)
+        ]
+        total, denominator = (float(sum(column)) for column in zip(*parts, strict=True))
+        assert (total, denominator) == (4.0 + 3.0, 2.0)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

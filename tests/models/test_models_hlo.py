@@ -36,7 +36,7 @@ def test_no_buffer_holds_the_logits_of_all_tokens(train):
         ids, by_sampled = shape((ROWS, TOKENS), np.int32), shape((ROWS, SAMPLED), np.int32)
         values = shape((ROWS, SAMPLED), np.float32)
         mask = shape((ROWS, SAMPLED), np.bool_)
-        return MicroBatch(ids, ids, ids, by_sampled, mask, values, values, by_sampled, by_sampled)
+        return MicroBatch(ids, ids, ids, by_sampled, mask, values, values, by_sampled, by_sampled, by_sampled)
 
     text = jax.jit(jax.grad(loss)).lower(trained, frozen, batch_of(jax.ShapeDtypeStruct)).compile().as_text()
     beside = [math.prod(shape) // VOCABULARY for shape in hlo.shapes(text or "") if VOCABULARY in shape]

@@ -37,7 +37,9 @@ def rows(count: int = 12) -> list[TokenRow]:
         tokens = rng.integers(0, 43, length).astype(np.int32)
         logprobs = np.where(sampled, rng.normal(-3.8, 0.1, length), 0).astype(np.float32)
         advantages = np.where(sampled, rng.normal(), 0).astype(np.float32)
-        made.append(TokenRow("agent", tokens, sampled, logprobs, advantages, np.where(sampled, index % 2, -1)))
+        made.append(
+            TokenRow("agent", tokens, sampled, logprobs, advantages, np.where(sampled, index % 2, -1), 5 + index)
+        )
     return made
 
 
@@ -84,6 +86,7 @@ OBJECTIVES = [
     ("m2po", {"m2_threshold": 0.001}),
     ("ppo", {"correction": "token_truncate", "correction_high": 1.01}),
     ("gspo", {"clip_low": 0.01, "clip_high": 0.01}),
+    ("ppo", {"aggregation": "trajectory_mean_token_mean"}),
 ]
 
 
