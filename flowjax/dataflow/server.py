@@ -10,41 +10,53 @@
     GET  /status                                             -> JSON counts
     GET  /metrics                                            -> the same for Prometheus
 
-`/lease` and `/batch` hold the answer for up to a second while there is nothing to give. A message that cannot be read
-or lacks a field is answered with 400 and {error}, one without the run's token (where it has one) with 401, one too
-large with 413; nothing has changed then.
+`/lease` and `/batch` hold the answer for up to a second while there is nothing to give. A message that cannot be read,
+has a field that cannot be or names a version that has never been made is answered with 400 and {error}, one without the
+run's token (where it has one) with 401, one too large with 413; nothing has changed then.
 """
 
 import asyncio
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from ml_collections import ConfigDict
 
+from flowjax.dataflow import messages
 from flowjax.dataflow.flow import Flow
 from flowjax.monitor.prometheus import CONTENT_TYPE, exposition
 from flowjax.monitor.token import accepts, is_loopback, make_token
-from flowjax.records import Episode, WireError, pack, unpack
+from flowjax.records import Lease, WireError, pack, unpack
 
 _HOLD_S = 1.0
-_POLL_S = 0.01
+_PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
+_LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
 
 class Server:
-    """Routes to a `Flow`. Everything runs on one event loop, so a request sees a settled state."""
+    """Routes to a `Flow`. Everything runs on one event loop, so a request sees a settled state; only credit, which may
+    take seconds, is given in a thread.
+
+    Workers that wait for episodes stand in a queue: when something has changed, the first ones are served, until there
+    is nothing more.
+    """
 
     def __init__(self, flow: Flow, *, token: str = "", max_message_bytes: int = 256 * 1024**2):
         self._flow, self._token, self._max_message_bytes = flow, token, max_message_bytes
+        self._waiting: dict[str | None, deque[_Waiting]] = {}  # by the kind of episode asked for
+        self._changed = asyncio.Event()
+        self._crediting = asyncio.Lock()
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=self._max_message_bytes, middlewares=[self._authorise])
         for name in ("lease", "renew", "episodes", "give_back", "versions", "batch", "committed"):
-            app.router.add_post(f"/{name}", _endpoint(getattr(self, f"_{name}")))
+            app.router.add_post(f"/{name}", _endpoint(getattr(self, f"_{name}"), self._max_message_bytes))
         app.router.add_get("/status", self._status)
         app.router.add_get("/metrics", self._metrics)
         return app
@@ -58,53 +70,102 @@ class Server:
         return _refusal(401, f"{request.path}: show the run's token (runs/<name>/token) as a bearer token")
 
     async def _lease(self, message: Any) -> dict[str, Any]:
-        worker, slots = _fields(message, worker=str, slots=int)
-        kind = message.get("kind")
+        worker, slots, kind = messages.worker_of(message), messages.slots_of(message), message.get("kind")
         if kind not in (None, "train", "eval"):
             raise WireError(f"field kind is {kind!r}: it is train, eval or absent")
-        leases = await _hold(lambda: self._flow.lease(worker, slots, kind) or (self._flow.finished or None)) or []
-        if leases is True:
-            return {"leases": [], "state": "done", "retry_s": 1.0}
-        return {"leases": leases, "state": "run" if leases else "wait", "retry_s": 0.0}
+        asked = _Waiting(lambda: self._flow.lease(worker, slots, kind), asyncio.get_running_loop().create_future())
+        queue = self._waiting.setdefault(kind, deque())
+        queue.append(asked)
+        self._serve_waiting()
+        try:
+            await asyncio.wait([asked.leases], timeout=_HOLD_S)
+        except asyncio.CancelledError:  # the worker has gone
+            if asked.leases.done():
+                self._flow.give_back([lease.lease_id for lease in asked.leases.result()], "")
+                self._notify()
+            raise
+        finally:
+            if not asked.leases.done():
+                queue.remove(asked)
+        leases = asked.leases.result() if asked.leases.done() else []
+        state = "run" if leases else "done" if self._flow.finished else "wait"
+        return {"leases": leases, "state": state, "retry_s": 1.0 if state == "done" else 0.0}
+
+    def _serve_waiting(self) -> None:
+        """Give what there is to those who have waited longest; when the run is over, send all of them home."""
+        finished = any(self._waiting.values()) and self._flow.finished
+        for queue in self._waiting.values():
+            passed_over = 0
+            while passed_over < min(_PASSED_OVER, len(queue)):
+                asked = queue[0]
+                if (leases := asked.attempt()) or finished:
+                    asked.leases.set_result(leases)
+                    queue.popleft()
+                else:  # what there is may not be for this worker
+                    queue.rotate(-1)
+                    passed_over += 1
+
+    def _notify(self) -> None:
+        """Something has changed that may give the waiting what they wait for."""
+        self._serve_waiting()
+        self._changed.set()
 
     async def _renew(self, message: Any) -> dict[str, Any]:
-        (lease_ids,) = _fields(message, lease_ids=list)
-        return {"lost": self._flow.renew(lease_ids)}
+        return {"lost": self._flow.renew(messages.lease_ids_of(message))}
 
     async def _episodes(self, message: Any) -> dict[str, Any]:
-        (items,) = _fields(message, items=list)
-        played = [_fields(item, lease_id=str, episode=Episode) for item in items]
-        counted = [self._flow.accept(lease_id, episode) for lease_id, episode in played]
+        played = messages.episodes_of(message, self._newest())
+        counted = self._flow.accept_all(played)
+        self._notify()
         return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
 
     async def _give_back(self, message: Any) -> dict[str, Any]:
-        lease_ids, error = _fields(message, lease_ids=list, error=str)
+        lease_ids, (error,) = messages.lease_ids_of(message), messages.fields(message, error=str)
         self._flow.give_back(lease_ids, error)
+        self._notify()
         return {}
 
     async def _versions(self, message: Any) -> dict[str, Any]:
-        policy, serving = self._policy(message, serving=int)
-        return {"oldest_needed": self._flow.report_serving(policy, serving)}
+        policy, newest = self._policy(message)
+        serving = messages.version_of(message, "serving", oldest=0, newest=newest)
+        news = serving > self._flow.serving[policy]
+        oldest_needed = self._flow.report_serving(policy, serving)
+        if news:
+            self._notify()
+        return {"oldest_needed": oldest_needed}
 
     async def _batch(self, message: Any) -> dict[str, Any]:
-        policy, step = self._policy(message, step=int)
-        served = await _hold(lambda: self._flow.batch(policy, step))
-        if served is None:
+        policy, newest = self._policy(message)
+        step = messages.version_of(message, "step", oldest=self._flow.oldest_kept(policy), newest=newest)
+        until = time.monotonic() + _HOLD_S
+        while (taken := self._flow.take(policy, step)) is None and time.monotonic() < until:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                break
+            await asyncio.sleep(_LATEST_S)
+        if taken is None:
             return {"state": "wait"}
-        batch, dropped = served
-        return {"state": "run", "rows": batch.rows, "totals": batch.totals, "dropped": dropped}
+        self._notify()  # groups that are used or dropped make room for others
+        async with self._crediting:
+            batch = await asyncio.to_thread(self._flow.credit, policy, step, taken.groups)
+        return {"state": "run", "rows": batch.rows, "totals": batch.totals, "dropped": taken.dropped}
 
     async def _committed(self, message: Any) -> dict[str, Any]:
-        policy, version = self._policy(message, version=int)
-        self._flow.commit(policy, version)
+        policy, newest = self._policy(message)
+        self._flow.commit(policy, messages.version_of(message, "version", oldest=0, newest=newest))
+        self._notify()
         return {}
 
-    def _policy(self, message: Any, **kinds: type) -> list[Any]:
-        """The policy that a message is about, and further fields of it."""
-        policy, *values = _fields(message, policy=str, **kinds)
-        if policy not in self._flow.policies:
-            raise WireError(f"field policy is {policy!r}: this run has {', '.join(self._flow.policies)}")
-        return [policy, *values]
+    def _policy(self, message: Any) -> tuple[str, int]:
+        """The policy that a message is about, and the newest version that there can be of it."""
+        policy = messages.policy_of(message, dict.fromkeys(self._flow.policies, 0))
+        return policy, self._flow.newest_version(policy)
+
+    def _newest(self) -> dict[str, int]:
+        return {policy: self._flow.newest_version(policy) for policy in self._flow.policies}
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self._flow.status())
@@ -114,27 +175,21 @@ class Server:
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
 
-def _fields(message: Any, **kinds: type) -> list[Any]:
-    """The named fields of a message.
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A worker that waits for episodes."""
 
-    Raises:
-        WireError: the message is no map, or a field is missing or of another kind.
-    """
-    if not isinstance(message, dict):
-        raise WireError(f"the body is a {type(message).__name__}: send a map")
-    for name, kind in kinds.items():
-        if name not in message:
-            raise WireError(f"field {name} is missing")
-        if not isinstance(message[name], kind) or (kind is int and isinstance(message[name], bool)):
-            raise WireError(f"field {name} is {type(message[name]).__name__}: send {kind.__name__}")
-    return [message[name] for name in kinds]
+    attempt: Callable[[], list[Lease]]
+    leases: asyncio.Future[list[Lease]]
 
 
 def _endpoint(
-    handle: Callable[[Any], Awaitable[dict[str, Any]]],
+    handle: Callable[[Any], Awaitable[dict[str, Any]]], most_bytes: int
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def respond(request: web.Request) -> web.Response:
         try:
+            if (request.content_length or 0) > most_bytes:
+                raise web.HTTPRequestEntityTooLarge(max_size=most_bytes, actual_size=request.content_length or 0)
             answer = await handle(unpack(await request.read()))
         except WireError as error:
             return _refusal(400, f"{request.path}: {error}")
@@ -152,20 +207,12 @@ def _refusal(status: int, reason: str) -> web.Response:
     return web.Response(body=pack({"error": reason}), status=status, content_type="application/msgpack")
 
 
-async def _hold(attempt: Callable[[], Any]) -> Any:
-    """`attempt()` as soon as it gives something, or None after a bounded wait."""
-    until = time.monotonic() + _HOLD_S
-    while not (result := attempt()) and time.monotonic() < until:
-        await asyncio.sleep(_POLL_S)
-    return result or None
-
-
 async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, stop: asyncio.Event) -> None:
     """Serve until `stop` is set, writing `status-dataflow.json` every second."""
     host = config.dataflow.host
     token = "" if is_loopback(host) else make_token(run_dir)
     server = Server(flow, token=token, max_message_bytes=config.dataflow.max_message_bytes)
-    runner = web.AppRunner(server.application(), access_log=None)
+    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
     status_path = run_dir / "status-dataflow.json"

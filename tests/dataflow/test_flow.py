@@ -291,7 +291,7 @@ def test_bad_messages_are_refused_with_a_reason(tmp_path, path, message, reason)
 
 def test_without_the_token_nothing_is_told_or_changed(tmp_path):
     served = Served(tmp_path, token="secret")
-    message = pack({"worker": "w", "policy": "agent", "serving": 3, "in_use": []})
+    message = pack({"worker": "w", "policy": "agent", "serving": 0, "in_use": []})
 
     async def scenario(post) -> None:
         for headers in (None, {"Authorization": "Bearer guess"}, {"Authorization": "secret"}):
@@ -301,7 +301,7 @@ def test_without_the_token_nothing_is_told_or_changed(tmp_path):
         async with ClientSession() as session, session.get(served.server.make_url("/status")) as answer:
             assert answer.status == 401
         status, _ = await post("/versions", message, {"Authorization": "Bearer secret"})
-        assert (status, served.flow.serving) == (200, {"agent": 3})
+        assert (status, served.flow.serving) == (200, {"agent": 0})
 
     served.run(scenario)
 

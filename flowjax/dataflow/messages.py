@@ -1,0 +1,77 @@
+"""Requests of the dataflow, read field by field: what is not as it should be is refused before anything changes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flowjax.record_checks import check_episode
+from flowjax.records import Episode, WireError
+
+MOST_SLOTS = 100_000  # episodes asked for, or leases named, in one message
+_LONGEST_NAME = 500  # characters
+
+
+def fields(message: Any, **kinds: type) -> list[Any]:
+    """The named fields of a message.
+
+    Raises:
+        WireError: the message is no map, or a field is missing or of another kind.
+    """
+    if not isinstance(message, dict):
+        raise WireError(f"the body is a {type(message).__name__}: send a map")
+    for name, kind in kinds.items():
+        if name not in message:
+            raise WireError(f"field {name} is missing")
+        if not isinstance(message[name], kind) or (kind is int and isinstance(message[name], bool)):
+            raise WireError(f"field {name} is {type(message[name]).__name__}: send {kind.__name__}")
+    return [message[name] for name in kinds]
+
+
+def worker_of(message: Any) -> str:
+    (worker,) = fields(message, worker=str)
+    if not 0 < len(worker) <= _LONGEST_NAME:
+        raise WireError(f"field worker has {len(worker)} characters: send 1 to {_LONGEST_NAME}")
+    return worker
+
+
+def slots_of(message: Any) -> int:
+    (slots,) = fields(message, slots=int)
+    if not 0 < slots <= MOST_SLOTS:
+        raise WireError(f"field slots is {slots}: send 1 to {MOST_SLOTS}")
+    return slots
+
+
+def lease_ids_of(message: Any) -> list[str]:
+    (lease_ids,) = fields(message, lease_ids=list)
+    if len(lease_ids) > MOST_SLOTS:
+        raise WireError(f"field lease_ids has {len(lease_ids)} items: send {MOST_SLOTS} at most")
+    for index, lease_id in enumerate(lease_ids):
+        if not isinstance(lease_id, str):
+            raise WireError(f"field lease_ids[{index}] is {type(lease_id).__name__}: send str")
+    return lease_ids
+
+
+def policy_of(message: Any, newest: Mapping[str, int]) -> str:
+    """The policy that a message is about, one of those in `newest`."""
+    (policy,) = fields(message, policy=str)
+    if policy not in newest:
+        raise WireError(f"field policy is {policy[:_LONGEST_NAME]!r}: this run has {', '.join(newest)}")
+    return policy
+
+
+def version_of(message: Any, name: str, *, oldest: int, newest: int) -> int:
+    """A version between those that can be meant."""
+    (version,) = fields(message, **{name: int})
+    if not oldest <= version <= newest:
+        raise WireError(f"field {name} is {version}: this run has made versions {oldest} to {newest} of that policy")
+    return version
+
+
+def episodes_of(message: Any, newest: Mapping[str, int]) -> list[tuple[str, Episode]]:
+    """Leases and what was played under them; one bad item refuses the whole message."""
+    (items,) = fields(message, items=list)
+    played = []
+    for index, item in enumerate(items):
+        lease_id, episode = fields(item, lease_id=str, episode=Episode)
+        check_episode(episode, newest=newest, where=f"items[{index}].episode")
+        played.append((lease_id, episode))
+    return played

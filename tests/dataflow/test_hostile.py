@@ -1,0 +1,345 @@
+"""Whatever is sent to a dataflow: it answers with 4xx and a reason and is as before, or it was a fair message."""
+
+import asyncio
+import os
+import sqlite3
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grain
+import msgpack
+import pytest
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestServer
+from hostile_messages import WRONG, array, changed, episode, on_the_wire, paths, without
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flowjax.config import default_config
+from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.server import Server
+from flowjax.records import Task
+
+GROUPS, MEMBERS, STEPS = 2, 2, 4
+Message = dict[str, Any]
+
+
+class Dataflow:
+    """A server with some episodes leased, and a view of everything that it holds."""
+
+    def __init__(self, folder: Path, **options: Any):
+        config = default_config()
+        config.rollout.group_size = MEMBERS
+        config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
+        config.eval.tasks = 0
+        config.reward.components = {"success": 1.0}
+        tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
+        self.flow = Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
+        self.server = TestServer(Server(self.flow, **options).application())
+        self._path = folder / "dataflow.sqlite"
+        self.leases: list[Message] = []
+
+    def everything(self) -> tuple[Any, ...]:
+        """Every row of every table, and what the flow itself remembers."""
+        with sqlite3.connect(self._path) as db:
+            names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            rows = {name: sorted(map(repr, db.execute(f"SELECT * FROM {name}"))) for name in names}
+        return rows, self.flow.status(), dict(self.flow.serving), dict(self.flow.committed), self.flow.finished
+
+    async def raw(self, path: str, body: bytes, **headers: str) -> tuple[int, Any]:
+        url = self.server.make_url(path)
+        async with ClientSession() as session, session.post(url, data=body, headers=headers) as answer:
+            return answer.status, _body(await answer.read())
+
+    async def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        return await self.raw(path, on_the_wire(body))
+
+    async def lease(self) -> None:
+        await self.post("/versions", worker="w", policy="agent", serving=0, in_use=[])
+        _, answer = await self.post("/lease", worker="w", slots=100)
+        self.leases = answer["leases"]
+
+    def fair(self) -> dict[str, Message]:
+        """A message for each endpoint that would change something, or tell something."""
+        ids = [lease["lease_id"] for lease in self.leases]
+        items = [{"lease_id": lease["lease_id"], "episode": episode(lease)} for lease in self.leases[:2]]
+        return {
+            "/lease": {"worker": "w", "slots": 2, "kind": "train"},
+            "/renew": {"worker": "w", "lease_ids": ids[:2]},
+            "/episodes": {"worker": "w", "items": items},
+            "/give_back": {"worker": "w", "lease_ids": ids[:2], "error": "no"},
+            "/versions": {"worker": "w", "policy": "agent", "serving": 0, "in_use": [0]},
+            "/batch": {"policy": "agent", "step": 0},
+            "/committed": {"policy": "agent", "version": 0},
+        }
+
+
+def run(folder: Path, scenario: Callable[[Dataflow], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        dataflow = Dataflow(folder, **options)
+        async with dataflow.server:
+            await scenario(dataflow)
+
+    asyncio.run(main())
+
+
+async def refused(dataflow: Dataflow, path: str, body: bytes, status: int = 400) -> str:
+    """Post what must be refused; returns the reason."""
+    before = dataflow.everything()
+    found, answer = await dataflow.raw(path, body)
+    assert found == status, (path, body[:200], answer)
+    assert path in answer["error"] and len(answer["error"]) < 1000
+    assert dataflow.everything() == before, (path, body[:200])
+    return answer["error"]
+
+
+def test_bodies_that_are_no_message(tmp_path):
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        for path, message in dataflow.fair().items():
+            whole = on_the_wire(message)
+            nested = b"\x91" * 5000 + b"\x90"
+            deep = on_the_wire(0)[:-1] + nested
+            bodies = [b"", b"\x00", b"garbage", whole[:-1], whole[: len(whole) // 2], whole + b"\x00", nested, deep]
+            bodies += [on_the_wire(message, schema) for schema in (0, 2, None, "1", [1])]
+            bodies += [b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", msgpack.packb(message), msgpack.packb([1, 2])]
+            bodies += [on_the_wire(body) for body in (None, 7, "text", [], {}, {"__record__": "Lease"})]
+            bodies += [on_the_wire({"__record__": "Nothing"}), on_the_wire({**message, "__array__": "<f8"})]
+            for body in bodies:
+                await refused(dataflow, path, body)
+
+    run(tmp_path, scenario)
+
+
+def test_every_field_missing_or_of_the_wrong_kind(tmp_path):
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        for path, message in dataflow.fair().items():
+            for place in paths(message) if path != "/episodes" else ():
+                if place[0] == "in_use" or (place[0] == "worker" and path != "/lease"):
+                    continue  # said for people, not read
+                if len(place) == 1 and place != ("kind",):
+                    await refused(dataflow, path, on_the_wire(without(message, place)))
+                for value in WRONG:
+                    if type(value) is not type(_at(message, place)) and (place, value) != (("kind",), None):
+                        await refused(dataflow, path, on_the_wire(changed(message, place, value)))
+
+    run(tmp_path, scenario)
+
+
+def test_records_with_fields_missing_or_of_the_wrong_kind(tmp_path):
+    texts = {"error", "finish_reason", "trajectory_id", "lease_id", "episode_id"}
+    optional = {"status", "error", "generate_s", "env_s", "worker", "success"}
+
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        message = dataflow.fair()["/episodes"]
+        for place in paths(message):
+            name = place[-1]
+            if isinstance(name, str) and name not in optional and (name != "policy" or "turns" in place):
+                await refused(dataflow, "/episodes", on_the_wire(without(message, place)))
+            if place[0] == "worker" or "shape" in place:
+                continue
+            for value in (None, b"\xff", {"a": {}}, [[1]], float("nan")):
+                await refused(dataflow, "/episodes", on_the_wire(changed(message, place, value)))
+            if name not in texts:
+                await refused(dataflow, "/episodes", on_the_wire(changed(message, place, "x")))
+
+    run(tmp_path, scenario)
+
+
+TURN = ("items", 1, "episode", "trajectories", 0, "turns", 0)
+BAD_PARTS = [
+    ((*TURN, "prompt_ids"), array("<f4", 3), "whole numbers"),
+    ((*TURN, "prompt_ids"), array("<i4", 1, struct.pack("<i", -5)), "negative token"),
+    ((*TURN, "sampled_ids"), array("<i4", 3), "2 values for 3 sampled tokens"),
+    ((*TURN, "logprobs"), array("|b1", 2), "floats"),
+    ((*TURN, "logprobs"), array("<f4", 2, struct.pack("<ff", float("nan"), 0.0)), "not finite"),
+    ((*TURN, "logprobs"), {"__array__": "<f4", "shape": [2, 1], "data": bytes(8)}, "one axis"),
+    ((*TURN, "logprobs"), {"__array__": "<f4", "shape": [4], "data": bytes(8)}, "not a flowjax message"),
+    ((*TURN, "logprobs"), {"__array__": "O", "shape": [1], "data": bytes(8)}, "array type 'O'"),
+    ((*TURN, "version"), -1, "0 to 0"),
+    ((*TURN, "version"), 1, "0 to 0"),
+    ((*TURN, "policy"), "stranger", "this run has agent"),
+    ((*TURN, "env_reward"), float("inf"), "finite number"),
+    ((*TURN, "valid"), 1, "true or false"),
+    ((*TURN[:5], "policy"), "stranger", "this run has agent"),
+    ((*TURN[:5], "seed"), 99, "differs from the episode's"),
+    ((*TURN[:3], "status"), "perfect", "one of ok"),
+    ((*TURN[:3], "outcome"), {"success": float("nan")}, "finite numbers"),
+    ((*TURN[:3], "outcome"), {1: 1.0}, "finite numbers"),
+    ((*TURN[:3], "trajectories"), {"__record__": "Task", "task_id": "", "world": "", "seed": 0}, "list of Trajectory"),
+    (("items", 1), {"lease_id": "x"}, "episode is missing"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "reason"), BAD_PARTS)
+def test_one_bad_item_refuses_the_whole_message(tmp_path, place, value, reason):
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        message = dataflow.fair()["/episodes"]
+        told = await refused(dataflow, "/episodes", on_the_wire(changed(message, place, value)))
+        assert reason in told
+        assert (await dataflow.post("/episodes", **message))[1] == {"accepted": 2, "duplicate": 0}
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("version", [-1, 1, STEPS, 10**12, -(2**63)])
+def test_versions_that_nobody_has_made_poison_nothing(tmp_path, version):
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        for path, name in (("/versions", "serving"), ("/batch", "step"), ("/committed", "version")):
+            message = dataflow.fair()[path] | {name: version}
+            assert f"{name} is {version}" in await refused(dataflow, path, on_the_wire(message))
+            assert "this run has agent" in await refused(
+                dataflow, path, on_the_wire(dataflow.fair()[path] | {"policy": "x"})
+            )
+
+    run(tmp_path, scenario)
+
+
+def test_batches_that_no_checkpoint_needs_any_more_are_refused(tmp_path):
+    """A batch of long ago, asked for again, would undo all later ones and have their groups trained on twice."""
+
+    async def scenario(dataflow: Dataflow) -> None:
+        dataflow.flow._configs["agent"].trainer.keep_checkpoints = 1
+        for step in range(3):
+            await dataflow.post("/versions", worker="w", policy="agent", serving=step, in_use=[])
+            _, answer = await dataflow.post("/lease", worker="w", slots=100)
+            version = ("trajectories", 0, "turns", 0, "version")
+            items = [
+                {"lease_id": lease["lease_id"], "episode": changed(episode(lease), version, step)}
+                for lease in answer["leases"]
+            ]
+            assert (await dataflow.post("/episodes", worker="w", items=items))[0] == 200
+            assert (await dataflow.post("/batch", policy="agent", step=step))[1]["state"] == "run"
+            assert (await dataflow.post("/committed", policy="agent", version=step + 1))[0] == 200
+        await refused(dataflow, "/batch", on_the_wire({"policy": "agent", "step": 1}))
+        assert (await dataflow.post("/batch", policy="agent", step=2))[1]["state"] == "run"
+
+    run(tmp_path, scenario)
+
+
+def test_strange_leases_change_nothing(tmp_path):
+    """Unknown ones, made-up ones, another episode's, and answers sent twice or late."""
+
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        first, second = dataflow.leases[:2]
+        before = dataflow.everything()
+        for lease_id in ("", "x", "0" * 32, second["lease_id"], first["lease_id"][:-1], "é" * 16):
+            items = [{"lease_id": lease_id, "episode": episode(first)}]
+            assert await dataflow.post("/episodes", worker="w", items=items) == (200, {"accepted": 0, "duplicate": 1})
+        elsewhere = episode(first, episode_id="train-00000099/000")
+        items = [{"lease_id": first["lease_id"], "episode": elsewhere}]
+        assert (await dataflow.post("/episodes", worker="w", items=items))[1]["accepted"] == 0
+        assert (await dataflow.post("/renew", worker="w", lease_ids=["x", ""]))[1] == {"lost": ["x", ""]}
+        assert (await dataflow.post("/give_back", worker="w", lease_ids=["x"], error="e"))[0] == 200
+        assert dataflow.everything() == before
+        items = [{"lease_id": first["lease_id"], "episode": episode(first)}] * 3
+        assert (await dataflow.post("/episodes", worker="w", items=items))[1] == {"accepted": 1, "duplicate": 2}
+        before = dataflow.everything()
+        assert (await dataflow.post("/give_back", worker="w", lease_ids=[first["lease_id"]], error="e"))[0] == 200
+        broken = {"lease_id": first["lease_id"], "episode": episode(first, status="env_error")}
+        assert (await dataflow.post("/episodes", worker="w", items=[broken]))[1]["accepted"] == 0
+        assert dataflow.everything() == before
+
+    run(tmp_path, scenario)
+
+
+def test_without_the_token_no_endpoint_answers(tmp_path):
+    async def scenario(dataflow: Dataflow) -> None:
+        for path, message in dataflow.fair().items():
+            for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "secret"}, {"Authorization": "é"}):
+                before = dataflow.everything()
+                status, answer = await dataflow.raw(path, on_the_wire(message), **headers)
+                assert status == 401 and "token" in answer["error"]
+                assert dataflow.everything() == before
+        async with ClientSession() as session:
+            for path in ("/status", "/metrics", "/nothing"):
+                async with session.get(dataflow.server.make_url(path)) as answer:
+                    assert answer.status in (401, 404)
+            for path, method in (("/lease", "GET"), ("/status", "POST"), ("/metrics", "DELETE")):
+                url, token = dataflow.server.make_url(path), {"Authorization": "Bearer secret"}
+                async with session.request(method, url, headers=token) as answer:
+                    assert answer.status == 405
+
+    run(tmp_path, scenario, token="secret")
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["length told", "in chunks"])
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_a_gigabyte_is_refused_early_and_not_held(tmp_path, told, token):
+    size, piece = 2**30, bytes(2**20)
+
+    async def scenario(dataflow: Dataflow) -> None:
+        before, memory = dataflow.everything(), _resident_bytes()
+        reader, writer = await asyncio.open_connection(dataflow.server.host, dataflow.server.port)
+        length = f"Content-Length: {size}" if told else "Transfer-Encoding: chunked"
+        writer.write(f"POST /episodes HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+        answer = asyncio.create_task(reader.readline())
+        sent = 0
+        while sent < size and not answer.done():
+            writer.write(piece if told else b"100000\r\n" + piece + b"\r\n")
+            try:
+                async with asyncio.timeout(5):
+                    await writer.drain()
+            except (ConnectionError, TimeoutError):
+                break
+            sent += len(piece)
+        assert (b"401" if token else b"413") in await asyncio.wait_for(answer, 5)
+        assert sent < 64 * len(piece)
+        assert _resident_bytes() - memory < 256 * 2**20
+        assert dataflow.everything() == before
+        writer.close()
+
+    run(tmp_path, scenario, max_message_bytes=16 * 2**20, token=token)
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary()
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_fair_messages_changed_at_random_are_never_a_fault_of_the_server(tmp_path_factory, data):
+    """Two changes per message. A 4xx has changed nothing; what is still fair is answered with 200."""
+
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        for path, message in dataflow.fair().items():
+            for _ in range(2):
+                place = data.draw(st.sampled_from(list(paths(message))))
+                gone = data.draw(st.booleans())
+                message = without(message, place) if gone else changed(message, place, data.draw(VALUES))
+                if not message:
+                    break
+            if path == "/lease" and message.get("slots") != 2:
+                message["slots"] = "none"  # nothing is left to lease: a fair message would only be held
+            if path == "/batch":
+                message["step"] = data.draw(SCALARS.filter(lambda value: value != 0))
+            before = dataflow.everything()
+            status, answer = await dataflow.raw(path, on_the_wire(message))
+            assert status in (200, 400), answer
+            if status == 400:
+                assert dataflow.everything() == before
+
+    run(tmp_path_factory.mktemp("flow"), scenario)
+
+
+def _at(message: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        message = message[key]
+    return message
+
+
+def _body(data: bytes) -> Any:
+    message: Any = msgpack.unpackb(data)
+    return message["body"]
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
