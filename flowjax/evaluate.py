@@ -24,7 +24,7 @@ from flowjax.config import ConfigError, load_run, save_run
 from flowjax.launch import command_line
 from flowjax.launch.devices import Devices, mesh_count, share_out, visible_accelerators
 from flowjax.launch.preflight import examine
-from flowjax.launch.roles import STOP_ORDER, choose_ports, run_roles, write_endpoints
+from flowjax.launch.roles import STOP_ORDER, choose_ports, engine_accelerators, run_roles, write_endpoints
 from flowjax.launch.session import OK, Session
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.monitor.progress import Progress, number
@@ -120,12 +120,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _devices(config: ConfigDict) -> Devices:
     sizes = tuple(config.mesh.to_dict().values())
-    return share_out(visible_accelerators(), config.engine.tensor_parallel, mesh_count(sizes))
+    return share_out(visible_accelerators(), engine_accelerators(config), mesh_count(sizes))
 
 
 def _evaluate(config: ConfigDict, run_dir: Path, devices: Devices) -> int:
     ports, (version,) = choose_ports(config), config.eval.versions
-    write_endpoints(run_dir, ports)
+    write_endpoints(config, run_dir, ports)
     console = Console() if sys.stdout.isatty() else Console(width=140)
     session = Session(run_dir, steps=0, stop_order=STOP_ORDER, console=console)
 

@@ -28,7 +28,15 @@ from flowjax.launch.checks import check_unchanged
 from flowjax.launch.devices import Devices, host_device_count, mesh_count, share_out, visible_accelerators
 from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
-from flowjax.launch.roles import STOP_ORDER, choose_ports, needs_warm_start, run_roles, warm_start_role, write_endpoints
+from flowjax.launch.roles import (
+    STOP_ORDER,
+    choose_ports,
+    engine_accelerators,
+    needs_warm_start,
+    run_roles,
+    warm_start_role,
+    write_endpoints,
+)
 from flowjax.launch.session import OK, Session
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.progress import Progress
@@ -108,12 +116,12 @@ def _devices(config: ConfigDict, values: flags.FlagValues) -> Devices:
         assumed = asked != len(accelerators)
     elif dry_run and not accelerators and config.model.nano is None:
         # A recipe for accelerators, planned on a machine without: as many as it names.
-        asked, assumed = config.engine.tensor_parallel + math.prod(size for size in sizes if size > 0), True
+        asked, assumed = engine_accelerators(config) + math.prod(size for size in sizes if size > 0), True
     if asked:
         accelerators = tuple(map(str, range(asked)))
     return share_out(
         accelerators,
-        config.engine.tensor_parallel,
+        engine_accelerators(config),
         mesh_count(sizes),
         cpu_devices=host_device_count(),
         assumed=assumed,
@@ -172,7 +180,7 @@ def _show_plan(request: Request, console: Console) -> int:
 def _run(request: Request, console: Console) -> int:
     config, run_dir, devices = request.config, request.run_dir, request.devices
     ports = choose_ports(config)
-    write_endpoints(run_dir, ports)
+    write_endpoints(config, run_dir, ports)
     session = Session(
         run_dir,
         steps=config.trainer.steps,

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
+from flowjax.config import ConfigError
+from flowjax.rollout.names import BASE_NAME, speakers
+
 GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "gigpo", "rewardflow", "maxrl", "pass_at_k", "best_of_group"}
 _AT_LEAST = {
     "env.history": -1,
@@ -20,6 +23,8 @@ _AT_LEAST = {
     "rollout.max_prompt_tokens": 1,
     "rollout.max_new_tokens": 1,
     "rollout.episode_timeout_s": 0.001,
+    "rollout.min_concurrent_episodes": 0,
+    "engine.replicas": 1,
     "engine.tensor_parallel": 1,
     "engine.max_concurrent_sequences": 1,
     "engine.prompts_per_request": 1,
@@ -75,6 +80,7 @@ CHANGEABLE = (
     "model.attention",
     "rollout.episode_timeout_s",
     "rollout.max_concurrent_episodes",
+    "rollout.min_concurrent_episodes",
     "trainer.keep_checkpoints",
     "trainer.keep_every_steps",
     "trainer.compile_cache",
@@ -92,7 +98,7 @@ CHANGEABLE = (
 
 def check_config(config: ConfigDict) -> list[str]:
     """Everything about `config` that cannot work on any machine, short of looking names up."""
-    return [*_values(config), *_lengths(config), *_batches(config)]
+    return [*_values(config), *_engines(config), *_lengths(config), *_batches(config)]
 
 
 def check_unchanged(saved: ConfigDict, config: ConfigDict) -> list[str]:
@@ -147,6 +153,33 @@ def _training(config: ConfigDict) -> Iterator[str]:
             f"config.trainer.processes is {config.trainer.processes}, but config.trainer.coordinator is empty: "
             "give the host:port of process 0"
         )
+
+
+def _engines(config: ConfigDict) -> Iterator[str]:
+    """Which engines there are, how many episodes they get, and what their model names leave free."""
+    rollout, engine = config.rollout, config.engine
+    if engine.urls and engine.replicas > 1:
+        yield (
+            f"config.engine.replicas is {engine.replicas}, but config.engine.urls names engines that run elsewhere: "
+            "leave replicas at 1 or urls empty"
+        )
+    for url in engine.urls:
+        if not str(url).startswith(("http://", "https://")):
+            yield f"config.engine.urls has {url!r}: give addresses such as http://host:8000"
+    if len(set(engine.urls)) < len(engine.urls):
+        yield f"config.engine.urls is {tuple(engine.urls)}, in which an address comes twice: name each engine once"
+    if rollout.min_concurrent_episodes > rollout.max_concurrent_episodes:
+        yield (
+            f"config.rollout.min_concurrent_episodes is {rollout.min_concurrent_episodes}, more than "
+            f"config.rollout.max_concurrent_episodes, {rollout.max_concurrent_episodes}: lower it"
+        )
+    if BASE_NAME in (config.policy.name, *config.policies):
+        yield f"a policy is named {BASE_NAME!r}, which is the engine's name of the base model: give it another name"
+    if config.agents:
+        try:
+            speakers(config)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _lengths(config: ConfigDict) -> Iterator[str]:

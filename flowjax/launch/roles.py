@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from flowjax.launch.devices import Devices
 from flowjax.launch.machine import free_port
 from flowjax.launch.supervisor import Role, answers
+from flowjax.rollout.names import engine_names
 
 # Nothing is fetched or reported while a run lasts.
 _OFFLINE = {
@@ -22,18 +23,24 @@ _OFFLINE = {
 _ON_CPU = {"JAX_PLATFORMS": "cpu"}  # must not take memory from the trainer's devices
 # XLA on CPUs asks for its temporaries anew at every step: with huge pages a tenth of a training step is saved and more.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-STOP_ORDER = (("rollout", "trainer"), ("dataflow", "engine"))
+STOP_ORDER = (("rollout", "trainer"),)  # then dataflow and engines
 
 
 def choose_ports(config: ConfigDict) -> dict[str, int]:
-    """A port for each server, as configured or free; kept for the whole run, restarts included."""
-    return {"engine": config.engine.port or free_port(), "dataflow": config.dataflow.port or free_port()}
+    """A port for each server that is started here, as configured or free; kept for the whole run, restarts included."""
+    engine = config.engine
+    names = [] if engine.urls else engine_names(engine.replicas)
+    ports = {name: engine.port + index if engine.port else free_port() for index, name in enumerate(names)}
+    return {**ports, "dataflow": config.dataflow.port or free_port()}
 
 
-def write_endpoints(run_dir: Path, ports: dict[str, int]) -> None:
-    """`endpoints.json`, where roles find each other."""
+def write_endpoints(config: ConfigDict, run_dir: Path, ports: dict[str, int]) -> None:
+    """`endpoints.json`, where roles find each other, and the engines that run elsewhere."""
+    given = (
+        dict(zip(engine_names(len(config.engine.urls)), config.engine.urls, strict=True)) if config.engine.urls else {}
+    )
     partial_file = run_dir / "endpoints.json.partial"
-    partial_file.write_text(json.dumps({name: f"http://127.0.0.1:{port}" for name, port in ports.items()}))
+    partial_file.write_text(json.dumps({**given, **{name: f"http://127.0.0.1:{port}" for name, port in ports.items()}}))
     partial_file.replace(run_dir / "endpoints.json")
 
 
@@ -51,21 +58,36 @@ def warm_start_role(run_dir: Path, devices: Devices) -> Role:
     )
 
 
-def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices) -> list[Role]:
-    """Engine, dataflow, trainer and rollout, in the order in which they are started."""
+def engine_accelerators(config: ConfigDict) -> int:
+    """Accelerators that the engines of a run want of this machine."""
+    return 0 if config.engine.urls else config.engine.replicas * config.engine.tensor_parallel
+
+
+def engine_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices) -> list[Role]:
+    """The engines that are started here, each supervised and restarted on its own."""
     from flowjax.rollout.sidecar import engine_command
 
-    engine_argv, engine_env = engine_command(config, run_dir, ports["engine"])
-    python = [sys.executable, "-m"]
+    replicas = config.engine.replicas
+    names = [] if config.engine.urls else engine_names(replicas)
+    commands = [engine_command(config, run_dir, ports[name], replica) for replica, name in enumerate(names)]
     return [
         Role(
-            "engine",
-            engine_argv,
-            env={**_OFFLINE, **devices.engine_env(), **engine_env},
-            health=partial(answers, "127.0.0.1", ports["engine"], "/health"),
+            name,
+            argv,
+            env={**_OFFLINE, **devices.engine_env(replica, replicas), **env},
+            health=partial(answers, "127.0.0.1", ports[name], "/health"),
             restarts=config.engine.max_restarts,
             start_timeout_s=config.engine.start_timeout_s,
-        ),
+        )
+        for replica, (name, (argv, env)) in enumerate(zip(names, commands, strict=True))
+    ]
+
+
+def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices) -> list[Role]:
+    """Engines, dataflow, trainer and rollout, in the order in which they are started."""
+    python = [sys.executable, "-m"]
+    return [
+        *engine_roles(config, run_dir, ports, devices),
         Role(
             "dataflow",
             [*python, "flowjax.dataflow", f"--run={run_dir}"],

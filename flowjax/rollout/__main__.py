@@ -17,8 +17,9 @@ from flowjax.envs.base import WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import ModelError
 from flowjax.monitor.token import known_token
-from flowjax.rollout.client import EngineClient, EngineError
+from flowjax.rollout.client import EngineError
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
+from flowjax.rollout.engines import engines_of_run
 from flowjax.rollout.episode import Player
 from flowjax.rollout.service import RolloutError, RolloutService
 from flowjax.weights.follow import Follower, WeightsError
@@ -29,34 +30,39 @@ _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _FAILED, _USER_MISTAKE = 1, 2  # exit statuses; starting again mends only the first
 
 
-def _endpoints(run_dir: Path) -> dict[str, str]:
+def _endpoints(run_dir: Path) -> tuple[list[str], str]:
+    """Addresses of the engines and of the dataflow."""
     path = run_dir / "endpoints.json"
     try:
         endpoints = json.loads(path.read_text())
-        return {name: endpoints[name] for name in ("engine", "dataflow")}
+        engines = [url for name, url in endpoints.items() if name == "engine" or name.startswith("engine-")]
+        dataflow = endpoints["dataflow"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} does not name engine and dataflow ({error}): start the run's roles first") from error
+    if not engines:
+        raise ConfigError(f"{path} names no engine: start the run's roles first")
+    return engines, dataflow
 
 
 async def _serve(config: ConfigDict, run_dir: Path) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    endpoints = _endpoints(run_dir)
+    urls, dataflow_url = _endpoints(run_dir)
     forms = {name: hand_over(own) for name, own in policy_configs(config).items()}
     worker = f"{socket.gethostname()}-{os.getpid()}"
     async with (
-        EngineClient.of_run(config, run_dir, endpoints["engine"]) as engine,
+        engines_of_run(config, run_dir, urls) as engine,
         DataflowClient(
-            endpoints["dataflow"], worker=worker, away_s=config.dataflow.lease_s, token=known_token(run_dir)
+            dataflow_url, worker=worker, away_s=config.dataflow.lease_s, token=known_token(run_dir)
         ) as dataflow,
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
         staleness = config.dataflow.max_staleness
-        follower = Follower(engine, run_dir, forms, max_staleness=staleness)
+        follower = Follower(engine.members, run_dir, forms, max_staleness=staleness)
         player = Player.of_run(config, engine=engine, follower=follower, pool=pool)
         service = RolloutService(config, run_dir, engine=engine, dataflow=dataflow, follower=follower, player=player)
-        logging.info("playing as %s on %s", worker, endpoints["engine"])
+        logging.info("playing as %s on %s", worker, ", ".join(urls))
         await service.run(stop)
     logging.info("stopped after %d episodes", service.counters.episodes)
 

@@ -1,7 +1,8 @@
 """Asks a vLLM server for completions: token ids in, token ids and log-probabilities out.
 
 Concurrent calls travel together, many prompts per HTTP request, since at small sizes the request is what costs. While
-the engine is away (it is restarted by its supervisor) calls wait and are sent again.
+the engine is away (it is restarted by its supervisor) a patient client's calls wait and are sent again; an impatient
+one's fail at once, with what had been streamed until then: another engine can go on (`flowjax.rollout.engines`).
 """
 
 import asyncio
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from ml_collections import ConfigDict
+
+from flowjax.rollout.admission import Load, read_load
+from flowjax.rollout.completions import Completion, Partial, Sampling, completion_body, read_event
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _CONTROL_TIMEOUT_S = 60.0  # for everything but completions
 _HEALTH_TIMEOUT_S = 5.0
 _PROBE_EVERY_S = 5.0  # while waiting for a completion
+_LONGEST_EVENT_BYTES = 2**20  # of a stream
+_FINISHED = ("stop", "length")
 
 
 class EngineError(RuntimeError):
@@ -29,32 +34,16 @@ class UnknownModel(EngineError):
     """The engine serves no model or adapter of that name: it was retired, or the engine has been restarted."""
 
 
+class EngineAway(EngineError):
+    """The engine is dead or does not answer. `partial` is what it had sampled of the completion that was asked for."""
+
+    def __init__(self, message: str, partial: Partial | None = None):
+        super().__init__(message)
+        self.partial = partial or Partial()
+
+
 class _Away(Exception):
     """The engine cannot answer at present."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to sample. Calls with equal sampling can travel in one request."""
-
-    temperature: float
-    max_new_tokens: int
-    top_p: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What was sampled, the end-of-sequence token included if there was one.
-
-    `logprobs` are those of the distribution that was sampled from, at the sampling temperature. `finish_reason` is
-    "stop" or "length"; `model` is the name under which the engine says it served the request.
-    """
-
-    sampled_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    model: str
 
 
 @dataclass(eq=False)
@@ -63,6 +52,7 @@ class _Batch:
 
     prompts: list[list[int]] = field(default_factory=list)
     answers: list[asyncio.Future[Completion]] = field(default_factory=list)
+    partials: dict[int, Partial] = field(default_factory=dict)  # of a stream, by the prompt's index
     timer: asyncio.TimerHandle | None = None
 
 
@@ -74,6 +64,8 @@ class EngineClient:
         prompts_per_request: most prompts in one request.
         batch_window_s: how long a call waits for others to share its request.
         request_timeout_s: how long the engine may be away before calls fail.
+        patient: wait that long also for an engine that is certainly away, and ask it again.
+        stream: have completions streamed, so that what has been sampled is known when the engine dies.
         log: the engine's log, to be named in errors.
     """
 
@@ -84,32 +76,31 @@ class EngineClient:
         prompts_per_request: int = 64,
         batch_window_s: float = 0.002,
         request_timeout_s: float = 120.0,
+        patient: bool = True,
+        stream: bool = False,
         log: Path | None = None,
     ):
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._prompts_per_request = prompts_per_request
         self._batch_window_s = batch_window_s
         self._timeout_s = request_timeout_s
+        self._patient, self._stream = patient, stream
         self._log = log
         self._session: aiohttp.ClientSession | None = None
         self._open: dict[tuple[str, Sampling], _Batch] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
-    @classmethod
-    def of_run(cls, config: ConfigDict, run_dir: Path, url: str) -> "EngineClient":
-        """A client as the run's config wants it."""
-        return cls(
-            url,
-            prompts_per_request=config.engine.prompts_per_request,
-            batch_window_s=config.engine.batch_window_s,
-            request_timeout_s=config.engine.request_timeout_s,
-            log=run_dir / "logs" / "engine.log",
-        )
+    @property
+    def members(self) -> Sequence["EngineClient"]:
+        """The engines behind this client: itself."""
+        return (self,)
 
     async def __aenter__(self) -> "EngineClient":
         # Requests may take as long as sampling takes; `_complete` asks for the engine's health meanwhile.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+            read_bufsize=_LONGEST_EVENT_BYTES,
         )
         return self
 
@@ -125,13 +116,19 @@ class EngineClient:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, model: str, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, model: str, prompt_ids: Sequence[int], sampling: Sampling, *, group: str = ""
+    ) -> Completion:
         """Sample one completion of `prompt_ids` from the model or adapter of that name.
+
+        `group` names the calls whose prompts begin alike; one engine has no use for it.
 
         Raises:
             UnknownModel: the engine does not serve `model`.
-            EngineError: the engine refuses the request, or was away for longer than `request_timeout_s`.
+            EngineAway: the engine was away for longer than `request_timeout_s`.
+            EngineError: the engine refuses the request.
         """
+        del group
         key = model, sampling
         batch = self._open.get(key)
         if batch is None:
@@ -191,6 +188,17 @@ class EngineClient:
         except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
             return False
 
+    async def load(self) -> Load:
+        """How busy the engine is.
+
+        Raises:
+            EngineError: the engine is away.
+        """
+        status, text = await self._control("GET", "/metrics", timeout_s=_HEALTH_TIMEOUT_S)
+        if status != 200:
+            raise EngineError(f"the engine at {self.url} tells no metrics (HTTP {status}){self._see_log()}")
+        return read_load(str(text))
+
     def _dispatch(self, key: tuple[str, Sampling]) -> None:
         """Send the open batch of `key`."""
         batch = self._open.pop(key, None)
@@ -203,7 +211,8 @@ class EngineClient:
         task.add_done_callback(self._sending.discard)
 
         def cancel_unwanted(_: asyncio.Future[Completion]) -> None:
-            if all(answer.cancelled() for answer in batch.answers):
+            answers = batch.answers
+            if all(answer.done() for answer in answers) and any(answer.cancelled() for answer in answers):
                 task.cancel()  # the server drops the request when the connection closes
 
         for answer in batch.answers:
@@ -212,36 +221,31 @@ class EngineClient:
     async def _send(self, model: str, sampling: Sampling, batch: _Batch) -> None:
         """Complete a batch; whatever goes wrong goes to exactly the calls in it."""
         try:
-            completions = await self._complete(model, sampling, batch.prompts)
+            await self._complete(model, sampling, batch)
         except asyncio.CancelledError:
             _fail(batch, EngineError("the engine client was closed"))
             raise
         except Exception as error:
             _fail(batch, error)
-            return
-        for answer, completion in zip(batch.answers, completions, strict=True):
-            if not answer.done():
-                answer.set_result(completion)
 
-    async def _complete(self, model: str, sampling: Sampling, prompts: list[list[int]]) -> list[Completion]:
+    async def _complete(self, model: str, sampling: Sampling, batch: _Batch) -> None:
         """One request, sent again for as long as the engine is away, but no longer than the time-out."""
-        body = _completion_body(model, sampling, prompts)
+        body = completion_body(model, sampling, batch.prompts, stream=self._stream)
         clock = asyncio.get_running_loop().time
         pause_s, alive_s = _FIRST_RETRY_S, clock()
         while True:
-            attempt = asyncio.ensure_future(self._post("/v1/completions", body))
+            attempt = asyncio.ensure_future(self._streamed(body, batch) if self._stream else self._whole(body, batch))
             try:
                 while not (await asyncio.wait({attempt}, timeout=_PROBE_EVERY_S))[0]:
                     if await self.healthy():
                         alive_s = clock()
                     elif clock() - alive_s > self._timeout_s:
                         raise _Away("no answer to /health")
-                status, answer = attempt.result()
-                return self._completions(status, answer, body)
+                return attempt.result()
             except (_Away, aiohttp.ClientError, OSError) as error:
-                if clock() - alive_s > self._timeout_s:
-                    raise EngineError(
-                        f"the engine at {self._url} has been away for {clock() - alive_s:.0f} s"
+                if not self._patient or clock() - alive_s > self._timeout_s:
+                    raise EngineAway(
+                        f"the engine at {self.url} has been away for {clock() - alive_s:.0f} s"
                         f" ({error or type(error).__name__}){self._see_log()}"
                     ) from error
             finally:
@@ -249,20 +253,54 @@ class EngineClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
-    def _completions(self, status: int, answer: Any, body: dict[str, Any]) -> list[Completion]:
-        """The completions in an answer, in the order of the prompts."""
+    async def _whole(self, body: dict[str, Any], batch: _Batch) -> None:
+        """All answers at once, in the order of the prompts."""
+        async with self._request("POST", "/v1/completions", body) as response:
+            status, answer = response.status, await _content(response)
+        self._check_accepted(status, answer, body)
+        partials = {choice["index"]: Partial() for choice in answer["choices"]}
+        for choice in answer["choices"]:
+            partials[choice["index"]].extend(choice)
+        if len(partials) != len(batch.prompts):
+            raise EngineError(f"the engine answered {len(partials)} of {len(batch.prompts)} prompts{self._see_log()}")
+        if any(partial.finish_reason not in _FINISHED for partial in partials.values()):
+            raise _Away("the engine aborted requests")  # it does so when it is stopped
+        for index, partial in partials.items():
+            _deliver(batch.answers[index], partial.completion(answer["model"]))
+
+    async def _streamed(self, body: dict[str, Any], batch: _Batch) -> None:
+        """Each answer as soon as it is whole; what there is of the others is kept in the batch."""
+        batch.partials = {index: Partial() for index in range(len(batch.prompts))}
+        async with self._request("POST", "/v1/completions", body) as response:
+            if response.status != 200:
+                self._check_accepted(response.status, await _content(response), body)
+            async for line in response.content:
+                try:
+                    event = read_event(line)
+                except ValueError as error:
+                    raise _Away(f"the stream was cut off ({error})") from error
+                if event is None:
+                    continue
+                if "error" in event:
+                    code = event["error"].get("code") or 500
+                    self._check_accepted(int(code), event, body)
+                for choice in event.get("choices", ()):
+                    partial = batch.partials[choice["index"]]
+                    if choice["finish_reason"] not in (None, *_FINISHED):
+                        raise _Away("the engine aborted requests")
+                    partial.extend(choice)
+                    if partial.finish_reason:
+                        _deliver(batch.answers[choice["index"]], partial.completion(event["model"]))
+        if not all(answer.done() for answer in batch.answers):
+            raise _Away("the stream ended early")
+
+    def _check_accepted(self, status: int, answer: Any, body: dict[str, Any]) -> None:
         if status == 404:
             raise UnknownModel(f"the engine does not serve {body['model']}: {_reason(answer)}{self._see_log()}")
         if status >= 500:
             raise _Away(f"HTTP status {status}: {_reason(answer)}")
         if status != 200:
             raise EngineError(f"the engine refuses a request (HTTP {status}): {_reason(answer)}{self._see_log()}")
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != len(body["prompt"]):
-            raise EngineError(f"the engine answered {len(choices)} of {len(body['prompt'])} prompts{self._see_log()}")
-        if any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
-            raise _Away("the engine aborted requests")  # it does so when it is stopped
-        return [_completion(choice, answer["model"]) for choice in choices]
 
     async def _control(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _CONTROL_TIMEOUT_S
@@ -273,12 +311,8 @@ class EngineClient:
                 return response.status, await _content(response)
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(
-                f"the engine at {self._url} does not answer {path} ({error or type(error).__name__}){self._see_log()}"
+                f"the engine at {self.url} does not answer {path} ({error or type(error).__name__}){self._see_log()}"
             ) from error
-
-    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        async with self._request("POST", path, body) as response:
-            return response.status, await _content(response)
 
     @contextlib.asynccontextmanager
     async def _request(
@@ -286,35 +320,11 @@ class EngineClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None or self._session.closed:
             raise EngineError("the engine client is not open: use it in `async with`")
-        async with self._session.request(method, self._url + path, json=body) as response:
+        async with self._session.request(method, self.url + path, json=body) as response:
             yield response
 
     def _see_log(self) -> str:
         return f": see {self._log}" if self._log is not None else ""
-
-
-def _completion_body(model: str, sampling: Sampling, prompts: list[list[int]]) -> dict[str, Any]:
-    """A request to /v1/completions. Without a seed: with one, equal prompts would be answered equally."""
-    return {
-        "model": model,
-        "prompt": prompts,
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "logprobs": 0,  # of the sampled token and no other
-        "return_tokens_as_token_ids": True,
-    }
-
-
-def _completion(choice: dict[str, Any], model: str) -> Completion:
-    tokens = choice["logprobs"]["tokens"]  # each "token_id:<id>"
-    return Completion(
-        sampled_ids=tuple(int(token.rpartition(":")[2]) for token in tokens),
-        logprobs=tuple(choice["logprobs"]["token_logprobs"]),
-        finish_reason=choice["finish_reason"],
-        model=model,
-    )
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:
@@ -333,7 +343,14 @@ def _reason(answer: Any) -> str:
     return " ".join(str(answer).split())[:500]
 
 
+def _deliver(answer: asyncio.Future[Completion], completion: Completion) -> None:
+    if not answer.done():
+        answer.set_result(completion)
+
+
 def _fail(batch: _Batch, error: Exception) -> None:
-    for answer in batch.answers:
+    """Tell every call without an answer, and give it what the engine had streamed of it."""
+    for index, answer in enumerate(batch.answers):
         if not answer.done():
-            answer.set_exception(error)
+            partial = batch.partials.get(index)
+            answer.set_exception(EngineAway(str(error), partial) if isinstance(error, EngineAway) else error)

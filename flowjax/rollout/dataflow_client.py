@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -41,9 +41,12 @@ class DataflowClient:
         if self._session is not None:
             await self._session.close()
 
-    async def lease(self, slots: int) -> tuple[list[Lease], float]:
-        """Up to `slots` episodes to play, and the seconds to wait before asking again."""
-        answer = await self._call("lease", slots=slots)
+    async def lease(self, slots: int, can: Mapping[str, Sequence[str]] | None = None) -> tuple[list[Lease], float]:
+        """Up to `slots` episodes to play, and the seconds to wait before asking again.
+
+        `can` says what this worker plays: `worlds` (modules), `policies`, `kinds`; without, anything.
+        """
+        answer = await self._call("lease", slots=slots, **({"can": dict(can)} if can else {}))
         return answer["leases"], answer["retry_s"]
 
     async def renew(self, lease_ids: Sequence[str]) -> list[str]:

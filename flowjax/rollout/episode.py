@@ -10,15 +10,18 @@ from typing import Any, Protocol
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, policy_configs
+from flowjax.config import ConfigError, task_options
 from flowjax.envs.base import World, load_world
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Episode, Lease, Trajectory
-from flowjax.rollout.client import Completion, EngineClient, EngineError, Sampling, UnknownModel
+from flowjax.rollout.client import EngineError, UnknownModel
+from flowjax.rollout.completions import Completion, Sampling
+from flowjax.rollout.engines import Engines
+from flowjax.rollout.names import BASE_NAME, engine_logs, speakers
 from flowjax.weights.follow import Follower, model_name
 from flowjax.workflows.agent import Agent, Generate, Played
 from flowjax.workflows.codec import Codec
-from flowjax.workflows.single import AGENT, Options
+from flowjax.workflows.single import Options
 
 
 class Play(Protocol):
@@ -27,22 +30,6 @@ class Play(Protocol):
     def __call__(
         self, task: Any, *, seed: int, env: Any, agents: Mapping[str, Agent], options: Options
     ) -> Awaitable[Played]: ...
-
-
-def speakers(config: ConfigDict) -> dict[str, str]:
-    """The policy that speaks for each agent of the run's workflow.
-
-    Raises:
-        ConfigError: an agent's policy is none of the run's.
-    """
-    policies = list(policy_configs(config))
-    chosen = config.agents.to_dict() or {AGENT: policies[0]}
-    for agent, policy in chosen.items():
-        if policy not in policies:
-            raise ConfigError(
-                f"config.agents.{agent} is {policy!r}: use one of the run's policies, {', '.join(policies)}"
-            )
-    return chosen
 
 
 def load_workflow(path: str) -> Play:
@@ -66,7 +53,7 @@ def load_workflow(path: str) -> Play:
 class Player:
     """Plays leases of one run."""
 
-    engine: EngineClient
+    engine: Engines
     follower: Follower
     pool: EnvPool
     codec: Codec
@@ -76,7 +63,7 @@ class Player:
     config: ConfigDict
 
     @classmethod
-    def of_run(cls, config: ConfigDict, *, engine: EngineClient, follower: Follower, pool: EnvPool) -> "Player":
+    def of_run(cls, config: ConfigDict, *, engine: Engines, follower: Follower, pool: EnvPool) -> "Player":
         """A player as the run's config wants it.
 
         Raises:
@@ -150,7 +137,7 @@ class Player:
             reference_parsing=env.reference_parsing,
         )
         agents = {agent: Agent(self.codec, self._generator(policy, lease)) for agent, policy in self.speakers.items()}
-        async with self.pool.session(env.module, env.options.to_dict()) as session:
+        async with self.pool.session(env.module, task_options(self.config, lease.task.source)) as session:
             with contextlib.ExitStack() as pins:
                 for policy, version in lease.versions.items():
                     pins.enter_context(self.follower.using(policy, version, pinned=True))
@@ -162,30 +149,39 @@ class Player:
         sampling = Sampling(lease.temperature, self.config.rollout.max_new_tokens)
         pinned = lease.versions.get(policy)
 
+        async def generate_frozen(prompt_ids: list[int]) -> Completion:
+            while True:
+                try:
+                    return await self.engine.generate(BASE_NAME, prompt_ids, sampling, group=lease.group_id)
+                except UnknownModel:  # engines that have just come up have not been looked at yet
+                    self.follower.recheck(BASE_NAME)
+                    await self._soon(BASE_NAME, self.follower.listed(BASE_NAME))
+
         async def generate(prompt_ids: list[int]) -> Completion:
             while True:
                 version = self.follower.current(policy)[0] if pinned is None else pinned
                 name = model_name(policy, version)
                 with self.follower.using(policy, version):
                     try:
-                        return await self.engine.generate(name, prompt_ids, sampling)
+                        return await self.engine.generate(name, prompt_ids, sampling, group=lease.group_id)
                     except UnknownModel:  # the engine has been restarted, or holds other weights by now
                         self.follower.recheck(name)
                         await self._served(policy, pinned)
 
-        return generate
+        return generate_frozen if policy == BASE_NAME else generate
 
     async def _served(self, policy: str, version: int | None) -> None:
-        """Wait until the engine has that version, or whichever is the current one."""
+        """Wait until an engine has that version, or whichever is the current one."""
+        if version is None:
+            await self._soon(policy, self.follower.serve_current(policy))
+        else:
+            await self._soon(model_name(policy, version), self.follower.serve(policy, version))
+
+    async def _soon(self, name: str, served: Awaitable[None]) -> None:
         bound_s = self.config.engine.start_timeout_s
         try:
             async with asyncio.timeout(bound_s):
-                if version is None:
-                    await self.follower.serve_current(policy)
-                else:
-                    await self.follower.serve(policy, version)
+                await served
         except TimeoutError as error:
-            name = policy if version is None else model_name(policy, version)
-            raise EngineError(
-                f"{name} has not come to the engine within {bound_s:.0f} s: see logs/engine.log"
-            ) from error
+            where = engine_logs(self.config)
+            raise EngineError(f"{name} has not come to the engine within {bound_s:.0f} s: see {where}") from error

@@ -15,10 +15,13 @@ from ml_collections import ConfigDict
 
 from flowjax.config import policy_configs
 from flowjax.records import COUNTED_STATUSES, Episode, Lease
-from flowjax.rollout.client import EngineClient, EngineError
+from flowjax.rollout.admission import Admission
+from flowjax.rollout.client import EngineError
 from flowjax.rollout.counters import Counters, Rates, read_leases, write_status
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
+from flowjax.rollout.engines import EnginePool, Engines
 from flowjax.rollout.episode import Player
+from flowjax.rollout.names import engine_logs
 from flowjax.weights.follow import Follower
 
 _log = logging.getLogger(__name__)
@@ -26,6 +29,7 @@ _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
 _ITEMS_PER_MESSAGE = 64
 _FRUITLESS_ROUNDS = 4  # of all slots, after which the service ends
 _PROBE_EVERY_S = 1.0
+_LOOK_EVERY_S = 1.0  # at the engines' load
 _REPORT_EVERY_S = 1.0
 _LOG_EVERY_S = 30.0
 _DRAIN_S = 5.0  # for the last messages to the dataflow
@@ -48,12 +52,15 @@ class RolloutService:
         config: ConfigDict,
         run_dir: Path,
         *,
-        engine: EngineClient,
+        engine: Engines,
         dataflow: DataflowClient,
         follower: Follower,
         player: Player,
     ):
-        self._policies, self._slots = list(policy_configs(config)), config.rollout.max_concurrent_episodes
+        self._policies, self._most_slots = list(policy_configs(config)), config.rollout.max_concurrent_episodes
+        self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
+        self._can = {"worlds": [config.env.module], "policies": self._policies, "kinds": ["train", "eval"]}
+        self._engine_logs = engine_logs(config)
         self._renew_every_s = config.dataflow.lease_s / 3
         self._engine_away_s = config.engine.start_timeout_s
         self._status_path = run_dir / "status-rollout.json"
@@ -77,7 +84,8 @@ class RolloutService:
             EngineError, DataflowError, WeightsError: engine or dataflow have been away for longer than the run allows.
             RolloutError: episode after episode comes to nothing.
         """
-        loops = (self._follower.run, self._lease, self._hand_over, self._renew, self._watch_engine, self._report)
+        loops = [self._follower.run, self._lease, self._hand_over, self._renew, self._watch_engine, self._report]
+        loops += [self._admit] if self._admission.adaptive else []
         tasks = [asyncio.create_task(loop()) for loop in (*loops, stop.wait)]
         tasks += [asyncio.create_task(self._versions(policy)) for policy in self._policies]
         try:
@@ -100,15 +108,15 @@ class RolloutService:
         await self._follower.ready()
         while True:
             self._slot_freed.clear()
-            free = self._slots - len(self._playing)
+            free = self._admission.slots - len(self._playing)
             retry_s = 1.0
-            if free and self._engine_up:
-                self._asking = asyncio.create_task(self._dataflow.lease(free))
+            if free > 0 and self._engine_up:
+                self._asking = asyncio.create_task(self._dataflow.lease(free, self._can))
                 leases, retry_s = await asyncio.shield(self._asking)
                 self._asking = None
                 for lease in leases:
                     self._playing[lease.lease_id] = asyncio.create_task(self._episode(lease))
-                if len(self._playing) >= self._slots:
+                if len(self._playing) >= self._admission.slots:
                     retry_s = 1.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_s):  # not wait_for, which can lose a cancellation before Python 3.12
@@ -138,7 +146,7 @@ class RolloutService:
     def _came_to_nothing(self, why: str) -> None:
         """Single failures are data; when nothing else comes any more, going on would use up every task."""
         self._fruitless += 1
-        if self._fruitless == _FRUITLESS_ROUNDS * self._slots:
+        if self._fruitless == _FRUITLESS_ROUNDS * self._most_slots:
             text = f"{self._fruitless} episodes in a row came to nothing, the last because: {why}"
             self._hopeless.set_exception(RolloutError(text))
 
@@ -192,8 +200,18 @@ class RolloutService:
             now_s = time.monotonic()
             seen_s = now_s if up else seen_s
             if now_s - seen_s > self._engine_away_s:
-                raise EngineError(f"the engine has been away for {now_s - seen_s:.0f} s: see logs/engine.log")
+                raise EngineError(f"the engine has been away for {now_s - seen_s:.0f} s: see {self._engine_logs}")
             await asyncio.sleep(_PROBE_EVERY_S)
+
+    async def _admit(self) -> None:
+        """Let the number of episodes follow the engines' load."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            before = self._admission.slots
+            with contextlib.suppress(EngineError):  # away: `_watch_engine` sees to that
+                self._admission.update(await self._engine.load(), len(self._playing))
+            if self._admission.slots > before:
+                self._slot_freed.set()
 
     async def _report(self) -> None:
         logged_s = time.monotonic()
@@ -220,6 +238,9 @@ class RolloutService:
             **asdict(self.counters),
             **self._rates.update(self.counters, time.monotonic()),
             "in_flight": len(self._playing),
+            "slots": self._admission.slots,
+            **(asdict(self._admission.load) if self._admission.load else {}),
+            **(self._engine.status() if isinstance(self._engine, EnginePool) else {}),
             "leases": [*self._playing, *(lease_id for lease_id, _ in self._finished)],
             "unsent": len(self._finished),
             "serving_version": min(serving.values(), default=None),

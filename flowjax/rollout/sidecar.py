@@ -15,8 +15,8 @@ import aiohttp
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, policy_configs
+from flowjax.rollout.names import BASE_NAME
 
-BASE_NAME = "base"  # what the engine calls the model without an adapter
 HOST = "127.0.0.1"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max-lora-rank
 _PROBE_TIMEOUT_S = 5.0
@@ -41,8 +41,8 @@ _CPU_ENVIRONMENT = {
 }
 
 
-def engine_command(config: ConfigDict, run_dir: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments and additional environment of the vLLM server of a run.
+def engine_command(config: ConfigDict, run_dir: Path, port: int, replica: int = 0) -> tuple[list[str], dict[str, str]]:
+    """Arguments and additional environment of a vLLM server of a run.
 
     Raises:
         ConfigError: the adapter's rank is more than vLLM serves.
@@ -56,7 +56,7 @@ def engine_command(config: ConfigDict, run_dir: Path, port: int) -> tuple[list[s
         "--host": HOST,
         "--port": port,
         "--dtype": engine.dtype,
-        "--seed": config.seed,
+        "--seed": config.seed + replica,  # engines of one seed would answer equal prompts equally
         "--max-model-len": engine.max_model_tokens,
         "--max-num-seqs": engine.max_concurrent_sequences,
         "--tensor-parallel-size": engine.tensor_parallel,

@@ -1,7 +1,8 @@
-"""The follower: makes the engine serve what the trainer has published.
+"""The follower: makes the engines serve what the trainer has published.
 
-It reconciles what is wanted (the newest committed step of each policy, and every version in use) with what the engine
-itself lists. A version reaches the engine as an immutable folder `adapters/<policy>@<step>` under a name of its own.
+It reconciles what is wanted (the newest committed step of each policy, and every version in use) with what each engine
+itself lists, each on its own: a version is served when one engine has it, and the others catch up, those that were
+restarted too. A version reaches an engine as an immutable folder `adapters/<policy>@<step>` under a name of its own.
 Adapters lie beside each other there, so a request in flight ends on the version it began with, and nothing pauses. Full
 weights replace each other: the engine holds one version, which stays for as long as an episode is pinned to it.
 """
@@ -11,7 +12,7 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +24,7 @@ from flowjax.workflows.agent import UNVERSIONED, served_version
 
 _log = logging.getLogger(__name__)
 _OBSERVE_EVERY_S = 2.0  # how long the engine's own list may be out of date when nothing hints at a change
+_FIRST_LOOK_S = 5.0  # for engines that hang when the others answer
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
 
 
@@ -43,15 +45,32 @@ class Engine(Protocol):
 
 
 def model_name(policy: str, version: int) -> str:
-    """The engine's name of a version; `flowjax.workflows.agent.served_version` reads it back."""
+    """The engines' name of a version; `flowjax.workflows.agent.served_version` reads it back."""
     return f"{policy}@{version}"
 
 
+class _Served:
+    """What one engine serves, and what it would not take."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.observed: set[str] = set()
+        self.observed_at_s = -_OBSERVE_EVERY_S
+        self.retries: dict[tuple[str, int], _Retry] = {}
+        self.wake = asyncio.Event()
+
+    def lost(self) -> None:
+        """The engine does not answer: what it serves is unknown."""
+        self.observed.clear()
+        self.retries.clear()
+        self.observed_at_s = -_OBSERVE_EVERY_S
+
+
 class Follower:
-    """Keeps the engine on the newest version of each policy.
+    """Keeps the engines on the newest version of each policy.
 
     Args:
-        engine: where versions go.
+        engines: where versions go.
         run_dir: holds `checkpoints/<policy>/` and `adapters/`.
         hand_overs: the published policies, and in which form each reaches the engine.
         max_staleness: versions behind the current one that stay loaded even when unused. Engines hold few.
@@ -61,7 +80,7 @@ class Follower:
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Sequence[Engine],
         run_dir: Path,
         hand_overs: Mapping[str, HandOver],
         *,
@@ -74,23 +93,22 @@ class Follower:
                 f"config.policies names {', '.join(hand_overs)}, but an engine holds the full weights of one policy: "
                 "set policy.train to 'lora'"
             )
-        self._engine, self._run_dir, self._hand_overs = engine, run_dir, dict(hand_overs)
+        self._served = [_Served(engine) for engine in engines]
+        self._run_dir, self._hand_overs = run_dir, dict(hand_overs)
         self._policies = tuple(hand_overs)
         self._max_staleness, self._poll_s, self._stuck_s = max_staleness, poll_s, stuck_s
         self._adapters = run_dir / "adapters"
-        self._observed: set[str] = set()
-        self._observed_at_s = -_OBSERVE_EVERY_S
+        self._logs = f"logs/{'engine' if len(engines) == 1 else 'engine-*'}.log"
         self._current: dict[str, int] = {}
         self._oldest_needed = dict.fromkeys(self._policies, 0)
         self._in_use: Counter[tuple[str, int]] = Counter()
         self._pinned: Counter[tuple[str, int]] = Counter()  # those of `_in_use` that whole episodes hold
         self._wanted: Counter[tuple[str, int]] = Counter()  # asked for by `serve`
-        self._retries: dict[tuple[str, int], _Retry] = {}
-        self._wake = asyncio.Event()
+        self._writing = asyncio.Lock()
         self._changed = asyncio.Condition()
 
     def current(self, policy: str) -> tuple[int, str]:
-        """Newest version that the engine has confirmed, and its name there.
+        """Newest version that an engine has confirmed, and its name there.
 
         Raises:
             KeyError: none yet (await `ready`).
@@ -100,7 +118,7 @@ class Follower:
 
     @contextmanager
     def using(self, policy: str, version: int, *, pinned: bool = False) -> Iterator[None]:
-        """While entered, the version is kept on the engine; where it holds one alone, only if it is `pinned`."""
+        """While entered, the version is kept on the engines; where they hold one alone, only if it is `pinned`."""
         counters = (self._in_use, self._pinned) if pinned else (self._in_use,)
         key = policy, version
         for counter in counters:
@@ -122,7 +140,7 @@ class Follower:
         self._oldest_needed[policy] = version
 
     async def ready(self) -> None:
-        """Return when every policy has a version on the engine."""
+        """Return when every policy has a version on an engine."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._current) == len(self._policies))
 
@@ -133,71 +151,104 @@ class Follower:
         return self._current[policy]
 
     async def serve(self, policy: str, version: int) -> None:
-        """Return when the engine has this version: loaded just now, or again after a restart."""
-        key, name = (policy, version), model_name(policy, version)
+        """Return when an engine has this version: loaded just now, or again after a restart."""
+        key = policy, version
         self._wanted[key] += 1
-        self._wake.set()
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: name in self._observed)
+            await self.listed(model_name(policy, version))
         finally:
             self._wanted[key] -= 1
             if not self._wanted[key]:
                 del self._wanted[key]
 
     async def serve_current(self, policy: str) -> None:
-        """Return when the engine has the current version, whichever that has become by then."""
-        self._wake.set()
+        """Return when an engine has the current version, whichever that has become by then."""
+        self._hurry()
         async with self._changed:
-            await self._changed.wait_for(lambda: model_name(*self._newest_known(policy)) in self._observed)
+            await self._changed.wait_for(lambda: self._lists(model_name(*self._newest_known(policy))))
+
+    async def listed(self, name: str) -> None:
+        """Return when an engine lists a model of that name."""
+        self._hurry()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._lists(name))
 
     def _newest_known(self, policy: str) -> tuple[str, int]:
         return policy, self._current.get(policy, UNVERSIONED)
 
     def recheck(self, name: str) -> None:
-        """The engine does not know `name`: it has been restarted. Look again at once."""
-        self._observed.discard(name)
-        self._observed_at_s = -_OBSERVE_EVERY_S
-        self._wake.set()
+        """No engine knows `name`: they have been restarted. Look again at once."""
+        for served in self._served:
+            served.observed.discard(name)
+            served.observed_at_s = -_OBSERVE_EVERY_S
+        self._hurry()
 
     async def run(self) -> None:
         """Reconcile until cancelled.
 
         Raises:
-            WeightsError: a living engine has refused the newest version for `stuck_s`.
+            WeightsError: living engines have refused the newest version for `stuck_s`, and none has it.
         """
-        engine_down = swept = False
+        await self._first_look()
+        keepers = [asyncio.create_task(self._keep(served)) for served in self._served]
+        try:
+            await asyncio.gather(*keepers)
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _first_look(self) -> None:
+        """Wait for an engine to answer, then tidy up: what any of them still serves stays."""
+        while True:
+            looks = [asyncio.wait_for(self._observe(served), _FIRST_LOOK_S) for served in self._served]
+            answers = await asyncio.gather(*looks, return_exceptions=True)
+            if None in answers:
+                break
+            await asyncio.sleep(_FIRST_RETRY_S)
+        await asyncio.to_thread(self._sweep)
+
+    async def _keep(self, served: _Served) -> None:
+        """Keep one engine in step until cancelled."""
+        down = False
         while True:
             try:
-                await self._observe_if_due()
-                if not swept:
-                    await asyncio.to_thread(self._sweep)
-                    swept = True
-                await self._reconcile()
-                engine_down = False
+                if time.monotonic() - served.observed_at_s > _OBSERVE_EVERY_S:
+                    await self._observe(served)
+                await self._reconcile(served)
+                down = False
             except (WeightsError, asyncio.CancelledError):
                 raise
             except Exception as error:
-                if not engine_down:
-                    _log.info("waiting for the engine: %s", error)
-                engine_down = True
-                self._retries.clear()
-                self._observed_at_s = -_OBSERVE_EVERY_S
+                if not down:
+                    _log.info("waiting for an engine: %s", error)
+                down = True
+                served.lost()
                 await asyncio.sleep(_FIRST_RETRY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
-                    await self._wake.wait()
-            self._wake.clear()
+                    await served.wake.wait()
+            served.wake.clear()
 
-    async def _reconcile(self) -> None:
+    def _hurry(self) -> None:
+        for served in self._served:
+            served.wake.set()
+
+    def _lists(self, name: str) -> bool:
+        return any(name in served.observed for served in self._served)
+
+    def _newest(self, policy: str) -> int | None:
+        return max(committed_steps(self._run_dir / "checkpoints" / policy), default=None)
+
+    async def _reconcile(self, served: _Served) -> None:
         for policy in self._policies:
-            newest = max(committed_steps(self._run_dir / "checkpoints" / policy), default=None)
+            newest = self._newest(policy)
             for version in self._wanted_versions(policy, newest):
-                if model_name(policy, version) not in self._observed:
-                    await self._try_hand_over(policy, version, newest)
-            if newest is not None and model_name(policy, newest) in self._observed:
+                if model_name(policy, version) not in served.observed:
+                    await self._try_hand_over(served, policy, version, newest)
+            if newest is not None and model_name(policy, newest) in served.observed:
                 await self._advance(policy, newest)
-            await self._retire(policy)
+            await self._retire(served, policy)
 
     def _wanted_versions(self, policy: str, newest: int | None) -> list[int]:
         """Newest first: it is what new turns wait for. In place, one: the oldest that is pinned, else the newest."""
@@ -210,75 +261,75 @@ class Follower:
         return sorted(wanted, reverse=True)
 
     async def _advance(self, policy: str, version: int) -> None:
-        if self._current.get(policy) == version:
+        current = self._current.get(policy, UNVERSIONED)
+        if version == current:
             return
+        if version < current and version != self._newest(policy):
+            return  # another engine was faster with the next one
         async with self._changed:
             self._current[policy] = version
             self._changed.notify_all()
         _log.info("serving %s", model_name(policy, version))
 
-    async def _observe_if_due(self) -> None:
-        if time.monotonic() - self._observed_at_s > _OBSERVE_EVERY_S:
-            await self._observe()
-
-    async def _observe(self) -> None:
+    async def _observe(self, served: _Served) -> None:
+        names = set(await served.engine.models())
         async with self._changed:
-            self._observed = set(await self._engine.models())
-            self._observed_at_s = time.monotonic()
+            served.observed, served.observed_at_s = names, time.monotonic()
             self._changed.notify_all()
 
-    async def _try_hand_over(self, policy: str, version: int, newest: int | None) -> None:
+    async def _try_hand_over(self, served: _Served, policy: str, version: int, newest: int | None) -> None:
         name = model_name(policy, version)
-        retry = self._retries.setdefault((policy, version), _Retry())
+        retry = served.retries.setdefault((policy, version), _Retry())
         if not retry.due():
             return
         error: Exception | None = None
         try:
             folder = self._adapters / name
-            if not folder.exists():
-                await asyncio.to_thread(self._write_folder, policy, version)
-            await self._hand_overs[policy].load(self._engine, name, folder)
+            async with self._writing:
+                if not folder.exists():
+                    await asyncio.to_thread(self._write_folder, policy, version)
+            await self._hand_overs[policy].load(served.engine, name, folder)
         except Exception as caught:  # whatever went wrong, what counts is whether the engine lists the name
             error = caught
-        await self._observe()
-        if name in self._observed:
-            del self._retries[policy, version]
+        await self._observe(served)
+        if name in served.observed:
+            del served.retries[policy, version]
             return
         if retry.failures == 0:
             _log.warning("%s is not on the engine yet: %s", name, error or "the engine took it and does not list it")
         retry.failed()
-        if version == newest and retry.failing_s() > self._stuck_s:
+        if version == newest and retry.failing_s() > self._stuck_s and not self._lists(name):
             raise WeightsError(
-                f"{name} has not reached the engine for {self._stuck_s:.0f} s ({error}): see logs/engine.log, that "
-                "engine and trainer have the same model.path and policy.lora, and that the disk is not full"
+                f"{name} has not reached the engine for {self._stuck_s:.0f} s ({error}): see {self._logs}, that engine "
+                "and trainer have the same model.path and policy.lora, and that the disk is not full"
             )
 
     def _write_folder(self, policy: str, version: int) -> None:
         arrays = read_adapter(self._run_dir / "checkpoints" / policy, version)
         self._hand_overs[policy].write(self._adapters / model_name(policy, version), arrays)
 
-    async def _retire(self, policy: str) -> None:
+    async def _retire(self, served: _Served, policy: str) -> None:
         """Unload what is behind the staleness bound and not in use; then delete those folders that nobody will need."""
         if policy not in self._current:
             return
         oldest_loaded = self._current[policy] - self._max_staleness
-        for name in self._observed | {folder.name for folder in self._adapters.iterdir()}:
+        for name in served.observed | {folder.name for folder in self._adapters.iterdir()}:
             owner, version = served_version(name)
             busy = (policy, version) in self._in_use or (policy, version) in self._wanted
             if owner != policy or version == UNVERSIONED or version >= oldest_loaded or busy:
                 continue
-            if name in self._observed:
+            if name in served.observed:
                 if self._hand_overs[policy].in_place:
                     continue  # the next version takes its place
-                self._observed.discard(name)
-                await self._engine.unload_adapter(name)
-            if version < self._oldest_needed[policy]:
+                served.observed.discard(name)
+                await served.engine.unload_adapter(name)
+            if version < self._oldest_needed[policy] and not self._lists(name):
                 await asyncio.to_thread(shutil.rmtree, self._adapters / name, ignore_errors=True)
 
     def _sweep(self) -> None:
         """Forget unfinished folders, and those whose checkpoint may have been written anew since they were made.
 
-        What the engine lists stays. So does a folder without a checkpoint while newer checkpoints exist: an evaluation
+        What an engine lists stays. So does a folder without a checkpoint while newer checkpoints exist: an evaluation
         may still be pinned to it.
         """
         self._adapters.mkdir(parents=True, exist_ok=True)
@@ -286,7 +337,7 @@ class Follower:
         for folder in self._adapters.iterdir():
             policy, version = served_version(folder.name)
             steps = committed_steps(self._run_dir / "checkpoints" / policy)
-            if folder.name not in self._observed and (version in steps or version > max(steps, default=UNVERSIONED)):
+            if not self._lists(folder.name) and (version in steps or version > max(steps, default=UNVERSIONED)):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -18,9 +18,10 @@ from flowjax.envs import sokoban
 from flowjax.envs.pool import EnvPool
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Episode
-from flowjax.rollout.client import EngineClient
 from flowjax.rollout.dataflow_client import DataflowClient
+from flowjax.rollout.engines import engines_of_run
 from flowjax.rollout.episode import Player
+from flowjax.rollout.names import engine_names
 from flowjax.rollout.service import RolloutService
 from flowjax.weights.follow import Follower
 from flowjax.weights.hand_over import hand_over
@@ -87,15 +88,16 @@ class RolloutRun:
         return json.loads((self.folder / "status-rollout.json").read_text())
 
     @contextlib.asynccontextmanager
-    async def servers(self, engine_url: str = "") -> AsyncIterator["Servers"]:
-        """Dataflow and engine (another than the fake one by its address), known in endpoints.json."""
+    async def servers(self, *engine_urls: str) -> AsyncIterator["Servers"]:
+        """Dataflow and engine (others than the fake one by their addresses), known in endpoints.json."""
         vocabulary = json.loads((self.model / "tokenizer.json").read_text())["model"]["vocab"]
         engine = FakeEngine([vocabulary[name] for name in sokoban.DIRECTIONS])
         flow = self.flow()
         dataflow = TestServer(Server(flow).application())
         await asyncio.gather(engine.server.start_server(), dataflow.start_server())
-        servers = Servers(engine, flow, dataflow, engine_url or engine.url)
-        endpoints = {"engine": servers.engine_url, "dataflow": servers.dataflow_url}
+        servers = Servers(engine, flow, dataflow, engine_urls or (engine.url,))
+        names = engine_names(len(servers.engine_urls))
+        endpoints = {**dict(zip(names, servers.engine_urls, strict=True)), "dataflow": servers.dataflow_url}
         (self.folder / "endpoints.json").write_text(json.dumps(endpoints))
         try:
             yield servers
@@ -108,11 +110,11 @@ class RolloutRun:
         """A rollout service playing in this process; stopped in an orderly way at the end."""
         config = self.config
         async with (
-            EngineClient.of_run(config, self.folder, servers.engine_url) as engine,
+            engines_of_run(config, self.folder, servers.engine_urls) as engine,
             DataflowClient(servers.dataflow_url, worker="test", away_s=config.dataflow.lease_s) as dataflow,
             EnvPool(workers=1, step_timeout_s=config.env.step_timeout_s) as pool,
         ):
-            follower = Follower(engine, self.folder, {"agent": hand_over(config)}, max_staleness=1, poll_s=0.01)
+            follower = Follower(engine.members, self.folder, {"agent": hand_over(config)}, max_staleness=1, poll_s=0.01)
             player = Player.of_run(config, engine=engine, follower=follower, pool=pool)
             parts = {"engine": engine, "dataflow": dataflow, "follower": follower, "player": player}
             serving = Serving(RolloutService(config, self.folder, **parts))
@@ -125,8 +127,8 @@ class RolloutRun:
 class Servers:
     """`counted` are the episodes that the dataflow has taken, `refused` those that it has not."""
 
-    def __init__(self, engine: FakeEngine, flow: Flow, dataflow: TestServer, engine_url: str):
-        self.engine, self.dataflow, self.engine_url = engine, dataflow, engine_url
+    def __init__(self, engine: FakeEngine, flow: Flow, dataflow: TestServer, engine_urls: tuple[str, ...]):
+        self.engine, self.dataflow, self.engine_urls = engine, dataflow, engine_urls
         self.counted: list[Episode] = []
         self.refused: list[Episode] = []
         self.flow = self.watch(flow)

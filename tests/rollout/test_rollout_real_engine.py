@@ -88,7 +88,7 @@ def test_versions_change_and_the_engine_dies_while_episodes_are_played(run):
             for step in (1, 2, 3):
                 run.publish(step)
                 await until(lambda: run.status()["serving_version"] == step, 30)  # noqa: B023
-            async with EngineClient(servers.engine_url) as engine:
+            async with EngineClient(servers.engine_urls[0]) as engine:
                 await until(lambda: not run.status()["in_flight"], 30)
                 await asyncio.sleep(0.5)
                 assert await engine.models() == {"base", "agent@2", "agent@3"}
@@ -108,6 +108,6 @@ def test_versions_change_and_the_engine_dies_while_episodes_are_played(run):
         assert {0, 5} <= versions <= set(range(6))
         assert sorted(path.name for path in (run.folder / "adapters").iterdir()) == ["agent@4", "agent@5"]
         assert all(len(t.logprobs) == len(t.sampled_ids) > 0 for episode in servers.counted for t in episode.turns)
-        assert json.loads((run.folder / "endpoints.json").read_text())["engine"] == servers.engine_url
+        assert json.loads((run.folder / "endpoints.json").read_text())["engine"] == servers.engine_urls[0]
 
     asyncio.run(scenario())

@@ -79,7 +79,7 @@ class Run:
         self.folder, self.engine = folder, engine
         self.checkpoints = Checkpoints(folder / "checkpoints" / "agent", keep=3)
         forms = {"agent": Plain(in_place)}
-        self.follower = Follower(engine, folder, forms, max_staleness=1, poll_s=0.005, **options)
+        self.follower = Follower([engine], folder, forms, max_staleness=1, poll_s=0.005, **options)
 
     def publish(self, step: int) -> None:
         self.checkpoints.save(step, {"a": jnp.full(3, float(step))}, {"m": jnp.zeros(3)}, {})
@@ -337,4 +337,4 @@ def test_full_weights_replace_each_other_once_no_episode_is_pinned(tmp_path, eng
 
 def test_an_engine_holds_the_full_weights_of_one_policy_only(tmp_path, engine):
     with pytest.raises(WeightsError, match=r"full weights of one policy: set policy\.train to 'lora'"):
-        Follower(engine, tmp_path, {"one": Plain(True), "two": Plain(True)}, max_staleness=1)
+        Follower([engine], tmp_path, {"one": Plain(True), "two": Plain(True)}, max_staleness=1)

@@ -110,7 +110,7 @@ async def _answers(config, folder: Path, port: int, process: subprocess.Popen):
         while not await engine.healthy():
             assert process.poll() is None, (folder / "engine.log").read_text()[-3000:]
             await asyncio.sleep(0.2)
-        follower = Follower(engine, folder, {"agent": hand_over(config)}, max_staleness=1)
+        follower = Follower([engine], folder, {"agent": hand_over(config)}, max_staleness=1)
         following = asyncio.create_task(follower.run())
         published = 0
 

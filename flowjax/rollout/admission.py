@@ -1,0 +1,90 @@
+"""How many episodes to play at once: as many as the engines manage, by what vLLM says of its queue and its cache."""
+
+import math
+from dataclasses import dataclass
+
+_DECREASE = 0.75
+_INCREASES_TO_CEILING = 32
+_TOLERATED_QUEUE = 0.25  # waiting requests for each running one
+_FULL_CACHE = 0.9  # share of the key-value cache in use
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine is doing: requests running and waiting, requests preempted since its start, share of its
+    key-value cache in use.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    cache_share: float = 0.0
+
+    def __add__(self, other: "Load") -> "Load":
+        """The load of two engines; the fuller cache counts, since one that overflows preempts."""
+        return Load(
+            self.running + other.running,
+            self.waiting + other.waiting,
+            self.preemptions + other.preemptions,
+            max(self.cache_share, other.cache_share),
+        )
+
+
+def read_load(metrics: str) -> Load:
+    """The load in what vLLM's `/metrics` answers; over all ranks where it has several."""
+    values: dict[str, list[float]] = {}
+    for line in metrics.splitlines():
+        if line.startswith("vllm:"):
+            name = line.partition("{")[0].partition(" ")[0]
+            values.setdefault(name, []).append(float(line.rpartition(" ")[2]))
+    return Load(
+        running=int(sum(values.get("vllm:num_requests_running", ()))),
+        waiting=int(sum(values.get("vllm:num_requests_waiting", ()))),
+        preemptions=int(sum(values.get("vllm:num_preemptions_total", ()))),
+        cache_share=max(values.get("vllm:kv_cache_usage_perc", ()), default=0.0),
+    )
+
+
+def next_slots(slots: float, load: Load, preempted: int, *, playing: int, floor: int, ceiling: int) -> float:
+    """Slots for the next interval: additive increase, multiplicative decrease (Chiu and Jain, 1989).
+
+        slots <- slots                                while more are playing: the last decrease has not taken effect
+        slots <- max(floor, 0.75 * slots)             if requests were preempted, or waiting > running / 4
+        slots <- slots                                if any request waits, over 90 % of the cache is in use, or slots
+                                                      are free already
+        slots <- min(ceiling, slots + ceiling / 32)   otherwise
+
+    `preempted` counts requests since the last look; `playing` are the episodes under way.
+    """
+    if playing > slots:
+        return slots
+    if preempted > 0 or load.waiting > _TOLERATED_QUEUE * load.running:
+        return max(float(floor), _DECREASE * slots)
+    if load.waiting or load.cache_share > _FULL_CACHE or playing < math.floor(slots):
+        return slots
+    return min(float(ceiling), slots + ceiling / _INCREASES_TO_CEILING)
+
+
+class Admission:
+    """The slots of a rollout service between `floor` and `ceiling`; a floor of 0 means all of them, always."""
+
+    def __init__(self, *, floor: int, ceiling: int):
+        self._floor, self._ceiling = floor, ceiling
+        self._slots = float(floor or ceiling)
+        self.load: Load | None = None  # as last seen
+
+    @property
+    def adaptive(self) -> bool:
+        return self._floor > 0
+
+    @property
+    def slots(self) -> int:
+        return math.floor(self._slots)
+
+    def update(self, load: Load, playing: int) -> None:
+        """Take a look at the engines into account. An engine that was restarted counts its preemptions anew."""
+        preempted = load.preemptions - self.load.preemptions if self.load else 0
+        self._slots = next_slots(
+            self._slots, load, preempted, playing=playing, floor=self._floor, ceiling=self._ceiling
+        )
+        self.load = load

@@ -1,0 +1,214 @@
+"""Several engines behind one face: calls go where their prefix is cached, and on to another engine when one dies."""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flowjax.rollout.admission import Load
+from flowjax.rollout.client import EngineAway, EngineClient, EngineError, UnknownModel
+from flowjax.rollout.completions import Completion, Partial, Sampling
+from flowjax.rollout.names import engine_names
+
+_log = logging.getLogger(__name__)
+_MOST_OVER_MEAN = 1.25  # calls at one engine, relative to the mean over the engines that could take them
+_ALWAYS_ROOM = 8  # calls that no engine is too busy for
+_HUNG_S = 15.0  # an engine that has not answered for this long is away
+_PREFIX_TOKENS = 64  # what tells conversations apart where the caller does not
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 1.0
+
+
+class Member:
+    """One engine of a pool, with what is known of it. Its adapters are kept in step by the follower.
+
+    `names` are the models that it listed last, `in_flight` the pool's calls that it is working on.
+    """
+
+    def __init__(self, client: EngineClient):
+        self.client = client
+        self.up = True
+        self.names: set[str] = set()
+        self.in_flight = 0
+
+    async def models(self) -> set[str]:
+        self.names = await self.client.models()
+        return self.names
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        await self.client.load_adapter(name, path)
+
+    async def load_weights(self, name: str, path: Path) -> None:
+        await self.client.load_weights(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        self.names.discard(name)
+        await self.client.unload_adapter(name)
+
+    async def probe(self) -> None:
+        up = await self.client.healthy()
+        if up != self.up:
+            _log.info("engine %s is %s", self.client.url, "up" if up else "away")
+        self.up = up
+
+
+class EnginePool:
+    """Engines that serve the same base model. Use as an async context manager.
+
+    Args:
+        clients: impatient ones, of which calls that fail are sent to another.
+        request_timeout_s: how long all of them may be away before calls fail.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], *, request_timeout_s: float = 120.0):
+        self.members = tuple(Member(client) for client in clients)
+        self._timeout_s = request_timeout_s
+        self._open = contextlib.AsyncExitStack()
+        self.moved_calls = self.continued_calls = 0  # to another engine; with tokens that the first had sampled
+
+    async def __aenter__(self) -> "EnginePool":
+        for member in self.members:
+            await self._open.enter_async_context(member.client)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._open.aclose()
+
+    async def generate(
+        self, model: str, prompt_ids: Sequence[int], sampling: Sampling, *, group: str = ""
+    ) -> Completion:
+        """Sample one completion of `prompt_ids` from the model or adapter of that name, on whichever engine has it.
+
+        Calls of one `group` meet at one engine while that has room. When the engine dies, the call goes on at another
+        one from the tokens that had been streamed, with what is left of the token budget.
+
+        Raises:
+            UnknownModel: no engine that is up serves `model`.
+            EngineAway: all engines were away for longer than `request_timeout_s`.
+            EngineError: an engine refuses the request.
+        """
+        key = group or ",".join(map(str, prompt_ids[:_PREFIX_TOKENS]))
+        before, failing_s = Partial(), math.inf
+        clock = asyncio.get_running_loop().time
+        while True:
+            left = sampling.max_new_tokens - len(before.sampled_ids)
+            if not left:  # the engine died between the last token and saying so
+                before.finish_reason = "length"
+                return before.completion(model)
+            member = await self._choose(model, key)
+            member.in_flight += 1
+            try:
+                prompt = [*prompt_ids, *before.sampled_ids]
+                rest = await member.client.generate(model, prompt, replace(sampling, max_new_tokens=left))
+            except UnknownModel:
+                member.names.discard(model)
+            except EngineAway as away:
+                if member.up:
+                    _log.info("calls move on: %s", away)
+                member.up = False
+                failing_s = math.inf if away.partial.sampled_ids else min(failing_s, clock())
+                if clock() - failing_s > self._timeout_s:
+                    raise
+                self.moved_calls += 1
+                self.continued_calls += bool(away.partial.sampled_ids)
+                before.sampled_ids += away.partial.sampled_ids
+                before.logprobs += away.partial.logprobs
+            else:
+                return _joined(before, rest)
+            finally:
+                member.in_flight -= 1
+
+    async def healthy(self) -> bool:
+        """Whether any engine is alive."""
+        await asyncio.gather(*(member.probe() for member in self.members))
+        return any(member.up for member in self.members)
+
+    async def load(self) -> Load:
+        """How busy the engines are, those that are away left out.
+
+        Raises:
+            EngineError: none answers.
+        """
+        asked = [member.client.load() for member in self.members if member.up]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        loads = [answer for answer in answers if isinstance(answer, Load)]
+        if not loads:
+            raise EngineError("no engine tells its load")
+        return sum(loads[1:], loads[0])
+
+    def status(self) -> dict[str, Any]:
+        """What is known of each engine, and how often a call had to move."""
+        engines = [
+            {"url": m.client.url, "up": m.up, "in_flight": m.in_flight, "models": sorted(m.names)} for m in self.members
+        ]
+        return {"engines": engines, "moved_calls": self.moved_calls, "continued_calls": self.continued_calls}
+
+    async def _choose(self, model: str, key: str) -> Member:
+        """The engine for a call; waits while all are away."""
+        clock = asyncio.get_running_loop().time
+        started_s, pause_s = clock(), _FIRST_PROBE_S
+        while not any(member.up for member in self.members):
+            if clock() - started_s > self._timeout_s:
+                urls = ", ".join(member.client.url for member in self.members)
+                raise EngineAway(f"all engines ({urls}) have been away for {self._timeout_s:.0f} s: see their logs")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PROBE_S)
+            await self.healthy()
+        able = [member for member in self.members if member.up and model in member.names]
+        if not able:
+            raise UnknownModel(f"no engine that is up serves {model}")
+        return choose(key, able)
+
+
+def choose(key: str, members: Sequence[Member]) -> Member:
+    """Rendezvous hashing with bounded loads: of the engines, in the key's own order, the first that has room.
+
+    Room is below max(8, ceil(1.25 * (calls + 1) / engines)), so one of them always has some. The order follows from
+    key and address alone: an engine that goes or comes moves the keys that it is the first for, no others
+    (Thaler and Ravishankar, 1998; Mirrokni, Thorup and Zadimoghaddam, 2018).
+    """
+    if len(members) == 1:
+        return members[0]
+    calls = sum(member.in_flight for member in members)
+    most = max(_ALWAYS_ROOM, math.ceil(_MOST_OVER_MEAN * (calls + 1) / len(members)))
+    preferred = sorted(members, key=lambda member: _score(key, member.client.url), reverse=True)
+    return next(member for member in preferred if member.in_flight < most)
+
+
+def _score(key: str, url: str) -> bytes:
+    return hashlib.blake2b(f"{url} {key}".encode(), digest_size=8).digest()
+
+
+def _joined(before: Partial, rest: Completion) -> Completion:
+    if not before.sampled_ids:
+        return rest
+    ids, logprobs = (*before.sampled_ids, *rest.sampled_ids), (*before.logprobs, *rest.logprobs)
+    return replace(rest, sampled_ids=ids, logprobs=logprobs)
+
+
+Engines = EngineClient | EnginePool
+
+
+def engines_of_run(config: ConfigDict, run_dir: Path, urls: Sequence[str]) -> Engines:
+    """The engines at these addresses as the run's config wants them: one is spoken to without a pool."""
+    engine = config.engine
+    options: dict[str, Any] = {
+        "prompts_per_request": engine.prompts_per_request,
+        "batch_window_s": engine.batch_window_s,
+        "stream": engine.stream_partial,
+    }
+    logs = [run_dir / "logs" / f"{name}.log" for name in engine_names(len(urls))]
+    if len(urls) == 1 and not engine.stream_partial:
+        return EngineClient(urls[0], request_timeout_s=engine.request_timeout_s, log=logs[0], **options)
+    patience_s = min(_HUNG_S, engine.request_timeout_s)
+    clients = [
+        EngineClient(url, request_timeout_s=patience_s, patient=False, log=log, **options)
+        for url, log in zip(urls, logs, strict=True)
+    ]
+    return EnginePool(clients, request_timeout_s=engine.request_timeout_s)
