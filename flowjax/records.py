@@ -128,8 +128,8 @@ class TokenRow:
     """One sequence to train on: exact tokens, and for each sampled token its advantage and behaviour log-probability.
 
     `sampled` is False on prompt and environment tokens; `advantages` and `logprobs` are zero there. `versions` is the
-    policy version that sampled each token, -1 where none did. `trajectory_tokens` is the number of sampled tokens in all
-    rows of the same trajectory, 0 where the row is all of it.
+    policy version that sampled each token, -1 where none did. `trajectory_tokens` are the sampled tokens of all rows of
+    the same trajectory, 0 where the row is all of it.
     """
 
     policy: str

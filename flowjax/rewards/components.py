@@ -69,31 +69,64 @@ def zero_sum(payoff: Outcome, opponent_payoff: Outcome) -> Outcome:
 
 
 def canvas(
+    correctness: Outcome,
+    checks: Outcome,
+    formats: Outcome,
+    distinct_operators: Outcome,
+    branching: Outcome,
+    operator_entropy: Outcome,
+    distinct_siblings: Outcome,
     canvas_checker: Outcome,
     canvas_format: Outcome,
     canvas_operator: Outcome,
     canvas_control: Outcome,
-    correctness: Outcome,
     *,
     base: float = -1.0,
     checker_weight: float = 0.2,
     format_weight: float = 0.2,
     operator_weight: float = 0.2,
     control_weight: float = 0.4,
+    entropy_weight: float = 0.0,
+    siblings_weight: float = 0.0,
+    distinct: float = 4.0,
     release_at: float = 1.0,
+    reference: bool = False,
 ) -> Outcome:
     """Reward of a built workflow: base + S, and the correctness of its answer only once S reaches `release_at`.
 
-    S = min(1, sum of weighted structure parts), each 0 or 1: a checking operator, a formatting one, enough distinct
-    operators, branching or loops. CWRPO (FlowSteer): R = base + S + [S >= release_at] C, so that no answer pays before
-    the workflow has structure.
+    CWRPO (FlowSteer): R = base + S + [S >= release_at] C, so that no answer pays before the workflow has structure.
+    S = min(1, weighted sum of parts), each in [0, 1]: a checker, a formatter, `distinct` kinds of operators, a control
+    structure, the entropy of operator kinds and the share of siblings that differ, all of them counted only where they
+    took part in the answer. `reference` reads the published parts instead, which are 0 or 1, count operators that are
+    only mentioned, never see a loop, and know neither entropy nor siblings.
     """
-    structure = jnp.minimum(
-        1.0,
+    took_part = (
+        checker_weight * jnp.minimum(1.0, checks)
+        + format_weight * jnp.minimum(1.0, formats)
+        + operator_weight * jnp.minimum(1.0, distinct_operators / distinct)
+        + control_weight * jnp.minimum(1.0, branching)
+        + entropy_weight * operator_entropy
+        + siblings_weight * distinct_siblings
+    )
+    mentioned = (
         checker_weight * canvas_checker
         + format_weight * canvas_format
         + operator_weight * canvas_operator
-        + control_weight * canvas_control,
+        + control_weight * canvas_control
     )
+    structure = jnp.minimum(1.0, jnp.where(reference, mentioned, took_part))
     released = structure >= release_at - 1e-6
     return base + structure + jnp.where(released, correctness, 0.0)
+
+
+def executor_cost(
+    executor_calls: Outcome,
+    executor_tokens: Outcome,
+    executor_cost: Outcome,
+    *,
+    per_calls: float = 10.0,
+    per_tokens: float = float("inf"),
+    per_cost: float = float("inf"),
+) -> Outcome:
+    """Minus what the executor was asked for in an episode: calls, tokens and money, each in units of its option."""
+    return -(executor_calls / per_calls + executor_tokens / per_tokens + executor_cost / per_cost)

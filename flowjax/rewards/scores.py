@@ -24,6 +24,7 @@ COMPONENTS: dict[str, Component] = {
     for function in (
         built_in.canvas,
         built_in.env_return,
+        built_in.executor_cost,
         built_in.invalid_actions,
         built_in.overlong,
         built_in.partial_score,

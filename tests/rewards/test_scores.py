@@ -72,13 +72,43 @@ def test_failed_episodes_report_nothing_and_get_zero():
     ],
 )
 def test_answer_pays_only_once_the_canvas_has_structure(checker, formatter, operator, control, correct, expected):
-    parts = (jnp.array([float(x)]) for x in (checker, formatter, operator, control, correct))
-    assert float(components.canvas(*parts)[0]) == pytest.approx(expected, abs=1e-6)
+    real = {"checks": checker, "formats": formatter, "distinct_operators": 4 * operator, "branching": control}
+    assert canvas(correctness=correct, **real) == pytest.approx(expected, abs=1e-6)
+    parts = (checker, formatter, operator, control)
+    mentioned = {f"canvas_{name}": part for name, part in zip(CANVAS_PARTS, parts, strict=True)}
+    assert canvas({"reference": True}, correctness=correct, **mentioned) == pytest.approx(expected, abs=1e-6)
+    assert canvas(correctness=correct, **mentioned) == -1.0  # what is only mentioned earns nothing
+    assert canvas({"reference": True}, correctness=correct, **real) == -1.0
+
+
+CANVAS_PARTS = ("checker", "format", "operator", "control")
+
+
+def canvas(options: dict | None = None, **outcomes: float) -> float:
+    """The component for one episode; outcomes that are not given are 0."""
+    names = required_outcomes({"canvas": 1.0})
+    arrays = {name: jnp.array([float(outcomes.get(name, 0.0))]) for name in names}
+    return float(components.canvas(**arrays, **(options or {}))[0])
 
 
 def test_canvas_release_can_be_lowered():
-    parts = [jnp.array([float(x)]) for x in (1, 1, 1, 0, 1)]
-    assert float(components.canvas(*parts, release_at=0.6)[0]) == pytest.approx(0.6, abs=1e-6)
+    parts = {"correctness": 1, "checks": 1, "formats": 1, "distinct_operators": 4}
+    assert canvas({"release_at": 0.6}, **parts) == pytest.approx(0.6, abs=1e-6)
+
+
+def test_canvas_parts_are_graded_and_bounded():
+    assert canvas(distinct_operators=2) == pytest.approx(-0.9)
+    assert canvas(distinct_operators=9, checks=5) == pytest.approx(-0.6)
+    weights = {"entropy_weight": 0.5, "siblings_weight": 0.25}
+    assert canvas(weights, operator_entropy=0.5, distinct_siblings=1.0) == pytest.approx(-0.5)
+    assert canvas(weights, operator_entropy=1, distinct_siblings=1, branching=3, checks=1) == pytest.approx(0.0)
+
+
+def test_executor_cost_in_units_of_its_options():
+    spent = [jnp.array([value]) for value in (20.0, 3000.0, 0.5)]
+    assert float(components.executor_cost(*spent)[0]) == pytest.approx(-2.0)
+    costs = components.executor_cost(*spent, per_calls=float("inf"), per_tokens=1000.0, per_cost=1.0)
+    assert float(costs[0]) == pytest.approx(-3.5)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +135,7 @@ def test_other_components():
 
 def test_needs_only_what_turns_do_not_show():
     assert required_outcomes({"success": 1.0, "turn_penalty": 0.1, "env_return": 0.1}) == ("success",)
-    assert required_outcomes({"canvas": 1.0})[-1] == "correctness"
+    assert "correctness" in required_outcomes({"canvas": 1.0})
 
 
 SOKOBAN = ("success", "turns", "invalid_actions", "env_return")
