@@ -105,13 +105,14 @@ class _Scope:
     state: dict[str, Value]
     outputs: dict[str, State]  # node id -> what its newest run gave
     seed: int
+    level: int = 0  # how many parallels are around it
     written: set[str] = field(default_factory=set)
     checks: list[bool] = field(default_factory=list)  # every `passed` written here, in order
     trace: list[NodeRun] = field(default_factory=list)
 
     def branch(self, seed: int) -> "_Scope":
         """A scope of its own on a copy of the state."""
-        return _Scope(dict(self.state), dict(self.outputs), seed)
+        return _Scope(dict(self.state), dict(self.outputs), seed, self.level + 1)
 
     def write(self, node_id: str, outputs: State) -> None:
         """A call's outputs."""
@@ -168,7 +169,7 @@ class _Interpreter:
                 await self._loop(node, scope)
 
     async def _parallel(self, parallel: Parallel, scope: _Scope) -> None:
-        scopes = [scope.branch(seed) for seed in branch_seeds(parallel, scope.seed)]
+        scopes = [scope.branch(seed) for seed in branch_seeds(parallel, scope.seed, scope.level)]
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._branch(branch, own))

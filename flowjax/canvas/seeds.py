@@ -7,12 +7,13 @@ from dataclasses import replace
 from flowjax.canvas.graph import Call, Node, Parallel, children, walk, with_children
 
 
-def branch_seeds(parallel: Parallel, seed: int) -> tuple[int, ...]:
+def branch_seeds(parallel: Parallel, seed: int, level: int) -> tuple[int, ...]:
     """One seed per branch: `seed` itself, but another one for each further branch that equals an earlier one.
 
-    So three equal branches give three samples, and adding a branch changes none of the others.
+    So three equal branches give three samples, and adding a branch changes none of the others. `level` is how many
+    parallels are around this one: their branches must not get the seeds of its own.
     """
-    return tuple(seed if index == 0 else _derived(seed, index) for index in _equals_before(parallel))
+    return tuple(seed if index == 0 else _derived(seed, level, index) for index in _equals_before(parallel))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -39,7 +40,7 @@ def _renamed(reference: str, names: dict[str, str]) -> str:
     return f"{names.get(node_id, node_id)}.{field}"
 
 
-def _derived(seed: int, index: int) -> int:
+def _derived(seed: int, level: int, index: int) -> int:
     """A number of 31 bits, which every endpoint takes as a seed."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{seed}/{level}/{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
