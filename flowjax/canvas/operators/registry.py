@@ -111,7 +111,8 @@ def check(operator: Any, origin: str) -> None:
 
 def describe(operators: Mapping[str, type[Operator]], *, hidden: bool = False) -> str:
     """The operators for the policy's prompt: one line each with what it is for, needs and writes."""
-    shown = [operator for operator in operators.values() if hidden or operator not in HIDDEN]
+    untold = set() if hidden else {operator.name for operator in HIDDEN}
+    shown = [operator for operator in operators.values() if operator.name not in untold]
     return "\n".join(_line(operator) for operator in shown)
 
 
