@@ -3,6 +3,9 @@
 Requests and replies are msgpack lists in frames of a length and a body, many to a frame, over an inherited socket. In
 a page shared with the parent the worker notes whose request it is working on and by when that must be done, so that
 the parent can tell which of its many environments hangs.
+
+A world whose module says `STEPS_WAIT = True` spends its steps waiting for something elsewhere. Its environments work
+side by side, each in a thread of its own, and must bound their waiting themselves: nobody is watching them.
 """
 
 import contextlib
@@ -15,9 +18,11 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgpack
@@ -30,6 +35,7 @@ BUSY, DEADLINE_NS = 0, 1  # places in the shared page
 STARTING, IDLE = -1, 0  # values of BUSY that are no session
 FLUSH_AFTER_S = 0.001  # replies wait this long for company
 PR_SET_PDEATHSIG = 1
+WAITING_THREADS = 256  # environments of worlds that wait, at work at one time
 
 
 def frame(messages: list[Any]) -> bytes:
@@ -84,28 +90,48 @@ class Worker:
         self._step_limit_ns = int(step_timeout_s * 1e9)
         self._envs: dict[int, tuple[str, Env]] = {}
         self._spare: defaultdict[str, list[Env]] = defaultdict(list)
+        self._turns: dict[int, threading.Lock] = {}  # of sessions whose world waits: one request at a time
         self._page[BUSY] = IDLE
 
     def answer(self, request: list[Any]) -> list[Any]:
         """[session, number, error or None, value] for a request [session, number, name, *arguments]."""
-        session, number, name, *arguments = request
+        session, _, name = request[:3]
         limit_ns = self._limits_ns.get(name, self._step_limit_ns)
         self._page[DEADLINE_NS] = time.monotonic_ns() + limit_ns
         self._page[BUSY] = session
         try:
+            return self._answer(request)
+        finally:
+            self._page[BUSY] = IDLE
+
+    def waits(self, request: list[Any]) -> bool:
+        """Whether the request is to a world that waits, which `answer_waiting` answers in another thread."""
+        return request[0] in self._turns
+
+    def answer_waiting(self, request: list[Any]) -> list[Any]:
+        """As `answer`, without a deadline."""
+        turn = self._turns.get(request[0])
+        with turn or contextlib.nullcontext():
+            return self._answer(request)
+
+    def _answer(self, request: list[Any]) -> list[Any]:
+        session, number, name, *arguments = request
+        try:
             value = getattr(self, f"_{name}")(session, *arguments)
         except Exception as error:  # whatever a world raises costs its own episode only
             self._envs.pop(session, None)
+            self._turns.pop(session, None)
             return [session, number, f"{type(error).__name__}: {error}", None]
-        finally:
-            self._page[BUSY] = IDLE
         return [session, number, None, value]
 
     def _open(self, session: int, module: str, options: dict[str, Any]) -> None:
         kind = json.dumps([module, options], sort_keys=True)
         spare = self._spare[kind]
-        env = spare.pop() if spare else importlib.import_module(module).make(**options)
+        world = importlib.import_module(module)
+        env = spare.pop() if spare else world.make(**options)
         self._envs[session] = (kind, env)
+        if getattr(world, "STEPS_WAIT", False):
+            self._turns[session] = threading.Lock()
 
     def _reset(self, session: int, task: list[Any], seed: int) -> list[Any]:
         return _pack_observation(self._envs[session][1].reset(Task(*task), seed))
@@ -115,26 +141,43 @@ class Worker:
         return [_pack_observation(step.observation), step.reward, step.terminal, step.valid, dict(step.outcome)]
 
     def _close(self, session: int) -> None:
+        self._turns.pop(session, None)
         if session in self._envs:
             kind, env = self._envs.pop(session)
             self._spare[kind].append(env)
 
 
 def serve(connection: socket.socket, worker: Worker) -> None:
-    """Answer requests in their order until the parent hangs up."""
+    """Answer requests in their order until the parent hangs up; those to worlds that wait, whenever they are done."""
     frames = Frames()
     replies: list[Any] = []
+    sending = threading.Lock()
+    threads = ThreadPoolExecutor(WAITING_THREADS, "waiting")
+
+    def send(messages: list[Any]) -> None:
+        with sending:
+            connection.sendall(frame(messages))
+
+    def answer_later(request: list[Any]) -> None:
+        answer = worker.answer_waiting(request)
+        with contextlib.suppress(OSError):  # the parent has hung up meanwhile
+            send([answer])
+
     while data := connection.recv(1 << 20):
         oldest_s = time.monotonic()
         for request in frames.feed(data):
+            if worker.waits(request):
+                threads.submit(answer_later, request)
+                continue
             replies.append(worker.answer(request))
             if time.monotonic() - oldest_s > FLUSH_AFTER_S:
-                connection.sendall(frame(replies))
+                send(replies)
                 replies.clear()
                 oldest_s = time.monotonic()
         if replies:
-            connection.sendall(frame(replies))
+            send(replies)
             replies.clear()
+    threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _die_with(parent: int) -> None:
@@ -154,6 +197,7 @@ def main(argv: list[str]) -> None:
     hung_up = contextlib.suppress(BrokenPipeError, ConnectionResetError)  # on our replies
     with socket.socket(fileno=socket_fd) as connection, hung_up:
         serve(connection, Worker(page, step_timeout_s, start_timeout_s))
+        os._exit(0)  # not waiting for threads whose environments still wait
 
 
 if __name__ == "__main__":

@@ -208,3 +208,27 @@ def test_workers_go_when_their_parent_is_killed():
     while alive(worker) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not alive(worker)
+
+
+def test_steps_of_a_world_that_waits_wait_side_by_side():
+    """Thirty episodes of half a second a step on one worker, each longer than a step may take elsewhere."""
+
+    async def one(pool: EnvPool, start: int) -> None:
+        async with pool.session("waiting_world", {}) as env:
+            await env.reset(counter(start), 0)
+            for taken in (1, 2):
+                step = await env.step("5")
+                assert step.reward == start + 5 * taken
+            if start == 0:
+                with pytest.raises(EnvDied, match="ArithmeticError: two and two"):
+                    await env.step("raise")
+
+    async def episode(pool: EnvPool) -> None:
+        async with pool.session(UNRULY, {}) as env:  # so that the worker has started
+            await env.reset(counter(0), 0)
+        started_s = time.monotonic()
+        await asyncio.gather(*(one(pool, start) for start in range(30)))
+        assert time.monotonic() - started_s < 5.0  # one after the other they would take 30 s
+
+    counts = run(episode, step_timeout_s=0.4).counts
+    assert (counts.timeouts, counts.crashes) == (0, 0)
