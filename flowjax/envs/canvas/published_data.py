@@ -1,0 +1,232 @@
+"""Problems in the published JSONL format, and in that of the twelve data sets that it is made of.
+
+    {"problem": ..., "ground_truth": ..., "source": "squad_v2", "problem_type": "qa", "meta": {"context": ...}}
+
+Fields may also be called `question` and `answer`, and stand beside `meta` or in it. What tests a program is hidden:
+only `meta.public_tests`, or a separate file of public tests, is shown. No row goes missing in silence: those that
+nobody could grade are counted by their reason.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flowjax.canvas.values import Problem, ProblemKind
+from flowjax.envs.base import WorldError
+from flowjax.envs.canvas.published_tests import hidden_tests, statements
+from flowjax.grading.code import Suite
+from flowjax.grading.code_asserts import calls_of
+from flowjax.grading.math import last_boxed
+from flowjax.grading.multiple_choice import chosen, options_of
+from flowjax.grading.qa import normalise_answer
+from flowjax.grading.scoring import UNANSWERABLE
+
+KINDS: Mapping[str, ProblemKind] = {
+    "gsm8k": "math",
+    "math": "math",
+    "aime2025": "math",
+    "mathqa": "choice",
+    "hotpotqa": "qa",
+    "squadv2": "qa",
+    "triviaqa": "qa",
+    "nq": "qa",
+    "mbpp": "code",
+    "mbppplus": "code",
+    "humaneval": "code",
+    "bigcodebench": "code",
+    "codeexercises": "code",
+    "apps": "code",
+    "ds1000": "code",
+}
+_TYPES: Mapping[str, ProblemKind] = {"math": "math", "qa": "qa", "code": "code", "choice": "choice"}
+# Golds that say, as a whole, that there is no answer.
+_NO_ANSWER = {
+    "unanswerable",
+    "no answer",
+    "not answerable",
+    "cannot be answered",
+    "cannot answer",
+    "cant be answered",
+    "no information",
+    "not mentioned",
+    "not provided",
+    "insufficient information",
+}
+_MAY_BE_UNANSWERABLE = f"If the passage does not answer the question, the answer is: {UNANSWERABLE}."
+_LETTERED = re.compile(r"\b([a-j]) \) (.*?)(?=\s*,\s*[a-j] \) |$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One problem with what grades it: `gold` answers, any of which is right, or hidden `tests` of a program.
+
+    `row` counts from 1. The gold of a question without an answer is `UNANSWERABLE`.
+    """
+
+    problem: Problem
+    gold: tuple[str, ...]
+    tests: Suite | None
+    source: str
+    row: int
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedData:
+    """The problems of a file in their order, and how many rows were left out for which reason."""
+
+    records: tuple[Record, ...]
+    left_out: Mapping[str, int]
+
+
+def load(
+    path: str | Path,
+    *,
+    source: str = "",
+    public_tests: Mapping[str, str | Path] | None = None,
+    keep_unanswerable: bool = True,
+) -> PublishedData:
+    """The problems of a JSONL file.
+
+    Args:
+        source: of rows that name none; a file that is named after a data set needs none.
+        public_tests: data set -> JSONL file of rows with task_id and test, which are shown.
+        keep_unanswerable: keep questions whose gold says that there is no answer; otherwise they are left out.
+
+    Raises:
+        WorldError: a file cannot be read, or a row is no problem.
+    """
+    path = Path(path)
+    shown = {_plain_name(name): _public_by_id(Path(file)) for name, file in (public_tests or {}).items()}
+    records: list[Record] = []
+    left_out: Counter[str] = Counter()
+    for number, row in _rows(path):
+        name = str(row.get("source") or row.get("dataset") or source or path.stem)
+        fields = _fields(row)
+        made = _record(fields, name, number, path, shown.get(_plain_name(name), {}))
+        if isinstance(made, str):
+            left_out[f"{name}: {made}"] += 1
+        elif made.gold == (UNANSWERABLE,) and not keep_unanswerable:
+            left_out[f"{name}: no answer by its gold"] += 1
+        else:
+            records.append(made)
+    return PublishedData(tuple(records), dict(left_out))
+
+
+def _record(
+    fields: Mapping[str, Any], source: str, row: int, path: Path, shown: Mapping[str, tuple[str, ...]]
+) -> Record | str:
+    """The record, or why nobody could grade it."""
+    text = next((fields[name] for name in ("problem", "question", "text", "prompt") if fields.get(name)), None)
+    if not isinstance(text, str) or not text.strip():
+        raise WorldError(f"{path}, row {row} has no problem (it has {', '.join(fields)}): give problem or question")
+    name = _plain_name(source)
+    kind = KINDS.get(name) or _TYPES.get(str(fields.get("problem_type", "")).lower(), "general")
+    task_id = str(fields.get("task_id", fields.get("id", "")))
+    if kind == "code":
+        suite = hidden_tests(fields, text)
+        if suite is None:
+            return "no tests that can be run"
+        public = statements(fields.get("public_tests"), suite.entry) or shown.get(task_id, ())
+        return Record(
+            Problem(text, "code", entry_point=suite.entry, public_tests=public), (), suite, source, row, task_id
+        )
+    gold = _gold(fields, kind)
+    if not gold:
+        return "no answer"
+    problem = Problem(text, kind, context=_context(fields, text))
+    options = _options(fields, text)
+    if kind != "qa" and options and all(chosen(answer, options) for answer in gold):
+        problem = replace(problem, kind="choice", options=options)
+    elif kind == "choice":
+        problem = replace(problem, kind="math")  # a data set of choices, whose options this file has left out
+    if name == "squadv2" and UNANSWERABLE not in text.lower():
+        problem = replace(problem, text=f"{text}\n\n{_MAY_BE_UNANSWERABLE}")
+    return Record(problem, gold, None, source, row, task_id)
+
+
+def _gold(fields: Mapping[str, Any], kind: ProblemKind) -> tuple[str, ...]:
+    """The right answers; `UNANSWERABLE` for a question that has none, nothing where the row has forgotten them."""
+    names = ("ground_truth", "answer", "answers", "correct")
+    named = [name for name in names if name in fields]
+    golds = tuple(dict.fromkeys(text for name in named[:1] for text in _texts(fields[name], kind)))
+    if not golds and isinstance(fields.get("solution"), str) and (boxed := last_boxed(fields["solution"])):
+        golds = (boxed,)
+    if kind == "qa" and named and (not golds or any(normalise_answer(text) in _NO_ANSWER for text in golds)):
+        return (UNANSWERABLE,)
+    return golds
+
+
+def _texts(value: Any, kind: ProblemKind) -> list[str]:
+    if isinstance(value, Mapping):  # SQuAD's {"text": [...]}, TriviaQA's {"value": ..., "aliases": [...]}
+        return [text for name in ("text", "value", "aliases") for text in _texts(value.get(name), kind)]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [text for item in value for text in _texts(item, kind)]
+    if value is None or isinstance(value, bool):
+        return []
+    text = str(value).rpartition("####")[2] if kind == "math" else str(value)
+    parts = text.split("|") if kind == "qa" else [text]
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _options(fields: Mapping[str, Any], text: str) -> dict[str, str]:
+    """Options that the row lists apart, else those in the text."""
+    listed = fields.get("options") or fields.get("choices")
+    if isinstance(listed, Mapping):
+        return {str(letter).upper(): str(option) for letter, option in listed.items()}
+    if isinstance(listed, list):
+        return {chr(ord("A") + place): str(option) for place, option in enumerate(listed)}
+    found = _LETTERED.findall(listed if isinstance(listed, str) else text)
+    if len(found) > 1 and [letter for letter, _ in found] == [chr(ord("a") + place) for place in range(len(found))]:
+        return {letter.upper(): option.strip() for letter, option in found}
+    return options_of(text)
+
+
+def _context(fields: Mapping[str, Any], text: str) -> str:
+    context = fields.get("context", "")
+    if isinstance(context, Mapping) and "title" in context and "sentences" in context:  # HotpotQA
+        pairs = zip(context["title"], context["sentences"], strict=False)
+        context = "\n\n".join(f"[{title}]\n{''.join(sentences)}" for title, sentences in pairs)
+    return context if isinstance(context, str) and context not in text else ""
+
+
+def _public_by_id(path: Path) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for _, row in _rows(path):
+        fields = _fields(row)
+        test = fields.get("test") or fields.get("test_list") or fields.get("public_tests")
+        entry = str(fields.get("entry_point") or next(iter(calls_of(str(test))), "candidate"))
+        found[str(fields.get("task_id", ""))] = statements(test, entry)
+    return found
+
+
+def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's fields and those of its `meta`, names in lower case; the row's own come first."""
+    meta = row.get("meta")
+    fields = {str(name).lower(): value for name, value in meta.items()} if isinstance(meta, Mapping) else {}
+    return fields | {str(name).lower(): value for name, value in row.items() if name != "meta"}
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, Mapping):
+                        raise WorldError(f"{path}, row {number} is no object with fields: give one problem a line")
+                    yield number, row
+    except (OSError, ValueError) as error:
+        if isinstance(error, WorldError):
+            raise
+        raise WorldError(
+            f"{path} cannot be read as JSON lines ({error}): give a file with one object a line"
+        ) from error
+
+
+def _plain_name(source: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", source.lower())
