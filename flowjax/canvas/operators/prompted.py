@@ -1,6 +1,6 @@
 """Operators that are descriptions only, in the published `operator.json`: name -> description and interface.
 
-    {"Merge": {"description": "Merges answers.", "interface": "merge(solutions: List[str]) -> dict with key 'response'"}}
+    {"Merge": {"description": "Merges.", "interface": "merge(solutions: List[str]) -> dict with key 'response'"}}
 
 A name that is known keeps its work and gets the description; an unknown one becomes an operator that asks a backend
 for the outputs that its interface names.
