@@ -1,0 +1,18 @@
+"""The run that the dataflow's benchmark times: nano Sokoban in a slow world, small batches."""
+
+from ml_collections import ConfigDict
+
+from configs import sokoban
+
+
+def get_config() -> ConfigDict:
+    config = sokoban.get_config("nano")
+    config.name = "dataflow-benchmark"
+    config.workflow = "tests.benchmarks.dataflow_slow.play"
+    config.trainer.groups_per_step = 8
+    config.trainer.steps = 40
+    config.trainer.micro_batch_rows = 64
+    config.rollout.max_concurrent_episodes = 256
+    config.eval.tasks = 256
+    config.dataflow.keep_trajectories = False
+    return config

@@ -1,0 +1,128 @@
+"""Many workers at one dataflow process, for minutes:
+
+    python -m tests.benchmarks.dataflow_soak [--workers=1000] [--minutes=5] [--episode_s=8] [--tokens=8192]
+
+Simulated workers, in one process, lease episodes and hand over trajectories of `--tokens` tokens (4 turns of one
+conversation); a simulated trainer takes the batches. All that the dataflow does is real: ledger, credit, batches.
+The first two sixths of the time there are a hundredth and a tenth of the workers; a cost per trajectory that does not
+depend on their number, and memory that does not grow, is what is looked for. /lease and /batch wait for up to a second
+while there is nothing to give.
+"""
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from flowjax.config import default_config
+from tests.benchmarks.dataflow_workers import Client, cancel, dataflow_process, train, work
+
+TURNS = 4
+_SLOTS = 2  # of a worker
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What some number of workers did in `seconds`."""
+
+    workers: int
+    seconds: float
+    trajectories: int
+    cpu_s: float
+    mib_per_s: float
+    memory_mib: tuple[float, float]  # of the dataflow process at the beginning and the end
+
+
+def configuration(keep_trajectories: bool) -> ConfigDict:
+    config = default_config()
+    config.env.module = "flowjax.envs.sokoban"
+    config.env.options = ConfigDict({"rows": 5, "columns": 5, "boxes": 1})
+    config.rollout.group_size, config.trainer.groups_per_step, config.trainer.steps = 8, 64, 1_000_000
+    config.reward.components = ConfigDict({"success": 1.0})
+    config.eval.tasks, config.dataflow.max_staleness = 0, 4
+    config.dataflow.keep_trajectories = keep_trajectories
+    return config
+
+
+async def soak(url: str, pid: int, *, workers: int, minutes: float, episode_s: float, tokens: int) -> tuple[list, dict]:
+    phases, serving = [], {"agent": 0}
+    async with Client(url) as client:
+        trainer = asyncio.create_task(train(client, "agent", serving, step_s=0.0))
+        tasks: list[asyncio.Task[None]] = []
+        for share, count in ((1 / 6, max(workers // 100, 1)), (1 / 6, max(workers // 10, 1)), (4 / 6, workers)):
+            for number in range(len(tasks), count):
+                options = {"slots": _SLOTS, "episode_s": episode_s, "turns": TURNS, "turn_tokens": tokens // TURNS}
+                tasks.append(asyncio.create_task(work(client, f"worker-{number}", serving, **options)))
+            await asyncio.sleep(min(episode_s, 20 * minutes * share))  # until the first have played
+            client.latencies_s.clear()
+            phases.append(await _phase(client, pid, count, 60 * minutes * share, [trainer, *tasks]))
+            latencies = client.latencies_s
+        await cancel([trainer, *tasks])
+    return phases, latencies
+
+
+async def _phase(client: Client, pid: int, workers: int, seconds: float, tasks: list[asyncio.Task[None]]) -> Phase:
+    started_s, cpu_s, memory, sent = time.monotonic(), _cpu_s(pid), _memory_mib(pid), client.sent_bytes
+    accepted = client.accepted
+    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    took_s = time.monotonic() - started_s
+    return Phase(
+        workers,
+        took_s,
+        client.accepted - accepted,
+        _cpu_s(pid) - cpu_s,
+        (client.sent_bytes - sent) / 2**20 / took_s,
+        (memory, _memory_mib(pid)),
+    )
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=5.0, help="in all")
+    parser.add_argument("--episode_s", type=float, default=8.0, help="that an episode takes")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a trajectory")
+    parser.add_argument("--keep_trajectories", action="store_true", help="also write them down as text")
+    arguments = parser.parse_args()
+    console = Console(width=110)
+    config = configuration(arguments.keep_trajectories)
+    with tempfile.TemporaryDirectory() as folder, dataflow_process(config, Path(folder)) as (url, pid):
+        numbers = {name: getattr(arguments, name) for name in ("workers", "minutes", "episode_s", "tokens")}
+        phases, latencies = asyncio.run(soak(url, pid, **numbers))
+    table = Table("workers", "trajectories/s", "MiB/s", "CPU ms per trajectory", "CPU", "memory MiB, first and last")
+    for phase in phases:
+        table.add_row(
+            str(phase.workers),
+            f"{phase.trajectories / phase.seconds:.1f}",
+            f"{phase.mib_per_s:.1f}",
+            f"{1000 * phase.cpu_s / max(phase.trajectories, 1):.2f}",
+            f"{phase.cpu_s / phase.seconds:.0%}",
+            f"{phase.memory_mib[0]:.0f} {phase.memory_mib[1]:.0f}",
+        )
+    console.print(table)
+    table = Table("endpoint", f"requests with {phases[-1].workers} workers", "p50 ms", "p99 ms")
+    for name, values in sorted(latencies.items()):
+        p50, p99 = 1000 * np.percentile(values, [50, 99])
+        table.add_row(f"/{name}", str(len(values)), f"{p50:.1f}", f"{p99:.1f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
