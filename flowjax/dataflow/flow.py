@@ -1,9 +1,10 @@
 """What to play next and what to train on next: admission, evaluation and batches over the ledger."""
 
-import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,25 @@ from ml_collections import ConfigDict
 
 from flowjax.config import policy_configs
 from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms
+from flowjax.dataflow.evaluations import Evaluations
 from flowjax.dataflow.ledger import Kind, Ledger, Selection, Stream
 from flowjax.dataflow.rows import CreditedBatch, credit_batch
-from flowjax.monitor.metrics import MetricsWriter, wilson
+from flowjax.dataflow.task_sources import episode_seed, task_at
+from flowjax.dataflow.transcripts import write_transcripts
+from flowjax.dataflow.workers import ANYTHING, Can
+from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import Episode, Group, Lease, Task
 from flowjax.rewards.scores import trajectory_scores
 
 MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The groups that a batch is made of, and how many others were dropped as too old."""
+
+    groups: Sequence[Group]
+    dropped: int
 
 
 class Flow:
@@ -46,22 +59,28 @@ class Flow:
     ):
         self._config, self._run_dir, self._clock = config, run_dir, clock
         self._configs = policy_configs(config)
-        self._train_tasks, self._held_out_tasks = train_tasks, held_out_tasks
+        self._train_tasks = train_tasks
         self._ledger = Ledger(
             run_dir / "dataflow.sqlite",
             lease_s=config.dataflow.lease_s,
             max_attempts=config.dataflow.max_attempts,
+            failed=config.dataflow.failed_episodes,
+            min_group_size=min(config.dataflow.min_group_size, config.rollout.group_size),
             clock=clock,
         )
         self._metrics = MetricsWriter(run_dir)
+        self._evaluations = Evaluations(config, self._ledger, self._metrics, held_out_tasks, clock)
         self._algorithms = build_algorithms(config)
         for name, state in self._ledger.states().items():
             self._algorithms[name].restore(state)
         self._passed_over = self._forced = 0  # tasks that an algorithm did not choose, and those played in spite of it
         self._oldest: dict[tuple[str, str], int] = {}  # version of a policy's oldest token in a group
-        self._eval_started_s: dict[str, float] = {}
+        self._trained_ages: dict[str, dict[str, int]] = {}  # of the newest batch's tokens, by policy
+        self._told: dict[str, int] = {}  # the step of it
+        self._starved: set[str] = set()  # policies whose trainer last asked in vain
+        self._speaking = (set(config.agents.values()) & set(self._configs)) or set(self._configs)
         self.serving = dict.fromkeys(self._configs, -1)  # newest versions that the engine serves; -1 before version 0
-        self.committed = dict.fromkeys(self._configs, -1)  # newest versions that the trainers have committed
+        self.committed = dict.fromkeys(self._configs, -1) | self._ledger.commits()  # newest ones, by the trainers
 
     def close(self) -> None:
         self._ledger.close()
@@ -70,21 +89,47 @@ class Flow:
     def policies(self) -> Sequence[str]:
         return list(self._configs)
 
+    def newest_version(self, policy: str) -> int:
+        """The newest version that there can be: each takes a batch. Where the ledger is new, checkpoints tell."""
+        made = max(self._ledger.batches(policy), self.committed[policy], *self._config.eval.versions, 0)
+        if made:
+            return made
+        folder = self._run_dir / "checkpoints" / policy
+        return max((int(step.name) for step in folder.glob("[0-9]*") if step.name.isdecimal()), default=0)
+
+    def oldest_kept(self, policy: str) -> int:
+        """The oldest version whose checkpoint the policy's trainer may still go back to."""
+        return max(self.committed[policy] - self._configs[policy].trainer.keep_checkpoints, 0)
+
     def report_serving(self, policy: str, version: int) -> int:
         """Note what the engine serves. Returns the policy's oldest version that must stay loaded."""
         self.serving[policy] = max(self.serving[policy], version)
-        self._open_evaluation()
-        pinned = [versions[policy] for versions in self._ledger.evaluations("open").values()]
+        self._evaluations.open(self.serving)
+        pinned = self._evaluations.pinned(policy)
         return min([max(self.serving[policy] - self._config.dataflow.max_staleness, 0), *pinned])
 
-    def lease(self, worker: str, slots: int, kind: Kind | None = None) -> list[Lease]:
-        """Up to `slots` episodes to play; none when nothing is admissible now."""
-        if min(self.serving.values()) < 0:
+    def lease(self, worker: str, slots: int, kind: Kind | None = None, can: Can = ANYTHING) -> list[Lease]:
+        """Up to `slots` episodes that the worker can play; none when nothing is admissible now.
+
+        Evaluation gets its share of the worker's slots first, then training the rest; what either leaves idle is the
+        other's.
+        """
+        kinds = can.kinds & {kind} if kind else can.kinds
+        if min(self.serving.values()) < 0 or not can.policies_fit(self._speaking):
             return []
         self._expire()
-        leases = self._ledger.lease(worker, slots, kind)
-        while len(leases) < slots and kind != "eval" and self._open_next_group():
-            leases += self._ledger.lease(worker, slots - len(leases), kind)
+        held = self._ledger.held(worker)
+        own = self._evaluations.slots(slots + sum(held.values())) if "train" in kinds else slots
+        leases: list[Lease] = []
+        if "eval" in kinds:
+            own_left = max(min(own - held.get("eval", 0), slots), 0)
+            leases += self._ledger.lease(worker, own_left, "eval", can.worlds)
+        if "train" in kinds:
+            leases += self._ledger.lease(worker, slots - len(leases), "train", can.worlds)
+            while len(leases) < slots and self._open_next_group():
+                leases += self._ledger.lease(worker, slots - len(leases), "train", can.worlds)
+        if "eval" in kinds and len(leases) < slots:
+            leases += self._ledger.lease(worker, slots - len(leases), "eval", can.worlds)
         return leases
 
     def renew(self, lease_ids: Sequence[str]) -> list[str]:
@@ -98,6 +143,19 @@ class Flow:
         counted, settled = self._ledger.accept(lease_id, episode)
         self._settled(settled)
         return counted
+
+    def accept_all(self, played: Sequence[tuple[str, Episode]]) -> list[bool]:
+        """Take in episodes with their leases, all of them or none."""
+        with self._ledger.transaction():
+            return [self.accept(lease_id, episode) for lease_id, episode in played]
+
+    def by_kind(
+        self, played: Sequence[tuple[str, Episode]]
+    ) -> tuple[list[tuple[str, Episode]], list[tuple[str, Episode]]]:
+        """Episodes of evaluations, and of training."""
+        kinds = [self._ledger.kind_of(episode.episode_id) for _, episode in played]
+        evaluation = [item for item, kind in zip(played, kinds, strict=True) if kind == "eval"]
+        return evaluation, [item for item, kind in zip(played, kinds, strict=True) if kind != "eval"]
 
     def _judge(self) -> None:
         """Let the data algorithms decide on what has come in. All are told of it, also where one has refused."""
@@ -115,22 +173,61 @@ class Flow:
     def batch(self, policy: str, step: int) -> tuple[CreditedBatch, int] | None:
         """What turns the policy's version `step` into `step + 1`, and how many groups were dropped as too old; None:
         wait."""
-        config = self._configs[policy]
+        taken = self.take(policy, step)
+        return None if taken is None else (self.credit(policy, step, taken.groups), taken.dropped)
+
+    def take_first(self, steps: Mapping[str, int]) -> "tuple[str, Taken] | None":
+        """The batch of the first of these policies that has one for its step; None: wait."""
+        for policy, step in steps.items():
+            if taken := self.take(policy, step):
+                return policy, taken
+        return None
+
+    def take(self, policy: str, step: int) -> "Taken | None":
+        """The groups of the policy's batch `step`; None: wait."""
         self._judge()
         dropped_before = self._ledger.count_streams(policy).get("dropped", 0)
         group_ids = self._ledger.assign(policy, step, partial(self._select, policy, step))
         if group_ids is None:
+            self._starved.add(policy)
             return None
+        self._starved.discard(policy)
+        dropped = self._ledger.count_streams(policy).get("dropped", 0) - dropped_before
         groups = [self._ledger.group(group_id, policy) for group_id in group_ids]
-        batch = credit_batch(
+        if self._told.get(policy) != step:
+            self._tell(policy, step, groups)
+        return Taken(groups, dropped)
+
+    def _tell(self, policy: str, step: int, groups: Sequence[Group]) -> None:
+        """Write down what a batch is made of, and what has come to nothing so far."""
+        self._told[policy] = step
+        self._trained_ages[policy] = _token_ages(groups, step)
+        counts = self._ledger.counts()
+        self._metrics.write(
+            "batch",
+            step=step + 1,
+            policy=policy,
+            groups=len(groups),
+            episodes=sum(len(group.trajectories) for group in groups),
+            ages=self._trained_ages[policy],
+            sources=dict(Counter(group.task.source for group in groups if group.task.source)),
+            failed=_under(counts.get("", {}), "failed/"),
+            dropped=_under(counts.get(policy, {}), "dropped/"),
+            quarantined=counts.get("", {}).get("quarantined", 0),
+            short_groups=counts.get("", {}).get("short_groups", 0),
+        )
+
+    def credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch:
+        """The rows of a batch. Touches no state of the flow: it may run in a thread."""
+        config = self._configs[policy]
+        if config.dataflow.keep_trajectories:
+            write_transcripts(self._run_dir, policy, step, groups)
+        return credit_batch(
             groups,
             components=config.reward.components.to_dict(),
             estimator=config.credit.name,
             options=config.credit.options.to_dict(),
         )
-        if config.dataflow.keep_trajectories:
-            self._write_trajectories(policy, step, groups)
-        return batch, self._ledger.count_streams(policy).get("dropped", 0) - dropped_before
 
     def _select(self, policy: str, step: int, ready: list[Stream], used: list[Stream]) -> Selection:
         """The groups of a batch, and those that are too old for any."""
@@ -154,39 +251,48 @@ class Flow:
         if version > self.committed[policy]:
             for algorithm in self._algorithms.values():
                 algorithm.published(policy, version)
+            self._ledger.commit(policy, version)
         self.committed[policy] = max(self.committed[policy], version)
         self._ledger.close_batches(policy, version - self._configs[policy].trainer.keep_checkpoints)
 
     @property
     def finished(self) -> bool:
         """Whether all training is committed and every evaluation is in."""
-        if self._ledger.evaluations("open"):
+        last, asked = self._last_versions(), set(self._config.eval.versions)
+        if not asked and any(self.committed[policy] < version for policy, version in last.items()):
             return False
-        evaluated = self._ledger.evaluations().values()
-        if self._config.eval.versions:
-            return {step for versions in evaluated for step in versions.values()} >= set(self._config.eval.versions)
-        last = self._last_versions()
-        trained = all(self.committed[policy] >= version for policy, version in last.items())
-        return trained and (not self._config.eval.tasks or last in evaluated)
+        return self._evaluations.finished
 
     def status(self) -> dict[str, Any]:
         """Counts for the live screen; the first policy's where there are several, and all of them by policy."""
-        by_policy = {}
-        for policy in self._configs:
-            streams = self._ledger.count_streams(policy)
-            by_policy[policy] = {
-                "version": self.serving[policy],
-                "committed": self.committed[policy],
-                **{f"{state}_groups": streams.get(state, 0) for state in ("ready", "open", "dropped")},
-            }
-        algorithms = {name: algorithm.metrics() for name, algorithm in self._algorithms.items()}
+        counts = self._ledger.counts()
+        by_policy = {policy: self._policy_status(policy, counts.get(policy, {})) for policy in self._configs}
+        of_all = counts.get("", {})
         return {
             **next(iter(by_policy.values())),
             "policies": by_policy,
             **self._ledger.count_episodes(),
+            "quarantined": of_all.get("quarantined", 0),
+            "short_groups": of_all.get("short_groups", 0),
+            "failed": _under(of_all, "failed/"),
+            "last_failures": self._ledger.last_failures(),
             "passed_over_tasks": self._passed_over,
             "forced_tasks": self._forced,
-            "algorithms": algorithms,
+            "algorithms": {name: algorithm.metrics() for name, algorithm in self._algorithms.items()},
+        }
+
+    def _policy_status(self, policy: str, counts: Mapping[str, int]) -> dict[str, Any]:
+        streams, step = self._ledger.count_streams(policy), self._ledger.batches(policy)
+        ready = self._ledger.ready(policy)
+        ages = Counter(str(max(step - self._oldest_version(group_id, policy), 0)) for group_id in ready)
+        return {
+            "version": self.serving[policy],
+            "committed": self.committed[policy],
+            "lag": max(self.committed[policy] - self.serving[policy], 0),
+            **{f"{state}_groups": streams.get(state, 0) for state in ("ready", "open", "dropped")},
+            "dropped": _under(counts, "dropped/"),
+            "ages": dict(sorted(ages.items(), key=lambda item: int(item[0]))),
+            "trained_ages": self._trained_ages.get(policy, {}),
         }
 
     def _last_versions(self) -> dict[str, int]:
@@ -199,7 +305,7 @@ class Flow:
         if config.eval.versions or not any(map(self._admits, learning)):
             return False
         position, task = self._choose()
-        seeds = [_episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
+        seeds = [episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
         self._ledger.add_group(
             f"train-{position:08d}",
             task,
@@ -216,13 +322,13 @@ class Flow:
         """The next task that every algorithm chooses, or the one after `MOST_PASSED_OVER` that some did not."""
         start = self._ledger.count_groups()
         for position in range(start, start + MOST_PASSED_OVER):
-            task = _task(self._train_tasks, position)
+            task = task_at(self._train_tasks, position)
             if all(algorithm.choose(task, position) for algorithm in self._algorithms.values()):
                 return position, task
             self._passed_over += 1
             self._ledger.add_group(f"train-{position:08d}", task, (), kind="train", position=position, policies=())
         self._forced += 1
-        return start + MOST_PASSED_OVER, _task(self._train_tasks, start + MOST_PASSED_OVER)
+        return start + MOST_PASSED_OVER, task_at(self._train_tasks, start + MOST_PASSED_OVER)
 
     def _admits(self, policy: str) -> bool:
         config = self._configs[policy]
@@ -235,41 +341,9 @@ class Flow:
         admitted = ahead * math.ceil(groups * fresh_share)
         if made <= serving and ahead > 0:  # the trainer waits: there may be nothing to replay yet
             admitted = max(admitted, groups)
+        if config.dataflow.max_ready_groups:
+            admitted = min(admitted, self._most_ready(policy))
         return unused < admitted
-
-    def _open_evaluation(self) -> None:
-        """Evaluate the versions that are served now, if that is due and not done yet."""
-        config, versions = self._config, dict(self.serving)
-        name = ",".join(f"{policy}@{version}" for policy, version in versions.items())
-        if min(versions.values()) < 0 or not config.eval.tasks or not self._evaluation_due(versions):
-            return
-        if name in self._ledger.evaluations():
-            return
-        for index in range(config.eval.tasks):
-            self._ledger.add_group(
-                f"eval-{name}-{index:06d}",
-                _task(self._held_out_tasks, index),
-                [_episode_seed(0, index, 0)],
-                kind="eval",
-                position=index,
-                temperature=config.eval.temperature,
-                evaluation=name,
-                versions=versions,
-            )
-        self._eval_started_s[name] = self._clock()
-
-    def _evaluation_due(self, versions: Mapping[str, int]) -> bool:
-        """At the start, at the end, and when the slowest policy has made another `eval.every_steps`."""
-        config = self._config
-        if config.eval.versions:
-            return set(versions.values()) <= set(config.eval.versions)
-        if not any(versions.values()) or versions == self._last_versions():
-            return True
-        every, slowest = config.eval.every_steps, min(versions.values())
-        if not every or slowest < every:
-            return False
-        evaluated = [min(earlier.values()) for earlier in self._ledger.evaluations().values()]
-        return slowest // every > max(evaluated, default=0) // every
 
     def _expire(self) -> None:
         self._settled(self._ledger.expire())
@@ -278,65 +352,35 @@ class Flow:
         if not group_ids:
             return
         self._judge()
-        unfinished = self._ledger.evaluations("open")
-        for name, versions in self._ledger.evaluations("ready").items():
-            if name not in unfinished:
-                self._finish_evaluation(name, versions)
+        self._shed()
+        self._evaluations.write_finished()
+
+    def _shed(self) -> None:
+        """Drop the oldest groups of a policy that has fallen far behind the others, for which groups are opened."""
+        for policy in self._configs if len(self._configs) > 1 else ():
+            ready = self._ledger.ready(policy)
+            self._ledger.drop(policy, ready[: max(len(ready) - self._most_ready(policy), 0)], "overflow")
+
+    def _most_ready(self, policy: str) -> int:
+        """Groups that may wait for a policy's trainer."""
+        config = self._configs[policy]
+        groups = config.trainer.groups_per_step
+        return max(config.dataflow.max_ready_groups or 2 * (config.dataflow.max_staleness + 1) * groups, groups)
+
+    @property
+    def full(self) -> bool:
+        """Whether every policy that still learns has more groups than it may have, and no trainer waits for one."""
+        learning = [policy for policy, last in self._last_versions().items() if self.committed[policy] < last]
+        return bool(learning) and not any(
+            policy in self._starved or self._ledger.count_streams(policy).get("ready", 0) <= self._most_ready(policy)
+            for policy in learning
+        )
 
     def _oldest_version(self, group_id: str, policy: str) -> int:
         if (group_id, policy) not in self._oldest:
             turns = [turn for part in self._ledger.group(group_id, policy).trajectories for turn in part.turns]
             self._oldest[group_id, policy] = min((turn.version for turn in turns), default=0)
         return self._oldest[group_id, policy]
-
-    def _finish_evaluation(self, name: str, versions: Mapping[str, int]) -> None:
-        episodes = [episode for group_id in self._ledger.evaluated(name) for episode in self._ledger.episodes(group_id)]
-        successes = sum(episode.outcome.get("success", 0.0) >= 1.0 for episode in episodes)
-        low, high = wilson(successes, len(episodes))
-        turns = sum(len(episode.turns) for episode in episodes)
-        version = min(versions.values())
-        self._metrics.write(
-            "eval",
-            step=version,
-            version=version,
-            versions=dict(versions),
-            episodes=len(episodes),
-            unfinished=self._config.eval.tasks - len(episodes),
-            success_rate=successes / max(len(episodes), 1),
-            low=low,
-            high=high,
-            turns_mean=turns / max(len(episodes), 1),
-            env_return_mean=sum(e.outcome.get("env_return", 0.0) for e in episodes) / max(len(episodes), 1),
-            policies={policy: self._evaluated(policy, episodes) for policy in self._configs},
-            seconds=self._clock() - self._eval_started_s.get(name, self._clock()),
-        )
-        self._ledger.close_evaluation(name)
-
-    def _evaluated(self, policy: str, episodes: Sequence[Episode]) -> dict[str, float]:
-        """How a policy did in these episodes: success with its Wilson interval, mean reward with that of the normal
-        approximation, both of 95 %."""
-        parts = [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]
-        if not parts:
-            return {"trajectories": 0}
-        group = Group("evaluation", Task("", "", 0), parts)
-        rewards, _ = trajectory_scores([group], self._configs[policy].reward.components.to_dict())
-        mean, half = float(np.mean(rewards)), 1.96 * float(np.std(rewards)) / math.sqrt(len(parts))
-        successes = sum(part.outcome.get("success", 0.0) >= 1.0 for part in parts)
-        low, high = wilson(successes, len(parts))
-        return {
-            "trajectories": len(parts),
-            "success_rate": successes / len(parts),
-            "low": low,
-            "high": high,
-            "reward_mean": mean,
-            "reward_low": mean - half,
-            "reward_high": mean + half,
-        }
-
-    def _write_trajectories(self, policy: str, step: int, groups: Sequence[Group]) -> None:
-        path = self._run_dir / "trajectories" / policy / f"{step:06d}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(line) + "\n" for group in groups for line in _readable(group)))
 
 
 def _result(group: Group, policy: str, config: ConfigDict) -> Result:
@@ -345,39 +389,16 @@ def _result(group: Group, policy: str, config: ConfigDict) -> Result:
     return Result(group.group_id, group.task, policy, np.asarray(rewards), np.array(longest))
 
 
-def _task(tasks: grain.MapDataset[Task], index: int) -> Task:
-    task = tasks[index]
-    if task is None:
-        raise ValueError(f"the task source filtered out task {index}: a source of tasks must have every index")
-    return task
+def _token_ages(groups: Sequence[Group], step: int) -> dict[str, int]:
+    """Sampled tokens by their age in versions, where version `step` trains on them."""
+    ages: Counter[int] = Counter()
+    for group in groups:
+        for trajectory in group.trajectories:
+            for turn in trajectory.turns:
+                ages[step - turn.version] += len(turn.sampled_ids)
+    return {str(age): tokens for age, tokens in sorted(ages.items())}
 
 
-def _episode_seed(seed: int, position: int, member: int) -> int:
-    return (seed * 1_000_003 + position) * 4096 + member
-
-
-def _readable(group: Group) -> list[dict[str, Any]]:
-    """One JSON-able map per trajectory."""
-    return [
-        {
-            "trajectory_id": trajectory.trajectory_id,
-            "task_id": trajectory.task_id,
-            "status": trajectory.status,
-            "outcome": dict(trajectory.outcome),
-            "turns": [
-                {
-                    "version": turn.version,
-                    "state_key": f"{turn.state_key:016x}",
-                    "next_state_key": f"{turn.next_state_key:016x}",
-                    "reward": turn.env_reward,
-                    "valid": turn.valid,
-                    "terminal": turn.terminal,
-                    "prompt_ids": turn.prompt_ids.tolist(),
-                    "sampled_ids": turn.sampled_ids.tolist(),
-                    "logprobs": [round(float(value), 6) for value in turn.logprobs],
-                }
-                for turn in trajectory.turns
-            ],
-        }
-        for trajectory in group.trajectories
-    ]
+def _under(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    """Those whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)}

@@ -236,6 +236,23 @@ class Ledger:
         row = self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()
         return Group(group_id, unpack(row["task"]), tuple(_trajectories(self.episodes(group_id), policy)))
 
+    def kind_of(self, episode_id: str) -> Kind | None:
+        """Kind of an episode; None of one that the run has not."""
+        row = self._db.execute(
+            "SELECT kind FROM episodes JOIN groups USING (group_id) WHERE episode_id = ?", (episode_id,)
+        ).fetchone()
+        return row and row["kind"]
+
+    def task(self, group_id: str) -> Task:
+        return unpack(self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0])
+
+    def ready(self, policy: str) -> list[str]:
+        """The policy's groups that wait for a batch, in the order in which they came in."""
+        rows = self._db.execute(
+            "SELECT group_id FROM streams WHERE policy = ? AND state = 'ready' ORDER BY arrival", (policy,)
+        )
+        return [row["group_id"] for row in rows]
+
     def settled(self) -> list[tuple[str, str]]:
         """Policy and group of the streams that the data algorithms have not judged yet, in the order of arrival."""
         rows = self._db.execute("SELECT policy, group_id FROM streams WHERE state = 'settled' ORDER BY arrival")
@@ -455,6 +472,11 @@ class Ledger:
                 " WHERE policy = ? AND group_id = ?",
                 ("ready" if policy == _EVALUATION else "settled", policy, group_id),
             )
+
+    def drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
+        """Drop a policy's part of these groups."""
+        with self.transaction():
+            self._drop(policy, group_ids, cause)
 
     def _drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
         self._db.executemany(

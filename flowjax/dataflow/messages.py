@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from flowjax.dataflow.workers import KINDS, Can
 from flowjax.record_checks import check_episode
 from flowjax.records import Episode, WireError
 
@@ -38,6 +39,33 @@ def slots_of(message: Any) -> int:
     if not 0 < slots <= MOST_SLOTS:
         raise WireError(f"field slots is {slots}: send 1 to {MOST_SLOTS}")
     return slots
+
+
+def can_of(message: Any) -> Can:
+    """What the worker can play: `can`, a map of lists with the names of worlds, policies and kinds, and `kind`."""
+    said, kind = message.get("can") or {}, message.get("kind")
+    if not isinstance(said, dict) or set(said) - {"worlds", "policies", "kinds"}:
+        raise WireError("field can is not understood: send a map with lists of worlds, policies and kinds, or some")
+    for name, values in said.items():
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise WireError(f"field can.{name} is no list of strings: send one")
+    kinds = KINDS & set(said.get("kinds", KINDS))
+    if kind not in (None, *KINDS):
+        raise WireError(f"field kind is {str(kind)[:_LONGEST_NAME]!r}: it is train, eval or absent")
+    worlds, policies = (frozenset(said[name]) if name in said else None for name in ("worlds", "policies"))
+    return Can(worlds, policies, kinds & {kind} if kind else kinds)
+
+
+def steps_of(message: Any) -> dict[str, Any]:
+    """The policies that a trainer asks for and the step of each: `policies`, or `policy` and `step` of one."""
+    fields(message)
+    if "policies" not in message:
+        policy, step = fields(message, policy=str, step=int)
+        return {policy: step}
+    (steps,) = fields(message, policies=dict)
+    if not steps:
+        raise WireError("field policies is empty: send policy -> step")
+    return steps
 
 
 def lease_ids_of(message: Any) -> list[str]:

@@ -1,26 +1,29 @@
 """The dataflow's HTTP face: msgpack messages of `flowjax.records`, on loopback.
 
-    POST /lease         {worker, slots, kind?}               -> {leases, state: run | wait | done, retry_s}
+    POST /lease         {worker, slots, kind?, can?}         -> {leases, state: run | wait | done, retry_s}
     POST /renew         {worker, lease_ids}                  -> {lost}
     POST /episodes      {worker, items: [{lease_id, episode}]} -> {accepted, duplicate}
     POST /give_back     {worker, lease_ids, error}           -> {}
     POST /versions      {worker, policy, serving, in_use}    -> {oldest_needed}
-    POST /batch         {policy, step}                       -> {state: run, rows, totals, dropped} | {state: wait}
+    POST /batch         {policy, step} | {policies: {policy: step}}
+                               -> {state: run, policy, rows, totals, dropped} | {state: wait}
     POST /committed     {policy, version}                    -> {}
     GET  /status                                             -> JSON counts
     GET  /metrics                                            -> the same for Prometheus
+    GET  /health                                             -> ok, without a token
 
 `/lease` and `/batch` hold the answer for up to a second while there is nothing to give. A message that cannot be read,
 has a field that cannot be or names a version that has never been made is answered with 400 and {error}, one without the
-run's token (where it has one) with 401, one too large with 413; nothing has changed then.
+run's token (where it has one) with 401, one too large with 413; nothing has changed then. /episodes answers 429 while
+the trainers have more groups waiting than they may: to be sent again, however long that lasts.
 """
 
 import asyncio
-import json
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +33,16 @@ from ml_collections import ConfigDict
 
 from flowjax.dataflow import messages
 from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.workers import Can
+from flowjax.monitor.progress import write_status
 from flowjax.monitor.prometheus import CONTENT_TYPE, exposition
 from flowjax.monitor.token import accepts, is_loopback, make_token
 from flowjax.records import Lease, WireError, pack, unpack
 
 _HOLD_S = 1.0
 _PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
+_READ_AT_ONCE = 4  # messages with episodes; the others wait in their sockets, not in memory
+_READ_S = 60.0  # longest that a message may take to come in
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
 
@@ -49,32 +56,33 @@ class Server:
 
     def __init__(self, flow: Flow, *, token: str = "", max_message_bytes: int = 256 * 1024**2):
         self._flow, self._token, self._max_message_bytes = flow, token, max_message_bytes
-        self._waiting: dict[str | None, deque[_Waiting]] = {}  # by the kind of episode asked for
+        self._waiting: dict[Can, deque[_Waiting]] = {}  # by what they can play
+        self._reading = asyncio.Semaphore(_READ_AT_ONCE)
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=self._max_message_bytes, middlewares=[self._authorise])
         for name in ("lease", "renew", "episodes", "give_back", "versions", "batch", "committed"):
-            app.router.add_post(f"/{name}", _endpoint(getattr(self, f"_{name}"), self._max_message_bytes))
+            reading = self._reading if name == "episodes" else contextlib.nullcontext()
+            app.router.add_post(f"/{name}", _endpoint(getattr(self, f"_{name}"), self._max_message_bytes, reading))
         app.router.add_get("/status", self._status)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/health", _healthy)
         return app
 
     @web.middleware
     async def _authorise(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if accepts(request.headers, self._token):
+        if accepts(request.headers, self._token) or request.path == "/health":
             return await handler(request)
         return _refusal(401, f"{request.path}: show the run's token (runs/<name>/token) as a bearer token")
 
     async def _lease(self, message: Any) -> dict[str, Any]:
-        worker, slots, kind = messages.worker_of(message), messages.slots_of(message), message.get("kind")
-        if kind not in (None, "train", "eval"):
-            raise WireError(f"field kind is {kind!r}: it is train, eval or absent")
-        asked = _Waiting(lambda: self._flow.lease(worker, slots, kind), asyncio.get_running_loop().create_future())
-        queue = self._waiting.setdefault(kind, deque())
+        worker, slots, can = messages.worker_of(message), messages.slots_of(message), messages.can_of(message)
+        asked = _Waiting(lambda: self._flow.lease(worker, slots, can=can), asyncio.get_running_loop().create_future())
+        queue = self._waiting.setdefault(can, deque())
         queue.append(asked)
         self._serve_waiting()
         try:
@@ -87,6 +95,8 @@ class Server:
         finally:
             if not asked.leases.done():
                 queue.remove(asked)
+            if not queue and self._waiting.get(can) is queue:
+                del self._waiting[can]
         leases = asked.leases.result() if asked.leases.done() else []
         state = "run" if leases else "done" if self._flow.finished else "wait"
         return {"leases": leases, "state": state, "retry_s": 1.0 if state == "done" else 0.0}
@@ -115,7 +125,16 @@ class Server:
 
     async def _episodes(self, message: Any) -> dict[str, Any]:
         played = messages.episodes_of(message, self._newest())
-        counted = self._flow.accept_all(played)
+        counted = []
+        if self._flow.full:
+            evaluation, played = self._flow.by_kind(played)
+            counted = self._flow.accept_all(evaluation)
+            until = time.monotonic() + _HOLD_S
+            while played and self._flow.full:
+                if time.monotonic() > until:
+                    raise _Full
+                await asyncio.sleep(_LATEST_S)
+        counted += self._flow.accept_all(played)
         self._notify()
         return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
 
@@ -135,10 +154,12 @@ class Server:
         return {"oldest_needed": oldest_needed}
 
     async def _batch(self, message: Any) -> dict[str, Any]:
-        policy, newest = self._policy(message)
-        step = messages.version_of(message, "step", oldest=self._flow.oldest_kept(policy), newest=newest)
+        steps = messages.steps_of(message)
+        for policy, step in steps.items():
+            _, newest = self._policy({"policy": policy})
+            messages.version_of({"step": step}, "step", oldest=self._flow.oldest_kept(policy), newest=newest)
         until = time.monotonic() + _HOLD_S
-        while (taken := self._flow.take(policy, step)) is None and time.monotonic() < until:
+        while (taken := self._flow.take_first(steps)) is None and time.monotonic() < until:
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
@@ -149,9 +170,10 @@ class Server:
         if taken is None:
             return {"state": "wait"}
         self._notify()  # groups that are used or dropped make room for others
+        policy, (groups, dropped) = taken[0], (taken[1].groups, taken[1].dropped)
         async with self._crediting:
-            batch = await asyncio.to_thread(self._flow.credit, policy, step, taken.groups)
-        return {"state": "run", "rows": batch.rows, "totals": batch.totals, "dropped": taken.dropped}
+            batch = await asyncio.to_thread(self._flow.credit, policy, steps[policy], groups)
+        return {"state": "run", "policy": policy, "rows": batch.rows, "totals": batch.totals, "dropped": dropped}
 
     async def _committed(self, message: Any) -> dict[str, Any]:
         policy, newest = self._policy(message)
@@ -184,15 +206,25 @@ class _Waiting:
 
 
 def _endpoint(
-    handle: Callable[[Any], Awaitable[dict[str, Any]]], most_bytes: int
+    handle: Callable[[Any], Awaitable[dict[str, Any]]],
+    most_bytes: int,
+    reading: contextlib.AbstractAsyncContextManager[Any],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def respond(request: web.Request) -> web.Response:
         try:
             if (request.content_length or 0) > most_bytes:
                 raise web.HTTPRequestEntityTooLarge(max_size=most_bytes, actual_size=request.content_length or 0)
-            answer = await handle(unpack(await request.read()))
+            async with reading:
+                async with asyncio.timeout(_READ_S):
+                    body = await request.read()
+                answer = await handle(unpack(body))
         except WireError as error:
             return _refusal(400, f"{request.path}: {error}")
+        except TimeoutError:
+            return _refusal(503, f"{request.path}: the body was not in within {_READ_S:g} s: send it again")
+        except _Full:
+            reason = "more groups than config.dataflow.max_ready_groups wait for the trainer: send it again"
+            return _refusal(429, f"{request.path}: {reason}", {"Retry-After": "1"})
         except web.HTTPRequestEntityTooLarge:
             return _refusal(413, f"{request.path}: the body is over config.dataflow.max_message_bytes")
         except Exception as error:
@@ -203,8 +235,18 @@ def _endpoint(
     return respond
 
 
-def _refusal(status: int, reason: str) -> web.Response:
-    return web.Response(body=pack({"error": reason}), status=status, content_type="application/msgpack")
+def _refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = pack({"error": reason})
+    return web.Response(body=body, status=status, headers=headers, content_type="application/msgpack")
+
+
+async def _healthy(request: web.Request) -> web.Response:
+    """Whoever asks, and without a token: tells nothing but that there is somebody."""
+    return web.Response(text="ok\n")
+
+
+class _Full(Exception):
+    """There is no room for what was sent."""
 
 
 async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, stop: asyncio.Event) -> None:
@@ -215,12 +257,9 @@ async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, sto
     runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
-    status_path = run_dir / "status-dataflow.json"
     try:
         while not stop.is_set():
-            partial = status_path.with_suffix(".tmp")
-            partial.write_text(json.dumps({**flow.status(), "time_s": time.time()}))
-            partial.replace(status_path)
+            write_status(run_dir, "dataflow", flow.status())
             try:
                 await asyncio.wait_for(stop.wait(), timeout=1.0)
             except TimeoutError:

@@ -45,7 +45,7 @@ def train(
     mesh: Mesh,
     metrics: MetricsWriter | None,
     checkpoints: Checkpoints | None = None,
-    on_step: Callable[[dict[str, float]], None] = lambda line: None,
+    on_step: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> Decoder:
     """Train the one policy `config.policy.name`; see `train_policies`."""
     name = config.policy.name
@@ -59,7 +59,7 @@ def train_policies(
     *,
     mesh: Mesh,
     metrics: MetricsWriter | None,
-    on_step: Callable[[dict[str, float]], None] = lambda line: None,
+    on_step: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Decoder]:
     """Train every policy until its own `config.trainer.steps`, in the order in which their batches come.
 
@@ -185,7 +185,7 @@ def _log(
     done: Dispatched,
     clock: _Clock,
     metrics: MetricsWriter | None,
-    on_step: Callable[[dict[str, float]], None],
+    on_step: Callable[[dict[str, Any]], None],
     *,
     several: bool,
 ) -> None:
@@ -216,7 +216,7 @@ def _log(
     if metrics is not None:
         whose: dict[str, Any] = {"policy": learner.name} if several else {}
         metrics.write("train", **line, **whose)
-        on_step(line)
+        on_step({**line, "policy": learner.name})
 
 
 def _agreement(learner: Learner, batch: MicroBatch, on_device: MicroBatch, mesh: Mesh) -> dict[str, float]:

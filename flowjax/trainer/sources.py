@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flowjax.records import TokenRow, pack, unpack
+from flowjax.monitor.token import bearer
+from flowjax.records import TokenRow, WireError, pack, unpack
 
 
 class SourceError(RuntimeError):
@@ -48,18 +49,20 @@ class DataflowSource:
     Args:
         url: the dataflow's address.
         timeout_s: longest wait for a batch, with the dataflow up or down, before `SourceError`.
+        token: of the run, where its dataflow listens beyond loopback.
     """
 
-    def __init__(self, url: str, *, timeout_s: float):
+    def __init__(self, url: str, *, timeout_s: float, token: str = ""):
         self._url, self._timeout_s = url, timeout_s
+        self._headers = {"Content-Type": "application/msgpack", **bearer(token)}
 
     def batch(self, steps: Mapping[str, int]) -> Served:
         until = time.monotonic() + self._timeout_s
+        behind_first = dict(sorted(steps.items(), key=lambda item: item[1]))  # a policy always ready starves no other
         while time.monotonic() < until:
-            for policy, step in steps.items():
-                answer = self._post("batch", {"policy": policy, "step": step}, until)
-                if answer["state"] == "run":
-                    return Served(policy, answer["rows"], answer["totals"], answer["dropped"])
+            answer = self._post("batch", {"policies": behind_first}, until)
+            if answer["state"] == "run":
+                return Served(answer["policy"], answer["rows"], answer["totals"], answer["dropped"])
         wanted = ", ".join(f"step {step} of {policy}" for policy, step in steps.items())
         raise SourceError(
             f"no batch for {wanted} within config.trainer.step_timeout_s ({self._timeout_s:g} s): "
@@ -71,19 +74,28 @@ class DataflowSource:
         self._post("committed", message, time.monotonic() + self._timeout_s)
 
     def _post(self, name: str, message: dict[str, Any], until: float) -> dict[str, Any]:
-        request = urllib.request.Request(f"{self._url}/{name}", data=pack(message), method="POST")
+        request = urllib.request.Request(
+            f"{self._url}/{name}", data=pack(message), headers=self._headers, method="POST"
+        )
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=60.0) as answer:
                     return unpack(answer.read())
             except urllib.error.HTTPError as error:
-                raise SourceError(f"dataflow refused {name}: {unpack(error.read())['error']}") from error
+                raise SourceError(f"dataflow refused {name}: {_reason(error)}") from error
             except OSError as error:  # the dataflow is starting or restarting
                 if time.monotonic() > until:
                     raise SourceError(
                         f"dataflow at {self._url} does not answer ({error}): see logs/dataflow.log"
                     ) from error
                 time.sleep(0.1)
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return unpack(error.read())["error"]
+    except (WireError, KeyError, TypeError):  # whoever answers there is no dataflow
+        return f"HTTP {error.code}"
 
 
 class FixedSource:

@@ -1,0 +1,147 @@
+"""Held-out evaluations beside training: when one is due, its share of the workers' slots, and its line in the log."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import grain
+import numpy as np
+from ml_collections import ConfigDict
+
+from flowjax.config import policy_configs
+from flowjax.dataflow.ledger import Ledger
+from flowjax.dataflow.task_sources import episode_seed, task_at
+from flowjax.monitor.metrics import MetricsWriter, wilson
+from flowjax.records import Episode, Group, Task
+from flowjax.rewards.scores import trajectory_scores
+
+
+class Evaluations:
+    """Evaluations of the versions that are served, each pinned to them. Training goes on meanwhile."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        ledger: Ledger,
+        metrics: MetricsWriter,
+        tasks: grain.MapDataset[Task],
+        clock: Callable[[], float] = time.time,
+    ):
+        self._config, self._configs = config, policy_configs(config)
+        self._ledger, self._metrics, self._tasks, self._clock = ledger, metrics, tasks, clock
+        self._started_s: dict[str, float] = {}
+        self._written: set[str] = set()
+
+    def slots(self, total: int) -> int:
+        """Of a worker's slots, those that an evaluation may take before training does."""
+        slots = self._config.eval.slots
+        return min(math.ceil(slots * total) if slots < 1 else int(slots), total)
+
+    def pinned(self, policy: str) -> list[int]:
+        """Versions of a policy that an evaluation under way needs."""
+        return [versions[policy] for versions in self._ledger.evaluations("open").values()]
+
+    def open(self, serving: Mapping[str, int]) -> None:
+        """Evaluate the versions that are served, if that is due and not done yet."""
+        config, versions = self._config, dict(serving)
+        name = ",".join(f"{policy}@{version}" for policy, version in versions.items())
+        if min(versions.values()) < 0 or not config.eval.tasks or not self._due(versions):
+            return
+        if name in self._ledger.evaluations():
+            return
+        for index in range(config.eval.tasks):
+            self._ledger.add_group(
+                f"eval-{name}-{index:06d}",
+                task_at(self._tasks, index),
+                [episode_seed(0, index, 0)],
+                kind="eval",
+                position=index,
+                temperature=config.eval.temperature,
+                evaluation=name,
+                versions=versions,
+            )
+        self._started_s[name] = self._clock()
+
+    def _due(self, versions: Mapping[str, int]) -> bool:
+        """At the start, at the end, and when the slowest policy has made another `eval.every_steps`."""
+        config = self._config
+        if config.eval.versions:
+            return set(versions.values()) <= set(config.eval.versions)
+        if not any(versions.values()) or versions == self._last_versions():
+            return True
+        every, slowest = config.eval.every_steps, min(versions.values())
+        if not every or slowest < every:
+            return False
+        evaluated = [min(earlier.values()) for earlier in self._ledger.evaluations().values()]
+        return slowest // every > max(evaluated, default=0) // every
+
+    @property
+    def finished(self) -> bool:
+        """Whether those that there will be are in."""
+        if self._ledger.evaluations("open"):
+            return False
+        evaluated = self._ledger.evaluations().values()
+        if self._config.eval.versions:
+            return {step for versions in evaluated for step in versions.values()} >= set(self._config.eval.versions)
+        return not self._config.eval.tasks or self._last_versions() in evaluated
+
+    def _last_versions(self) -> dict[str, int]:
+        return {policy: config.trainer.steps for policy, config in self._configs.items()}
+
+    def write_finished(self) -> None:
+        """Write the line of each evaluation whose episodes have all ended."""
+        over = self._ledger.evaluations("closed").keys() | self._ledger.evaluations("open").keys() | self._written
+        for name, versions in self._ledger.evaluations().items():
+            if name not in over:
+                self._write(name, versions)
+                self._ledger.close_evaluation(name)
+                self._written.add(name)
+
+    def _write(self, name: str, versions: Mapping[str, int]) -> None:
+        played = [(group_id, self._ledger.episodes(group_id)) for group_id in self._ledger.evaluated(name)]
+        episodes = [episode for _, members in played for episode in members]
+        successes = sum(episode.outcome.get("success", 0.0) >= 1.0 for episode in episodes)
+        low, high = wilson(successes, len(episodes))
+        turns = sum(len(episode.turns) for episode in episodes)
+        version = min(versions.values())
+        by_source: dict[str, list[bool]] = {}
+        for group_id, members in played:
+            source = self._ledger.task(group_id).source
+            by_source.setdefault(source, []).extend(e.outcome.get("success", 0.0) >= 1.0 for e in members)
+        self._metrics.write(
+            "eval",
+            step=version,
+            version=version,
+            versions=dict(versions),
+            episodes=len(episodes),
+            unfinished=self._config.eval.tasks - len(episodes),
+            success_rate=successes / max(len(episodes), 1),
+            low=low,
+            high=high,
+            turns_mean=turns / max(len(episodes), 1),
+            env_return_mean=sum(e.outcome.get("env_return", 0.0) for e in episodes) / max(len(episodes), 1),
+            policies={policy: self._of_policy(policy, episodes) for policy in self._configs},
+            sources={name: sum(right) / len(right) for name, right in by_source.items() if name},
+            seconds=self._clock() - self._started_s.get(name, self._clock()),
+        )
+
+    def _of_policy(self, policy: str, episodes: Sequence[Episode]) -> dict[str, float]:
+        """How a policy did in these episodes: success with its Wilson interval, mean reward with that of the normal
+        approximation, both of 95 %."""
+        parts = [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]
+        if not parts:
+            return {"trajectories": 0}
+        group = Group("evaluation", Task("", "", 0), parts)
+        rewards, _ = trajectory_scores([group], self._configs[policy].reward.components.to_dict())
+        mean, half = float(np.mean(rewards)), 1.96 * float(np.std(rewards)) / math.sqrt(len(parts))
+        successes = sum(part.outcome.get("success", 0.0) >= 1.0 for part in parts)
+        low, high = wilson(successes, len(parts))
+        return {
+            "trajectories": len(parts),
+            "success_rate": successes / len(parts),
+            "low": low,
+            "high": high,
+            "reward_mean": mean,
+            "reward_low": mean - half,
+            "reward_high": mean + half,
+        }
