@@ -1,0 +1,159 @@
+"""What works here before workflows run: the isolation of programs, the operators, and whether each backend answers.
+
+    python -m flowjax.canvas.doctor --config=configs/canvas.py:nano
+    python -m flowjax.canvas.doctor --config=backends.json --operators=my_package.operators:Shout
+
+A recipe's `env.options` (or a JSON object) may have `backends`, `operators` and `allow_unisolated`. One line each; the
+exit code is 1 where something does not work.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import runpy
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowjax.canvas.backends.base import Backend, Request
+from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
+from flowjax.canvas.operators.registry import OperatorRegistryError, operators
+from flowjax.grading.sandbox import BUBBLEWRAP, Isolation, IsolationError, require_isolation
+
+PROBE = "Reply with the word ready."
+PROBE_TOKENS = 64
+_SHOWN_CHARACTERS = 60
+
+
+class DoctorError(ValueError):
+    """A config that cannot be read; the message names the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was looked at, whether it works, and how."""
+
+    subject: str
+    works: bool
+    text: str
+
+
+def require_safe_programs(*, allow_unisolated: bool = False) -> Isolation:
+    """The isolation that operators' programs run in, for a start-up check; a warning where there is none.
+
+    Raises:
+        IsolationError: there is none, and `allow_unisolated` does not accept that.
+    """
+    found = require_isolation(allow_none=allow_unisolated)
+    if found.name != BUBBLEWRAP:
+        logging.warning("Programs that language models write run here with resource limits only (%s)", found.why)
+    return found
+
+
+async def examine(
+    backends: Mapping[str, Backend],
+    extra_operators: Iterable[str] = (),
+    *,
+    allow_unisolated: bool = False,
+    timeout_s: float = 30.0,
+) -> list[Finding]:
+    """All findings. Each backend is sent one short request."""
+    found = [_isolation(allow_unisolated), _operators(extra_operators)]
+    found += await asyncio.gather(*(_answers(name, backend, timeout_s) for name, backend in backends.items()))
+    return found
+
+
+def _isolation(allow_unisolated: bool) -> Finding:
+    try:
+        isolation = require_safe_programs(allow_unisolated=allow_unisolated)
+    except IsolationError as error:
+        return Finding("isolation", False, str(error))
+    why = f" ({isolation.why})" if isolation.why else ""
+    return Finding("isolation", True, f"{isolation.name}{why}, programs run with {isolation.interpreter.executable}")
+
+
+def _operators(extra: Iterable[str]) -> Finding:
+    try:
+        found = operators(extra)
+    except OperatorRegistryError as error:
+        return Finding("operators", False, str(error))
+    own = {name: operator for name, operator in found.items() if operator.__module__.startswith("flowjax.canvas.")}
+    others = [f"{name} from {found[name].__module__}" for name in found if name not in own]
+    return Finding("operators", True, f"{len(found)}: {', '.join([*own, *others])}")
+
+
+async def _answers(name: str, backend: Backend, timeout_s: float) -> Finding:
+    subject, started_s = f"backend {name}", time.monotonic()
+    request = Request([{"role": "user", "content": PROBE}], max_new_tokens=PROBE_TOKENS)
+    try:
+        async with asyncio.timeout(timeout_s):
+            completion = await backend.complete(request)
+    except TimeoutError:
+        return Finding(subject, False, f"no answer within {timeout_s:g} s")
+    except Exception as error:  # whatever a backend raises is what there is to say of it
+        return Finding(subject, False, f"no answer: {type(error).__name__}: {error}")
+    seconds = time.monotonic() - started_s
+    text = " ".join(completion.text.split())[:_SHOWN_CHARACTERS]
+    return Finding(subject, True, f"answers in {seconds:.1f} s: {text!r}")
+
+
+def read_config(source: str) -> Mapping[str, Any]:
+    """The options of a JSON file, or of a recipe's `env.options`, named `path` or `path:arg`.
+
+    Raises:
+        DoctorError: it cannot be read.
+    """
+    name, _, arg = source.partition(":")
+    try:
+        if name.endswith(".json"):
+            options = json.loads(Path(name).read_text(encoding="utf-8"))
+        else:
+            options = runpy.run_path(name)["get_config"](*([arg] if arg else [])).env.options.to_dict()
+    except Exception as error:  # a recipe is code, and may raise anything
+        raise DoctorError(
+            f"--config={source} cannot be read ({type(error).__name__}: {error}): give a recipe such as "
+            'configs/canvas.py:nano, or a JSON file {"backends": {...}}'
+        ) from error
+    if not isinstance(options, Mapping):
+        raise DoctorError(f"--config={source} holds a {type(options).__name__}: give an object with backends")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flowjax.canvas.doctor", description="What works here.")
+    parser.add_argument("--config", default="", help="a recipe (path:arg) or a JSON file with backends")
+    parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
+    parser.add_argument("--allow-unisolated", action="store_true", help="accept resource limits only")
+    parser.add_argument("--timeout-s", type=float, default=30.0, help="how long a backend may take")
+    arguments = parser.parse_args(argv)
+    try:
+        options = read_config(arguments.config) if arguments.config else {}
+        backends = backends_from_config(options["backends"]) if options.get("backends") else {}
+    except (DoctorError, BackendConfigError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    extra = [*options.get("operators", ()), *arguments.operators]
+    unisolated = arguments.allow_unisolated or bool(options.get("allow_unisolated"))
+    found = asyncio.run(_examine_and_close(backends, extra, unisolated, arguments.timeout_s))
+    for finding in found:
+        print(f"{'ok' if finding.works else 'FAILS':6}{finding.subject}: {finding.text}")
+    return 0 if all(finding.works for finding in found) else 1
+
+
+async def _examine_and_close(
+    backends: Mapping[str, Backend], extra_operators: Iterable[str], allow_unisolated: bool, timeout_s: float
+) -> list[Finding]:
+    try:
+        return await examine(backends, extra_operators, allow_unisolated=allow_unisolated, timeout_s=timeout_s)
+    finally:
+        for backend in backends.values():
+            if (close := getattr(backend, "close", None)) is not None:
+                await close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
