@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Literal
 
 from flowjax.grading.code import JUDGE_LIMITS, Suite, judge
-from flowjax.grading.math import last_boxed
+from flowjax.grading.math import equal, is_number, last_boxed, plain_form
 from flowjax.grading.multiple_choice import right_choice
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.qa import exact_match, f1_score, last_answer, normalise_answer
@@ -89,6 +89,7 @@ class Scorer:
 
         Raises:
             ValueError: `gold` is empty, or not what the kind takes.
+            GraderError: formulas cannot be compared here at all, as where math-verify is not installed.
             IsolationError: programs cannot be isolated here, and nobody has accepted that.
         """
         if isinstance(gold, Suite) != (kind == "code"):
@@ -115,11 +116,19 @@ class Scorer:
         stated, remark = stated_answer(answer), ""
         for gold in golds:
             try:
-                if self._formulas.call(_as_printed(stated, gold), gold):
+                if self._equal(_as_printed(stated, gold), gold):
                     return Verdict(True, 1.0)
-            except GraderError as error:
+            except GraderError as error:  # this answer's fault, or that of whoever installed the grader?
+                if not self._formulas.call("x+1", "1+x"):
+                    raise
                 remark = f"no verdict: {error}"
         return Verdict(False, 0.0, remark)
+
+    def _equal(self, answer: str, gold: str) -> bool:
+        """Numbers need no process."""
+        if is_number(answer) and is_number(gold):
+            return equal(answer, gold)
+        return plain_form(answer) == plain_form(gold) or bool(self._formulas.call(answer, gold))
 
     def _code(self, answer: str, suite: Suite) -> Verdict:
         if not suite.cases:

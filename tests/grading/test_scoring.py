@@ -2,11 +2,14 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from flowjax.grading import scoring
 from flowjax.grading.code import Call, Suite
 from flowjax.grading.code_asserts import from_assert, from_check
+from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.sandbox import Limits
 from flowjax.grading.scoring import UNANSWERABLE, Scorer, Verdict, stated_answer
 
@@ -182,6 +185,34 @@ def test_nonsense_is_refused_in_words(scorer: Scorer):
         scorer.score("5", "5", "code")
     with pytest.raises(ValueError, match="without tests"):
         scorer.score("5", Suite(()), "code")
+
+
+GRADER = """
+def equal(answer, gold):
+    if answer == "boom" or BROKEN:
+        raise ImportError("no module named math_verify")
+    return gold == "1+x"
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_grader_that_does_not_work_makes_no_answer_wrong(
+    broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Published: any exception leads to a cruder comparison, or to a score of 0."""
+    name = f"own_grader_{broken}".lower()
+    (tmp_path / f"{name}.py").write_text(f"BROKEN = {broken}\n{GRADER}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(scoring, "GraderProcesses", lambda _, **options: GraderProcesses(f"{name}:equal", **options))
+    with Scorer() as scorer:
+        assert scorer.score("7", "7.0", "math").correct  # numbers need no process
+        assert not scorer.score("7", "8", "math").correct
+        if broken:
+            with pytest.raises(GraderError, match="math_verify"):
+                scorer.score("y+1", "y", "math")
+        else:
+            verdict = scorer.score("boom", "x+2", "math")
+            assert not verdict.correct and "no verdict" in verdict.remark
 
 
 def test_the_stated_answer():
