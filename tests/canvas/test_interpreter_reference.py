@@ -235,7 +235,12 @@ def random_node(choose: random.Random, depth: int) -> Node:
         case "twins":
             return Parallel((inner(),) * 2)
         case "conditional":
-            return Conditional(inner(), choose.choice((None, inner())), choose.choice((None, inner())))
+            checks = tuple(Call(choose.choice(("Review", "Test"))) for _ in range(choose.randint(1, 2)))
+            return Conditional(
+                choose.choice((inner(), Sequence(checks))),
+                choose.choice((None, inner())),
+                choose.choice((None, inner())),
+            )
         case "loop":
             body = Sequence(inside(1)) if choose.random() < 0.7 else inner()
             return Loop(body, choose.randint(0, 3))
