@@ -1,0 +1,107 @@
+"""Workflows built step by step (CWRPO): the canvas, with credit by comparison within a group."""
+
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError, default_config
+
+
+def get_config(arg: str = "nano") -> ConfigDict:
+    """An agent that edits a workflow of operators, which runs after each edit; the answer of its last run counts.
+
+    nano          2 CPU cores   python -m flowjax.launch --config=configs/canvas.py:nano
+                  the executor is simulated: docs/worlds/canvas.md
+    nano_append   the same, an episode being one growing conversation
+    nano_grpo     the same as nano, rewarded for right answers alone
+    qwen3_8b      8 x A100 80 GB, and an executor   (not run by us)
+                  python -m flowjax.launch --config=configs/canvas.py:qwen3_8b --config.env.options.path=FOLDER
+                  the executor is the run's own base model; for another endpoint change config.env.options.backends
+    """
+    recipes = {"nano": _nano, "nano_append": _nano_append, "nano_grpo": _nano_grpo, "qwen3_8b": _qwen3_8b}
+    if arg not in recipes:
+        raise ConfigError(f"configs/canvas.py has no variant {arg!r}: use one of {', '.join(recipes)}")
+    config = default_config()
+    config.env.module = "flowjax.envs.canvas"
+    config.env.max_turns = 20
+    config.env.options = ConfigDict({"turns": 20})
+    config.reward.components = ConfigDict({"canvas": {"weight": 1.0}})
+    config.credit.name = "grpo"
+    config.loss.options.clip_low = config.loss.options.clip_high = 0.2
+    config.loss.options.aggregation = "trajectory_mean_token_mean"
+    config.loss.kl_coefficient = 0.005
+    recipes[arg](config)
+    return config
+
+
+def _nano(config: ConfigDict) -> None:
+    config.name = "canvas-nano"
+    config.model.path = "models/nano-canvas"
+    config.model.dtype = "float32"
+    config.model.remat = "none"
+    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
+    config.env.prompt = "compact"
+    config.env.max_turns = config.env.options.turns = 7
+    config.env.options.expert = "plain"
+    config.engine.dtype = "float32"
+    config.engine.max_model_tokens = 72
+    config.engine.kv_cache_bytes = 256 * 1024**2
+    config.rollout.max_prompt_tokens = 60
+    config.rollout.max_new_tokens = 12
+    config.rollout.group_size = 8
+    config.trainer.groups_per_step = 16
+    config.trainer.steps = 40
+    config.trainer.updates_per_step = 2
+    config.trainer.row_tokens = 72
+    config.trainer.micro_batch_rows = 64
+    config.optimizer.learning_rate = 1e-3
+    config.warm_start.label_noise = 0.3
+
+
+def _nano_append(config: ConfigDict) -> None:
+    _nano(config)
+    config.name = "canvas-nano-append"
+    config.model.path = "models/nano-canvas-append"
+    config.env.context = "append"
+    episode_tokens = 160  # seven turns of about nine words said and seven heard
+    config.engine.max_model_tokens = config.trainer.row_tokens = episode_tokens
+    config.rollout.max_prompt_tokens = episode_tokens - config.rollout.max_new_tokens
+    config.trainer.micro_batch_rows = 32
+    config.warm_start.batch_rows = 48  # conversations
+
+
+def _nano_grpo(config: ConfigDict) -> None:
+    _nano(config)
+    config.name = "canvas-nano-grpo"
+    config.reward.components = ConfigDict({"success": 1.0})
+
+
+def _qwen3_8b(config: ConfigDict) -> None:
+    config.name = "canvas-qwen3-8b"
+    config.model.path = "models/Qwen3-8B"
+    config.engine.port = 8100
+    executor = {"kind": "openai", "base_url": f"http://127.0.0.1:{config.engine.port}/v1", "model": "base"}
+    config.env.options.backends = ConfigDict({"executor": executor})
+    config.env.options.step_s = 550.0
+    config.env.context = "append"
+    config.env.step_timeout_s = 600.0
+    config.env.workers = 4
+    config.rollout.episode_timeout_s = 3600.0
+    config.dataflow.lease_s = 3900.0
+    config.policy.lora.rank = 64
+    config.policy.lora.alpha = 64.0
+    config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    config.engine.tensor_parallel = 4
+    config.engine.prompts_per_request = 1  # long replies: none waits for another
+    config.mesh.fsdp = 4
+    config.engine.max_model_tokens = 16384
+    config.rollout.max_prompt_tokens = 15872
+    config.rollout.max_new_tokens = 512
+    config.rollout.temperature = 0.6
+    config.rollout.max_concurrent_episodes = 256
+    config.trainer.groups_per_step = 16
+    config.trainer.steps = 300
+    config.trainer.row_tokens = 16384
+    config.trainer.micro_batch_rows = 4
+    config.optimizer.learning_rate = 1e-5
+    config.optimizer.schedule = "cosine"
+    config.optimizer.warmup_steps = 10
+    config.optimizer.weight_decay = 0.01

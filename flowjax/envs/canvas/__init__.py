@@ -1,0 +1,21 @@
+"""The canvas: edit a workflow of operators until its run solves the problem. State: problem, workflow, finished."""
+
+from flowjax.envs.canvas.options import Options
+from flowjax.envs.canvas.prompts import follow_up, parse_action, prompt, reply, vocabulary
+from flowjax.envs.canvas.world import OUTCOMES, STEPS_WAIT, Canvas, expert, make, random_action, tasks
+
+__all__ = [
+    "OUTCOMES",
+    "STEPS_WAIT",
+    "Canvas",
+    "Options",
+    "expert",
+    "follow_up",
+    "make",
+    "parse_action",
+    "prompt",
+    "random_action",
+    "reply",
+    "tasks",
+    "vocabulary",
+]

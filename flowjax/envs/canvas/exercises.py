@@ -1,0 +1,252 @@
+"""Generated exercises of four kinds, each with a checked answer: arithmetic, word problems, lists of facts, programs.
+
+Every exercise says all that is needed to solve it, so that `read` finds the answer in its words alone.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flowjax.canvas.values import Problem, ProblemKind
+from flowjax.envs.base import Split, WorldError
+from flowjax.records import state_key
+
+KINDS = ("arithmetic", "words", "list", "program")
+ENTRY_POINT = "compute"
+NAMES = ("Ana", "Ben", "Chidi", "Dora", "Emre", "Fumi", "Goran", "Hana", "Ivo", "Jun", "Kaya", "Leo")
+THINGS = ("apples", "books", "coins", "stamps", "shells", "tickets", "pencils", "marbles")
+RANKS = ("the most", "the second most", "the fewest", "the second fewest")
+HELD_OUT_ONE_IN = 8  # exercises, by content
+_MAX_ATTEMPTS = 10_000
+
+FILTERS: Mapping[str, Callable[[int, int], bool]] = {
+    "even": lambda x, k: x % 2 == 0,
+    "odd": lambda x, k: x % 2 == 1,
+    "greater than {k}": lambda x, k: x > k,
+    "divisible by {k}": lambda x, k: x % k == 0,
+}
+MAPS: Mapping[str, Callable[[int, int], int]] = {
+    "the numbers": lambda x, k: x,
+    "the squares of the numbers": lambda x, k: x * x,
+    "the doubles of the numbers": lambda x, k: 2 * x,
+}
+REDUCTIONS: Mapping[str, Callable[[Sequence[int]], int]] = {
+    "the sum": sum,
+    "the largest": lambda values: max(values, default=0),
+    "the smallest": lambda values: min(values, default=0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exercise:
+    """What is asked, and how an answer to it is judged: a gold answer, or hidden assertions about a program.
+
+    `size` is the number of terms, steps, people, or 3 for programs: the longer, the harder.
+    """
+
+    source: str
+    kind: ProblemKind
+    text: str
+    answer: str
+    size: int
+    entry_point: str = ""
+    public_tests: tuple[str, ...] = ()
+    hidden_tests: tuple[str, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Specification:
+    """A program to be written: reduction of map of the numbers that the filter lets through."""
+
+    reduction: str
+    mapping: str
+    keep: str
+    k: int
+
+    def value(self, numbers: Sequence[int]) -> int:
+        kept = [x for x in numbers if FILTERS[self.keep](x, self.k)]
+        return REDUCTIONS[self.reduction]([MAPS[self.mapping](x, self.k) for x in kept])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What an exercise's words say: its kind, its answer ("" for a program), and the program that is asked for."""
+
+    source: str
+    answer: str
+    size: int
+    program: Specification | None = None
+
+
+def split_of(text: str) -> Split:
+    """Which split an exercise belongs to, decided by its words alone."""
+    return "train" if state_key("canvas", " ".join(text.split())) % HELD_OUT_ONE_IN else "held_out"
+
+
+def generate(rng: np.random.Generator, kinds: Sequence[str], split: Split) -> Exercise:
+    """An exercise of one split, of a kind drawn from `kinds`.
+
+    Raises:
+        WorldError: there is hardly any.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        exercise = _MAKERS[kinds[int(rng.integers(len(kinds)))]](rng)
+        if split_of(exercise.text) == split:
+            return exercise
+    raise WorldError(f"no {split} exercise in {_MAX_ATTEMPTS} attempts: name more kinds than {', '.join(kinds)}")
+
+
+def _arithmetic(rng: np.random.Generator) -> Exercise:
+    terms = int(rng.integers(2, 5))
+    numbers = rng.integers(2, 100, size=terms)
+    signs = ["+-*"[i] for i in rng.integers(3, size=terms - 1)]
+    expression = " ".join([str(numbers[0]), *(f"{s} {n}" for s, n in zip(signs, numbers[1:], strict=True))])
+    return Exercise("arithmetic", "math", f"Compute {expression}.", str(_evaluate(expression)), terms)
+
+
+def _evaluate(expression: str) -> int:
+    """The value of whole numbers joined by + - *, with the usual precedence."""
+    first, *rest = expression.split()
+    products = [int(first)]
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        if sign == "*":
+            products[-1] *= int(number)
+        else:
+            products.append(int(number) if sign == "+" else -int(number))
+    return sum(products)
+
+
+def _words(rng: np.random.Generator) -> Exercise:
+    name, other = (NAMES[i] for i in rng.choice(len(NAMES), 2, replace=False))
+    things = THINGS[rng.integers(len(THINGS))]
+    count, size = int(rng.integers(5, 60)), int(rng.integers(2, 5))
+    sentences = [f"{name} has {count} {things}."]
+    for _ in range(size):
+        a, b = int(rng.integers(2, 13)), int(rng.integers(2, 13))
+        step = int(rng.integers(4))
+        if step == 1 and count < a:
+            step = 0
+        if step == 0:
+            sentences.append(f"{name} gets {a} more.")
+            count += a
+        elif step == 1:
+            sentences.append(f"{name} gives {a} to {other}.")
+            count -= a
+        elif step == 2:
+            sentences.append(f"{name} finds {a} bags of {b}.")
+            count += a * b
+        else:
+            sentences.append(f"Then {name} trades them for {b % 3 + 2} times as many.")
+            count *= b % 3 + 2
+    sentences.append(f"How many {things} does {name} have in the end?")
+    return Exercise("words", "math", " ".join(sentences), str(count), size)
+
+
+def _list(rng: np.random.Generator) -> Exercise:
+    size = int(rng.integers(4, 8))
+    names = [NAMES[i] for i in rng.choice(len(NAMES), size, replace=False)]
+    counts = [int(n) for n in rng.choice(np.arange(3, 100), size, replace=False)]
+    things = THINGS[rng.integers(len(THINGS))]
+    rank = RANKS[rng.integers(len(RANKS))]
+    facts = " ".join(f"{name} owns {count} {things}." for name, count in zip(names, counts, strict=True))
+    return Exercise("list", "qa", f"{facts} Who owns {rank} {things}?", _ranked(names, counts, rank), size)
+
+
+def _ranked(names: Sequence[str], counts: Sequence[int], rank: str) -> str:
+    order = sorted(zip(counts, names, strict=True), reverse="most" in rank)
+    return order["second" in rank][1]
+
+
+def _program(rng: np.random.Generator) -> Exercise:
+    reduction, mapping, keep = (list(table)[rng.integers(len(table))] for table in (REDUCTIONS, MAPS, FILTERS))
+    specification = Specification(reduction, mapping, keep, int(rng.integers(2, 13)))
+    text = (
+        f"Write a Python function {ENTRY_POINT}(numbers) that takes a list of whole numbers and returns {reduction} of "
+        f"{mapping} that are {keep.format(k=specification.k)}, or 0 if there are none."
+    )
+    lists = [[int(n) for n in rng.integers(-9, 30, size=int(rng.integers(4, 9)))] for _ in range(5)] + [[]]
+    tests = tuple(f"assert {ENTRY_POINT}({numbers}) == {specification.value(numbers)}" for numbers in lists)
+    return Exercise("program", "code", text, "", 3, ENTRY_POINT, tests[:2], tests[2:])
+
+
+_MAKERS: Mapping[str, Callable[[np.random.Generator], Exercise]] = {
+    "arithmetic": _arithmetic,
+    "words": _words,
+    "list": _list,
+    "program": _program,
+}
+
+
+def read(text: str) -> Reading | None:
+    """The answer as a careful reader finds it in the words of an exercise; None where they are of no known kind."""
+    text = text.strip()
+    if found := re.fullmatch(r"Compute ([-+* \d]+)\.", text):
+        return Reading("arithmetic", str(_evaluate(found[1])), found[1].count(" ") // 2 + 1)
+    if found := re.match(rf"Write a Python function {ENTRY_POINT}\(numbers\) .* returns (.*), or 0", text):
+        return _read_program(found[1])
+    if "How many" in text:
+        return _read_words(text)
+    if found := re.search(r"Who owns (.*) \w+\?", text):
+        facts = re.findall(r"(\w+) owns (\d+) ", text)
+        names, counts = [name for name, _ in facts], [int(count) for _, count in facts]
+        return Reading("list", _ranked(names, counts, found[1]), len(names)) if len(names) > 1 else None
+    return None
+
+
+def _read_words(text: str) -> Reading | None:
+    start = re.match(r"\w+ has (\d+) ", text)
+    if start is None:
+        return None
+    count, size = int(start[1]), 0
+    for sentence in text.split(". ")[1:-1]:
+        numbers = [int(n) for n in re.findall(r"\d+", sentence)]
+        count = (
+            count + math.prod(numbers)
+            if "more" in sentence or "bags" in sentence
+            else count - numbers[0]
+            if "gives" in sentence
+            else count * numbers[0]
+        )
+        size += 1
+    return Reading("words", str(count), size)
+
+
+def _read_program(words: str) -> Reading | None:
+    for reduction in REDUCTIONS:
+        for mapping in MAPS:
+            found = re.fullmatch(rf"{reduction} of {mapping} that are ([a-z ]+?)( \d+)?", words)
+            if found is None:
+                continue
+            keep = found[1] + (" {k}" if found[2] else "")
+            return Reading("program", "", 3, Specification(reduction, mapping, keep, int(found[2] or 2)))
+    return None
+
+
+def payload(exercise: Exercise) -> dict[str, Any]:
+    """An exercise as a task carries it: what a workflow may see, and what it may not."""
+    return {
+        "source": exercise.source,
+        "kind": exercise.kind,
+        "text": exercise.text,
+        "entry_point": exercise.entry_point,
+        "public_tests": list(exercise.public_tests),
+        "answers": [exercise.answer] if exercise.answer else [],
+        "hidden_tests": list(exercise.hidden_tests),
+        "size": exercise.size,
+    }
+
+
+def problem(task: Mapping[str, Any]) -> Problem:
+    """What a workflow may see of a task's payload."""
+    return Problem(
+        task["text"],
+        task["kind"],
+        context=task.get("context", ""),
+        options=dict(task.get("options", {})),
+        entry_point=task.get("entry_point", ""),
+        public_tests=tuple(task.get("public_tests", ())),
+    )

@@ -1,0 +1,204 @@
+"""A simulated executor for generated exercises: no language model, no network, the same answers every time.
+
+It finds the true answer in an exercise's words, and then gets it right or wrong by chance, with a probability that
+depends on what it is asked and what it is given: a plan helps with word problems, a program with arithmetic, a
+check's feedback with a revision, and independent attempts err independently. So a better workflow causes a better
+answer. How large each effect is was chosen, not measured on any model.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from flowjax.canvas.backends.base import BackendError, Completion, Request
+from flowjax.canvas.trace import Usage
+from flowjax.envs.canvas.exercises import NAMES, Reading, read
+from flowjax.envs.canvas.programs import FAULTS, program
+from flowjax.records import state_key
+
+# Chance that a first attempt is right, for the easiest exercise of a kind.
+SKILL: Mapping[str, Mapping[str, float]] = {
+    "arithmetic": {"Custom": 0.30, "AnswerGenerate": 0.35, "Programmer": 0.75},
+    "words": {"Custom": 0.35, "AnswerGenerate": 0.40, "Programmer": 0.50},
+    "list": {"Custom": 0.60, "AnswerGenerate": 0.45, "Programmer": 0.35},
+    "program": {"Custom": 0.25, "AnswerGenerate": 0.20, "CustomCodeGenerate": 0.30, "Programmer": 0.40},
+}
+PER_SIZE = -0.04  # for each term, step, person or part more than the fewest
+SMALLEST = {"arithmetic": 2, "words": 2, "list": 4, "program": 3}
+OTHERWISE = 0.30  # what operators that the table does not name can do
+# What a good plan and good subproblems add.
+PLANNED = {"arithmetic": 0.0, "words": 0.30, "list": 0.05, "program": 0.20}
+DECOMPOSED = {"arithmetic": 0.05, "words": 0.20, "list": 0.15, "program": 0.05}
+GOOD_PLAN = 0.85
+MISLED = -0.10  # what a poor plan adds
+ANCHORED = 0.75  # a solver that sees an answer and no feedback keeps it this often
+MENDED = 0.65  # a wrong answer is right after a revision by true feedback
+TALKED_OUT = 0.40  # a right one is wrong after a revision by false feedback
+DETECTED: Mapping[str, float] = {"Review": 0.60, "Verify": 0.85}  # wrong answers that a check finds
+FALSE_ALARM: Mapping[str, float] = {"Review": 0.20, "Verify": 0.10}
+VOTED = 0.55  # a vote falls on the right candidate where there is one
+WORDY = 0.6  # Custom buries what it found in a list in a sentence
+
+_PLAN, _POOR_PLAN = "Go through the text in its order and keep every number.", "Guess from the largest number."
+_WRONG = "A definite mistake was found."
+_SENTENCE = "As far as I can tell it would have to be {}, I think"
+
+
+class SimulatedSolver:
+    """Answers what operators ask about exercises. Equal seeds and requests have equal answers."""
+
+    def __init__(self, seed: int = 0):
+        self._seed = seed
+
+    @property
+    def identity(self) -> str:
+        return f"offline:{self._seed}"
+
+    async def complete(self, request: Request) -> Completion:
+        """The simulated answer; tokens are its words.
+
+        Raises:
+            BackendError: the problem is none of the generated exercises.
+        """
+        text = _Asked(self._seed, request).reply()
+        read_words = sum(len(message["content"].split()) for message in request.messages)
+        return Completion(text, Usage(1, read_words, len(text.split())))
+
+
+class _Asked:
+    """One request: what is asked, what is given, and chance for it."""
+
+    def __init__(self, seed: int, request: Request):
+        self._operator = request.tags.get("operator", "")
+        self._given = {name.removeprefix("input."): value for name, value in request.tags.items()}
+        self._text = self._given.get("problem", "")
+        reading = read(self._text)
+        if reading is None:
+            raise BackendError("the offline executor knows generated exercises only: name a real backend for others")
+        self._reading: Reading = reading
+        self._schema = request.schema["properties"] if request.schema else {}
+        contents = [message["content"] for message in request.messages]
+        self._shown = contents[0]
+        self._key = state_key("offline", seed, request.seed, self._operator, *contents)
+
+    def reply(self) -> str:
+        if "passed" in self._schema:
+            return json.dumps(self._verdict())
+        if "choice" in self._schema:
+            return json.dumps({"choice": self._vote()})
+        if "subproblems" in self._schema:
+            return json.dumps({"subproblems": self._subproblems()})
+        match self._operator:
+            case "Plan":
+                return _PLAN if self._happens(GOOD_PLAN, "plan") else _POOR_PLAN
+            case "Format":
+                return f"Answer: {_bare(self._given.get('answer', ''))}"
+            case "Aggregate":
+                return self._worded(self._plurality())
+            case "Revise":
+                return self._worded(self._revised())
+            case "Verify":  # its own solution, made without a look at the one proposed
+                return self._worded(self._attempt())
+            case _:
+                return self._worded(self._solved())
+
+    def _happens(self, chance: float, what: str) -> bool:
+        return state_key(self._key, what) / 2**64 < chance
+
+    def _pick(self, count: int, what: str) -> int:
+        return state_key(self._key, what) % count
+
+    def _solved(self) -> str:
+        """A solver's answer: revised by feedback, chosen among candidates, kept, or found anew."""
+        if self._given.get("candidates"):
+            return self._plurality()
+        if self._proposed():
+            if self._given.get("feedback"):
+                return self._revised()
+            if self._happens(ANCHORED, "anchored"):
+                return self._proposed()
+        return self._attempt()
+
+    def _proposed(self) -> str:
+        return self._given.get("code" if self._reading.program else "answer", "")
+
+    def _attempt(self) -> str:
+        source = self._reading.source
+        chance = SKILL[source].get(self._operator, OTHERWISE)
+        chance += PER_SIZE * (self._reading.size - SMALLEST[source])
+        plans = [PLANNED[source] if _PLAN in self._shown else MISLED] if "plan" in self._given else []
+        parts = [DECOMPOSED[source] if _PLAN in self._shown else MISLED] if "subproblems" in self._given else []
+        return self._outcome(chance + max([*plans, *parts], default=0.0))
+
+    def _revised(self) -> str:
+        proposed, feedback = self._proposed(), self._given.get("feedback", "")
+        if not feedback:
+            return proposed if self._happens(ANCHORED, "anchored") else self._attempt()
+        return self._outcome(1 - TALKED_OUT if self._is_right(proposed) else MENDED)
+
+    def _outcome(self, chance: float) -> str:
+        return self._right() if self._happens(chance, "right") else self._wrong()
+
+    def _right(self) -> str:
+        return program(self._text, self._reading) if self._reading.program else self._reading.answer
+
+    def _wrong(self) -> str:
+        if self._reading.program:
+            return program(self._text, self._reading, self._pick(FAULTS, "fault"))
+        if self._reading.source == "list":
+            others = [name for name in NAMES if f"{name} owns" in self._text and name != self._reading.answer]
+            return others[self._pick(len(others), "other")]
+        away = self._pick(12, "away") - 6
+        return str(int(self._reading.answer) + away + (away >= 0))
+
+    def _is_right(self, solution: str) -> bool:
+        return _bare(solution).strip() == self._right()
+
+    def _verdict(self) -> dict[str, Any]:
+        right = self._is_right(self._proposed())
+        operator = self._operator if self._operator in DETECTED else "Review"
+        alarm = self._happens(FALSE_ALARM[operator] if right else DETECTED[operator], "alarm")
+        return {"feedback": _WRONG if alarm else "No mistake was found.", "passed": not alarm}
+
+    def _vote(self) -> str:
+        """A letter of the choices that are listed in the message."""
+        letters = self._schema["choice"]["enum"]
+        listed = self._shown.rpartition("## Candidates")[2]
+        choices = [part.strip() for part in re.split(r"^[A-Z]\.\n", listed, flags=re.MULTILINE)[1:]]
+        right = [letter for letter, choice in zip(letters, choices, strict=False) if self._is_right(choice)]
+        return right[0] if right and self._happens(VOTED, "vote") else letters[self._pick(len(letters), "letter")]
+
+    def _plurality(self) -> str:
+        """What most candidates say; on a tie the right one half of the time."""
+        candidates = [_bare(text) for text in json.loads(self._given.get("candidates", "[]"))]
+        if not candidates:
+            return self._attempt()
+        counts = Counter(candidates)
+        most = [text for text, count in counts.items() if count == max(counts.values())]
+        right = [text for text in most if self._is_right(text)]
+        return right[0] if right and self._happens(0.5, "tie") else most[self._pick(len(most), "most")]
+
+    def _subproblems(self) -> list[str]:
+        good = self._happens(GOOD_PLAN, "plan")
+        return [_PLAN if good else _POOR_PLAN, "What is the answer then?"]
+
+    def _worded(self, solution: str) -> str:
+        """A solution in the form that the operator asks for."""
+        if self._operator == "Programmer" and not self._reading.program:
+            solution = program(
+                self._text, self._reading, -1 if self._is_right(solution) else self._pick(FAULTS, "fault")
+            )
+            return f"```python\n{solution}\n```"
+        if self._reading.program:
+            return f"```python\n{solution}\n```"
+        if self._operator == "Custom" and self._reading.source == "list" and self._happens(WORDY, "wordy"):
+            return _SENTENCE.format(_bare(solution))
+        return f"Answer: {_bare(solution)}"
+
+
+def _bare(answer: str) -> str:
+    """The answer without the sentence around it."""
+    before, _, after = _SENTENCE.partition("{}")
+    return answer.strip().removeprefix(before).removesuffix(after)

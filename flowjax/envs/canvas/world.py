@@ -1,0 +1,315 @@
+"""The canvas world's environment, tasks and expert."""
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowjax.canvas import actions
+from flowjax.canvas.actions import Action, Finish, Unreadable
+from flowjax.canvas.budget import Budget
+from flowjax.canvas.cache import Cache
+from flowjax.canvas.edits import EditError
+from flowjax.canvas.graph import Call, Workflow
+from flowjax.canvas.graph import Sequence as Steps
+from flowjax.canvas.interpreter import run as run_workflow
+from flowjax.canvas.text import show
+from flowjax.canvas.trace import Run, Usage
+from flowjax.canvas.values import Problem
+from flowjax.envs.base import Observation, Split, Step, WorldError
+from flowjax.envs.canvas import exercises, experts, published_data
+from flowjax.envs.canvas.grading import RememberingSandbox, scored
+from flowjax.envs.canvas.options import Options, read_options
+from flowjax.envs.canvas.protocol import TEMPLATES, observe
+from flowjax.envs.canvas.published import hint, structure_parts
+from flowjax.envs.canvas.structure import Structure, measure
+from flowjax.grading.code import Suite
+from flowjax.grading.code_asserts import from_assert
+from flowjax.records import Task, state_key
+
+if TYPE_CHECKING:
+    import grain
+
+STEPS_WAIT = True  # for executors: environments of one process step side by side
+OUTCOMES = (
+    "success", "correctness", "finished", "operators", "distinct_operators", "operator_entropy", "distinct_siblings",
+    "branching", "nesting", "checks", "formats", "canvas_checker", "canvas_format", "canvas_operator",
+    "canvas_control", "executor_calls", "executor_tokens", "executor_cost", "executor_seconds",
+)  # fmt: skip
+TASKS = 1 << 31  # length of a source of generated exercises; slice it
+_SHORTEST_RUN_S = 0.001
+_GRACE_S = 1.0  # for what a run does after its deadline
+
+
+class Canvas:
+    """A workflow that is edited, one action per turn, and run after each edit. State: problem, workflow, finished.
+
+    The run's answer is what counts, as it stands when the episode ends.
+    """
+
+    def __init__(self, options: Options):
+        self._options = options
+        self._operators = options.on_offer()
+        self._roles = {name: operator.role for name, operator in self._operators.items()}
+        self._backends = options.open_backends()
+        self._sandbox = RememberingSandbox(allow_none=options.allow_no_isolation)
+        self._problem: Problem | None = None
+
+    @property
+    def problem(self) -> Problem:
+        if self._problem is None:
+            raise RuntimeError("the environment has not been reset")
+        return self._problem
+
+    @property
+    def workflow(self) -> Workflow:
+        return self._workflow
+
+    @property
+    def run(self) -> Run | None:
+        """Of the workflow as it is; None before the first edit."""
+        return self._run
+
+    @property
+    def options(self) -> Options:
+        return self._options
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        self._problem, self._gold = _loaded(task.payload)
+        self._workflow = Workflow()
+        self._run: Run | None = None
+        self._cache = Cache(max_entries=1000)  # of the episode: what others have asked for is not for free here
+        self._usage, self._seconds = Usage(), 0.0
+        self._turn = 0
+        self._finished = False
+        self._refused = self._hint = ""
+        self._score = scored("", (), "math", allow_none=True, options={})
+        self._structure = Structure()
+        return self._observe()
+
+    def step(self, action: str) -> Step:
+        problem = self.problem
+        if self._over:
+            return Step(self._observe(), 0.0, True, False, self._outcome())
+        self._turn += 1
+        read = read_action(action)
+        self._refused = read.reason if isinstance(read, Unreadable) else self._take(read, problem)
+        reward = self._score.score if self._over else 0.0
+        return Step(self._observe(), reward, self._over, not self._refused, self._outcome())
+
+    @property
+    def _over(self) -> bool:
+        return self._finished or self._turn >= self._options.turns
+
+    def _take(self, action: Action, problem: Problem) -> str:
+        """Carry the action out; why it was refused, "" if it was not."""
+        if isinstance(action, Finish):
+            refused = self._gate()
+            self._finished = not refused
+            return refused
+        try:
+            edited = actions.apply(action, self._workflow, self._operators, tuple(self._backends))
+        except EditError as error:
+            return str(error)
+        if edited == self._workflow:
+            return "That changes nothing."
+        self._workflow = edited
+        self._run = run = _await(self._execute(edited, problem), self._options.step_s + _GRACE_S)
+        self._usage, self._seconds = self._usage + run.usage, self._seconds + run.seconds
+        gold, options = self._gold, dict(problem.options)
+        self._score = scored(
+            run.answer, gold, problem.kind, allow_none=self._options.allow_no_isolation, options=options
+        )
+        self._structure = measure(edited, run, self._roles)
+        self._hint = hint(edited, run, problem.kind, action) if self._options.hints else ""
+        return ""
+
+    def _execute(self, workflow: Workflow, problem: Problem) -> Coroutine[Any, Any, Run]:
+        options = self._options
+        left = options.budget.left(self._usage, 0.0)
+        return run_workflow(
+            workflow,
+            problem,
+            operators=self._operators,
+            backends=self._backends,
+            default_backend=options.first_backend,
+            cache=self._cache,
+            budget=Budget(left.calls, left.tokens, options.step_s, left.cost),
+            seed=options.executor_seed,
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            sandbox=self._sandbox,
+        )
+
+    def _gate(self) -> str:
+        """Why `finish` is refused, "" if it is not."""
+        calls = list(self._workflow.calls())
+        roles = {self._roles.get(call.operator) for call in calls}
+        options = self._options
+        if len(calls) < options.min_operators:
+            return f"The workflow has {len(calls)} operators, it needs {options.min_operators}."
+        if options.require_structure and all(isinstance(node, Call | Steps) for node in self._workflow.nodes()):
+            return "The workflow needs a parallel, a conditional or a loop."
+        if options.require_checker and not ("checker" in roles and roles & {"solver", "combiner", "reviser"}):
+            return "The workflow needs an operator that solves and one that checks."
+        return ""
+
+    def _observe(self) -> Observation:
+        left = self._options.budget.left(self._usage, 0.0)
+        budget = [(left.calls, "calls"), (left.tokens, "tokens"), (left.cost, "cost")]
+        text = observe(
+            self.problem,
+            self._workflow,
+            self._run,
+            refused=self._refused,
+            failed_step=experts.failed_step(self._workflow, self._run),
+            usage=self._usage,
+            turns_left=self._options.turns - self._turn,
+            left=[f"{amount:g} {name}" for amount, name in budget if amount is not None],
+            hint=self._hint,
+            limit=self._options.output_characters,
+        )
+        key = state_key("canvas", self.problem.text, show(self._workflow, ids=True), self._finished)
+        return Observation(text, TEMPLATES, key)
+
+    def _outcome(self) -> dict[str, float]:
+        found, score, usage = self._structure, self._score, self._usage
+        return {
+            "success": float(score.correct),
+            "correctness": float(score.score if self.problem.kind == "qa" else score.correct),
+            "finished": float(self._finished),
+            "operators": float(found.operators),
+            "distinct_operators": float(found.distinct),
+            "operator_entropy": found.entropy,
+            "distinct_siblings": found.siblings,
+            "branching": float(found.branching),
+            "nesting": float(found.depth),
+            "checks": float(found.checks),
+            "formats": float(found.formats),
+            **structure_parts(show(self._workflow, instructions=False)),
+            "executor_calls": float(usage.calls),
+            "executor_tokens": float(usage.prompt_tokens + usage.sampled_tokens),
+            "executor_cost": usage.cost,
+            "executor_seconds": self._seconds,
+        }
+
+
+def read_action(text: str) -> Action | Unreadable:
+    """The action of a text, tagged or on one line."""
+    compact = actions.parse_compact(text)
+    if not isinstance(compact, Unreadable) or "<" not in text:
+        return compact
+    return actions.parse(text)
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process in which all workflows run: connections and rate limits belong to one loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="workflows", daemon=True).start()
+    return loop
+
+
+def _await(work: Coroutine[Any, Any, Run], timeout_s: float) -> Run:
+    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    try:
+        return future.result(timeout_s)
+    except concurrent.futures.TimeoutError:
+        future.cancel()
+        raise
+
+
+def _loaded(payload: Mapping[str, Any]) -> tuple[Problem, tuple[str, ...] | Suite]:
+    """The problem of a task, and its gold answers or hidden tests."""
+    if "row" in payload:
+        record = _records(payload["file"])[payload["row"]]
+        return record.problem, record.tests or record.gold
+    problem = exercises.problem(payload)
+    if problem.kind == "code":
+        cases = [case for test in payload["hidden_tests"] for case in from_assert(test, problem.entry_point)]
+        return problem, Suite(tuple(cases), problem.entry_point)
+    return problem, tuple(payload["answers"])
+
+
+@functools.lru_cache(maxsize=4)
+def _records(file: str) -> tuple[published_data.Record, ...]:
+    return published_data.load(file).records
+
+
+def make(**options: Any) -> Canvas:
+    """An environment; see `Options`."""
+    return Canvas(read_options(options))
+
+
+class _GeneratedSource:
+    """The index-th exercise of a split, generated when asked for."""
+
+    def __init__(self, split: Split, data_seed: int, kinds: Sequence[str]):
+        self._split: Split = split
+        self._data_seed, self._kinds = data_seed, tuple(kinds)
+
+    def __call__(self, index: int) -> Task:
+        rng = np.random.default_rng([self._data_seed, index])
+        made = exercises.generate(rng, self._kinds, self._split)
+        return Task(f"canvas-{self._split}-{self._data_seed}-{index}", "canvas", index, exercises.payload(made))
+
+
+class _FileSource:
+    """Problems of a file, by place in an order that the data seed draws."""
+
+    def __init__(self, file: str, rows: Sequence[int], data_seed: int):
+        self._file = file
+        self._rows = [rows[place] for place in np.random.default_rng(data_seed).permutation(len(rows))]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Task:
+        row = self._rows[index]
+        return Task(f"canvas-{Path(self._file).stem}-{row}", "canvas", row, {"file": self._file, "row": row})
+
+
+def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
+    """Generated exercises without end, or the problems of a file. Train and held-out problems differ by content."""
+    import grain  # imports jax, which processes that only hold environments do without
+
+    if split not in ("train", "held_out"):
+        raise WorldError(f"split is {split!r}: give train or held_out")
+    read = read_options(options)
+    if not read.path:
+        return grain.MapDataset.range(TASKS).map(_GeneratedSource(split, data_seed, read.kinds))
+    file, rows = _split_rows(Path(read.path), split)
+    return grain.MapDataset.source(_FileSource(str(file), rows, data_seed))
+
+
+def _split_rows(path: Path, split: Split) -> tuple[Path, list[int]]:
+    """The file that a split is in, and its rows: of a single file by content, of a folder those of its own file."""
+    if path.is_dir():
+        test = path / "test.jsonl"
+        file = path / "train.jsonl" if split == "train" else test
+        held_out = {record.problem.text for record in _records(str(test))} if split == "train" else set()
+        rows = [row for row, record in enumerate(_records(str(file))) if record.problem.text not in held_out]
+    else:
+        file = path
+        records = enumerate(_records(str(file)))
+        rows = [row for row, record in records if exercises.split_of(record.problem.text) == split]
+    if not rows:
+        raise WorldError(f"env.options path={str(path)!r} holds no {split} problems: give another file")
+    return file, rows
+
+
+def expert(env: Canvas) -> str:
+    """The next step of a workflow for this kind of problem, able or plain by `Options.expert`; then `finish`."""
+    problem, options = env.problem, env.options
+    steps = experts.wanted(problem.text, problem.kind, plain=options.expert == "plain")
+    return experts.next_action(steps, env.workflow, env.run, experts.failed_step(env.workflow, env.run))
+
+
+def random_action(observation: Observation, rng: np.random.Generator) -> str:
+    """Operators and structures of any kind, or now and then `finish`."""
+    return experts.random_edit(rng)

@@ -1,0 +1,125 @@
+"""Measures of a workflow's structure, on workflows that really run: what took part counts, nothing else does."""
+
+import asyncio
+import math
+
+import pytest
+
+from flowjax.canvas.backends.offline import OfflineBackend, Rule
+from flowjax.canvas.graph import Workflow
+from flowjax.canvas.interpreter import run
+from flowjax.canvas.operators.registry import operators
+from flowjax.canvas.text import parse
+from flowjax.canvas.trace import Run
+from flowjax.canvas.values import Problem
+from flowjax.envs.canvas.published import structure_parts
+from flowjax.envs.canvas.structure import Structure, measure
+
+OPERATORS = operators(entry_points=False)
+ROLES = {name: operator.role for name, operator in OPERATORS.items()}
+FAILS, PASSES = '{"feedback": "It is wrong.", "passed": false}', '{"feedback": "It is right.", "passed": true}'
+
+
+def played(source: str, *, verdict: str = FAILS) -> tuple[Workflow, Run]:
+    """A workflow and its run, in which solvers answer differently and Review's verdict is given."""
+    rules = [
+        Rule(operator="Plan", answer="Count."),
+        Rule(operator="Review", answer=verdict),
+        Rule(operator="Format", answer="Answer: ten"),
+        Rule(operator="Revise", answer="Answer: nine apples"),
+        Rule(operator="Custom", answer=("Answer: ten apples", "Answer: a few", "Answer: no apples")),
+        Rule(operator="AnswerGenerate", answer="Answer: ten apples"),
+        Rule(answer='{"choice": "A"}'),
+    ]
+    workflow = parse(source)
+    problem = Problem("How many apples?", "qa")
+    backends = {"offline": OfflineBackend(rules)}
+    played = run(workflow, problem, operators=OPERATORS, backends=backends, default_backend="offline")
+    return workflow, asyncio.run(played)
+
+
+def measured(source: str, **options: str) -> Structure:
+    return measure(*played(source, **options), ROLES)
+
+
+def test_plans_and_mentions_earn_nothing():
+    """Flaw 5.1: the published score of this workflow is full, though nothing in it works on an answer."""
+    source = "Plan -> Plan -> Plan -> [Plan, Verify] -> Format"
+    assert sum(structure_parts(source).values()) == 4.0
+    assert measured(source) == Structure()
+
+
+def test_what_does_not_touch_the_answer_does_not_count():
+    assert measured("Custom -> Review").operators == 1  # nobody reads what it found
+    assert measured("Plan -> AnswerGenerate").distinct == 2
+    assert measured("AnswerGenerate -> Plan").distinct == 1  # too late
+    assert measured("[Custom, AnswerGenerate]") == Structure()  # nothing is made of the candidates
+    after = measured('AnswerGenerate -> [Custom, Custom{"Guess."}] -> ScEnsemble')
+    assert after.operators == 4 and after.branching == 1  # the branches read the first answer
+
+
+def test_failed_steps_do_not_count():
+    assert measured("ScEnsemble -> Custom") == Structure()
+    assert measured("Custom -> [Test, Format]").operators == 1
+
+
+def test_a_check_counts_where_it_decides():
+    passed = measured("Custom -> (Review ? done : Revise)", verdict=PASSES)
+    assert (passed.checks, passed.distinct, passed.branching) == (1, 2, 1)
+    failed = measured("Custom -> (Review ? done : Revise)", verdict=FAILS)
+    assert (failed.checks, failed.distinct, failed.branching) == (1, 3, 1)
+    assert measured("Custom -> Review -> Revise").checks == 1  # its feedback is read
+    assert measured("Custom -> Review -> Revise").branching == 0
+
+
+def test_loops_count():
+    """Flaw 5.1: the published score looks for `x2` and never sees a loop."""
+    source = "Custom -> (Review -> Revise) * 2"
+    assert structure_parts(source)["canvas_control"] == 0.0
+    assert measured(source).branching == 1
+    early = measured(source, verdict=PASSES)
+    assert early.branching == 1 and early.distinct == 2
+    assert measured("(Custom) * 1").branching == 0
+
+
+def test_parallels_count_by_the_branches_that_matter():
+    one = measured("[Custom, Plan] -> ScEnsemble")
+    assert (one.branching, one.operators) == (0, 2)
+    two = measured("[Custom, AnswerGenerate] -> ScEnsemble -> Format")
+    assert (two.branching, two.distinct, two.formats, two.siblings) == (1, 4, 1, 1.0)
+
+
+def test_siblings_differ_by_operator_instruction_or_backend():
+    assert measured("[Custom, Custom, Custom] -> ScEnsemble").siblings == pytest.approx(1 / 3)
+    assert measured('[Custom{"A."}, Custom{"B."}, Custom] -> ScEnsemble').siblings == 1.0
+
+
+def test_entropy_of_kinds():
+    assert measured("Custom").entropy == 0.0
+    assert measured("Plan -> Custom").entropy == pytest.approx(1.0)
+    three_and_one = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    assert measured("[Custom, Custom, Custom] -> ScEnsemble").entropy == pytest.approx(three_and_one)
+
+
+def test_depth_of_structures_that_matter():
+    assert measured("[Custom -> (Review ? done : Revise), AnswerGenerate] -> ScEnsemble").depth == 2
+    assert measured("[Custom, AnswerGenerate] -> ScEnsemble").depth == 1
+
+
+def test_bindings_are_followed():
+    workflow = "Custom#n1 -> AnswerGenerate#n2 -> Format{answer=n1.answer}#n3"
+    assert measured(workflow).operators == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("", (0, 0, 0, 0)),
+        ("Plan -> Programmer -> (Verify ? Revise : done) -> Format", (1, 1, 0, 1)),
+        ("Plan -> Decompose -> [Programmer, Custom] -> ScEnsemble -> Verify -> Format", (1, 1, 1, 1)),
+        ("Plan -> (Programmer -> Review -> Revise) * 2 -> Verify -> Custom -> Format", (1, 1, 1, 0)),
+        ("MdEnsemble -> CustomCodeGenerate", (0, 0, 0, 0)),
+    ],
+)
+def test_published_parts(source: str, expected: tuple[float, ...]):
+    assert tuple(structure_parts(source).values()) == expected
