@@ -44,7 +44,7 @@ class DataflowClient:
     async def lease(self, slots: int, can: Mapping[str, Sequence[str]] | None = None) -> tuple[list[Lease], float]:
         """Up to `slots` episodes to play, and the seconds to wait before asking again.
 
-        `can` says what this worker plays: `worlds` (modules), `policies`, `kinds`; without, anything.
+        `can` says what this worker plays: `worlds` (of tasks), `policies`, `kinds`; what it leaves out is anything.
         """
         answer = await self._call("lease", slots=slots, **({"can": dict(can)} if can else {}))
         return answer["leases"], answer["retry_s"]

@@ -59,7 +59,7 @@ class RolloutService:
     ):
         self._policies, self._most_slots = list(policy_configs(config)), config.rollout.max_concurrent_episodes
         self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
-        self._can = {"worlds": [config.env.module], "policies": self._policies, "kinds": ["train", "eval"]}
+        self._can = {"policies": self._policies, "kinds": ["train", "eval"]}  # and whatever world the run has
         self._engine_logs = engine_logs(config)
         self._renew_every_s = config.dataflow.lease_s / 3
         self._engine_away_s = config.engine.start_timeout_s
