@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from flowjax.canvas.interpreter import run
 from flowjax.canvas.operators.prompted import load_descriptions, prompted
 from flowjax.canvas.operators.registry import ADVERTISED, HIDDEN, OperatorRegistryError, describe, operators
 from flowjax.canvas.trace import Usage
-from flowjax.canvas.values import Problem
+from flowjax.canvas.values import Field, Problem
 
 OWN = """
 from flowjax.canvas.operators.base import Operator
@@ -212,3 +213,31 @@ def test_operators_of_words_give_what_their_interface_says():
 def test_files_that_make_no_operators(tmp_path: Path, entries: Any, said: str):
     with pytest.raises(OperatorRegistryError, match=said):
         load_descriptions(written(tmp_path, entries), operators(entry_points=False))
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "canvas" / "operators.md"
+
+
+def test_the_documented_table_is_that_of_the_operators():
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in DOCS.read_text().splitlines()
+        if line[:1] == "|"
+    ]
+    documented = {row[0]: row[1:4] for row in rows[2:]}
+
+    def names(fields: tuple[Field, ...]) -> str:
+        return ", ".join(field.name + "?" * (not field.required) for field in fields)
+
+    assert documented == {
+        name: [operator.role, names(operator.inputs), names(operator.outputs)]
+        for name, operator in operators(entry_points=False).items()
+    }
+
+
+def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    section = DOCS.read_text().partition("## Adding one\n")[2].partition("Name it where")[0]
+    (tmp_path / "shorten.py").write_text(textwrap.dedent(section))
+    monkeypatch.syspath_prepend(tmp_path)
+    own = operators(["shorten:Shorten"], entry_points=False)["Shorten"]
+    assert use(own, "2+3?", {"answer": "it is five"}, "five")[0] == {"answer": "five"}
