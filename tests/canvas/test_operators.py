@@ -106,7 +106,9 @@ def test_answer_generate():
     assert outputs["answer"] == "5" and "make 5" in str(outputs["thought"])
     assert use("AnswerGenerate", CHOICE, None, "It is large.\nAnswer: (B)")[0]["answer"] == "B"
     with pytest.raises(OperatorError, match="no line that begins with Answer"):
-        use("AnswerGenerate", SUM, None, "First this.\nThen that.")
+        use("AnswerGenerate", SUM, None, "First this.\nThen that.", "Once more:\nthis.")
+    outputs, context = use("AnswerGenerate", SUM, None, "First this.\nThen that.", "Answer: 5")
+    assert outputs["answer"] == "5" and "could not be read" in context.asked[1]
 
 
 @pytest.mark.parametrize("name", ["Review", "Verify"])
@@ -158,6 +160,11 @@ def test_verify_compares_where_the_results_differ():
     outputs, context = use("Verify", SUM, {"answer": "6"}, "2+3 makes 5.\nAnswer: 5", FAILED)
     assert outputs == {"passed": False, "feedback": "the sign is wrong"}
     assert "makes 5" in context.asked[1] and "6" in context.asked[1]
+
+
+def test_verify_goes_on_without_a_readable_solution_of_its_own():
+    outputs, context = use("Verify", SUM, {"answer": "5"}, "It is\nhard to say.", PASSED)
+    assert outputs["passed"] is True and "hard to say" in context.asked[1]
 
 
 def test_revise_is_about_the_program_where_there_is_one():

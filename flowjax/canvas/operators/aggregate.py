@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from flowjax.canvas.operators.base import Context, Operator
 from flowjax.canvas.operators.candidates import CANDIDATES, groups, read_candidates, solved
 from flowjax.canvas.operators.prompts import HINTS, PROBLEM, SOLUTION, prompt, solution_form
-from flowjax.canvas.operators.replies import solution
+from flowjax.canvas.operators.replies import ask_solution
 from flowjax.canvas.values import Field, State, Value
 
 
@@ -24,5 +24,4 @@ class Aggregate(Operator):
         candidates = read_candidates(inputs)
         if len(groups(candidates, context.problem)) == 1 and "subproblems" not in inputs:
             return solved(candidates[0], context.problem)
-        reply = await context.ask(prompt(context, inputs, solution_form(context.problem)))
-        return solution(reply, context.problem)
+        return await ask_solution(context, prompt(context, inputs, solution_form(context.problem)))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from flowjax.canvas.operators.base import Context, Operator
 from flowjax.canvas.operators.prompts import HINTS, PROBLEM, SOLUTION, prompt, solution_form
-from flowjax.canvas.operators.replies import solution
+from flowjax.canvas.operators.replies import ask_solution
 from flowjax.canvas.values import Field, State, Value
 
 
@@ -17,5 +17,4 @@ class AnswerGenerate(Operator):
     instruction = "Think about this problem step by step, and then state the answer as shortly as you can."
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        reply = await context.ask(prompt(context, inputs, solution_form(context.problem)))
-        return solution(reply, context.problem)
+        return await ask_solution(context, prompt(context, inputs, solution_form(context.problem)))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from flowjax.canvas.operators.base import Context, Operator, OperatorError, Role
 from flowjax.canvas.operators.prompts import PROBLEM, SOLUTION, prompt, solution_form
 from flowjax.canvas.operators.registry import SHARED_KINDS, OperatorRegistryError, check
-from flowjax.canvas.operators.replies import ask_object, object_form, object_schema, solution, visible
+from flowjax.canvas.operators.replies import ask_object, ask_solution, object_form, object_schema, visible
 from flowjax.canvas.values import Field, Kind, State, Value
 
 _INTERFACE = re.compile(r"\s*\w+\s*\((?P<arguments>.*)\)\s*(?:->(?P<outputs>.*))?", re.DOTALL)
@@ -119,8 +119,8 @@ class _Prompted(Operator):
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
         fields: dict[str, Kind] = {field.name: field.kind for field in self.outputs}
         if fields.keys() <= {"thought", "answer", "code"}:
-            reply = await context.ask(prompt(context, inputs, solution_form(context.problem)))
-            return {name: value for name, value in solution(reply, context.problem).items() if name in fields}
+            found = await ask_solution(context, prompt(context, inputs, solution_form(context.problem)))
+            return {name: value for name, value in found.items() if name in fields}
         if len(fields) == 1 and "text" in fields.values():
             text = visible(await context.ask(prompt(context, inputs)))
             if not text:

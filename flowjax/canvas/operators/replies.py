@@ -10,6 +10,7 @@ from typing import Any
 
 from flowjax.canvas.backends.base import Message
 from flowjax.canvas.operators.base import Context, OperatorError
+from flowjax.canvas.operators.prompts import solution_form
 from flowjax.canvas.values import Problem, Value
 from flowjax.grading.code_asserts import parse_quietly
 from flowjax.grading.math import last_boxed
@@ -75,6 +76,20 @@ def object_schema(**types: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": types, "required": list(types), "additionalProperties": False}
 
 
+async def ask_solution(context: Context, messages: Sequence[Message]) -> dict[str, Value]:
+    """The backend's solution; it is asked a second time where the first reply cannot be read.
+
+    Raises:
+        OperatorError: neither reply could be read.
+    """
+    reply = await context.ask(messages)
+    try:
+        return solution(reply, context.problem)
+    except OperatorError as error:
+        again = [*messages, *_reminder(reply, f"{error}. {solution_form(context.problem)}")]
+        return solution(await context.ask(again), context.problem)
+
+
 async def ask_object(context: Context, messages: Sequence[Message], schema: Mapping[str, Any], *, seed: int = 0):
     """The object that the backend replies with; it is asked a second time where the first reply cannot be read.
 
@@ -85,8 +100,7 @@ async def ask_object(context: Context, messages: Sequence[Message], schema: Mapp
     try:
         return object_of(reply, schema)
     except OperatorError as error:
-        reminder = {"role": "user", "content": f"That could not be read: {error}. Reply with the JSON object alone."}
-        again = [*messages, {"role": "assistant", "content": reply}, reminder]
+        again = [*messages, *_reminder(reply, f"{error}. Reply with the JSON object alone.")]
         return object_of(await context.ask(again, seed=seed, schema=schema), schema)
 
 
@@ -152,6 +166,11 @@ def _type_name(kind: Mapping[str, Any]) -> str:
 def _undecorated(text: str) -> str:
     text = text.strip().strip("*_").strip()
     return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] == "`" else text
+
+
+def _reminder(reply: str, text: str) -> list[Message]:
+    reminder = {"role": "user", "content": f"That could not be read: {text}"}
+    return [{"role": "assistant", "content": reply}, reminder]
 
 
 def _short(text: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from flowjax.canvas.operators.base import Context, Operator
 from flowjax.canvas.operators.checking import CHECKED, require_solution
 from flowjax.canvas.operators.prompts import PROBLEM, SOLUTION, prompt, solution_form
-from flowjax.canvas.operators.replies import solution
+from flowjax.canvas.operators.replies import ask_solution
 from flowjax.canvas.values import Field, State, Value
 
 
@@ -22,5 +22,4 @@ class Revise(Operator):
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
         require_solution(inputs)
-        reply = await context.ask(prompt(context, inputs, solution_form(context.problem)))
-        return solution(reply, context.problem)
+        return await ask_solution(context, prompt(context, inputs, solution_form(context.problem)))

@@ -6,7 +6,7 @@ from flowjax.canvas.operators.base import Context, Operator
 from flowjax.canvas.operators.candidates import same
 from flowjax.canvas.operators.checking import CHECKED, VERDICT, VERDICT_SCHEMA, require_solution
 from flowjax.canvas.operators.prompts import PROBLEM, prompt, solution_form
-from flowjax.canvas.operators.replies import ask_object, object_form, solution
+from flowjax.canvas.operators.replies import answer_of, ask_object, object_form, program_of, visible
 from flowjax.canvas.values import State, Value
 
 
@@ -23,14 +23,14 @@ class Verify(Operator):
         require_solution(inputs)
         problem = context.problem
         alone = {"problem": inputs.get("problem", problem.text)}
-        own = solution(await context.ask(prompt(context, alone, solution_form(problem))), problem)
-        result = str(own.get("code") or own["answer"])
+        reply = visible(await context.ask(prompt(context, alone, solution_form(problem))))
+        result = (program_of if problem.kind == "code" else answer_of)(reply)
         proposed = inputs.get("code" if problem.kind == "code" else "answer")
-        if isinstance(proposed, str) and proposed and same(proposed, result, problem):
+        if result and isinstance(proposed, str) and same(proposed, result, problem):
             return {"passed": True, "feedback": "An independent solution gives the same."}
         form = (
             "The solution above is proposed. An independent one, which may be wrong itself, gives:\n\n"
-            f"{own.get('thought') or result}\n\nFind out where they differ and which is right, by the problem alone. "
+            f"{reply}\n\nFind out where they differ and which is right, by the problem alone. "
             f"passed: whether the proposed one is right; feedback: why.\n{object_form(VERDICT_SCHEMA)}"
         )
         found = await ask_object(context, prompt(context, inputs, form), VERDICT_SCHEMA)
