@@ -38,13 +38,13 @@ class Bench:
     """Runs workflows with one cache and counts requests."""
 
     def __init__(self):
-        self.options: dict[str, Any] = {"cache": Cache()}
         self.backends = {"small": Echo("small"), "large": Echo("large")}
+        self.options: dict[str, Any] = {"cache": Cache(), "backends": self.backends}
 
     def __call__(self, workflow: str, **options: Any) -> tuple[int, int]:
         """How many requests the run sends, and how many of its calls are cached."""
         before = sum(len(backend.asked) for backend in self.backends.values())
-        result = go(workflow, Ask, Plan, MERGE, **(self.options | {"backends": self.backends} | options))
+        result = go(workflow, Ask, Plan, MERGE, **(self.options | options))
         assert result.status == "ok"
         sent = sum(len(backend.asked) for backend in self.backends.values()) - before
         assert result.usage.calls == sent
