@@ -130,6 +130,22 @@ def test_passages_reach_the_problem(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    "test",
+    [
+        "def check(candidate):\n    pass\n",
+        "import unittest\n\nclass Empty(unittest.TestCase):\n    def test_it(self):\n        double(2)\n",
+        "double(2)",
+        "def helper():\n    assert double(2) == 4",
+        "def test_execution(solution: str):\n    code = context.replace('[insert]', solution)\n    exec(code)\n",
+    ],
+)
+def test_tests_that_check_nothing_are_none(tmp_path: Path, test: str):
+    """Any program would pass them. The last is the form of DS-1000."""
+    found = read(tmp_path, {"problem": "Double.", "source": "ds1000", "meta": {"test": test, "entry_point": "double"}})
+    assert not found.records and found.left_out == {"ds1000: no tests that can be run": 1}
+
+
+@pytest.mark.parametrize(
     "text", ["f(a) = a + 1. What is f(2)?", "Choose two balls.", "Find the angle (A).", "We use plan a. Next, 1+1?"]
 )
 def test_no_choice_is_made_of_a_letter(tmp_path: Path, text: str):
@@ -158,9 +174,12 @@ def test_choices_have_their_options(tmp_path: Path, scorer: Scorer):
         {"test": "assert double(2) == 4\nassert double(5) == 10"},
         {"test": "import math\nassert double(2) == 4, 'two'\nassert double(5) == math.floor(10.5)"},
         {"test_list": ["assert double(2) == 4", "assert double(5) == 10"]},
+        {"test": "result = double(5)\nassert result == 10"},
+        {"test": "for x in [2, 5]:\n    assert double(x) == x + x"},
+        {"test": "def twice(x):\n    return x + x\n\nassert double(5) == twice(5)"},
+        {"test": "def test_it():\n    assert double(5) == 10"},
         {"input_output": {"fn_name": "double", "inputs": [[2], [5]], "outputs": [4, 10]}},
         {
-            "entry_point": "double",
             "test": "import unittest\n\nclass TestDouble(unittest.TestCase):\n    def test_it(self):\n"
             "        self.assertEqual(double(5), 10)\n",
         },

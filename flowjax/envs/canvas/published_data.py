@@ -17,9 +17,8 @@ from typing import Any
 
 from flowjax.canvas.values import Problem, ProblemKind
 from flowjax.envs.base import WorldError
-from flowjax.envs.canvas.published_tests import hidden_tests, statements
+from flowjax.envs.canvas.published_tests import called, hidden_tests, statements
 from flowjax.grading.code import Suite
-from flowjax.grading.code_asserts import calls_of
 from flowjax.grading.math import last_boxed
 from flowjax.grading.multiple_choice import chosen, options_of
 from flowjax.grading.qa import normalise_answer
@@ -199,7 +198,7 @@ def _public_by_id(path: Path) -> dict[str, tuple[str, ...]]:
     for _, row in _rows(path):
         fields = _fields(row)
         test = fields.get("test") or fields.get("test_list") or fields.get("public_tests")
-        entry = str(fields.get("entry_point") or next(iter(calls_of(str(test))), "candidate"))
+        entry = str(fields.get("entry_point") or called(str(test)) or "candidate")
         found[str(fields.get("task_id", ""))] = statements(test, entry)
     return found
 

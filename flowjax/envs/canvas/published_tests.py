@@ -1,6 +1,7 @@
 """Tests of programs in the forms that published rows have: hidden ones as a suite, public ones as statements."""
 
 import ast
+import builtins
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,61 +10,51 @@ from typing import Any
 from flowjax.envs.base import WorldError
 from flowjax.envs.code_problems import problem_of
 from flowjax.grading.code import Check, Suite
-from flowjax.grading.code_asserts import calls_of, parse_quietly
+from flowjax.grading.code_asserts import parse_quietly
 
+_DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
 _UNITTEST = """
 import unittest as _unittest
-_found = _unittest.TestSuite(
-    _unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in _unittest.TestCase.__subclasses__()
-    if case.__module__ != "unittest.case"
-)
-assert _unittest.TextTestRunner().run(_found).wasSuccessful()
+_cases = [case for case in list(globals().values()) if isinstance(case, type) and issubclass(case, _unittest.TestCase)]
+_load = _unittest.defaultTestLoader.loadTestsFromTestCase
+_found = _unittest.TextTestRunner().run(_unittest.TestSuite(map(_load, _cases)))
+assert _found.wasSuccessful() and _found.testsRun
 """
 
 
 def hidden_tests(fields: Mapping[str, Any], text: str) -> Suite | None:
-    """The hidden tests of a program, None where there are none in a form that keeps program and tests apart."""
+    """The hidden tests of a program.
+
+    None where there are none, where they check nothing, or where they cannot be kept apart from the program, as those
+    of DS-1000, which run a text that the program is put into.
+    """
     if fields.get("input_output"):
         return _read({"problem": text, "input_output": fields["input_output"]})
     test: Any = fields.get("test") or fields.get("test_list")
     entry = str(fields.get("entry_point") or "")
     if isinstance(test, list):
-        imports = {
-            name: fields.get(name) for name in ("test_imports", "test_setup_code", "challenge_test_list", "code")
-        }
-        return _read({"prompt": text, "test_list": test, **imports}, entry)
+        more = ("test_imports", "test_setup_code", "challenge_test_list", "code")
+        return _read({"prompt": text, "test_list": test} | {name: fields.get(name) for name in more}, entry)
     module = parse_quietly(test) if isinstance(test, str) else None
-    if module is None or not module.body:
+    if module is None or not _checks_something(module):
+        return None
+    entry = entry or _candidate(test, module)
+    if not entry:
         return None
     if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in module.body):
         prompt = fields.get("prompt") or fields.get("code_prompt") or ""
-        entry = entry or _candidate(test)
-        return _read({"prompt": prompt, "test": test, "entry_point": entry}) if entry else None
-    if any(isinstance(node, ast.ClassDef) for node in module.body):
-        return Suite((Check(test + _UNITTEST),), entry or "task_func")
-    asserts = [ast.unparse(node) for node in module.body if isinstance(node, ast.Assert)]
-    others = ast.unparse(ast.Module([node for node in module.body if not isinstance(node, ast.Assert)], []))
-    if not asserts:
-        return Suite((Check(test),), entry) if entry else None
-    return _read({"prompt": text, "test_list": asserts, "test_setup_code": others}, entry)
-
-
-def _read(fields: Mapping[str, Any], entry: str = "") -> Suite | None:
-    try:
-        problem = problem_of(fields, public_tests=0)
-    except WorldError:
-        return None
-    cases = problem.suite.cases[problem.unscored :]
-    if entry and entry != problem.suite.entry:
-        cases = tuple(Check(test) for test in fields["test_list"])
-    return replace(problem.suite, cases=cases, entry=entry or problem.suite.entry) if cases else None
-
-
-def _candidate(test: str) -> str:
-    """The function that tests in HumanEval's form are told to try, "" where they do not say."""
-    found = re.search(r"^\s*(?:candidate\s*=\s*|check\()(\w+)", test, re.MULTILINE)
-    names = [found[1]] if found else [name for name in calls_of(test) if name != "candidate"]
-    return names[0] if names else ""
+        return _read({"prompt": prompt, "test": test, "entry_point": entry})
+    if "TestCase" in test:
+        return Suite((Check(test + _UNITTEST),), entry)
+    asserts = [node for node in module.body if isinstance(node, ast.Assert)]
+    others = [node for node in module.body if not isinstance(node, ast.Assert)]
+    if asserts and all(isinstance(node, _DEFINITIONS) for node in others):
+        setup = ast.unparse(ast.Module([*others], []))
+        return _read({"prompt": text, "test_list": list(map(ast.unparse, asserts)), "test_setup_code": setup}, entry)
+    calls = [f"{node.name}()" for node in others if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    if not asserts and not calls and all(isinstance(node, _DEFINITIONS) for node in others):
+        return None  # nothing calls what it defines
+    return Suite((Check("\n".join([test, *calls])),), entry)
 
 
 def statements(value: Any, entry: str) -> tuple[str, ...]:
@@ -79,3 +70,39 @@ def statements(value: Any, entry: str) -> tuple[str, ...]:
     if checks and all(isinstance(node, ast.Assert) for node in checks[0].body):
         return tuple(re.sub(r"\bcandidate\b", entry, ast.unparse(node)) for node in checks[0].body)
     return (f"{value}\ncheck({entry})\n" if checks else value,)
+
+
+def called(source: str) -> str:
+    """The first function that test code calls and does not define itself, "" where there is none."""
+    module = parse_quietly(source)
+    return _candidate(source, module) if module is not None else ""
+
+
+def _read(fields: Mapping[str, Any], entry: str = "") -> Suite | None:
+    try:
+        problem = problem_of(fields, public_tests=0)
+    except WorldError:
+        return None
+    cases = problem.suite.cases[problem.unscored :]
+    if entry and entry != problem.suite.entry:
+        cases = tuple(Check(test) for test in fields["test_list"])
+    return replace(problem.suite, cases=cases, entry=entry or problem.suite.entry) if cases else None
+
+
+def _checks_something(module: ast.Module) -> bool:
+    names = [node.func for node in ast.walk(module) if isinstance(node, ast.Call)]
+    methods = [name.attr for name in names if isinstance(name, ast.Attribute)]
+    return any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(module)) or any(
+        method.startswith("assert") for method in methods
+    )
+
+
+def _candidate(test: str, module: ast.Module) -> str:
+    if found := re.search(r"^\s*(?:candidate\s*=\s*|check\()(\w+)", test, re.MULTILINE):
+        return found[1]
+    known = {"candidate", *dir(builtins)}
+    known |= {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    known |= {alias.asname or alias.name for node in module.body for alias in getattr(node, "names", ()) if alias}
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    names = [node.func.id for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]  # pyright: ignore[reportAttributeAccessIssue]
+    return next((name for name in names if name not in known), "")
