@@ -11,7 +11,7 @@ from flowjax.canvas.actions_compact import parse_compact, show_compact
 from flowjax.canvas.actions_grammar import GrammarError
 from flowjax.canvas.actions_kinds import Action, Add, Delete, Finish, Modify, SetPrompt, Unreadable
 from flowjax.canvas.actions_reading import read, show
-from flowjax.canvas.actions_repair import repaired
+from flowjax.canvas.actions_repair import needs_repair, repaired
 from flowjax.canvas.actions_schema import schema
 from flowjax.canvas.checks import problems, unknown_name
 from flowjax.canvas.edits import EditError, add, delete, modify, set_instruction
@@ -45,10 +45,11 @@ def parse(text: str, *, lenient: bool = False, operators: Collection[str] = ()) 
     `repairs` what it had to mend (`flowjax.canvas.actions_repair`).
     """
     try:
-        return read(text)
+        action = read(text)
     except GrammarError as error:
-        if not lenient:
-            return Unreadable(str(error))
+        action = Unreadable(str(error))
+    if not lenient or not (isinstance(action, Unreadable) or needs_repair(action, operators)):
+        return action
     try:
         return repaired(text, operators)
     except GrammarError as error:

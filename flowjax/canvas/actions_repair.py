@@ -23,6 +23,7 @@ from flowjax.canvas.actions_grammar import (
     TAGS,
     Form,
     GrammarError,
+    Part,
     action_of,
     check_order,
     form_of,
@@ -57,6 +58,18 @@ def repaired(text: str, operators: Collection[str]) -> Action:
     return _Repair(text, operators).action()
 
 
+def needs_repair(action: Action, operators: Collection[str]) -> bool:
+    """Whether an action that keeps to the grammar names operators that do not exist, or a count out of bounds."""
+    pieces = walk(action.piece) if isinstance(action, Add) else ()
+    if isinstance(action, Modify) and action.operator:
+        pieces = (Call(action.operator),)
+    return any(
+        (isinstance(node, Call) and node.operator not in operators)
+        or (isinstance(node, Loop) and not 1 <= node.count <= MAX_LOOP_COUNT)
+        for node in pieces
+    )
+
+
 class _Repair:
     def __init__(self, text: str, operators: Collection[str]):
         self.text, self.operators = text, operators
@@ -67,6 +80,8 @@ class _Repair:
         text = self.plain_text()
         tags = list(_TAG.finditer(text))
         first = next((i for i, tag in enumerate(tags) if tag[2] == "action" and not tag[1]), None)
+        if first:
+            self.note("extra_text")
         action = self.bare(text) if first is None else self.from_elements(self.elements(text, tags[first:]))
         return replace(action, repairs=tuple(self.repairs))
 
@@ -107,7 +122,10 @@ class _Repair:
             closed = closing is not None and closing[1] == "/" and closing[2] == tag
             if not closed:
                 self.note("unclosed_tag")
-            elements.append((tag, unescaped(text[opening.end() : closing.start() if closing else len(text)])))
+            value = text[opening.end() : closing.start() if closing else len(text)]
+            if "</" in value or value.endswith("<"):
+                self.note("stray_sign")
+            elements.append((tag, unescaped(value)))
             at += 2 if closed else 1
             after = tags[at].start() if at < len(tags) else len(text)
             if closed and closing and text[closing.end() : after].strip():
@@ -133,7 +151,7 @@ class _Repair:
         check_order(form, [tag for tag in wanted if tag in values and (tag != "prompt" or prompts)])
         values.pop("prompt", None)
         for tag in tuple(values):
-            self.correct_value(tag, values)
+            self.correct_value(tag, values, required=Part(tag) in form.parts)
         return self.with_prompts(form, values, prompts)
 
     def with_prompts(self, form: Form, values: dict[str, str], prompts: list[str]) -> Action:
@@ -154,6 +172,7 @@ class _Repair:
         said = values["action"].strip(_QUOTES)
         action = self.nearest(said.replace(" ", "_").replace("-", "_"), (*ACTIONS, *STRUCTURES))
         if action in STRUCTURES:
+            self.note("structure")
             values["action"] = "add"
             values.setdefault("structure", action)
         elif action:
@@ -168,7 +187,7 @@ class _Repair:
         else:
             values["structure"] = self.nearest(structure, STRUCTURES) or structure
 
-    def correct_value(self, tag: str, values: dict[str, str]) -> None:
+    def correct_value(self, tag: str, values: dict[str, str], required: bool) -> None:
         value = values[tag]
         match tag:
             case "operator" | "condition" | "true" | "false":
@@ -191,7 +210,7 @@ class _Repair:
                     self.note(tag)
                 if number:
                     values[tag] = number
-                else:
+                elif not required:
                     del values[tag]
             case "target" | "into":
                 found = _PLAIN_ID.search(value)

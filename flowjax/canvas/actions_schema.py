@@ -90,7 +90,7 @@ def schema(
         _TEXT_FORM,
         f"operator ::= {_choice(operators)}",
         f"member_operator ::= {_choice(others or operators)}",
-        f'details ::= ("{{" quoted "}}")? {f"({named})?" if backends else ""}',
+        f'details ::= (space "{{" space quoted space "}}")? {f"(space {named})?" if backends else ""}',
     ]
     if backends and not compact:
         rules.append(f"backend ::= {_choice(backends)}")
