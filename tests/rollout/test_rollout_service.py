@@ -72,7 +72,7 @@ def test_a_turn_stays_on_the_version_it_began_with(tmp_path):
 
 def test_an_evaluation_is_played_with_its_own_version_to_the_end(tmp_path):
     async def scenario():
-        run = RolloutRun(tmp_path, eval__tasks=6, rollout__max_concurrent_episodes=2)
+        run = RolloutRun(tmp_path, eval__tasks=6, eval__slots=2.0, rollout__max_concurrent_episodes=2)
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: servers.counted)
             for step in (1, 2, 3):
