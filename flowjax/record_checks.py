@@ -29,7 +29,7 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], where: str = "
     """Check every field of an episode.
 
     Args:
-        newest: the newest version that there is of each policy of the run.
+        newest: the newest version that there is of each policy of the run; -1 of a model that is not trained.
         where: name of the episode in messages.
 
     Raises:
@@ -54,7 +54,8 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], where: str = "
 def _check_turn(turn: Turn, newest: Mapping[str, int], where: str) -> None:
     _check_fields(turn, _TURN_FIELDS, where)
     _check_policy(turn.policy, newest, where)
-    if not 0 <= turn.version <= newest[turn.policy]:
+    last = newest[turn.policy]
+    if not min(last, 0) <= turn.version <= max(last, 0):
         raise WireError(f"field {where}.version is {turn.version}: {turn.policy} has 0 to {newest[turn.policy]}")
     for name in ("state_key", "next_state_key"):
         if not 0 <= getattr(turn, name) < 2**64:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,11 @@ class Flow:
     @property
     def policies(self) -> Sequence[str]:
         return list(self._configs)
+
+    @property
+    def frozen(self) -> Collection[str]:
+        """Models that speak in the run's episodes and are not trained: what they do belongs to no stream."""
+        return set(self._config.agents.values()) - set(self._configs)
 
     def newest_version(self, policy: str) -> int:
         """The newest version that there can be: each takes a batch. Where the ledger is new, checkpoints tell."""

@@ -187,7 +187,8 @@ class Server:
         return policy, self._flow.newest_version(policy)
 
     def _newest(self) -> dict[str, int]:
-        return {policy: self._flow.newest_version(policy) for policy in self._flow.policies}
+        trained = {policy: self._flow.newest_version(policy) for policy in self._flow.policies}
+        return trained | dict.fromkeys(self._flow.frozen, -1)
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self._flow.status())

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from flowjax.launch.devices import Devices
 from flowjax.launch.machine import free_port
 from flowjax.launch.supervisor import Role, answers
+from flowjax.monitor.token import reachable
 from flowjax.rollout.names import engine_names
 
 # Nothing is fetched or reported while a run lasts.
@@ -40,7 +41,9 @@ def write_endpoints(config: ConfigDict, run_dir: Path, ports: dict[str, int]) ->
         dict(zip(engine_names(len(config.engine.urls)), config.engine.urls, strict=True)) if config.engine.urls else {}
     )
     partial_file = run_dir / "endpoints.json.partial"
-    partial_file.write_text(json.dumps({**given, **{name: f"http://127.0.0.1:{port}" for name, port in ports.items()}}))
+    hosts = {"dataflow": reachable(config.dataflow.host)}
+    started = {name: f"http://{hosts.get(name, '127.0.0.1')}:{port}" for name, port in ports.items()}
+    partial_file.write_text(json.dumps({**given, **started}))
     partial_file.replace(run_dir / "endpoints.json")
 
 
@@ -92,7 +95,7 @@ def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices:
             "dataflow",
             [*python, "flowjax.dataflow", f"--run={run_dir}"],
             env={**_OFFLINE, **_ON_CPU},
-            health=partial(answers, "127.0.0.1", ports["dataflow"], "/status"),
+            health=partial(answers, reachable(config.dataflow.host).strip("[]"), ports["dataflow"], "/health"),
             restarts=2,
         ),
         Role(

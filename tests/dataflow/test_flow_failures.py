@@ -1,0 +1,106 @@
+"""Episodes that their world breaks, by config: what becomes of their groups, and how it is told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowjax.monitor.metrics import read_metrics
+from flowjax.records import Episode
+from tests.dataflow.test_flow import batch, configuration, make_flow, played, train_leases
+
+MEMBERS = 4
+
+
+def flow_with(folder: Path, **dataflow: Any):
+    config = configuration(**dataflow)
+    config.rollout.group_size = MEMBERS
+    config.trainer.groups_per_step = 2
+    flow = make_flow(folder, config)
+    flow.report_serving("agent", 0)
+    return flow
+
+
+def broken(lease, status="env_error") -> Episode:
+    names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
+    return Episode(*names, [], {}, status, "the world is gone")
+
+
+def play(flow, leases, bad=()) -> None:
+    """Play them; those in `bad` break."""
+    for lease in leases:
+        episode = broken(lease) if lease.episode_id in bad else played(lease, version=0)
+        flow.accept(lease.lease_id, episode)
+
+
+def test_retry_plays_it_again_by_another_worker_and_then_goes_on_short(tmp_path):
+    flow = flow_with(tmp_path, max_attempts=2)
+    assert flow.lease("other", 1, "eval")  # there is another worker
+    leases = train_leases(flow)
+    bad = leases[0].episode_id
+    play(flow, leases, {bad})
+    assert train_leases(flow) == [], "the worker that broke it leaves it to the other"
+    (again,) = flow.lease("other", 10, "train")
+    assert again.episode_id == bad
+    play(flow, [again], {bad})
+    status = flow.status()
+    assert (status["failed"], status["quarantined"], status["short_groups"]) == ({"env_error": 2}, 1, 1)
+    assert bad in status["last_failures"]["env_error"]
+    assert batch(flow, 0)[0].totals["episodes"] == 2 * MEMBERS - 1
+
+
+def test_a_worker_alone_plays_it_again_itself(tmp_path):
+    flow = flow_with(tmp_path)
+    leases = train_leases(flow)
+    play(flow, leases, {leases[0].episode_id})
+    assert [lease.episode_id for lease in train_leases(flow)] == [leases[0].episode_id]
+
+
+def test_short_fills_the_group_at_once(tmp_path):
+    flow = flow_with(tmp_path, failed_episodes="short")
+    leases = train_leases(flow)
+    play(flow, leases, {leases[0].episode_id})
+    assert flow.status()["short_groups"] == 1
+    assert batch(flow, 0)[0].totals["episodes"] == 2 * MEMBERS - 1
+
+
+def test_a_group_that_became_too_small_is_dropped_and_replaced(tmp_path):
+    flow = flow_with(tmp_path, failed_episodes="short", min_group_size=3, max_staleness=0)
+    leases = train_leases(flow)
+    play(flow, leases, {lease.episode_id for lease in leases[:2]})
+    assert flow.status()["policies"]["agent"]["dropped"] == {"failed": 1}
+    assert len(train_leases(flow)) == MEMBERS
+
+
+def test_drop_gives_up_the_whole_group_and_tells_its_siblings(tmp_path):
+    flow = flow_with(tmp_path, failed_episodes="drop", max_staleness=0)
+    leases = train_leases(flow)
+    bad, sibling = leases[:2]
+    flow.accept(bad.lease_id, broken(bad, "timeout"))
+    assert flow.renew([sibling.lease_id]) == [sibling.lease_id], "whoever plays a sibling learns that it is over"
+    assert not flow.accept(sibling.lease_id, played(sibling, version=0))
+    status = flow.status()
+    assert status["policies"]["agent"]["dropped"] == {"failed": 1} and status["failed"] == {"timeout": 1}
+    replacement = train_leases(flow)
+    assert len(replacement) == MEMBERS and replacement[0].group_id not in {lease.group_id for lease in leases}
+
+
+@pytest.mark.parametrize("failed", ["short", "drop"])
+def test_a_worker_that_dies_never_costs_an_episode(tmp_path, failed):
+    flow = flow_with(tmp_path, failed_episodes=failed)
+    leases = train_leases(flow)
+    flow.give_back([lease.lease_id for lease in leases], "the engine is gone")
+    assert {lease.episode_id for lease in train_leases(flow)} == {lease.episode_id for lease in leases}
+    assert flow.status()["failed"] == {"given_back": len(leases)}
+
+
+def test_what_failed_is_in_the_log_with_its_cause_and_survives_a_restart(tmp_path):
+    flow = flow_with(tmp_path, failed_episodes="short")
+    leases = train_leases(flow)
+    play(flow, leases, {leases[0].episode_id})
+    flow.close()
+    flow = flow_with(tmp_path, failed_episodes="short")
+    batch(flow, 0)
+    (line,) = [entry for entry in read_metrics(tmp_path) if entry["kind"] == "batch"]
+    assert (line["step"], line["episodes"], line["failed"]) == (1, 2 * MEMBERS - 1, {"env_error": 1})
+    assert (line["quarantined"], line["short_groups"]) == (1, 1)
