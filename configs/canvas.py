@@ -53,6 +53,7 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 72
     config.trainer.micro_batch_rows = 64
     config.optimizer.learning_rate = 1e-3
+    config.warm_start.states = 5000  # their programs really run
     config.warm_start.label_noise = 0.3
 
 

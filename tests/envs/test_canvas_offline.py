@@ -1,0 +1,131 @@
+"""The simulated executor: better workflows cause better answers; generated data files; what it cannot do."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.canvas.build import build, row
+from flowjax.canvas.backends.base import BackendError, Request
+from flowjax.canvas.interpreter import run
+from flowjax.canvas.operators.registry import operators
+from flowjax.canvas.text import parse
+from flowjax.canvas.values import Problem
+from flowjax.envs import canvas
+from flowjax.envs.canvas import exercises
+from flowjax.envs.canvas.offline import SimulatedSolver
+from flowjax.envs.canvas.programs import FAULTS, program
+from flowjax.envs.canvas.published_data import load
+
+OPERATORS = operators(entry_points=False)
+EXERCISES = 150
+
+
+def share_right(source: str, kinds: tuple[str, ...] = ("words",), seed: int = 0) -> float:
+    """Of a workflow's answers to exercises."""
+    workflow = parse(source)
+
+    async def main() -> float:
+        right = 0
+        for index in range(EXERCISES):
+            made = exercises.generate(np.random.default_rng([5, index]), kinds, "train")
+            told = exercises.problem(exercises.payload(made))
+            backends = {"offline": SimulatedSolver(seed)}
+            played = await run(workflow, told, operators=OPERATORS, backends=backends, default_backend="offline")
+            right += played.answer == made.answer
+        return right / EXERCISES
+
+    return asyncio.run(main())
+
+
+def test_a_plan_helps_with_word_problems_if_it_comes_first():
+    alone = share_right("AnswerGenerate")
+    assert share_right("Plan -> AnswerGenerate") > alone + 0.12
+    assert share_right("AnswerGenerate -> Plan") == alone
+
+
+def test_revising_by_a_checks_feedback_helps_and_blind_repetition_does_not():
+    alone = share_right("AnswerGenerate")
+    assert share_right("AnswerGenerate -> (Verify ? done : Revise)") > alone + 0.12
+    assert abs(share_right("AnswerGenerate -> Revise -> Revise") - alone) < 0.12
+
+
+def test_branches_err_independently_so_that_a_vote_helps():
+    alone = share_right("AnswerGenerate", ("list",))
+    assert share_right("[AnswerGenerate, AnswerGenerate, AnswerGenerate] -> ScEnsemble", ("list",)) > alone + 0.06
+
+
+def test_formatting_helps_where_answers_are_wordy():
+    assert share_right("Custom -> Format", ("list",)) > share_right("Custom", ("list",)) + 0.15
+    assert share_right("Format -> Custom", ("list",)) == 0.0  # there is nothing to format yet
+
+
+def test_equal_requests_have_equal_answers_and_other_seeds_other_ones():
+    assert share_right("Custom") == share_right("Custom")
+    assert len({share_right("[Custom, AnswerGenerate] -> Aggregate", seed=seed) for seed in range(4)}) > 1
+
+
+def test_it_knows_generated_exercises_only():
+    request = Request(
+        [{"role": "user", "content": "?"}], tags={"operator": "Custom", "input.problem": "Who wrote Faust?"}
+    )
+    with pytest.raises(BackendError, match="generated exercises only"):
+        asyncio.run(SimulatedSolver().complete(request))
+    backends = {"offline": SimulatedSolver()}
+    problem = Problem("Who wrote Faust?", "qa")
+    played = run(parse("Custom"), problem, operators=OPERATORS, backends=backends, default_backend="offline")
+    assert asyncio.run(played).status == "error"
+
+
+def test_its_right_programs_are_right_and_its_wrong_ones_mostly_wrong():
+    wrong = 0
+    for index in range(100):
+        made = exercises.generate(np.random.default_rng([6, index]), ["program"], "train")
+        reading = exercises.read(made.text)
+        assert reading is not None
+        assert passes(program(made.text, reading), made)
+        wrong += sum(not passes(program(made.text, reading, fault), made) for fault in range(FAULTS))
+    assert wrong > 0.85 * 100 * FAULTS
+
+
+def passes(source: str, exercise: exercises.Exercise) -> bool:
+    names: dict = {}
+    exec(source, names)
+    try:
+        for test in (*exercise.public_tests, *exercise.hidden_tests):
+            exec(test, names)
+    except (AssertionError, NameError):
+        return False
+    return True
+
+
+def test_built_files_are_equal_disjoint_and_played(tmp_path: Path):
+    train, test = build(tmp_path / "a", 3, train=40, test=10)
+    again = build(tmp_path / "b", 3, train=40, test=10)
+    assert [path.read_bytes() for path in (train, test)] == [path.read_bytes() for path in again]
+    told = [{json.loads(line)["problem"] for line in path.read_text().splitlines()} for path in (train, test)]
+    assert (len(told[0]), len(told[1])) == (40, 10) and not told[0] & told[1]
+    assert not load(train).left_out
+    folder = str(tmp_path / "a")
+    source = canvas.tasks("held_out", 0, path=folder)
+    assert len(source) == 10 and len(canvas.tasks("train", 0, path=folder)) == 40
+    env = canvas.make(path=folder)
+    for index in range(10):
+        task = source[index]
+        assert task is not None
+        assert env.reset(task, 0).text.splitlines()[1] in told[1]
+    env.step("add AnswerGenerate")
+    assert env.step("finish").terminal
+
+
+def test_a_single_file_is_split_by_content(tmp_path: Path):
+    train, _ = build(tmp_path, 0, train=60, test=1)
+    rows = [len(canvas.tasks(split, 0, path=str(train))) for split in ("train",)]
+    assert rows == [60]  # every one is a training problem by its words
+
+
+def test_an_answer_that_does_not_follow_is_refused():
+    with pytest.raises(ValueError, match="does not follow"):
+        row(exercises.Exercise("arithmetic", "math", "Compute 2 + 2.", "5", 2), 1)
