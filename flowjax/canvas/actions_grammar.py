@@ -247,11 +247,11 @@ def _piece_elements(piece: Node, place: Elements) -> Elements:
     calls = [node for node in inner if isinstance(node, Call)]
     told = [call.instruction for call in calls]
     plain = len(calls) == len(inner) and all(told) in (True, any(told))
-    plain = plain and not any(call.inputs or call.backend or call.id for call in calls)
+    plain = plain and not any(call.inputs or call.backend for call in calls)
     prompts = [("prompt", text) for text in told] if any(told) else []
     names = ", ".join(call.operator for call in calls)
     match piece:
-        case Call(operator, instruction, backend, (), ""):
+        case Call(operator, instruction, backend, ()):
             optional = [("backend", backend)] if backend else []
             return [("operator", operator), *optional, *place, *([("prompt", instruction)] if instruction else [])]
         case Parallel() if plain and len(calls) > 1:

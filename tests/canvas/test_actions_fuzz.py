@@ -117,6 +117,6 @@ def test_time_is_linear(name: str):
             best = min(best, process_time() - started)
         return best
 
-    short, long = HOSTILE[name](2_000), HOSTILE[name](16_000)
+    short, long = HOSTILE[name](1_000), HOSTILE[name](8_000)
     floor = 2e-4  # of what a clock and fixed costs can tell
     assert seconds(long) < 30 * max(seconds(short), floor)
