@@ -3,8 +3,11 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from operator_context import OPERATORS, use
 
+from flowjax.canvas.bindings import fault_of
 from flowjax.canvas.operators.base import OperatorError
 from flowjax.canvas.operators.replies import answer_of, object_of, object_schema, program_of
 from flowjax.canvas.values import Problem, State
@@ -224,6 +227,27 @@ def test_programs_keep_their_imports():
     assert program_of("I would write a loop.") is None
     assert program_of("It prints the answer") is None
     assert program_of("```python\na = 1\n```\nBetter:\n```python\na = 2\n```") == "a = 2"
+
+
+MARKS = ["Answer: ", "\n", "```python\n", "```", "\\boxed{", "}", "{", "<think>", "</think>", "**", "\\frac", "\ud800"]
+BITS = ["x = 1", "def f(", "5", PASSED, FAILED, '{"choice": "A"}', '{"subproblems": ["a"]}', '{"passed": ']
+pieces = st.sampled_from(MARKS) | st.sampled_from(BITS)
+replies = st.lists(pieces | st.text(max_size=5), max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in ("Test", "Programmer")])
+@pytest.mark.parametrize("problem", [Problem(SUM, "math"), CHOICE, CODE], ids=lambda problem: problem.kind)
+@settings(max_examples=60, deadline=None)
+@given(reply=replies)
+def test_no_reply_makes_an_operator_crash(name: str, problem: Problem, reply: str):
+    known: State = {"answer": "it is 6", "code": "x = 6", "candidates": ("5", "6", "def f(")}
+    inputs: State = {field.name: known[field.name] for field in OPERATORS[name].inputs if field.name in known}
+    try:
+        outputs, _ = use(name, problem, inputs, *[reply] * 10)
+    except OperatorError as error:
+        assert str(error)
+    else:
+        assert fault_of(OPERATORS[name], outputs) == ""
 
 
 def test_latex_in_json_survives():

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flowjax.envs.base import WorldError
 from flowjax.envs.canvas.published_data import KINDS, PublishedData, Record, load
@@ -221,6 +223,25 @@ def test_public_tests_are_those_of_the_row_or_of_a_file_of_their_own(tmp_path: P
     row["meta"]["public_tests"] = ["assert double(0) == 0"]
     own = read(tmp_path, row, public_tests={"humaneval": shown}).records[0]
     assert own.problem.public_tests == ("assert double(0) == 0",)
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(["12", "assert f(1) == 2"]),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["text", "title", "sentences", "inputs"]), x),
+    max_leaves=6,
+)
+fields = ["problem", "ground_truth", "answer", "options", "context", "test", "test_list", "entry_point", "task_id"]
+fields += ["public_tests", "input_output", "meta", "problem_type", "solution"]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(row=st.dictionaries(st.sampled_from(fields), junk), source=st.sampled_from([*KINDS, "own"]))
+def test_no_row_is_lost_or_crashes(tmp_path: Path, row: dict[str, Any], source: str):
+    try:
+        found = read(tmp_path, {"problem": "f?", **row, "source": source})
+    except WorldError:
+        return
+    assert len(found.records) + sum(found.left_out.values()) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ nobody could grade are counted by their reason.
 """
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,6 +114,8 @@ def load(
             left_out[f"{name}: no answer by its gold"] += 1
         else:
             records.append(made)
+    for reason, count in left_out.items():
+        logging.warning("%s: %d rows left out, %s", path, count, reason)
     return PublishedData(tuple(records), dict(left_out))
 
 
