@@ -12,6 +12,7 @@ from flowjax.records import Episode, Lease, WireError, pack, unpack
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _ANSWER_TIMEOUT_S = 30.0
+_BUSY = 429
 
 
 class DataflowError(RuntimeError):
@@ -74,7 +75,9 @@ class DataflowClient:
             try:
                 async with self._session.post(f"{self._url}/{name}", data=body, headers=self._headers) as response:
                     status, answer = response.status, unpack(await response.read())
-                if status < 500:
+                if status == _BUSY:  # the trainer is behind: not a fault, however long it lasts
+                    started_s = time.monotonic()
+                elif status < 500:
                     break
                 problem = f"HTTP {status}: {answer.get('error')}"
             except (aiohttp.ClientError, OSError, WireError) as error:  # TimeoutError is an OSError

@@ -23,11 +23,13 @@ class FakeEngine:
         self.refuse = False  # answers 400 to every completion
         self.hold = asyncio.Event()  # completions wait for it
         self.hold.set()
+        self.waiting = 0  # requests, by its own account
         self.prompts: dict[str, int] = {}  # by model
         self.lora_loads: list[str] = []
         self._random = random.Random(0)
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/load_lora_adapter", self._load)
@@ -44,6 +46,9 @@ class FakeEngine:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self.away else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self.away else 200, text=f"vllm:num_requests_waiting {self.waiting}.0\n")
 
     async def _models(self, request: web.Request) -> web.Response:
         if self.away:
@@ -72,7 +77,7 @@ class FakeEngine:
             return web.Response(status=503)
         if self.refuse:
             return web.json_response({"error": {"message": "this engine refuses"}}, status=400)
-        if body["model"] not in self.adapters:
+        if body["model"] not in ("base", *self.adapters):
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         self.prompts[body["model"]] = self.prompts.get(body["model"], 0) + len(body["prompt"])
         choices = [

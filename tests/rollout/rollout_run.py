@@ -64,6 +64,7 @@ class RolloutRun:
         config.rollout.group_size, config.rollout.max_concurrent_episodes = 4, 8
         config.trainer.groups_per_step, config.trainer.steps = 2, 1000
         defaults = {"engine__request_timeout_s": 5.0, "engine__start_timeout_s": 10.0}
+        defaults["dataflow__max_ready_groups"] = 1000  # as no trainer takes any
         for name, value in {**defaults, **overrides}.items():
             config.update_from_flattened_dict({name.replace("__", "."): value})
         save_run(config, self.folder)

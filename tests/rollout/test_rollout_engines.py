@@ -1,0 +1,227 @@
+"""Several engines behind one face: where calls go, and what becomes of them when an engine dies."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from counting_engine import CountingEngine
+
+from flowjax.config import default_config
+from flowjax.rollout import engines as engines_module
+from flowjax.rollout.client import EngineAway, EngineClient, EngineError, UnknownModel
+from flowjax.rollout.completions import Sampling
+from flowjax.rollout.engines import EnginePool, Member, choose, engines_of_run
+
+MODEL = "agent@3"
+SAMPLING = Sampling(1.0, 8)
+
+
+@contextlib.asynccontextmanager
+async def pool_of(engines: Sequence[CountingEngine], **options) -> AsyncIterator[EnginePool]:
+    """A pool that knows what its engines serve."""
+    await asyncio.gather(*(engine.server.start_server() for engine in engines))
+    clients = [
+        EngineClient(engine.url, request_timeout_s=1.0, patient=False, batch_window_s=0.0, **options)
+        for engine in engines
+    ]
+    try:
+        async with EnginePool(clients, request_timeout_s=1.0) as pool:
+            for member in pool.members:
+                await member.models()
+            yield pool
+    finally:
+        await asyncio.gather(*(engine.server.close() for engine in engines))
+
+
+def run(scenario, *engines: CountingEngine, **options):
+    async def inside():
+        async with pool_of(engines, **options) as pool:
+            return await scenario(pool)
+
+    return asyncio.run(inside())
+
+
+@pytest.fixture
+def pair() -> list[CountingEngine]:
+    return [CountingEngine(MODEL), CountingEngine(MODEL)]
+
+
+def _members(count: int) -> list[Member]:
+    return [Member(EngineClient(f"http://host:{port}")) for port in range(count)]
+
+
+def test_an_engine_that_leaves_moves_only_its_own_conversations():
+    members = _members(4)
+    keys = [f"group-{number}" for number in range(400)]
+    before = {key: choose(key, members) for key in keys}
+    assert all(60 < count < 140 for count in Counter(before.values()).values())
+    left = members[1:]
+    assert all(choose(key, left) is before[key] for key in keys if before[key] is not members[0])
+    assert len({choose(key, left) for key in keys if before[key] is members[0]}) == 3
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_one_popular_conversation_cannot_flood_an_engine(count):
+    members = _members(count)
+    for _ in range(100 * count):
+        choose("the same for all", members).in_flight += 1
+    loads = [member.in_flight for member in members]
+    assert sum(loads) == 100 * count and max(loads) <= 126
+
+
+def test_calls_of_a_group_meet_at_one_engine(pair):
+    async def ask(pool):
+        for turn in range(4):
+            calls = [pool.generate(MODEL, [group, turn], SAMPLING, group=str(group)) for group in range(20)]
+            await asyncio.gather(*calls)
+
+    run(ask, *pair)
+    first, second = (set(engine.asked) for engine in pair)
+    assert first and second and not first & second
+    assert len(pair[0].asked) + len(pair[1].asked) == 80
+
+
+def test_without_a_group_the_beginning_of_the_prompt_decides(pair):
+    prefixes = [[number] * engines_module._PREFIX_TOKENS for number in range(20)]
+
+    async def ask(pool):
+        for turn in range(3):
+            await asyncio.gather(*(pool.generate(MODEL, [*prefix, turn], SAMPLING) for prefix in prefixes))
+
+    run(ask, *pair)
+    first, second = (set(engine.asked) for engine in pair)
+    assert first and second and not first & second
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_whose_engine_dies_is_answered_by_another(pair, stream):
+    async def ask(pool):
+        answers = await asyncio.gather(*(pool.generate(MODEL, [n, n], SAMPLING, group=str(n)) for n in range(40)))
+        assert pool.moved_calls > 0 and pool.continued_calls == (pool.moved_calls if stream else 0)
+        assert [member.up for member in pool.members] == [False, True]
+        return answers
+
+    pair[0].dies_after = 3
+    for answer in run(ask, *pair, stream=stream):
+        assert answer.sampled_ids == tuple(range(2, 10))
+        assert answer.logprobs == tuple(-float(n) for n in range(2, 10))
+        assert (answer.finish_reason, answer.model) == ("length", MODEL)
+
+
+def test_what_was_sampled_before_the_death_is_not_sampled_again(pair):
+    async def ask(pool):
+        pair[0].dies_after = pair[1].dies_after = 3
+
+        async def revive():
+            while not (pair[0].dead or pair[1].dead):
+                await asyncio.sleep(0.001)
+            (alive,) = [engine for engine in pair if not engine.dead]
+            alive.dies_after = None
+
+        revived = asyncio.create_task(revive())
+        answer = await pool.generate(MODEL, [7, 7], SAMPLING)
+        await revived
+        return answer
+
+    assert run(ask, *pair, stream=True).sampled_ids == tuple(range(2, 10))
+    first, second = sorted((request for engine in pair for request in engine.requests), key=lambda r: -r["max_tokens"])
+    assert (first["prompt"], first["max_tokens"]) == ([[7, 7]], 8)
+    assert (second["prompt"], second["max_tokens"]) == ([[7, 7, 2, 3, 4]], 5)
+    assert first["model"] == second["model"] == MODEL
+
+
+def test_an_answer_is_there_as_soon_as_it_is_whole(pair):
+    """In a stream of several prompts, one that has ended does not wait for the others, nor for the engine's death."""
+    engine = pair[0]
+
+    async def ask(pool):
+        client = pool.members[0].client
+        engine.dies_after = 5
+        short = asyncio.create_task(client.generate(MODEL, [1], Sampling(1.0, 5)))
+        long = asyncio.create_task(client.generate(MODEL, [1, 1], Sampling(1.0, 8)))
+        assert (await short).sampled_ids == (1, 2, 3, 4, 5)
+        with pytest.raises(EngineAway) as error:
+            await long
+        return error.value.partial
+
+    partial = run(ask, engine, stream=True)
+    assert (partial.sampled_ids, partial.logprobs) == ([2, 3, 4, 5, 6], [-2.0, -3.0, -4.0, -5.0, -6.0])
+
+
+def test_a_version_that_only_the_dead_engine_had_is_asked_for_anew(pair):
+    pair[1].models = {"agent@4"}
+    pair[0].dies_after = 3
+
+    async def ask(pool):
+        with pytest.raises(UnknownModel, match="agent@3"):
+            await pool.generate(MODEL, [1], SAMPLING)
+        return await pool.generate("agent@4", [1], SAMPLING)
+
+    assert run(ask, *pair, stream=True).model == "agent@4"
+
+
+def test_calls_go_only_where_their_version_is(pair):
+    pair[1].models.add("agent@4")
+
+    async def ask(pool):
+        calls = [pool.generate(name, [n], SAMPLING, group=str(n)) for n in range(30) for name in (MODEL, "agent@4")]
+        await asyncio.gather(*calls)
+
+    run(ask, *pair)
+    assert {request["model"] for request in pair[0].requests} == {MODEL}
+    assert {request["model"] for request in pair[1].requests} == {MODEL, "agent@4"}
+
+
+def test_an_engine_that_has_lost_a_version_is_left_out_until_it_lists_it_again(pair):
+    async def ask(pool):
+        pair[0].models.clear()  # restarted, unnoticed
+        await asyncio.gather(*(pool.generate(MODEL, [n], SAMPLING, group=str(n)) for n in range(20)))
+        assert MODEL not in pool.members[0].names
+        pair[0].models.add(MODEL)
+        await pool.members[0].models()
+        pair[0].requests.clear()
+        await asyncio.gather(*(pool.generate(MODEL, [n], SAMPLING, group=str(n)) for n in range(20)))
+        assert pair[0].requests
+
+    run(ask, *pair)
+
+
+def test_calls_wait_while_all_engines_are_away_but_not_forever(pair):
+    async def ask(pool):
+        for engine in pair:
+            engine.dead = True
+        assert not await pool.healthy()
+        waiting = asyncio.create_task(pool.generate(MODEL, [1], SAMPLING))
+        await asyncio.sleep(0.2)
+        pair[1].dead = False
+        assert (await waiting).sampled_ids[0] == 1
+        pair[1].dead = True
+        with pytest.raises(EngineError, match=r"all engines .* have been away for 1 s"):
+            await pool.generate(MODEL, [1], SAMPLING)
+
+    run(ask, *pair)
+
+
+def test_the_load_of_the_pool_is_that_of_its_engines(pair):
+    lines = 'vllm:num_requests_waiting{{engine="0"}} {0}\nvllm:kv_cache_usage_perc{{engine="0"}} {1}\n'
+    pair[0].metrics, pair[1].metrics = lines.format(3.0, 0.25), lines.format(4.0, 0.5)
+
+    async def ask(pool):
+        both = await pool.load()
+        pair[1].dead = True
+        return both, await pool.load()
+
+    both, one = run(ask, *pair)
+    assert (both.waiting, both.cache_share) == (7, 0.5)
+    assert (one.waiting, one.cache_share) == (3, 0.25)
+
+
+def test_one_engine_needs_no_pool(tmp_path):
+    config = default_config()
+    assert isinstance(engines_of_run(config, tmp_path, ["http://host:1"]), EngineClient)
+    config.engine.stream_partial = True
+    for urls in (["http://host:1"], ["http://host:1", "http://host:2"]):
+        pool = engines_of_run(config, tmp_path, urls)
+        assert isinstance(pool, EnginePool) and [member.client.url for member in pool.members] == urls
