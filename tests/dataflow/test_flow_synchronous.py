@@ -1,0 +1,58 @@
+"""With a staleness of 0 training is exactly synchronous, however eager the workers are."""
+
+import random
+
+import pytest
+
+from flowjax.monitor.metrics import read_metrics
+from tests.dataflow.test_flow import configuration, make_flow, played
+
+STEPS, GROUPS, MEMBERS, SAMPLED = 5, 3, 4, 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_trained_token_is_of_the_version_being_trained(tmp_path, seed):
+    """An eager worker: it leases at every chance, hands in late and in any order, and is told of versions late."""
+    rng = random.Random(seed)
+    config = configuration(max_staleness=0)
+    config.rollout.group_size = MEMBERS
+    config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
+    config.eval.tasks = 0
+    flow = make_flow(tmp_path, config)
+    flow.report_serving("agent", 0)
+    served, trained, playing = 0, 0, []
+    while trained < STEPS:
+        playing += [(lease, served) for lease in flow.lease("w", rng.randint(1, 8))]
+        rng.shuffle(playing)
+        for lease, version in [playing.pop() for _ in range(min(len(playing), rng.randint(0, 4)))]:
+            assert flow.accept(lease.lease_id, played(lease, version=version))
+        if served < trained and rng.random() < 0.2:
+            served = trained
+            flow.report_serving("agent", served)
+        if taken := flow.batch("agent", trained):
+            rows = taken[0].rows
+            assert taken[1] == 0, "nothing was played in vain"
+            assert len(rows) == GROUPS * MEMBERS * SAMPLED
+            assert {int(version) for row in rows for version in row.versions[row.sampled]} == {trained}
+            trained += 1
+            flow.commit("agent", trained)
+    assert not playing and flow.lease("w", 100) == []
+    lines = [line for line in read_metrics(tmp_path) if line["kind"] == "batch"]
+    assert [line["ages"] for line in lines] == [{"0": GROUPS * MEMBERS * SAMPLED}] * STEPS
+
+
+def test_ages_of_all_trained_tokens_are_told(tmp_path):
+    flow = make_flow(tmp_path, configuration(max_staleness=2))
+    flow.report_serving("agent", 0)
+    leases = flow.lease("w", 1000, "train")
+    for lease in leases[:6]:
+        flow.accept(lease.lease_id, played(lease, version=0, turns=3))
+    assert flow.batch("agent", 0)
+    flow.commit("agent", 1)
+    flow.report_serving("agent", 1)
+    for index, lease in enumerate(leases[6:12]):
+        flow.accept(lease.lease_id, played(lease, version=index % 2))
+    status = flow.status()["policies"]["agent"]
+    assert (status["ages"], status["trained_ages"]) == ({"1": 3}, {"0": 18})
+    assert flow.batch("agent", 1)
+    assert flow.status()["policies"]["agent"]["trained_ages"] == {"0": 6, "1": 6}

@@ -1,0 +1,133 @@
+"""The roles' own clients against the dataflow's server: tokens beyond loopback, several policies, back-pressure."""
+
+import asyncio
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from flowjax.config import default_config
+from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.server import serve
+from flowjax.launch.machine import free_port
+from flowjax.launch.roles import write_endpoints
+from flowjax.monitor.token import known_token
+from flowjax.records import pack
+from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
+from flowjax.trainer.sources import DataflowSource, SourceError
+from tests.dataflow.test_flow import configuration, make_flow, played
+from tests.dataflow.test_flow_policies import episode as two_parts
+from tests.dataflow.test_flow_policies import make_flow as make_flow_of_two
+
+
+@contextlib.asynccontextmanager
+async def serving(flow: Flow, run_dir: Path, host: str = "127.0.0.1"):
+    """The address of a dataflow that listens on `host`, as the run's endpoints have it."""
+    config, port, stop = default_config(), free_port(), asyncio.Event()
+    config.dataflow.host = host
+    task = asyncio.create_task(serve(flow, run_dir, config=config, port=port, stop=stop))
+    write_endpoints(config, run_dir, {"dataflow": port})
+    url = json.loads((run_dir / "endpoints.json").read_text())["dataflow"]
+    while not await asyncio.to_thread(answers, f"{url}/health"):
+        await asyncio.sleep(0.01)
+    try:
+        yield url
+    finally:
+        stop.set()
+        await task
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def client(url: str, token: str = "") -> DataflowClient:
+    return DataflowClient(url, worker="w", away_s=10.0, token=token)
+
+
+def test_beyond_loopback_both_ends_show_the_token(tmp_path):
+    async def scenario() -> None:
+        async with serving(make_flow(tmp_path), tmp_path, "0.0.0.0") as url:
+            token = known_token(tmp_path)
+            assert token and url.startswith("http://127.0.0.1:")
+            async with client(url, token) as known, client(url) as unknown:
+                assert await known.report_versions("agent", 0, []) == 0
+                leases, _ = await known.lease(100)
+                with pytest.raises(DataflowError, match=r"401.*token"):
+                    await unknown.lease(1)
+                await known.push([(lease.lease_id, played(lease, version=0)) for lease in leases])
+            source = DataflowSource(url, timeout_s=10.0, token=token)
+            served = await asyncio.to_thread(source.batch, {"agent": 0})
+            assert served.policy == "agent" and len(served.rows) == 12
+            await asyncio.to_thread(source.committed, "agent", 1)
+            with pytest.raises(SourceError, match="token"):
+                await asyncio.to_thread(DataflowSource(url, timeout_s=10.0).batch, {"agent": 0})
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                await asyncio.to_thread(urllib.request.urlopen, f"{url}/status", timeout=5)
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_of_two_policies_waits_for_neither(tmp_path):
+    async def scenario() -> None:
+        flow = make_flow_of_two(tmp_path)
+        async with serving(flow, tmp_path) as url, client(url) as worker:
+            for policy in ("solver", "verifier"):
+                await worker.report_versions(policy, 0, [])
+            leases, _ = await worker.lease(1000)
+            versions = {"solver": 0, "verifier": 0}
+            train = [lease for lease in leases if lease.kind == "train"]
+            right = [lease for lease in train if lease.group_id <= "train-00000001"]  # enough for the solver alone
+            await worker.push([(lease.lease_id, two_parts(lease, versions)) for lease in right])
+            source = DataflowSource(url, timeout_s=20.0)
+            started_s = time.monotonic()
+            served = await asyncio.to_thread(source.batch, {"verifier": 0, "solver": 0})
+            assert served.policy == "solver" and time.monotonic() - started_s < 0.9, "the verifier's wait is not its"
+            rest = [lease for lease in train if lease not in right]
+            await worker.push([(lease.lease_id, two_parts(lease, versions)) for lease in rest])
+            served = await asyncio.to_thread(source.batch, {"solver": 1, "verifier": 0})
+            assert served.policy == "verifier", "the one that is behind comes first where both are ready"
+
+    asyncio.run(scenario())
+
+
+def test_what_the_trainer_has_no_room_for_waits_and_is_not_lost(tmp_path):
+    config = configuration(max_staleness=3)
+    config.rollout.group_size = 1
+    config.eval.tasks = 1
+
+    async def scenario() -> None:
+        flow = make_flow(tmp_path, config)
+        async with serving(flow, tmp_path) as url, client(url) as worker:
+            await worker.report_versions("agent", 0, [])
+            leases, _ = await worker.lease(100)
+            train = [lease for lease in leases if lease.kind == "train"]
+            (held_out,) = (lease for lease in leases if lease.kind == "eval")
+            assert len(train) == 12
+            await worker.push([(lease.lease_id, played(lease, version=0)) for lease in train[:9]])
+            config.dataflow.max_ready_groups = 3  # the trainer's room is smaller than what has been leased already
+            assert flow.full
+            rest = [(lease.lease_id, played(lease, version=0)) for lease in (*train[9:], held_out)]
+            body = pack({"worker": "w", "items": [{"lease_id": i, "episode": e} for i, e in rest]})
+            with pytest.raises(urllib.error.HTTPError, match="429"):
+                await asyncio.to_thread(urllib.request.urlopen, f"{url}/episodes", body)
+            assert flow.status()["ready_groups"] == 9
+            assert flow._evaluations._written == {"agent@0"}, "an evaluation never waits for the trainer"
+            pushing = asyncio.create_task(worker.push(rest))
+            source = DataflowSource(url, timeout_s=20.0)
+            for step in range(2):
+                await asyncio.sleep(0.1)
+                assert not pushing.done()
+                assert len((await asyncio.to_thread(source.batch, {"agent": step})).rows) == 6
+            assert await pushing == 3
+            assert flow.status()["ready_groups"] == 6
+
+    asyncio.run(scenario())
