@@ -94,6 +94,7 @@ class Scorer:
         """
         if isinstance(gold, Suite) != (kind == "code"):
             raise ValueError(f"gold of a {kind} problem is a {type(gold).__name__}: give a Suite for code, else text")
+        answer = answer.encode(errors="replace").decode()  # half a surrogate pair cannot be sent to a process
         if isinstance(gold, Suite):
             return self._code(answer, gold)
         golds = [gold] if isinstance(gold, str) else list(gold)

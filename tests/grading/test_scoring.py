@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowjax.grading import scoring
 from flowjax.grading.code import Call, Suite
 from flowjax.grading.code_asserts import from_assert, from_check
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.sandbox import Limits
-from flowjax.grading.scoring import UNANSWERABLE, Scorer, Verdict, stated_answer
+from flowjax.grading.scoring import UNANSWERABLE, Kind, Scorer, Verdict, stated_answer
 
 DOUBLE = Suite((Call((2,), 4), Call((0,), 0), Call((-3,), -6)), "double")
 
@@ -213,6 +215,18 @@ def test_a_grader_that_does_not_work_makes_no_answer_wrong(
         else:
             verdict = scorer.score("boom", "x+2", "math")
             assert not verdict.correct and "no verdict" in verdict.remark
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["\\boxed{", "}", "Answer: ", "x", "^", "!", "9", "\ud800", "\x00", "\n"]) | st.text()
+    ).map("".join),
+    st.sampled_from(["math", "qa", "choice", "general"]),
+)
+def test_no_answer_makes_the_scorer_crash(scorer: Scorer, answer: str, kind: Kind):
+    verdict = scorer.score(answer, ["x+1", "B"], kind, options={"A": "x", "B": "x+1"})
+    assert 0.0 <= verdict.score <= 1.0
 
 
 def test_the_stated_answer():
