@@ -72,6 +72,11 @@ def test_a_check_counts_where_it_decides():
     assert measured("Custom -> Review -> Revise").branching == 0
 
 
+def test_a_check_inside_a_parallel_decides_nothing_outside():
+    inside = measured("Custom -> ([Review, AnswerGenerate] ? done : Revise)", verdict=PASSES)
+    assert (inside.checks, inside.branching, inside.distinct) == (0, 0, 2)
+
+
 def test_loops_count():
     """Flaw 5.1: the published score looks for `x2` and never sees a loop."""
     source = "Custom -> (Review -> Revise) * 2"

@@ -38,6 +38,7 @@ class Provenance:
         for places in self._waiting.values():
             places.sort(key=lambda place: -run.trace[place].turn)
         self._visited: list[int] = []
+        self._checks: list[int] = []  # runs that wrote `passed`; those inside a parallel do not get out of it
         self._latest: dict[str, int] = {}  # node -> its latest run
         self.made_from: dict[int, Places] = {}
         self.decisions: list[Decision] = []
@@ -72,7 +73,7 @@ class Provenance:
             case Sequence(steps):
                 return self._walk_steps(steps, sources)
             case Parallel(branches):
-                ends = [self._walk(branch, sources) for branch in branches]
+                ends = [self._walk_branch(branch, sources) for branch in branches]
                 new = (
                     branch.get(name, frozenset()) - sources.get(name, frozenset())
                     for branch, goes_on in ends
@@ -84,6 +85,12 @@ class Provenance:
                 return self._walk_conditional(node, sources)
             case Loop():
                 return self._walk_loop(node, sources)
+
+    def _walk_branch(self, branch: Node, sources: Sources) -> tuple[Sources, bool]:
+        checks = len(self._checks)
+        end = self._walk(branch, sources)
+        del self._checks[checks:]
+        return end
 
     def _walk_call(self, call: Call, sources: Sources) -> tuple[Sources, bool]:
         waiting = self._waiting[call.id]
@@ -100,6 +107,8 @@ class Provenance:
         if node_run.status != "ok":
             return sources, False
         self._latest[call.id] = place
+        if "passed" in node_run.outputs:
+            self._checks.append(place)
         return {**sources, **{name: frozenset({place}) for name in node_run.outputs}}, True
 
     def _walk_steps(self, steps: tuple[Node, ...], sources: Sources) -> tuple[Sources, bool]:
@@ -110,11 +119,11 @@ class Provenance:
         return sources, True
 
     def _walk_conditional(self, node: Conditional, sources: Sources) -> tuple[Sources, bool]:
-        start = len(self._visited)
+        checks = len(self._checks)
         sources, goes_on = self._walk(node.condition, sources)
         if not goes_on:
             return sources, False
-        check = self._last_check(start)
+        check = self._checks[-1] if len(self._checks) > checks else None
         passed = check is not None and self._run.trace[check].outputs["passed"] is True
         branch = node.then if passed else node.otherwise
         start = len(self._visited)
@@ -129,14 +138,14 @@ class Provenance:
         checks: list[tuple[int, int]] = []  # direct checks, and how many runs there were when they had decided
         for turn in range(1, node.count + 1):
             for number, step in enumerate(steps):
-                start = len(self._visited)
+                before = len(self._checks)
                 sources, goes_on = self._walk(step, sources)
                 if not goes_on:
                     return sources, False
                 self.turns[node.id] = max(self.turns[node.id], turn)
-                check = self._last_check(start) if isinstance(step, Call) else None
-                if check is None:
+                if not isinstance(step, Call) or len(self._checks) == before:
                     continue
+                check = self._checks[-1]
                 passed = self._run.trace[check].outputs["passed"] is True
                 last = turn == node.count and number == len(steps) - 1
                 if not last:
@@ -149,10 +158,3 @@ class Provenance:
 
     def _decided(self, node: Loop, checks: list[tuple[int, int]]) -> None:
         self.decisions += [Decision(node.id, check, frozenset(self._visited[after:])) for check, after in checks]
-
-    def _last_check(self, start: int) -> int | None:
-        """The newest run since `start` that wrote `passed`."""
-        for place in reversed(self._visited[start:]):
-            if self._run.trace[place].status == "ok" and "passed" in self._run.trace[place].outputs:
-                return place
-        return None
