@@ -161,8 +161,9 @@ class _Parser:
             raise self.error("`done` stands only for a branch of a conditional, as in `Verify ? done : Revise`", name)
         if "." in name.text:
             raise self.error("an operator's name has no dot", name)
+        backend = self.backend()  # before the details or after them
         instruction, inputs = self.details() if self.skip("{") else ("", ())
-        return Call(name.text, instruction, self.backend(), inputs, self.id())
+        return Call(name.text, instruction, backend or self.backend(), inputs, self.id())
 
     def details(self) -> tuple[str, tuple[tuple[str, str], ...]]:
         instruction, inputs = "", []

@@ -41,6 +41,7 @@ def test_every_form():
         "A", 'say "x"\nthen y', "my backend", (("answer", "n2.answer"),), "n7"
     )
     assert piece_of("A->B@gpt-4.1->C") == (A, Call("B", backend="gpt-4.1"), C)
+    assert piece_of('A@small{"go"}#n7') == piece_of('A{"go"}@small#n7')
     assert parse("") == Workflow()
 
 

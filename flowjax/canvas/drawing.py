@@ -1,0 +1,227 @@
+"""Workflows as pictures: SVG, which needs nothing but a browser, and Mermaid, which Markdown pages draw.
+
+Time runs downwards. Branches of a parallel stand side by side, those of a conditional too, under `pass` and `fail`; an
+arrow back at the side of a loop says how often. Calls have the colour of their operator's role and, after a run, a
+stripe for how it went.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from flowjax.canvas.drawing_mermaid import mermaid
+from flowjax.canvas.drawing_notes import note, shortened
+from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, steps_of
+from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators.registry import operators as known_operators
+from flowjax.canvas.trace import Run
+
+__all__ = ["mermaid", "svg"]
+
+ROLE_COLOURS = {
+    "planner": "#e6e0f8",
+    "solver": "#d9e8fb",
+    "checker": "#fdeecb",
+    "reviser": "#fbdfd3",
+    "combiner": "#d5f0e3",
+    "formatter": "#e8e8e8",
+    None: "#ffffff",
+}
+STATUS_COLOURS = {"ok": "#2e8b57", "error": "#c0392b", "budget": "#d68910", "skipped": "#9e9e9e", "not run": "#cfcfcf"}
+_STATUS_TEXT = STATUS_COLOURS | {"not run": "#444444", "skipped": "#444444"}
+_LINE, _BORDER, _MUTED = "#555555", "#8a8a8a", "#666666"
+_BOX_WIDTH, _LINE_HEIGHT, _BOX_PADDING = 236, 17, 9
+_GAP_DOWN, _GAP_ACROSS, _FRAME, _BACK = 26, 22, 12, 84
+_LINE_CHARACTERS = 34  # at 11 px
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A piece of the picture. Lines enter and leave it at `axis`, from its left, in pixels."""
+
+    width: float
+    height: float
+    axis: float
+    draw: Callable[[float, float], list[str]]  # at the left and the top
+    has_box: bool = True  # at its top, for an arrow to end at
+
+
+def svg(workflow: Workflow, run: Run | None = None, operators: Mapping[str, type[Operator]] | None = None) -> str:
+    """The workflow as an SVG document, with how it went after a run.
+
+    `operators` give the roles; those of the registry if None.
+    """
+    picture = _Picture(known_operators(entry_points=False) if operators is None else operators, run)
+    ends = [_terminal("problem"), *map(picture.block, workflow.root.steps), _terminal(_answer(run))]
+    whole = _stack(ends)
+    width, height = whole.width + 2 * _FRAME, whole.height + 2 * _FRAME
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+            f'viewBox="0 0 {width:g} {height:g}" font-family="system-ui, sans-serif" font-size="11">',
+            '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            f'orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{_LINE}"/></marker></defs>',
+            f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
+            *whole.draw(_FRAME, _FRAME),
+            "</svg>\n",
+        ]
+    )
+
+
+class _Picture:
+    def __init__(self, operators: Mapping[str, type[Operator]], run: Run | None):
+        self.operators, self.run = operators, run
+
+    def block(self, node: Node) -> _Block:
+        match node:
+            case Call():
+                return self.call(node)
+            case Sequence():
+                return _stack([self.block(step) for step in steps_of(node)])
+            case Parallel(branches):
+                return _side_by_side([self.block(branch) for branch in branches], node.id, "side by side")
+            case Conditional(condition, then, otherwise):
+                ways = [("pass", then), ("fail", otherwise)]
+                blocks = [_labelled(label, _bypass() if way is None else self.block(way)) for label, way in ways]
+                return _stack([self.block(condition), _side_by_side(blocks, node.id, "")])
+            case Loop(body, count):
+                return _looped(self.block(body), count, node.id)
+
+    def call(self, call: Call) -> _Block:
+        said = note(call, self.operators, self.run)
+        told = f"“{shortened(said.told, _LINE_CHARACTERS)}”" if said.told else ""
+        lines = [(told, 'font-style="italic"', _MUTED), (said.how, "", _STATUS_TEXT.get(said.status, _LINE))]
+        lines += [(shortened(said.gave, _LINE_CHARACTERS), "", "#222222")]
+        lines = [line for line in lines if line[0]]
+        height = (1 + len(lines)) * _LINE_HEIGHT + 2 * _BOX_PADDING - 4
+
+        def draw(x: float, y: float) -> list[str]:
+            faded = ' opacity="0.7"' if said.status in ("not run", "skipped") else ""
+            dashed = ' stroke-dasharray="4 3"' if said.status == "not run" else ""
+            baseline = y + _BOX_PADDING + 11
+            parts = [
+                f"<g{faded}>",
+                f'<rect x="{x:g}" y="{y:g}" width="{_BOX_WIDTH}" height="{height:g}" rx="6" '
+                f'fill="{ROLE_COLOURS[said.role]}" stroke="{_BORDER}"{dashed}/>',
+                _text(x + 14, baseline, shortened(said.title, 26), 'font-weight="600" font-size="13"'),
+                _text(x + _BOX_WIDTH - 10, baseline, call.id, f'text-anchor="end" fill="{_MUTED}"'),
+            ]
+            if said.status:
+                colour = STATUS_COLOURS[said.status]
+                parts.append(f'<rect x="{x:g}" y="{y + 5:g}" width="5" height="{height - 10:g}" fill="{colour}"/>')
+            for row, (text, style, colour) in enumerate(lines, start=1):
+                parts.append(_text(x + 14, baseline + row * _LINE_HEIGHT, text, f'{style} fill="{colour}"'))
+            return [*parts, "</g>"]
+
+        return _Block(_BOX_WIDTH, height, _BOX_WIDTH / 2, draw)
+
+
+def _stack(blocks: list[_Block]) -> _Block:
+    """Blocks under one another on one axis, with arrows between them."""
+    axis = max((block.axis for block in blocks), default=0)
+    width = axis + max((block.width - block.axis for block in blocks), default=0)
+    height = sum(block.height for block in blocks) + _GAP_DOWN * max(0, len(blocks) - 1)
+
+    def draw(x: float, y: float) -> list[str]:
+        parts: list[str] = []
+        for i, block in enumerate(blocks):
+            parts += block.draw(x + axis - block.axis, y)
+            y += block.height
+            if i < len(blocks) - 1:
+                parts.append(_line((x + axis, y), (x + axis, y + _GAP_DOWN), arrow=blocks[i + 1].has_box))
+                y += _GAP_DOWN
+        return parts
+
+    return _Block(width, height, axis, draw, has_box=not blocks or blocks[0].has_box)
+
+
+def _side_by_side(blocks: list[_Block], id: str, label: str) -> _Block:
+    """Blocks beside one another: the line parts above them and joins again below."""
+    inner = sum(block.width for block in blocks) + _GAP_ACROSS * max(0, len(blocks) - 1)
+    tallest = max((block.height for block in blocks), default=0)
+    width, height = inner + 2 * _FRAME, tallest + 2 * _GAP_DOWN
+    axis = width / 2
+
+    def draw(x: float, y: float) -> list[str]:
+        top, bottom = y + _GAP_DOWN / 3, y + height - _GAP_DOWN / 3
+        parts = [_line((x + axis, y), (x + axis, top)), _line((x + axis, bottom), (x + axis, y + height))]
+        left, axes = x + _FRAME, []
+        for block in blocks:
+            column = left + block.axis
+            axes.append(column)
+            parts.append(_line((column, top), (column, y + _GAP_DOWN), arrow=block.has_box))
+            parts += block.draw(left, y + _GAP_DOWN)
+            parts.append(_line((column, y + _GAP_DOWN + block.height), (column, bottom)))
+            left += block.width + _GAP_ACROSS
+        for level in (top, bottom):
+            parts.append(_line((min(axes, default=x + axis), level), (max(axes, default=x + axis), level)))
+        said = " ".join(part for part in (id, label) if part)
+        return [*parts, _text(x + axis + 6, y + 4, said, f'fill="{_MUTED}" font-size="10"')]
+
+    return _Block(width, height, axis, draw, has_box=False)
+
+
+def _looped(body: _Block, count: int, id: str) -> _Block:
+    """The body in a frame, with an arrow from its end back to its start."""
+    width, height = body.width + 2 * _FRAME + _BACK, body.height + 2 * _GAP_DOWN
+    axis = _FRAME + body.axis
+
+    def draw(x: float, y: float) -> list[str]:
+        top, bottom, side = y + _GAP_DOWN / 2, y + height - _GAP_DOWN / 2, x + 2 * _FRAME + body.width
+        back = f"M{x + axis:g},{bottom:g} H{side:g} V{top:g} H{x + axis + 4:g}"
+        return [
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8" fill="none" '
+            f'stroke="{_BORDER}" stroke-dasharray="3 3"/>',
+            _line((x + axis, y), (x + axis, y + _GAP_DOWN), arrow=body.has_box),
+            *body.draw(x + _FRAME, y + _GAP_DOWN),
+            _line((x + axis, y + _GAP_DOWN + body.height), (x + axis, y + height)),
+            f'<path d="{back}" fill="none" stroke="{_LINE}" marker-end="url(#arrow)"/>',
+            _text(side + 6, y + height / 2, f"at most {count}×", f'fill="{_LINE}"'),
+            _text(side + 6, y + height / 2 + _LINE_HEIGHT, id, f'fill="{_MUTED}"'),
+        ]
+
+    return _Block(width, height, axis, draw)
+
+
+def _labelled(label: str, block: _Block) -> _Block:
+    """A branch with its label beside the line above it."""
+
+    def draw(x: float, y: float) -> list[str]:
+        line = _line((x + block.axis, y), (x + block.axis, y + _LINE_HEIGHT), arrow=block.has_box)
+        text = _text(x + block.axis + 6, y + 10, label, f'fill="{_LINE}" font-weight="600"')
+        return [line, text, *block.draw(x, y + _LINE_HEIGHT)]
+
+    return _Block(block.width, block.height + _LINE_HEIGHT, block.axis, draw, has_box=False)
+
+
+def _bypass() -> _Block:
+    """A branch without steps."""
+    return _Block(60, 0, 30, lambda x, y: [], has_box=False)
+
+
+def _terminal(label: str) -> _Block:
+    """Where the work starts or ends."""
+    width = max(80.0, 6.4 * len(label) + 24)
+
+    def draw(x: float, y: float) -> list[str]:
+        return [
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="24" rx="12" fill="#f4f4f4" stroke="{_BORDER}"/>',
+            _text(x + width / 2, y + 16, label, 'text-anchor="middle"'),
+        ]
+
+    return _Block(width, 24, width / 2, draw)
+
+
+def _answer(run: Run | None) -> str:
+    if run is None:
+        return "answer"
+    return f"answer: {shortened(run.answer, _LINE_CHARACTERS)}" if run.answer else f"no answer ({run.status})"
+
+
+def _line(start: tuple[float, float], end: tuple[float, float], arrow: bool = False) -> str:
+    marker = ' marker-end="url(#arrow)"' if arrow else ""
+    return f'<line x1="{start[0]:g}" y1="{start[1]:g}" x2="{end[0]:g}" y2="{end[1]:g}" stroke="{_LINE}"{marker}/>'
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>' if text else ""
