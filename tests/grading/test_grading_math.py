@@ -2,12 +2,13 @@
 
 import threading
 import time
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.grading.math import anywhere, equal, last_boxed, last_number
+from flowjax.grading.math import anywhere, equal, is_number, last_boxed, last_number, plain_form
 
 # The verdicts that the published scorer of FlowSteer got wrong, or right only with help, come first.
 SAME = [
@@ -147,3 +148,28 @@ def test_formulas_are_judged_in_main_threads_only():
     thread.start()
     thread.join()
     assert len(caught) == 1
+
+
+def test_plain_forms_are_equal_for_the_same_number_or_text():
+    for a, b in [
+        ("5", " $5.0$ "),
+        ("1/2", "0.5"),
+        ("0.1", "1/10"),
+        ("1,000", "1000"),
+        ("X + 1", "x+1"),
+        ("50%", "50\\%"),
+    ]:
+        assert plain_form(a) == plain_form(b)
+    for a, b in [("5", "-5"), ("50%", "50"), ("0.33", "1/3"), ("x+1", "1+x"), ("", "0"), ("5", "5 km")]:
+        assert plain_form(a) != plain_form(b)
+
+
+@given(st.fractions(max_denominator=1000), st.fractions(max_denominator=1000))
+def test_plain_forms_tell_fractions_apart(a: Fraction, b: Fraction):
+    assert (plain_form(str(a)) == plain_form(str(b))) == (a == b)
+    assert is_number(str(a))
+
+
+@given(st.text())
+def test_any_text_has_a_plain_form(text: str):
+    assert isinstance(plain_form(text), str) and is_number(text) in (True, False)
