@@ -6,7 +6,14 @@ from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 # Maps whose keys are data: they become a label instead of prolonging the name.
-LABELS = {"policies": "policy", "failed": "cause", "dropped": "cause", "ages": "age", "trained_ages": "age"}
+LABELS = {
+    "policies": "policy",
+    "serving_versions": "policy",
+    "failed": "cause",
+    "dropped": "cause",
+    "ages": "age",
+    "trained_ages": "age",
+}
 _PREFIXES = {"policies": "policy"}
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 

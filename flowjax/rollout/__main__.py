@@ -16,6 +16,7 @@ from flowjax.config import ConfigError, load_run, policy_configs
 from flowjax.envs.base import WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import ModelError
+from flowjax.monitor.endpoint import MetricsEndpoint
 from flowjax.monitor.token import known_token
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
@@ -63,7 +64,9 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
         player = Player.of_run(config, engine=engine, follower=follower, pool=pool)
         service = RolloutService(config, run_dir, engine=engine, dataflow=dataflow, follower=follower, player=player)
         logging.info("playing as %s on %s", worker, ", ".join(urls))
-        await service.run(stop)
+        with MetricsEndpoint(lambda: service.told, role="rollout") as metrics:
+            service.metrics_url = metrics.url
+            await service.run(stop)
     logging.info("stopped after %d episodes", service.counters.episodes)
 
 

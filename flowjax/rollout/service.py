@@ -76,6 +76,8 @@ class RolloutService:
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rates = Rates()
         self.counters = Counters()
+        self.told: dict[str, Any] = {}  # the status that was written last
+        self.metrics_url = ""  # where else it can be read
 
     async def run(self, stop: asyncio.Event) -> None:
         """Play until `stop`, then give back what is unfinished.
@@ -216,7 +218,7 @@ class RolloutService:
     async def _report(self) -> None:
         logged_s = time.monotonic()
         while True:
-            status = self._status()
+            self.told = status = self._status()
             with contextlib.suppress(OSError):  # a full disk stops the trainer, whose message is the better one
                 await asyncio.to_thread(write_status, self._status_path, status)
             if time.monotonic() - logged_s > _LOG_EVERY_S:
@@ -241,6 +243,7 @@ class RolloutService:
             "slots": self._admission.slots,
             **(asdict(self._admission.load) if self._admission.load else {}),
             **(self._engine.status() if isinstance(self._engine, EnginePool) else {}),
+            "metrics_url": self.metrics_url,
             "leases": [*self._playing, *(lease_id for lease_id, _ in self._finished)],
             "unsent": len(self._finished),
             "serving_version": min(serving.values(), default=None),

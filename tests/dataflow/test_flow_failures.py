@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flowjax.monitor.metrics import read_metrics
-from flowjax.records import Episode
+from flowjax.records import Episode, Status
 from tests.dataflow.test_flow import batch, configuration, make_flow, played, train_leases
 
 MEMBERS = 4
@@ -21,7 +21,7 @@ def flow_with(folder: Path, **dataflow: Any):
     return flow
 
 
-def broken(lease, status="env_error") -> Episode:
+def broken(lease, status: Status = "env_error") -> Episode:
     names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
     return Episode(*names, [], {}, status, "the world is gone")
 
