@@ -29,7 +29,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """One run of one call. `turn` counts its runs from 1, as a loop repeats it; `cached` ones were not run again."""
+    """One run of one call. `turn` counts its runs from 1, as a loop repeats it; `cached` ones were not run again.
+
+    "budget": it was cut short, or would have been. `error` says why it did not come to a good end.
+    """
 
     node_id: str
     operator: str
@@ -48,7 +51,8 @@ class Run:
     """A run. `answer` is the state's newest answer (its newest code for a code problem), "" if there is none.
 
     `status` is "error" when a node outside a parallel failed, "budget" when a limit ended the run; the answer is then
-    the last there was.
+    the last there was, and `error` says what happened. "empty" is a workflow without calls. `trace` has the calls that
+    were reached, in reading order; those that were not are not in it.
     """
 
     answer: str
