@@ -3,6 +3,8 @@
 import json
 import os
 import statistics
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -95,6 +97,14 @@ def read_status(run_dir: Path, role: str) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return status if isinstance(status, dict) else {}
+
+
+def write_status(run_dir: Path, role: str, status: Mapping[str, Any]) -> None:
+    """Replace `status-<role>.json` in one step, with the time, so that who reads it never sees half of it."""
+    path = run_dir / f"status-{role}.json"
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    partial.write_text(json.dumps({**status, "time_s": time.time()}))
+    partial.replace(path)
 
 
 def number(entry: Mapping[str, Any], name: str) -> float | None:
