@@ -75,11 +75,11 @@ class Plain:
 class Run:
     """A run folder with a publishing trainer and a running follower."""
 
-    def __init__(self, folder: Path, engine: Engine, in_place: bool = False, **options):
-        self.folder, self.engine = folder, engine
+    def __init__(self, folder: Path, *engines: Engine, in_place: bool = False, **options):
+        self.folder, self.engine = folder, engines[0]
         self.checkpoints = Checkpoints(folder / "checkpoints" / "agent", keep=3)
         forms = {"agent": Plain(in_place)}
-        self.follower = Follower([engine], folder, forms, max_staleness=1, poll_s=0.005, **options)
+        self.follower = Follower(engines, folder, forms, max_staleness=1, poll_s=0.005, **options)
 
     def publish(self, step: int) -> None:
         self.checkpoints.save(step, {"a": jnp.full(3, float(step))}, {"m": jnp.zeros(3)}, {})
@@ -338,3 +338,88 @@ def test_full_weights_replace_each_other_once_no_episode_is_pinned(tmp_path, eng
 def test_an_engine_holds_the_full_weights_of_one_policy_only(tmp_path, engine):
     with pytest.raises(WeightsError, match=r"full weights of one policy: set policy\.train to 'lora'"):
         Follower([engine], tmp_path, {"one": Plain(True), "two": Plain(True)}, max_staleness=1)
+
+
+def test_every_engine_gets_every_version_and_loses_what_is_old(tmp_path):
+    async def scenario():
+        engines = Engine(), Engine()
+        run = Run(tmp_path, *engines)
+        async with run.following() as follower:
+            for step in range(4):
+                run.publish(step)
+                await until(lambda: follower._current.get("agent") == step)  # noqa: B023
+                follower.keep_from("agent", step - 1)
+            await until(lambda: all(set(engine.loaded) == {"agent@2", "agent@3"} for engine in engines))
+            await until(lambda: run.folders() == {"agent@2", "agent@3"})
+            assert engines[0].loaded == engines[1].loaded == {"agent@2": 2.0, "agent@3": 3.0}
+
+    asyncio.run(scenario())
+
+
+def test_a_version_is_served_when_one_engine_has_it_and_a_dead_one_catches_up(tmp_path):
+    async def scenario():
+        engines = Engine(), Engine()
+        run = Run(tmp_path, *engines)
+        run.publish(0)
+        async with run.following() as follower:
+            await until(lambda: all("agent@0" in engine.loaded for engine in engines))
+            engines[0].alive = False
+            with follower.using("agent", 0):
+                for step in (1, 2):
+                    run.publish(step)
+                    await until(lambda: follower.current("agent")[0] == step)  # noqa: B023
+                engines[0].restart()
+                await until(lambda: set(engines[0].loaded) == {"agent@0", "agent@2"})
+            assert set(engines[1].loaded) >= {"agent@1", "agent@2"}
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_hangs_does_not_hold_the_others_up(tmp_path):
+    class Hanging(Engine):
+        async def models(self) -> list[str]:
+            await asyncio.sleep(3600)
+            return []
+
+    async def scenario():
+        run = Run(tmp_path, Engine(), Hanging())
+        run.publish(0)
+        async with run.following() as follower:
+            await until(lambda: follower._current.get("agent") == 0, 10)
+            run.publish(1)
+            await until(lambda: follower.current("agent")[0] == 1, 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(follow, "_FIRST_LOOK_S", 0.2)
+        asyncio.run(scenario())
+
+
+def test_one_engine_that_refuses_does_not_end_the_run(tmp_path):
+    async def scenario():
+        engines = Engine(), Engine()
+        engines[0].refuse = {"agent@0"}
+        run = Run(tmp_path, *engines, stuck_s=0.1)
+        run.publish(0)
+        async with run.following() as follower:
+            await until(lambda: follower._current.get("agent") == 0)
+            await asyncio.sleep(0.5)
+            engines[0].refuse = set()
+            await until(lambda: "agent@0" in engines[0].loaded)
+
+    asyncio.run(scenario())
+
+
+def test_full_weights_replace_each_other_on_each_engine(tmp_path):
+    async def scenario():
+        engines = Engine(), Engine()
+        run = Run(tmp_path, *engines, in_place=True)
+        run.publish(0)
+        async with run.following() as follower:
+            await until(lambda: all(set(engine.loaded) == {"agent@0"} for engine in engines))
+            with follower.using("agent", 0, pinned=True):
+                run.publish(1)
+                await asyncio.sleep(0.1)
+                assert all(set(engine.loaded) == {"agent@0"} for engine in engines)
+            await until(lambda: all(set(engine.loaded) == {"agent@1"} for engine in engines))
+
+    asyncio.run(scenario())
