@@ -22,7 +22,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from rich.console import Console
 
-from flowjax.config import ConfigError, load_run, save_run
+from flowjax.config import ConfigError, load_run, policy_configs, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
 from flowjax.launch.devices import Devices, host_device_count, mesh_count, share_out, visible_accelerators
@@ -183,7 +183,7 @@ def _run(request: Request, console: Console) -> int:
     write_endpoints(config, run_dir, ports)
     session = Session(
         run_dir,
-        steps=config.trainer.steps,
+        steps=sum(_last_versions(config)),
         warm_steps=config.warm_start.steps,
         stop_order=STOP_ORDER,
         console=console,
@@ -202,7 +202,7 @@ def _run(request: Request, console: Console) -> int:
     )
     if status == OK:
         screen, wall_s = session.screen, time.time() - session.started_s
-        console.print(summary(screen.progress, steps=config.trainer.steps, wall_s=wall_s, states=screen.states))
+        console.print(summary(screen.progress, wall_s=wall_s, states=screen.states))
     else:
         console.print(
             f"stopped after {clock(time.time() - session.started_s)}; go on with: "
@@ -213,19 +213,24 @@ def _run(request: Request, console: Console) -> int:
     return status
 
 
+def _last_versions(config: ConfigDict) -> list[int]:
+    """The version at which each policy ends."""
+    return [own.trainer.steps for own in policy_configs(config).values()]
+
+
 async def _final_evaluation(config: ConfigDict, run_dir: Path, progress: Progress) -> None:
     """Wait for the evaluation of the last version.
 
     Raises:
         RoleFailed: it does not come.
     """
-    patience_s = config.trainer.step_timeout_s
+    patience_s, last = config.trainer.step_timeout_s, min(_last_versions(config))
     try:
         async with asyncio.timeout(patience_s):
-            while config.eval.tasks and progress.eval_at(config.trainer.steps) is None:
+            while config.eval.tasks and progress.eval_at(last) is None:
                 await asyncio.sleep(0.1)
     except TimeoutError as error:
-        reason = f"the evaluation of version {config.trainer.steps} was not in within {patience_s:g} s"
+        reason = f"the evaluation of version {last} was not in within {patience_s:g} s"
         raise RoleFailed("rollout", 1, run_dir / "logs" / "rollout.log", reason) from error
 
 

@@ -36,7 +36,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     roles.add_row("trainer", _seen(newest, now_s, silent_s=config.trainer.step_timeout_s), _training(newest))
     policies = Table()
     for column in (
-        "policy", "step", "served", "lag", "ready groups", "open", "dropped", "age mean", "oldest", "success",
+        "policy", "step", "committed", "served", "lag", "ready groups", "open", "dropped", "ages", "oldest", "success",
     ):  # fmt: skip
         policies.add_column(column)
     for name, own in policy_configs(config).items():
@@ -44,14 +44,16 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
         own_lines = [entry for entry in train if entry.get("policy", name) == name]
         last = own_lines[-1] if own_lines else {}
         served = rollout.get("serving_versions", {}).get(name)
-        step = last.get("step", 0)
+        step, committed = last.get("step", 0), counts.get("committed")
         policies.add_row(
             name,
             f"{step}/{own.trainer.steps}",
+            _shown(committed),
             _shown(served),
-            _shown(None if served is None else max(step - served, 0)),
-            *(_shown(counts.get(f"{state}_groups")) for state in ("ready", "open", "dropped")),
-            fixed(number(last, "staleness_mean"), 2),
+            _shown(None if served is None else max((step if committed is None else committed) - served, 0)),
+            *(_shown(counts.get(f"{state}_groups")) for state in ("ready", "open")),
+            _dropped(counts),
+            _ages(counts.get("trained_ages", {})) or fixed(number(last, "staleness_mean"), 2),
             _shown(last.get("staleness_max")),
             percent(number(last, "success_rate")),
         )
@@ -78,7 +80,13 @@ def _playing(status: Mapping[str, Any]) -> Iterator[str]:
     yield f"{status.get('in_flight', 0)} episodes in flight"
     yield f"{fixed(number(status, 'episodes_per_s'), 1)} episodes/s"
     yield f"{status.get('failed_episodes', 0)} failed"
-    yield f"engine {'up' if status.get('engine_up') else 'away'}"
+    engines = status.get("engines", [])
+    if len(engines) > 1:
+        yield f"{sum(engine['up'] for engine in engines)} of {len(engines)} engines up"
+    else:
+        yield f"engine {'up' if status.get('engine_up') else 'away'}"
+    if load := status.get("engine_load"):
+        yield f"{status['slots']} slots, {load['waiting']} requests queued, {load['preemptions']} preempted"
 
 
 def _keeping(status: Mapping[str, Any]) -> Iterator[str]:
@@ -86,11 +94,27 @@ def _keeping(status: Mapping[str, Any]) -> Iterator[str]:
         return
     for state in ("waiting", "leased", "quarantined"):
         yield f"{status.get(state, 0)} {state}"
+    for cause, n in status.get("failed", {}).items():
+        yield f"{n} failed ({cause.replace('_', ' ')})"
+    if status.get("short_groups"):
+        yield f"{status['short_groups']} short groups"
     if status.get("passed_over_tasks"):
         yield f"{status['passed_over_tasks']} tasks passed over"
     for name, counts in status.get("algorithms", {}).items():
         for key, value in counts.items():
             yield f"{name}.{key} {value:.3g}"
+
+
+def _dropped(counts: Mapping[str, Any]) -> str:
+    """How many groups, and why."""
+    causes = ", ".join(f"{n} {cause.replace('_', ' ')}" for cause, n in counts.get("dropped", {}).items())
+    return f"{_shown(counts.get('dropped_groups'))}{f' ({causes})' if causes else ''}"
+
+
+def _ages(tokens: Mapping[str, int]) -> str:
+    """Shares of the tokens of the newest batch by their age in versions."""
+    whole = sum(tokens.values())
+    return ", ".join(f"{age}: {100 * n / whole:.0f} %" for age, n in tokens.items()) if whole else ""
 
 
 def _training(line: Mapping[str, Any]) -> str:

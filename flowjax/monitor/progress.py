@@ -63,8 +63,14 @@ class Progress:
                 self.evals[entry.get("step", 0)] = entry
 
     @property
+    def newest(self) -> dict[str, dict[str, Any]]:
+        """The newest line of each policy, by its name; "" is the only one."""
+        return {entry.get("policy", ""): entry for entry in self.train}
+
+    @property
     def step(self) -> int:
-        return self.train[-1].get("step", 0) if self.train else 0
+        """Steps done, of all policies together."""
+        return sum(entry.get("step", 0) for entry in self.newest.values())
 
     def recent(self, name: str) -> float | None:
         """Mean of a metric over the last steps."""

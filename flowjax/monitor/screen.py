@@ -133,15 +133,26 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
         ("mismatch k3", f"{scientific(k3)}, log-prob off by {scientific(most)} at most"),
         ("seconds a step", phases(progress)),
         ("ready to train", f"{count(dataflow, 'ready_groups')} groups, engine at version {version}"),
+        *(_policy(name, entry, dataflow) for name, entry in progress.newest.items() if name),
     ]
+
+
+def _policy(name: str, entry: Mapping[str, Any], dataflow: Mapping[str, Any]) -> tuple[str, str]:
+    """A line of one of several policies."""
+    counts = dataflow.get("policies", {}).get(name, {})
+    success, served = percent(number(entry, "success_rate")), f"serves {count(counts, 'version')}"
+    lag, ready = f"lag {count(counts, 'lag')}", f"{count(counts, 'ready_groups')} ready"
+    return name, f"step {entry.get('step')}, {success}, {served}, {lag}, {ready}"
 
 
 def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
     """One metrics entry in words; empty for what is not told."""
     kind = entry.get("kind")
     if kind == "train":
+        policy = entry.get("policy")
+        done = f"{policy}: step {entry.get('step')}" if policy else f"step {entry.get('step')}/{steps}"
         return (
-            f"step {entry.get('step')}/{steps}  success {percent(number(entry, 'success_rate'))}"
+            f"{done}  success {percent(number(entry, 'success_rate'))}"
             f"  reward {fixed(number(entry, 'reward_mean'))}  staleness {fixed(number(entry, 'staleness_mean'), 2)}"
             f"  k3 {scientific(number(entry, 'mismatch_k3'))}  {fixed(number(entry, 'total_s'), 1)} s"
             f" (wait {fixed(number(entry, 'wait_s'), 1)}, step {fixed(number(entry, 'step_s'), 1)},"
@@ -154,14 +165,13 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
     return ""
 
 
-def summary(
-    progress: Progress, *, steps: int, wall_s: float, states: Mapping[str, RoleState] | None = None
-) -> RenderableType:
+def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState] | None = None) -> RenderableType:
     """What a finished run comes to."""
     table = Table(title=f"{progress.run_dir}", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    before, after = progress.eval_at(0), progress.eval_at(steps)
+    last = max(progress.evals, default=0)
+    before, after = progress.eval_at(0), progress.eval_at(last) if last else None
     totals = progress.totals
     per_step = max(len(progress.train), 1)
     spent_s = totals["total_s"]

@@ -27,7 +27,16 @@ def run(tmp_path: Path) -> Path:
 
 def test_roles_queues_versions_and_ages_are_shown(run: Path):
     rollout = {"time_s": 995.0, "in_flight": 12, "serving_versions": {"solver": 6, "verifier": 3}, "engine_up": True}
-    dataflow = {"time_s": 900.0, "leased": 12, "policies": {"solver": {"ready_groups": 4, "dropped_groups": 1}}}
+    dataflow = {"time_s": 900.0, "leased": 12, "failed": {"env_error": 3}}
+    dataflow["policies"] = {
+        "solver": {
+            "committed": 7,
+            "ready_groups": 4,
+            "dropped_groups": 1,
+            "dropped": {"too_old": 1},
+            "trained_ages": {"0": 30, "1": 10},
+        }
+    }
     for role, status in (("rollout", rollout), ("dataflow", dataflow)):
         (run / f"status-{role}.json").write_text(json.dumps(status))
     metrics = MetricsWriter(run)
@@ -37,12 +46,12 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
     lines = text(run, 1000.0).splitlines()
     (solver,) = [line for line in lines if line.startswith("│ solver")]
     assert [cell.strip() for cell in solver.strip("│").split("│")] == [
-        "solver", "7/100", "6", "1", "4", "", "1", "1.25", "2", "25.0 %",
+        "solver", "7/100", "7", "6", "1", "4", "", "1 (1 too old)", "0: 75 %, 1: 25 %", "2", "25.0 %",
     ]  # fmt: skip
     (verifier,) = [line for line in lines if line.startswith("│ verifier")]
     assert "3/40" in verifier and "75.0 %" in verifier
     assert any("rollout" in line and "12 episodes in flight" in line and "engine up" in line for line in lines)
-    assert any("dataflow" in line and "(away)" in line and "12 leased" in line for line in lines)
+    assert any("dataflow" in line and "(away)" in line and "3 failed (env error)" in line for line in lines)
     assert any("solver@0, verifier@0" in line and "50.0 %" in line for line in lines)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.progress import Progress, read_status
 from flowjax.monitor.roles import RoleState
-from flowjax.monitor.screen import Screen, clock, sparkline, summary
+from flowjax.monitor.screen import Screen, clock, plain_line, sparkline, summary
 
 
 def step_line(step, **more):
@@ -182,11 +182,11 @@ def test_summary_compares_before_and_after(tmp_path):
     writer = write_run(tmp_path)
     progress = Progress(tmp_path)
     progress.update()
-    assert "held-out success after │ - " in " ".join(text_of(summary(progress, steps=4, wall_s=100)).split()) + " "
+    assert "held-out success after │ - " in " ".join(text_of(summary(progress, wall_s=100)).split()) + " "
     writer.write("eval", step=4, version=4, episodes=200, success_rate=0.65, low=0.581, high=0.713, seconds=8.0)
     progress.update()
     states = {"engine": RoleState("engine", "stopped", restarts=1), "trainer": RoleState("trainer", "done")}
-    table = " ".join(text_of(summary(progress, steps=4, wall_s=3725, states=states)).split())
+    table = " ".join(text_of(summary(progress, wall_s=3725, states=states)).split())
     for part in (
         str(tmp_path),
         "before │ 40.0 % [33.4, 46.9] of 200",
@@ -215,3 +215,20 @@ def test_small_helpers():
     assert sparkline([1.0, 1.0], 10) == "▁▁"
     assert sparkline([0.0, 1.0, 0.0], 2) == "█▁"
     assert sparkline([], 5) == ""
+
+
+def test_several_policies_have_a_line_each_and_one_bar(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for policy, steps in (("solver", 3), ("verifier", 1)):
+        for step in range(1, steps + 1):
+            writer.write("train", **step_line(step, policy=policy))
+    status = {"policies": {"solver": {"version": 2, "lag": 1, "ready_groups": 5}, "verifier": {"version": 1}}}
+    (tmp_path / "status-dataflow.json").write_text(json.dumps(status))
+    screen = Screen(tmp_path, steps=8, states={}, console=Console(file=io.StringIO(), width=160))
+    shown = text_of(screen.render())
+    assert "step 4/8" in shown
+    assert "step 3, 25.0 %, serves 2, lag 1, 5 ready" in shown
+    assert "step 1, 25.0 %, serves 1, lag -, - ready" in shown
+    assert plain_line({"kind": "train", **step_line(2, policy="solver")}, screen.progress, 8).startswith(
+        "solver: step 2 "
+    )
