@@ -42,16 +42,17 @@ def _nano(config: ConfigDict) -> None:
     config.env.max_turns = config.env.options.turns = 7
     config.env.options.expert = "plain"
     config.engine.dtype = "float32"
-    config.engine.max_model_tokens = 72
+    config.engine.max_model_tokens = 64
     config.engine.kv_cache_bytes = 256 * 1024**2
-    config.rollout.max_prompt_tokens = 60
+    config.rollout.max_prompt_tokens = 52
     config.rollout.max_new_tokens = 12
     config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
     config.trainer.steps = 40
     config.trainer.updates_per_step = 2
-    config.trainer.row_tokens = 72
-    config.trainer.micro_batch_rows = 64
+    config.trainer.row_tokens = 64  # most prompts are far shorter
+    config.trainer.micro_batch_rows = 128
+    config.trainer.tight_micro_batches = True
     config.optimizer.learning_rate = 1e-3
     config.warm_start.states = 5000  # their programs really run
     config.warm_start.label_noise = 0.3
@@ -62,7 +63,7 @@ def _nano_append(config: ConfigDict) -> None:
     config.name = "canvas-nano-append"
     config.model.path = "models/nano-canvas-append"
     config.env.context = "append"
-    episode_tokens = 160  # seven turns of about nine words said and seven heard
+    episode_tokens = 144  # seven turns of at most twelve words said and seven heard
     config.engine.max_model_tokens = config.trainer.row_tokens = episode_tokens
     config.rollout.max_prompt_tokens = episode_tokens - config.rollout.max_new_tokens
     config.trainer.micro_batch_rows = 32

@@ -1,6 +1,8 @@
 """The canvas world: edits run, whatever an agent does has an answer, what counts is the run's, splits, prompts."""
 
 import contextlib
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +15,12 @@ from flowjax.envs.base import Observation, Past, Split, WorldError, load_world
 from flowjax.envs.canvas import exercises
 from flowjax.envs.canvas.protocol import read
 from flowjax.envs.demonstrations import demonstrations
+from flowjax.launch.checks import check_config
 from flowjax.records import Task
+from flowjax.rewards.scores import check_reward
 
-LONGEST_PROMPT_WORDS, LONGEST_REPLY_WORDS = 52, 11
+ROOT = Path(__file__).parents[2]
+LONGEST_PROMPT_WORDS, LONGEST_REPLY_WORDS, LONGEST_RESULT_WORDS = 44, 11, 7
 SUM = exercises.Exercise("arithmetic", "math", "Compute 2 + 3.", "5", 2)
 
 
@@ -46,6 +51,7 @@ def success(task: Task, rng: np.random.Generator | None, **options) -> float:
         assert len(said) <= LONGEST_PROMPT_WORDS and set(said) <= set(canvas.vocabulary(**options))
         step = env.step(action)
         observation = step.observation
+        assert len(canvas.follow_up(observation, "compact")[0]["content"].split()) <= LONGEST_RESULT_WORDS
         assert set(step.outcome) == set(canvas.OUTCOMES) and all(np.isfinite(list(step.outcome.values())))
         if step.terminal:
             return step.outcome["success"]
@@ -324,3 +330,17 @@ def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
         canvas.tasks("train", 0, **options)
         canvas.make(**options)
+
+
+@pytest.mark.parametrize("variant", ["nano", "nano_append", "nano_grpo", "qwen3_8b"])
+def test_recipes_can_be_started_as_they_are(variant: str):
+    config = runpy.run_path(str(ROOT / "configs" / "canvas.py"))["get_config"](variant)
+    assert check_config(config) == []
+    check_reward(config.reward.components.to_dict(), canvas.OUTCOMES, "the canvas")
+    options = config.env.options.to_dict()
+    env = canvas.make(**options)
+    assert env.options.turns == config.env.max_turns and env.options.step_s < config.env.step_timeout_s
+    if variant.startswith("nano"):
+        longest = LONGEST_PROMPT_WORDS if config.env.context == "window" else 8 + 6 * (12 + LONGEST_RESULT_WORDS)
+        assert longest <= config.rollout.max_prompt_tokens
+        assert config.rollout.max_new_tokens == 12 > LONGEST_REPLY_WORDS

@@ -13,9 +13,10 @@ from flowjax.config import load_run
 from flowjax.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-WINDOW = ("alfworld:nano", "code:nano", "webshop:nano", "search:nano", "sokoban:nano", "math:nano")
+WINDOW = ("alfworld:nano", "code:nano", "webshop:nano", "search:nano", "sokoban:nano", "math:nano", "canvas:nano")
 APPEND = (
     "alfworld:nano_append",
+    "canvas:nano_append",
     "math:nano_calculator",
     "search:nano_append",
     "sokoban:nano_append",

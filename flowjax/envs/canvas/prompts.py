@@ -16,7 +16,7 @@ from flowjax.envs.canvas.options import Options, read_options
 from flowjax.envs.canvas.protocol import RESULT, answer_length, read
 from flowjax.envs.canvas.world import read_action
 
-_LONGEST_WORKFLOW = 40  # words of it in a compact prompt; the beginning of longer ones is left out
+_LONGEST_WORKFLOW = 32  # words of it in a compact prompt; the beginning of longer ones is left out
 _SIGNS = ("->", "[", "]", ",", "(", ")", "?", ":", "*", "done")
 _VERBS = ("add", "delete", "finish")
 _KINDS = (*exercises.KINDS, "math", "qa", "code", "choice", "general")
