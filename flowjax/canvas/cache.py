@@ -16,6 +16,7 @@ import logging
 import sqlite3
 import sys
 import threading
+from abc import ABC
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ from typing import Any
 from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.values import Problem, State, Value
 
+_log = logging.getLogger(__name__)
 _SCHEMA_VERSION = 1
+_PLAIN = (str, int, float, tuple, list, dict)
 _BUSY_S = 2.0  # how long another process may hold the file
 
 
@@ -120,7 +123,7 @@ class Cache:
             try:
                 row = self._file.execute("SELECT outputs FROM results WHERE key = ?", (key,)).fetchone()
             except sqlite3.Error as error:
-                logging.warning("The cache file could not be read: %s", error)
+                _log.warning("The cache file could not be read: %s", error)
                 return None
             if row is None:
                 return None
@@ -137,7 +140,7 @@ class Cache:
                 try:
                     self._file.execute("INSERT OR IGNORE INTO results VALUES (?, ?)", (key, json.dumps(dict(outputs))))
                 except sqlite3.Error as error:
-                    logging.warning("The cache file could not be written: %s", error)
+                    _log.warning("The cache file could not be written: %s", error)
 
     def _remember(self, key: str, outputs: State) -> None:
         size = _size_bytes(outputs)
@@ -172,14 +175,14 @@ def problem_digest(problem: Problem) -> str:
 def _fingerprint(operator: type[Operator]) -> str:
     """What the operator is: the source of its modules and its plain attributes, so that changed code runs again."""
     parts: list[Any] = [operator.name]
-    for base in operator.__mro__[:-1]:
-        if base is Operator:
-            break
+    for base in operator.__mro__:
+        if base in (Operator, ABC, object):
+            continue
         try:
             parts.append(inspect.getsource(inspect.getmodule(base) or base))
         except (OSError, TypeError):  # made in an interactive session: the name must do
             parts.append(f"{base.__module__}.{base.__qualname__}")
-        plain = {name: value for name, value in vars(base).items() if isinstance(value, str | int | float | tuple)}
+        plain = {name: value for name, value in vars(base).items() if isinstance(value, _PLAIN)}
         parts.append(sorted((name, repr(value)) for name, value in plain.items() if not name.startswith("__")))
     return _digest(json.dumps(parts))
 
@@ -197,19 +200,23 @@ def _value_bytes(value: Value) -> int:
 
 
 def _open(path: Path, max_entries: int) -> sqlite3.Connection:
+    file = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        file.execute("PRAGMA journal_mode = WAL")
-        file.execute("PRAGMA synchronous = NORMAL")
+        file.execute("BEGIN IMMEDIATE")  # another process may be making the same file
         (version,) = file.execute("PRAGMA user_version").fetchone()
         (tables,) = file.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version != _SCHEMA_VERSION and tables:
-            raise CacheError(f"the cache file {path} is of another kind or version: delete it or name another path")
+            raise sqlite3.DatabaseError("it is of another kind or version")
         file.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         file.execute("CREATE TABLE IF NOT EXISTS results (key TEXT PRIMARY KEY, outputs TEXT NOT NULL)")
-        newest = "SELECT rowid FROM results ORDER BY rowid DESC LIMIT ?"
-        file.execute(f"DELETE FROM results WHERE rowid NOT IN ({newest})", (max_entries,))
+        file.execute("DELETE FROM results WHERE rowid <= (SELECT max(rowid) FROM results) - ?", (max_entries,))
+        file.execute("COMMIT")
+        file.execute("PRAGMA journal_mode = WAL")
+        file.execute("PRAGMA synchronous = NORMAL")
     except (sqlite3.Error, OSError) as error:
+        if file is not None:
+            file.close()
         raise CacheError(f"the cache file {path} cannot be used ({error}): delete it or name another path") from error
     return file

@@ -29,6 +29,7 @@ from flowjax.canvas.seeds import branch_seeds
 from flowjax.canvas.trace import NodeRun, NodeStatus, Run, RunStatus, Usage
 from flowjax.canvas.values import Problem, State, Value
 
+_log = logging.getLogger(__name__)
 _SANDBOX = Sandbox()
 
 
@@ -187,7 +188,6 @@ class _Interpreter:
         scope.state.pop("candidates", None)
         if candidates:
             scope.state["candidates"] = tuple(candidates)
-            scope.written.add("candidates")
         for end in ends:
             if isinstance(end, BudgetSpent):
                 raise end
@@ -308,7 +308,7 @@ class _Interpreter:
                     raise
                 return Outcome(error="CancelledError: the operator was cancelled from inside")
             except Exception as error:
-                logging.warning("Operator %s failed", operator.name, exc_info=True)
+                _log.warning("Operator %s failed", operator.name, exc_info=True)
                 return Outcome(error=f"{type(error).__name__}: {error}")
         if context.spent is not None:  # the operator has made do without; a run must not end otherwise for that
             raise context.spent

@@ -74,11 +74,12 @@ def test_a_request_says_what_the_api_wants_to_know():
 
 def test_options_for_endpoints_that_are_different():
     async def scenario():
-        options = {"token_limit_field": "max_completion_tokens", "structured": False, "api_key": ""}
+        options: dict[str, Any] = {"token_limit_field": "max_completion_tokens", "structured": False, "api_key": ""}
+        options["extra_body"] = {"seed": None, "top_p": None}
         async with serving() as server, client(server, **options) as backend:
             await backend.complete(replace(REQUEST, schema={"type": "object"}))
             assert server.bodies[0]["max_completion_tokens"] == 64
-            assert not {"max_tokens", "response_format"} & server.bodies[0].keys()
+            assert not {"max_tokens", "response_format", "seed", "top_p"} & server.bodies[0].keys()
             assert "Authorization" not in server.headers[0]
 
     go(scenario())

@@ -108,7 +108,7 @@ def test_equal_branches_are_cached_apart():
 def test_a_changed_operator_of_the_same_name_runs_again():
     def version(suffix: str):
         say = operator("Say", (), (Field("answer"),), lambda *_: {"answer": suffix})
-        return type("Say", (say,), {"template": suffix})
+        return type("Say", (say, type("Mixin", (), {"template": suffix})), {})
 
     cache = Cache()
     assert [go("Say", version(text), cache=cache).answer for text in ("one", "two", "one")] == ["one", "two", "one"]
@@ -315,9 +315,11 @@ def test_files_that_are_not_ours_are_refused(tmp_path):
     noise.write_bytes(b"not a data base" * 100)
     with sqlite3.connect(foreign) as database:
         database.execute("CREATE TABLE songs (name TEXT)")
+    before = foreign.read_bytes()
     for path in (noise, foreign, tmp_path):
         with pytest.raises(CacheError, match=f"the cache file {path} .*delete it or name another"):
             Cache(path=path)
+    assert foreign.read_bytes() == before
 
 
 def test_a_file_that_breaks_does_not_break_runs(tmp_path, caplog):

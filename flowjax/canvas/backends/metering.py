@@ -8,6 +8,7 @@ from typing import Any
 from flowjax.canvas.backends.base import Message
 from flowjax.canvas.trace import Usage
 
+_log = logging.getLogger(__name__)
 _CHARACTERS_PER_TOKEN = 4  # rough; only where an endpoint does not count
 _TOKENS_PER_MILLION = 1_000_000
 
@@ -34,7 +35,7 @@ def usage_of(answer: Mapping[str, Any], messages: Sequence[Message], text: str, 
     stated = stated if isinstance(stated, Mapping) else {}
     prompt_tokens, sampled_tokens = stated.get("prompt_tokens"), stated.get("completion_tokens")
     if not (isinstance(prompt_tokens, int) and isinstance(sampled_tokens, int)):
-        logging.warning("The endpoint of model %r does not state its usage: it is estimated", answer.get("model"))
+        _log.warning("The endpoint of model %r does not state its usage: it is estimated", answer.get("model"))
         prompt_tokens, sampled_tokens = prompt_estimate(messages), -(-len(text) // _CHARACTERS_PER_TOKEN)
     return Usage(1, prompt_tokens, sampled_tokens, prices.cost(prompt_tokens, sampled_tokens))
 

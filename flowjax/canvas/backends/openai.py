@@ -25,6 +25,7 @@ from flowjax.canvas.backends.base import BackendError, Completion, Request
 from flowjax.canvas.backends.limits import Limiter, Limits
 from flowjax.canvas.backends.metering import Prices, prompt_estimate, usage_of
 
+_log = logging.getLogger(__name__)
 _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
 _TOLD_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 _ERROR_CHARACTERS = 300
@@ -75,7 +76,8 @@ class OpenAIBackend:
         prices: what tokens cost; without a price list they cost nothing.
         token_limit_field: what the endpoint calls `max_new_tokens`; OpenAI's reasoning models know only the second.
         structured: whether the endpoint can hold answers to a JSON schema. If not, `schema` is not sent.
-        extra_body: more fields of the request, such as `chat_template_kwargs`.
+        extra_body: more fields of the request, such as `chat_template_kwargs`; None leaves out a field that the
+            endpoint would refuse, such as `seed` or `top_p`.
         identity: what caches know the model by, where the model's name and addresses do not say enough: another run's
             engine serves other weights at the same address.
         use_proxy: go through the proxies that the environment names.
@@ -140,7 +142,7 @@ class OpenAIBackend:
                 return await self._try(connections, url, body, request)
             except _TryAgain as error:
                 failure = f"{url}: {error}"
-                logging.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
+                _log.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
                 now_s = asyncio.get_running_loop().time()
                 own_pause[url] = now_s + self._retry_s(tries // len(order))
                 if error.after_s is not None:
@@ -210,7 +212,7 @@ class OpenAIBackend:
         if request.schema is not None and self._structured:
             schema = {"name": "answer", "strict": True, "schema": request.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return json.dumps(body | self._extra_body)
+        return json.dumps({name: value for name, value in (body | self._extra_body).items() if value is not None})
 
     def _headers(self) -> dict[str, str]:
         key = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
