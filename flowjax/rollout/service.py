@@ -241,7 +241,7 @@ class RolloutService:
             **self._rates.update(self.counters, time.monotonic()),
             "in_flight": len(self._playing),
             "slots": self._admission.slots,
-            **(asdict(self._admission.load) if self._admission.load else {}),
+            **({"engine_load": asdict(self._admission.load)} if self._admission.load else {}),
             **(self._engine.status() if isinstance(self._engine, EnginePool) else {}),
             "metrics_url": self.metrics_url,
             "leases": [*self._playing, *(lease_id for lease_id, _ in self._finished)],

@@ -146,9 +146,9 @@ def test_slots_follow_the_load(tmp_path):
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: servers.leased >= 4 and run.status()["slots"] >= 4)
             servers.engine.waiting = 9
-            await until(lambda: run.status().get("waiting") == 9)
+            await until(lambda: run.status().get("engine_load", {}).get("waiting") == 9)
             status = run.status()
-            assert status["slots"] <= servers.leased and status["preemptions"] == 0
+            assert status["slots"] <= servers.leased and status["engine_load"]["preemptions"] == 0
 
     asyncio.run(scenario())
 

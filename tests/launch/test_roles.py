@@ -1,0 +1,94 @@
+"""Which engines a config starts, where they listen, and what it says of those that run elsewhere."""
+
+import json
+
+import pytest
+
+from flowjax.launch import machine
+from flowjax.launch.checks import check_config
+from flowjax.launch.devices import Devices, share_out
+from flowjax.launch.roles import choose_ports, engine_accelerators, engine_roles, run_roles, write_endpoints
+
+URLS = ("http://one:8000", "http://two:8000")
+
+
+def _value(role, name: str) -> str:
+    return role.argv[role.argv.index(name) + 1]
+
+
+def test_one_engine_keeps_its_plain_name(config, tmp_path):
+    ports = choose_ports(config)
+    assert list(ports) == ["engine", "dataflow"]
+    assert [role.name for role in run_roles(config, tmp_path, ports, Devices())][:2] == ["engine", "dataflow"]
+
+
+def test_each_replica_is_a_role_with_port_seed_and_accelerators_of_its_own(config, tmp_path):
+    config.engine.replicas, config.engine.tensor_parallel, config.seed = 3, 2, 7
+    devices = share_out(tuple("01234567"), engine_accelerators(config))
+    assert (devices.trainer, devices.engine) == (("0", "1"), ("2", "3", "4", "5", "6", "7"))
+    ports = choose_ports(config)
+    roles = engine_roles(config, tmp_path, ports, devices)
+    assert [role.name for role in roles] == ["engine-0", "engine-1", "engine-2"]
+    assert [role.env["CUDA_VISIBLE_DEVICES"] for role in roles] == ["2,3", "4,5", "6,7"]
+    assert [_value(role, "--seed") for role in roles] == ["7", "8", "9"]
+    assert [int(_value(role, "--port")) for role in roles] == [ports[role.name] for role in roles]
+    assert len(set(ports.values())) == 4
+    write_endpoints(config, tmp_path, ports)
+    endpoints = json.loads((tmp_path / "endpoints.json").read_text())
+    assert endpoints == {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+
+
+def test_a_configured_port_is_the_first_of_several(config):
+    config.engine.port, config.engine.replicas = 8000, 3
+    ports = choose_ports(config)
+    assert [ports[f"engine-{index}"] for index in range(3)] == [8000, 8001, 8002]
+    config.dataflow.port = 8002
+    assert any("8000 (for 3 engines) and 8002" in problem for problem in machine.check_ports(config))
+
+
+def test_engines_elsewhere_are_known_and_not_started(config, tmp_path):
+    config.engine.urls = URLS
+    config.engine.python = "/no/such/python"  # it is not needed here
+    ports = choose_ports(config)
+    assert list(ports) == ["dataflow"]
+    devices = share_out(("0", "1"), engine_accelerators(config))
+    assert (devices.trainer, devices.engine) == (("0", "1"), ())
+    assert [role.name for role in run_roles(config, tmp_path, ports, devices)] == ["dataflow", "trainer", "rollout"]
+    assert machine.check_engine(config, devices) == []
+    write_endpoints(config, tmp_path, ports)
+    endpoints = json.loads((tmp_path / "endpoints.json").read_text())
+    assert (endpoints["engine-0"], endpoints["engine-1"]) == URLS
+    config.engine.urls = URLS[:1]
+    write_endpoints(config, tmp_path, ports)
+    assert json.loads((tmp_path / "endpoints.json").read_text())["engine"] == URLS[0]
+
+
+def test_too_few_accelerators_for_all_replicas(config):
+    config.engine.replicas, config.engine.tensor_parallel = 2, 2
+    (message,) = machine.check_engine(config, share_out(("0", "1", "2"), engine_accelerators(config)))
+    assert (
+        "replicas is 2 and config.engine.tensor_parallel is 2, which takes 4 accelerators, but there are 3" in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine.urls": URLS, "engine.replicas": 2}, "config.engine.replicas is 2, but config.engine.urls names"),
+        ({"engine.urls": ("one:8000",)}, "config.engine.urls has 'one:8000': give addresses such as"),
+        ({"engine.urls": URLS[:1] * 2}, "an address comes twice"),
+        ({"engine.replicas": 0}, "config.engine.replicas is 0: it must be at least 1"),
+        ({"rollout.min_concurrent_episodes": 999}, "config.rollout.min_concurrent_episodes is 999, more than"),
+        ({"policy.name": "base"}, "a policy is named 'base'"),
+        ({"agents": {"solver": "nobody"}}, "config.agents.solver is 'nobody'"),
+        ({"agents": {"solver": "base"}}, "nothing is trained"),
+    ],
+)
+def test_what_cannot_be(config, changes, message):
+    config.update_from_flattened_dict(changes)
+    assert any(message in problem for problem in check_config(config)), check_config(config)
+
+
+def test_a_frozen_agent_beside_a_trained_one_is_fine(config):
+    config.agents = {"solver": "agent", "verifier": "base"}
+    assert check_config(config) == []
