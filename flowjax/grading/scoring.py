@@ -149,10 +149,10 @@ class Scorer:
 
 
 def words_verdict(answer: str, golds: Sequence[str]) -> Verdict:
-    """Exact match and F1 of SQuAD; an unanswerable question is answered by saying so, or by nothing."""
+    """Exact match and F1 of SQuAD; an unanswerable question is answered by saying so. Saying nothing is no answer."""
     stated = stated_answer(answer)
     if UNANSWERABLE in golds:
-        says_so = not stated or normalise_answer(stated) in _SAYS_UNANSWERABLE
+        says_so = normalise_answer(stated) in _SAYS_UNANSWERABLE
         return Verdict(says_so, float(says_so))
     return Verdict(exact_match(stated, golds), f1_score(stated, golds))
 

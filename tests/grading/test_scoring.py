@@ -117,7 +117,7 @@ def test_the_best_of_several_golds_counts(scorer: Scorer):
 
 @pytest.mark.parametrize(
     ("answer", "correct"),
-    [("unanswerable", True), ("No answer.", True), ("", True), ("The Unknown Soldier", False), ("Paris", False)],
+    [("unanswerable", True), ("No answer.", True), ("", False), ("The Unknown Soldier", False), ("Paris", False)],
 )
 def test_unanswerable_questions(scorer: Scorer, answer: str, correct: bool):
     """Published: rows without an answer are dropped, and with them any gold that holds the word "unknown"."""
