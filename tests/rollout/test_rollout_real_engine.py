@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +28,19 @@ START_S = 300.0
 class VllmRun(RolloutRun):
     """A run with a nano model of random weights, so that episodes wander until they are truncated."""
 
-    def __init__(self, folder: Path):
-        super().__init__(
-            folder,
-            trainer__groups_per_step=8,
-            rollout__max_concurrent_episodes=32,
-            rollout__max_new_tokens=2,
-            rollout__temperature=1.0,
-            engine__dtype="float32",
-            engine__max_model_tokens=64,
-            engine__kv_cache_bytes=64 * 1024**2,
-            engine__request_timeout_s=START_S,
-            engine__start_timeout_s=START_S,
-        )
+    def __init__(self, folder: Path, **overrides: Any):
+        settings = {
+            "trainer__groups_per_step": 8,
+            "rollout__max_concurrent_episodes": 32,
+            "rollout__max_new_tokens": 2,
+            "rollout__temperature": 1.0,
+            "engine__dtype": "float32",
+            "engine__max_model_tokens": 64,
+            "engine__kv_cache_bytes": 64 * 1024**2,
+            "engine__request_timeout_s": START_S,
+            "engine__start_timeout_s": START_S,
+        }
+        super().__init__(folder, **(settings | overrides))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
