@@ -109,6 +109,31 @@ def test_greso_remembers_over_a_restart(tmp_path):
     assert before["greso"]["_streaks"]
 
 
+@pytest.mark.parametrize(
+    "algorithms",
+    [
+        {"dynamic_sampling": {"accept_share": 0.3}},
+        {"greso": {"window": 8}, "dynamic_sampling": {}},
+        {"skip_solved": {"decay": 0.5}, "difficulty": {}},
+        {"deduplicate": {}, "overlong_filter": {"limit_tokens": 8}},
+        {"earliest_deadline": {}, "replay": {"ratio": 0.5}},
+        {"last_in_first_out": {}},
+    ],
+)
+def test_a_run_that_is_restarted_at_every_step_is_the_same_run(tmp_path, algorithms):
+    batches = []
+    for name, restarts in (("whole", False), ("restarted", True)):
+        (tmp_path / name).mkdir()
+        population = Population(tmp_path / name, algorithms, max_staleness=2)
+        for _ in range(12):
+            rows = population.step().rows
+            batches.append([(row.tokens.tolist(), row.advantages.tolist(), row.versions.tolist()) for row in rows])
+            if restarts:
+                population.flow.close()
+                population.open()
+    assert batches[:12] == batches[12:]
+
+
 def test_skip_solved_stops_playing_what_is_solved(tmp_path):
     population = Population(tmp_path, {"skip_solved": {"decay": 0.5}})
     for _ in range(60):
@@ -190,7 +215,9 @@ def test_overlong_filter_leaves_out_groups_that_were_mostly_cut():
 CANDIDATES = [Candidate("a", 3, 1), Candidate("b", 1, 0), Candidate("c", 2, 2)]
 
 
-@pytest.mark.parametrize(("name", "order"), [("earliest_deadline", "cab"), ("last_in_first_out", "acb")])
+@pytest.mark.parametrize(
+    ("name", "order"), [("first_in_first_out", "bca"), ("earliest_deadline", "cab"), ("last_in_first_out", "acb")]
+)
 def test_orders(name, order):
     assert "".join(each.group_id for each in one(name).serve(CANDIDATES, [], 3)) == order
 

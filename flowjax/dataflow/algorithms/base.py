@@ -19,6 +19,7 @@ BUILT_IN = {
     "skip_solved": "flowjax.dataflow.algorithms.curricula:SkipSolved",
     "difficulty": "flowjax.dataflow.algorithms.curricula:Difficulty",
     "greso": "flowjax.dataflow.algorithms.curricula:Greso",
+    "first_in_first_out": "flowjax.dataflow.algorithms.order:FirstInFirstOut",
     "earliest_deadline": "flowjax.dataflow.algorithms.order:EarliestDeadline",
     "last_in_first_out": "flowjax.dataflow.algorithms.order:LastInFirstOut",
     "replay": "flowjax.dataflow.algorithms.order:Replay",

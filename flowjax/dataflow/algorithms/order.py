@@ -16,6 +16,17 @@ class EarliestDeadline(Algorithm):
         return sorted(fresh, key=lambda candidate: (-candidate.age_versions, candidate.arrival))
 
 
+class FirstInFirstOut(Algorithm):
+    """The group that came in first first, whatever its age: long episodes come in late and grow old waiting."""
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
+        del used, groups
+        return sorted(fresh, key=lambda candidate: candidate.arrival)
+
+
 class LastInFirstOut(Algorithm):
     """The group that came in last first: the youngest tokens, at the price of dropping more old ones."""
 
