@@ -3,8 +3,8 @@
     python -m flowjax.canvas.doctor --config=configs/canvas.py:nano
     python -m flowjax.canvas.doctor --config=backends.json --operators=my_package.operators:Shout
 
-A recipe's `env.options` (or a JSON object) may have `backends`, `operators` and `allow_unisolated`. One line each; the
-exit code is 1 where something does not work.
+A recipe's `env.options` (or a JSON object) may have `backends`, `extra_operators` and `allow_no_isolation`. One line
+each; the exit code is 1 where something does not work.
 """
 
 import argparse
@@ -42,13 +42,13 @@ class Finding:
     text: str
 
 
-def require_safe_programs(*, allow_unisolated: bool = False) -> Isolation:
+def require_safe_programs(*, allow_no_isolation: bool = False) -> Isolation:
     """The isolation that operators' programs run in, for a start-up check; a warning where there is none.
 
     Raises:
-        IsolationError: there is none, and `allow_unisolated` does not accept that.
+        IsolationError: there is none, and `allow_no_isolation` does not accept that.
     """
-    found = require_isolation(allow_none=allow_unisolated)
+    found = require_isolation(allow_none=allow_no_isolation)
     if found.name != BUBBLEWRAP:
         logging.warning("Programs that language models write run here with resource limits only (%s)", found.why)
     return found
@@ -58,18 +58,18 @@ async def examine(
     backends: Mapping[str, Backend],
     extra_operators: Iterable[str] = (),
     *,
-    allow_unisolated: bool = False,
+    allow_no_isolation: bool = False,
     timeout_s: float = 30.0,
 ) -> list[Finding]:
     """All findings. Each backend is sent one short request."""
-    found = [_isolation(allow_unisolated), _operators(extra_operators)]
+    found = [_isolation(allow_no_isolation), _operators(extra_operators)]
     found += await asyncio.gather(*(_answers(name, backend, timeout_s) for name, backend in backends.items()))
     return found
 
 
-def _isolation(allow_unisolated: bool) -> Finding:
+def _isolation(allow_no_isolation: bool) -> Finding:
     try:
-        isolation = require_safe_programs(allow_unisolated=allow_unisolated)
+        isolation = require_safe_programs(allow_no_isolation=allow_no_isolation)
     except IsolationError as error:
         return Finding("isolation", False, str(error))
     why = f" ({isolation.why})" if isolation.why else ""
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m flowjax.canvas.doctor", description="What works here.")
     parser.add_argument("--config", default="", help="a recipe (path:arg) or a JSON file with backends")
     parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
-    parser.add_argument("--allow-unisolated", action="store_true", help="accept resource limits only")
+    parser.add_argument("--allow-no-isolation", action="store_true", help="accept resource limits only")
     parser.add_argument("--timeout-s", type=float, default=30.0, help="how long a backend may take")
     arguments = parser.parse_args(argv)
     try:
@@ -136,19 +136,19 @@ def main(argv: Sequence[str]) -> int:
     except (DoctorError, BackendConfigError) as error:
         print(error, file=sys.stderr)
         return 1
-    extra = [*options.get("operators", ()), *arguments.operators]
-    unisolated = arguments.allow_unisolated or bool(options.get("allow_unisolated"))
-    found = asyncio.run(_examine_and_close(backends, extra, unisolated, arguments.timeout_s))
+    extra = [*options.get("extra_operators", ()), *arguments.operators]
+    no_isolation = arguments.allow_no_isolation or bool(options.get("allow_no_isolation"))
+    found = asyncio.run(_examine_and_close(backends, extra, no_isolation, arguments.timeout_s))
     for finding in found:
         print(f"{'ok' if finding.works else 'FAILS':6}{finding.subject}: {finding.text}")
     return 0 if all(finding.works for finding in found) else 1
 
 
 async def _examine_and_close(
-    backends: Mapping[str, Backend], extra_operators: Iterable[str], allow_unisolated: bool, timeout_s: float
+    backends: Mapping[str, Backend], extra_operators: Iterable[str], allow_no_isolation: bool, timeout_s: float
 ) -> list[Finding]:
     try:
-        return await examine(backends, extra_operators, allow_unisolated=allow_unisolated, timeout_s=timeout_s)
+        return await examine(backends, extra_operators, allow_no_isolation=allow_no_isolation, timeout_s=timeout_s)
     finally:
         for backend in backends.values():
             if (close := getattr(backend, "close", None)) is not None:

@@ -64,7 +64,7 @@ def test_programs_are_refused_without_isolation(no_isolation: None, caplog: pyte
     """Published: programs run on the host, with a time limit at most."""
     with pytest.raises(IsolationError, match="install bubblewrap"):
         doctor.require_safe_programs()
-    assert doctor.require_safe_programs(allow_unisolated=True).name == RLIMITS_ONLY
+    assert doctor.require_safe_programs(allow_no_isolation=True).name == RLIMITS_ONLY
     assert "resource limits only" in caplog.text
     finding = asyncio.run(doctor.examine({}))[0]
     assert not finding.works and "install bubblewrap" in finding.text
@@ -81,6 +81,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1].strip(":") for line in lines] == ["isolation", "operators", "backend"]
     assert all(line.startswith("ok") for line in lines)
+    path.write_text(json.dumps({"operators": ["Plan"], "extra_operators": ["flowjax.canvas.operators.plan:Plan"]}))
+    assert run_doctor(f"--config={path}") == 0  # "operators" are names, of those on offer
+    capsys.readouterr()
     assert run_doctor("--operators", "no.module:Own") == 1
     assert "FAILS operators: " in capsys.readouterr().out
 
