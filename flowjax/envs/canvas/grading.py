@@ -1,6 +1,8 @@
 """Programs and answers judged once per process: many episodes of a group meet the same ones."""
 
 import functools
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 from flowjax.canvas.context import Sandbox
@@ -11,6 +13,7 @@ from flowjax.grading.scoring import Verdict as Score
 
 _KEPT = 20_000
 _results: dict[Any, Any] = {}
+_writing = threading.Lock()
 
 
 class RememberingSandbox(Sandbox):
@@ -19,18 +22,18 @@ class RememberingSandbox(Sandbox):
     def run(self, program: str, stdin: bytes) -> Result:
         """See `Sandbox`."""
         key = (program, stdin, self.limits)
-        if key not in _results:
-            result = super().run(program, stdin)
-            return _keep(key, result) if result.status in ("ok", "error") else result
-        return _results[key]
+        if (known := _results.get(key)) is not None:
+            return known
+        result = super().run(program, stdin)
+        return _keep(key, result) if result.status in ("ok", "error") else result
 
     def judge(self, program: str, suite: Suite) -> Verdict:
         """See `Sandbox`."""
         key = (program, repr(suite), self.judge_limits)
-        if key not in _results:
-            verdict = super().judge(program, suite)
-            return _keep(key, verdict) if verdict.success or not _cut_short(verdict.remarks) else verdict
-        return _results[key]
+        if (known := _results.get(key)) is not None:
+            return known
+        verdict = super().judge(program, suite)
+        return verdict if _cut_short(verdict.remarks) else _keep(key, verdict)
 
 
 def scored(
@@ -39,11 +42,11 @@ def scored(
     """The verdict on an answer, "" being wrong without a look."""
     if not answer.strip():
         return Score(False, 0.0)
-    key = (answer, gold if isinstance(gold, tuple) else repr(gold), kind)
-    if key not in _results:
-        score = _scorer(allow_none).score(answer, gold, kind, options=options or None)
-        return score if _cut_short((score.remark,)) else _keep(key, score)
-    return _results[key]
+    key = (answer, gold if isinstance(gold, tuple) else repr(gold), kind, tuple(options.items()))
+    if (known := _results.get(key)) is not None:
+        return known
+    score = _scorer(allow_none).score(answer, gold, kind, options=options or None)
+    return score if _cut_short((score.remark,)) else _keep(key, score)
 
 
 @functools.cache
@@ -52,11 +55,13 @@ def _scorer(allow_none: bool) -> Scorer:
 
 
 def _keep(key: Any, result: Any) -> Any:
-    while len(_results) >= _KEPT:
-        _results.pop(next(iter(_results)), None)
-    _results[key] = result
+    with _writing:
+        while len(_results) >= _KEPT:
+            del _results[next(iter(_results))]
+        _results[key] = result
     return result
 
 
-def _cut_short(remarks: Any) -> bool:
+def _cut_short(remarks: Iterable[str]) -> bool:
+    """Whether a time limit, or a grader that did not answer, had a part in it."""
     return any("time" in remark or "no verdict" in remark for remark in remarks)
