@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping
 from flowjax.canvas.actions_compact import parse_compact, show_compact
 from flowjax.canvas.actions_grammar import GrammarError
 from flowjax.canvas.actions_kinds import Action, Add, Delete, Finish, Modify, SetPrompt, Unreadable
-from flowjax.canvas.actions_reading import read, show
+from flowjax.canvas.actions_reading import read
 from flowjax.canvas.actions_repair import needs_repair, repaired
 from flowjax.canvas.actions_schema import schema
+from flowjax.canvas.actions_writing import show
 from flowjax.canvas.checks import problems, unknown_name
 from flowjax.canvas.edits import EditError, add, delete, modify, set_instruction
 from flowjax.canvas.graph import Call, Workflow, walk

@@ -33,14 +33,13 @@ from flowjax.canvas.graph import (
     Loop,
     Node,
     Parallel,
-    Sequence,
     WorkflowError,
     children,
     in_sequence,
     walk,
     with_children,
 )
-from flowjax.canvas.text import parse_piece, show
+from flowjax.canvas.text import parse_piece
 from flowjax.canvas.text_tokens import BACKEND_NAME, NAME
 
 Often = Literal["one", "optional", "many"]
@@ -190,25 +189,6 @@ def with_instructions(piece: Node, prompts: Listed[str]) -> Node:
     return through(piece)
 
 
-def elements_of(action: Action) -> Elements:
-    """The tags and values that say the action."""
-    match action:
-        case Add(piece, into, position):
-            place = [("into", into)] if into else []
-            place += [("position", str(position))] if position is not None else []
-            return [("action", "add"), *_piece_elements(piece, place)]
-        case Delete(target):
-            return [("action", "delete"), ("target", target)]
-        case Modify(target, operator, backend, count, prompt):
-            named = [("operator", operator), ("backend", backend), ("count", "" if count is None else str(count))]
-            given = [*named, ("prompt", prompt)]
-            return [("action", "modify"), ("target", target), *((tag, value) for tag, value in given if value)]
-        case SetPrompt(target, prompt):
-            return [("action", "set_prompt"), ("target", target), ("prompt", prompt)]
-        case Finish(answer):
-            return [("action", "finish"), *([("answer", answer)] if answer else [])]
-
-
 def _piece(form: Form, values: dict[str, str], prompts: Listed[str]) -> Node:
     if form.key == "workflow":
         try:
@@ -239,30 +219,6 @@ def _piece(form: Form, values: dict[str, str], prompts: Listed[str]) -> Node:
 
 def _branch(name: str) -> Call | None:
     return None if name == "done" else Call(name)
-
-
-def _piece_elements(piece: Node, place: Elements) -> Elements:
-    """As an operator or a structure where that says all of the piece, else as a workflow."""
-    inner = children(piece.body) or (piece.body,) if isinstance(piece, Loop) else children(piece)
-    calls = [node for node in inner if isinstance(node, Call)]
-    told = [call.instruction for call in calls]
-    plain = len(calls) == len(inner) and all(told) in (True, any(told))
-    plain = plain and not any(call.inputs or call.backend for call in calls)
-    prompts = [("prompt", text) for text in told] if any(told) else []
-    names = ", ".join(call.operator for call in calls)
-    match piece:
-        case Call(operator, instruction, backend, ()):
-            optional = [("backend", backend)] if backend else []
-            return [("operator", operator), *optional, *place, *([("prompt", instruction)] if instruction else [])]
-        case Parallel() if plain and len(calls) > 1:
-            return [("structure", "parallel"), ("operators", names), *place, *prompts]
-        case Conditional() if plain:
-            parts = (("condition", piece.condition), ("true", piece.then), ("false", piece.otherwise))
-            named = [(tag, part.operator if isinstance(part, Call) else "done") for tag, part in parts]
-            return [("structure", "conditional"), *named, *place, *prompts]
-        case Loop(Call() | Sequence(), count) if plain:
-            return [("structure", "loop"), ("operators", names), ("count", str(count)), *place, *prompts]
-    return [("workflow", show(piece)), *place]
 
 
 def _check_value(tag: str, value: str) -> None:

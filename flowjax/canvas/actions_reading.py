@@ -1,4 +1,4 @@
-"""A response read strictly by the actions' grammar, and an action written so that it reads back."""
+"""A response read strictly, by the actions' grammar."""
 
 import re
 
@@ -8,7 +8,6 @@ from flowjax.canvas.actions_grammar import (
     GrammarError,
     action_of,
     check_order,
-    elements_of,
     form_of,
 )
 from flowjax.canvas.actions_kinds import Action
@@ -32,11 +31,6 @@ def read(text: str) -> Action:
     return action_of(form, elements)
 
 
-def show(action: Action) -> str:
-    """The action as the grammar has it; space around prompts and answers is not kept."""
-    return "".join(f"<{tag}>{escaped(value)}</{tag}>" for tag, value in elements_of(action))
-
-
 def after_thinking(text: str) -> str:
     """What comes after the thinking, if there is any.
 
@@ -47,11 +41,6 @@ def after_thinking(text: str) -> str:
     if not closing and "<think>" in before:
         raise GrammarError("The thinking has no end: close it with `</think>`, and then write one action.")
     return after if closing else before
-
-
-def escaped(value: str) -> str:
-    """A value that may stand between tags."""
-    return value.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def unescaped(value: str) -> str:

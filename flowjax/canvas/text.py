@@ -13,7 +13,6 @@
 The published form of workflows runs the first branch where the check *fails*; `reference=True` reads and writes that.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,9 +29,11 @@ from flowjax.canvas.graph import (
     depth,
     in_sequence,
     steps_of,
-    walk,
 )
-from flowjax.canvas.text_tokens import BACKEND_NAME, Token, error, tokens, unquoted
+from flowjax.canvas.text_printing import show
+from flowjax.canvas.text_tokens import Token, error, tokens, unquoted
+
+__all__ = ["parse", "parse_piece", "show"]
 
 _MAX_COUNT_DIGITS = 9  # what is more is no count; which counts are allowed is for the checks to say
 
@@ -58,18 +59,6 @@ def parse_piece(source: str) -> Node:
     if piece is None:
         raise WorkflowError("There is nothing to add: write an operator's name, or a text such as `[A, B] -> C`.")
     return piece
-
-
-def show(piece: Node | Workflow, *, ids: bool = False, instructions: bool = True, reference: bool = False) -> str:
-    """The text of a workflow or of a part of it. `parse(show(workflow))` is the workflow again.
-
-    `ids` writes every node's; without it only those are written that other nodes' inputs name. `instructions=False`
-    leaves instructions and bindings out, for a short outline.
-    """
-    node = piece.root if isinstance(piece, Workflow) else piece
-    named = {source.partition(".")[0] for call in walk(node) if isinstance(call, Call) for _, source in call.inputs}
-    printer = _Printer({step.id for step in walk(node)} if ids else named, instructions, reference)
-    return printer.steps(node)
 
 
 class _Parser:
@@ -219,48 +208,3 @@ class _Parser:
 
     def error(self, what: str, token: Token | None = None) -> WorkflowError:
         return error(self.source, (token or self.here).start, what)
-
-
-class _Printer:
-    def __init__(self, shown_ids: set[str], instructions: bool, reference: bool):
-        self.shown_ids, self.instructions, self.reference = shown_ids - {""}, instructions, reference
-
-    def steps(self, node: Node) -> str:
-        """Where anything may stand: at the top, inside parentheses, as a branch of a parallel."""
-        if isinstance(node, Sequence) and node.id not in self.shown_ids:
-            one, *more = node.steps or (None,)
-            return self.steps(one) if one and not more else " -> ".join(map(self.unit, node.steps))
-        if isinstance(node, Conditional) and node.id not in self.shown_ids:
-            return self.conditional(node)
-        return self.unit(node)
-
-    def unit(self, node: Node) -> str:
-        """Where a single step stands, so that sequences and conditionals need parentheses."""
-        match node:
-            case Call():
-                return self.call(node)
-            case Parallel(branches):
-                text = f"[{', '.join(map(self.steps, branches))}]"
-            case Loop(body, count):
-                text = f"({self.steps(body)}) * {count}"
-            case Sequence(steps):
-                text = f"({' -> '.join(map(self.unit, steps))})"
-            case Conditional():
-                text = f"({self.conditional(node)})"
-        return text + self.id(node)
-
-    def conditional(self, node: Conditional) -> str:
-        branches = (node.otherwise, node.then) if self.reference else (node.then, node.otherwise)
-        first, second = ("done" if branch is None else self.unit(branch) for branch in branches)
-        return f"{self.unit(node.condition)} ? {first} : {second}"
-
-    def call(self, node: Call) -> str:
-        details = [json.dumps(node.instruction, ensure_ascii=False)] if node.instruction else []
-        details += [f"{field}={source}" for field, source in node.inputs]
-        inside = f"{{{', '.join(details)}}}" if details and self.instructions else ""
-        plain = BACKEND_NAME.fullmatch(node.backend)
-        backend = f"@{node.backend if plain else json.dumps(node.backend)}" if node.backend else ""
-        return node.operator + inside + backend + self.id(node)
-
-    def id(self, node: Node) -> str:
-        return f"#{node.id}" if node.id in self.shown_ids else ""
