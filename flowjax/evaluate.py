@@ -3,7 +3,8 @@
     python -m flowjax.evaluate --config=configs/sokoban.py:nano --checkpoint=runs/<name>/checkpoints/<policy>/<step>
 
 Restores the adapter from Orbax, serves it, plays `config.eval.tasks` held-out tasks and prints success with its 95 %
-interval. What it did is kept beside the run, in `evaluations/<step>`.
+interval. What it did is kept beside the run, in `evaluations/<step>`. Of several policies, name a checkpoint each, with
+commas between them.
 
 Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to correct in what was asked for.
 """
@@ -11,7 +12,7 @@ Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to
 import asyncio
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from flowjax.config import ConfigError, load_run, save_run
+from flowjax.config import ConfigError, load_run, policy_configs, save_run
 from flowjax.launch import command_line
 from flowjax.launch.devices import Devices, mesh_count, share_out, visible_accelerators
 from flowjax.launch.preflight import examine
@@ -31,38 +32,60 @@ from flowjax.monitor.progress import Progress, number
 from flowjax.monitor.screen import fixed, interval
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
-_MUST_AGREE = ("model.path", "policy", "env.module", "env.options")  # between the command and the checkpoint's run
+_MUST_AGREE = (
+    "model.path",
+    "policy",
+    "agents",
+    "workflow",
+    "env.module",
+    "env.options",
+)  # between the command and the checkpoint's run
 
 
-def read_request(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
-    """The config to evaluate with and the checkpoint's folder.
+def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:
+    """The config to evaluate with and the checkpoint's folder of each policy.
 
     Raises:
         ConfigError: a mistake in the command line, or a folder that is no committed checkpoint.
-        CheckpointError: the checkpoint is there but cannot be read.
+        CheckpointError: a checkpoint is there but cannot be read.
     """
     config, values = command_line.parse(argv, _define)
     if not values["checkpoint"].value:
         raise ConfigError("--checkpoint is missing: give runs/<name>/checkpoints/<policy>/<step>")
-    checkpoint = Path(values["checkpoint"].value)
+    checkpoints: dict[str, Path] = {}
+    for given in values["checkpoint"].value.split(","):
+        _check_committed(checkpoint := Path(given))
+        checkpoints[checkpoint.parent.name] = checkpoint
+    if not config.policies and len(checkpoints) == 1:
+        config.policy.name = next(iter(checkpoints))
+    expected = list(policy_configs(config))
+    if set(checkpoints) != set(expected):
+        raise ConfigError(
+            f"--checkpoint names {', '.join(checkpoints)}, but the config has {', '.join(expected)}: give one "
+            "checkpoint of each policy, with commas between them"
+        )
+    run_dir = next(iter(checkpoints.values())).parent.parent.parent
+    if (run_dir / "config.json").exists() and (conflicts := list(_conflicts(load_run(run_dir), config))):
+        raise ConfigError("\n".join(conflicts))
+    if not config.eval.tasks:
+        raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
+    config.eval.versions = tuple(sorted({int(checkpoint.name) for checkpoint in checkpoints.values()}))
+    return config, checkpoints
+
+
+def _check_committed(checkpoint: Path) -> None:
     policy_folder, step = checkpoint.parent, checkpoint.name
     steps = committed_steps(policy_folder) if policy_folder.is_dir() else []
     if not step.isdigit() or int(step) not in steps:
         there = f"{policy_folder} has committed steps {steps}" if steps else f"{policy_folder} has none"
         raise ConfigError(f"--checkpoint={checkpoint} is not a committed checkpoint: {there}")
     read_adapter(policy_folder, int(step))
-    config.policy.name = policy_folder.name
-    run_dir = policy_folder.parent.parent
-    if (run_dir / "config.json").exists() and (conflicts := list(_conflicts(load_run(run_dir), config))):
-        raise ConfigError("\n".join(conflicts))
-    if not config.eval.tasks:
-        raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
-    config.eval.versions = (int(step),)
-    return config, checkpoint
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("checkpoint", "", "Folder of a committed checkpoint.", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoint", "", "Folder of a committed checkpoint; of several policies one each.", flag_values=values
+    )
 
 
 def _conflicts(trained: ConfigDict, config: ConfigDict) -> Iterator[str]:
@@ -87,16 +110,22 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def prepare(config: ConfigDict, checkpoint: Path) -> Path:
-    """A fresh folder `evaluations/<step>` beside the run, whose only checkpoint is the one to evaluate."""
-    evaluations = checkpoint.parent.parent.parent / "evaluations"
-    names = itertools.chain([checkpoint.name], (f"{checkpoint.name}-{number}" for number in itertools.count(2)))
+def prepare(config: ConfigDict, checkpoints: Mapping[str, Path]) -> Path:
+    """A fresh folder in `evaluations` beside the run, whose only checkpoints are those to evaluate."""
+    named = [path.name if len(checkpoints) == 1 else f"{policy}@{path.name}" for policy, path in checkpoints.items()]
+    name, evaluations = ",".join(named), _evaluations(checkpoints)
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     run_dir = next(evaluations / name for name in names if not (evaluations / name).exists())
     save_run(config, run_dir)
-    published = run_dir / "checkpoints" / config.policy.name
-    published.mkdir(parents=True)
-    (published / checkpoint.name).symlink_to(checkpoint.absolute())
+    for policy, checkpoint in checkpoints.items():
+        published = run_dir / "checkpoints" / policy
+        published.mkdir(parents=True)
+        (published / checkpoint.name).symlink_to(checkpoint.absolute())
     return run_dir
+
+
+def _evaluations(checkpoints: Mapping[str, Path]) -> Path:
+    return next(iter(checkpoints.values())).parent.parent.parent / "evaluations"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,16 +134,16 @@ def main(argv: Sequence[str]) -> int:
         return OK
     jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
     try:
-        config, checkpoint = read_request(argv)
+        config, checkpoints = read_request(argv)
     except (CheckpointError, ConfigError) as error:
         print(error, file=sys.stderr)
         return USER_MISTAKE
     devices = _devices(config)
-    found = examine(config, checkpoint.parent.parent.parent / "evaluations" / "new", devices)
+    found = examine(config, _evaluations(checkpoints) / "new", devices)
     if problems := [*found.problems, *found.here]:
         print("\n".join(problems), file=sys.stderr)
         return USER_MISTAKE
-    run_dir = prepare(config, checkpoint)
+    run_dir = prepare(config, checkpoints)
     return _evaluate(config, run_dir, devices)
 
 
@@ -124,7 +153,7 @@ def _devices(config: ConfigDict) -> Devices:
 
 
 def _evaluate(config: ConfigDict, run_dir: Path, devices: Devices) -> int:
-    ports, (version,) = choose_ports(config), config.eval.versions
+    ports, version = choose_ports(config), min(config.eval.versions)
     write_endpoints(config, run_dir, ports)
     console = Console() if sys.stdout.isatty() else Console(width=140)
     session = Session(run_dir, steps=0, stop_order=STOP_ORDER, console=console)
@@ -138,6 +167,8 @@ def _evaluate(config: ConfigDict, run_dir: Path, devices: Devices) -> int:
     if status == OK and (entry := session.screen.progress.eval_at(version)):
         table = Table(title=str(run_dir), title_justify="left", show_header=False)
         table.add_row("held-out success", interval(entry))
+        for policy, own in entry.get("policies", {}).items() if config.policies else ():
+            table.add_row(f"success of {policy}", interval({**own, "episodes": own.get("trajectories")}))
         table.add_row("turns an episode", fixed(number(entry, "turns_mean"), 1))
         table.add_row("env return", fixed(number(entry, "env_return_mean"), 2))
         table.add_row("seconds", fixed(number(entry, "seconds"), 1))

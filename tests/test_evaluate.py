@@ -1,0 +1,72 @@
+"""What is evaluated: one checkpoint, or one of each of several policies."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from flowjax.config import ConfigError
+from flowjax.evaluate import prepare, read_request
+from flowjax.weights.publish import Checkpoints
+
+RECIPE = """
+from flowjax.config import default_config
+
+def get_config(arg="one"):
+    config = default_config()
+    config.model.path = "base"
+    config.env.module = "flowjax.envs.sokoban"
+    if arg == "two":
+        config.policies = {"solver": {}, "verifier": {}}
+    return config
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    for policy, last in (("solver", 2), ("verifier", 1)):
+        with Checkpoints(tmp_path / "run" / "checkpoints" / policy, keep=5) as checkpoints:
+            for step in range(last + 1):
+                checkpoints.save(step, {"q_proj": {"a": jnp.ones((1, 8, 2)), "b": jnp.zeros((1, 2, 8))}}, {}, {})
+            checkpoints.wait()
+    return tmp_path / "run"
+
+
+def request(run: Path, recipe: str, *named: str):
+    checkpoints = ",".join(str(run / "checkpoints" / name) for name in named)
+    return read_request([f"--config={run.parent / 'recipe.py'}:{recipe}", f"--checkpoint={checkpoints}"])
+
+
+def test_one_checkpoint_is_that_of_the_only_policy(run):
+    config, checkpoints = request(run, "one", "solver/2")
+    assert (config.policy.name, config.eval.versions) == ("solver", (2,))
+    folder = prepare(config, checkpoints)
+    assert folder == run / "evaluations" / "2"
+    assert [path.name for path in (folder / "checkpoints" / "solver").iterdir()] == ["2"]
+    assert prepare(config, checkpoints).name == "2-2"
+
+
+def test_policies_are_evaluated_together_each_at_its_own_version(run):
+    config, checkpoints = request(run, "two", "solver/2", "verifier/1")
+    assert config.eval.versions == (1, 2)
+    folder = prepare(config, checkpoints)
+    assert folder.name == "solver@2,verifier@1"
+    assert (folder / "checkpoints" / "verifier" / "1").resolve() == run / "checkpoints" / "verifier" / "1"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named", "message"),
+    [
+        ("two", ["solver/2"], "--checkpoint names solver, but the config has solver, verifier: give one checkpoint of"),
+        ("one", ["solver/2", "verifier/1"], "--checkpoint names solver, verifier, but the config has agent"),
+        (
+            "two",
+            ["solver/2", "verifier/2"],
+            r"verifier/2 is not a committed checkpoint: .* has committed steps \[0, 1\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(run, recipe, named, message):
+    with pytest.raises(ConfigError, match=message):
+        request(run, recipe, *named)
