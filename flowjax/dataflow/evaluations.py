@@ -30,7 +30,8 @@ class Evaluations:
         self._config, self._configs = config, policy_configs(config)
         self._ledger, self._metrics, self._tasks, self._clock = ledger, metrics, tasks, clock
         self._started_s: dict[str, float] = {}
-        self._written: set[str] = set()
+        self._all = ledger.evaluations()  # versions by name, also below
+        self._unwritten = {name: self._all[name] for name in self._all.keys() - ledger.evaluations("closed").keys()}
 
     def slots(self, total: int) -> int:
         """Of a worker's slots, those that an evaluation may take before training does."""
@@ -39,7 +40,10 @@ class Evaluations:
 
     def pinned(self, policy: str) -> list[int]:
         """Versions of a policy that an evaluation under way needs."""
-        return [versions[policy] for versions in self._ledger.evaluations("open").values()]
+        return [versions[policy] for versions in self._under_way().values()]
+
+    def _under_way(self) -> dict[str, dict[str, int]]:
+        return self._ledger.evaluations("open") if self._unwritten else {}
 
     def open(self, serving: Mapping[str, int]) -> None:
         """Evaluate the versions that are served, if that is due and not done yet."""
@@ -47,7 +51,7 @@ class Evaluations:
         name = ",".join(f"{policy}@{version}" for policy, version in versions.items())
         if min(versions.values()) < 0 or not config.eval.tasks or not self._due(versions):
             return
-        if name in self._ledger.evaluations():
+        if name in self._all:
             return
         for index in range(config.eval.tasks):
             self._ledger.add_group(
@@ -60,6 +64,7 @@ class Evaluations:
                 evaluation=name,
                 versions=versions,
             )
+        self._all[name] = self._unwritten[name] = versions
         self._started_s[name] = self._clock()
 
     def _due(self, versions: Mapping[str, int]) -> bool:
@@ -72,15 +77,15 @@ class Evaluations:
         every, slowest = config.eval.every_steps, min(versions.values())
         if not every or slowest < every:
             return False
-        evaluated = [min(earlier.values()) for earlier in self._ledger.evaluations().values()]
+        evaluated = [min(earlier.values()) for earlier in self._all.values()]
         return slowest // every > max(evaluated, default=0) // every
 
     @property
     def finished(self) -> bool:
         """Whether those that there will be are in."""
-        if self._ledger.evaluations("open"):
+        if self._under_way():
             return False
-        evaluated = self._ledger.evaluations().values()
+        evaluated = self._all.values()
         if self._config.eval.versions:
             return {step for versions in evaluated for step in versions.values()} >= set(self._config.eval.versions)
         return not self._config.eval.tasks or self._last_versions() in evaluated
@@ -90,12 +95,10 @@ class Evaluations:
 
     def write_finished(self) -> None:
         """Write the line of each evaluation whose episodes have all ended."""
-        over = self._ledger.evaluations("closed").keys() | self._ledger.evaluations("open").keys() | self._written
-        for name, versions in self._ledger.evaluations().items():
-            if name not in over:
-                self._write(name, versions)
-                self._ledger.close_evaluation(name)
-                self._written.add(name)
+        for name in self._unwritten.keys() - self._under_way().keys():
+            self._write(name, self._unwritten[name])
+            self._ledger.close_evaluation(name)
+            del self._unwritten[name]
 
     def _write(self, name: str, versions: Mapping[str, int]) -> None:
         played = [(group_id, self._ledger.episodes(group_id)) for group_id in self._ledger.evaluated(name)]

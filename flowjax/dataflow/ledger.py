@@ -312,9 +312,9 @@ class Ledger:
     def _streams(self, policy: str, state: str) -> list[Stream]:
         """The policy's streams of that state, in the order of tasks."""
         rows = self._db.execute(
-            "SELECT group_id, arrival, COUNT(batches.step) AS batches FROM streams"
-            " LEFT JOIN batches USING (policy, group_id) WHERE policy = ? AND state = ?"
-            " GROUP BY group_id ORDER BY position",
+            "SELECT group_id, arrival, (SELECT COUNT(*) FROM batches"
+            " WHERE policy = streams.policy AND group_id = streams.group_id) AS batches"
+            " FROM streams WHERE policy = ? AND state = ? ORDER BY position",
             (policy, state),
         )
         return [Stream(row["group_id"], row["arrival"], row["batches"]) for row in rows]
@@ -382,10 +382,11 @@ class Ledger:
 
     def evaluations(self, state: str | None = None) -> dict[str, dict[str, int]]:
         """Versions of the policies in every evaluation, by its name; with `state`, of those with groups in it."""
+        wanted = "policy = ''" + (" AND state = :state" if state else "")
         rows = self._db.execute(
-            "SELECT evaluation, versions FROM groups JOIN streams USING (group_id)"
-            " WHERE kind = 'eval' AND (? IS NULL OR state = ?) GROUP BY evaluation ORDER BY MIN(groups.rowid)",
-            (state, state),
+            f"SELECT evaluation, versions FROM streams CROSS JOIN groups USING (group_id) WHERE {wanted}"
+            " GROUP BY evaluation ORDER BY MIN(groups.rowid)",
+            {"state": state},
         )
         return {row["evaluation"]: unpack(row["versions"]) for row in rows}
 
