@@ -259,6 +259,8 @@ class Flow:
             self._ledger.commit(policy, version)
         self.committed[policy] = max(self.committed[policy], version)
         self._ledger.close_batches(policy, version - self._configs[policy].trainer.keep_checkpoints)
+        kept = set(self._ledger.usable(policy))
+        self._oldest = {key: age for key, age in self._oldest.items() if key[1] != policy or key[0] in kept}
 
     @property
     def finished(self) -> bool:

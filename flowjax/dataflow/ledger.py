@@ -246,6 +246,13 @@ class Ledger:
     def task(self, group_id: str) -> Task:
         return unpack(self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0])
 
+    def usable(self, policy: str) -> list[str]:
+        """Groups that a batch of the policy may still be made of, replayed ones among them."""
+        rows = self._db.execute(
+            "SELECT group_id FROM streams WHERE policy = ? AND state IN ('settled', 'ready', 'used')", (policy,)
+        )
+        return [row["group_id"] for row in rows]
+
     def ready(self, policy: str) -> list[str]:
         """The policy's groups that wait for a batch, in the order in which they came in."""
         rows = self._db.execute(
