@@ -111,3 +111,19 @@ def test_an_evaluation_pins_all_versions_and_the_end_waits_for_all_policies(tmp_
     solver = lines[0]["policies"]["solver"]
     assert solver["reward_mean"] == solver["success_rate"] == np.mean(right)
     assert lines[0]["policies"]["verifier"]["trajectories"] == sum(right), "it spoke only then"
+
+
+def test_a_policy_far_behind_keeps_a_bounded_number_of_groups_and_the_rest_is_counted(tmp_path):
+    flow = make_flow(tmp_path, max_ready_groups=4)
+    versions = {"solver": 0, "verifier": 0}
+    for policy in versions:
+        serve(flow, policy, 0)
+    for step in range(STEPS):
+        while flow.batch("solver", step) is None:
+            play(flow, versions)
+        versions["solver"] = step + 1
+        serve(flow, "solver", step + 1)
+    verifier = flow.status()["policies"]["verifier"]
+    assert verifier["ready_groups"] == 4
+    assert verifier["dropped"]["overflow"] == verifier["dropped_groups"] > 0
+    assert flow.batch("verifier", 0) is not None

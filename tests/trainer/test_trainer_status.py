@@ -1,0 +1,19 @@
+"""The trainer tells Prometheus and the status file what it does."""
+
+import urllib.request
+
+from flowjax.monitor.progress import read_status
+from flowjax.trainer.__main__ import _Status
+
+
+def test_each_policys_newest_step_is_told(tmp_path):
+    status = _Status(tmp_path, {"solver": 3, "verifier": 0})
+    with status.endpoint:
+        status.update({"policy": "solver", "step": 4, "loss": 0.5, "staleness_max": 1})
+        told = read_status(tmp_path, "trainer")
+        assert told["policies"] == {"solver": {"step": 4}, "verifier": {"step": 0}}
+        with urllib.request.urlopen(told["metrics_url"], timeout=5) as answer:
+            text = answer.read().decode()
+    assert 'flowjax_trainer_policy_step{policy="solver"} 4\n' in text
+    assert 'flowjax_trainer_policy_step{policy="verifier"} 0\n' in text
+    assert 'flowjax_trainer_policy_loss{policy="solver"} 0.5\n' in text
