@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib
+import sys
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,14 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError, task_options
 from flowjax.envs.base import World, load_world
 from flowjax.envs.pool import EnvPool
-from flowjax.records import Episode, Lease, Trajectory
+from flowjax.record_checks import check_episode
+from flowjax.records import Episode, Lease, Trajectory, WireError
 from flowjax.rollout.client import EngineError, UnknownModel
 from flowjax.rollout.completions import Completion, Sampling
 from flowjax.rollout.engines import Engines
 from flowjax.rollout.names import BASE_NAME, engine_logs, speakers
 from flowjax.weights.follow import Follower, model_name
-from flowjax.workflows.agent import Agent, Generate, Played
+from flowjax.workflows.agent import UNVERSIONED, Agent, Generate, Played
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import Options
 
@@ -98,7 +100,13 @@ class Player:
             played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
         except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
             played = Played([], {}, "env_error", f"{type(error).__name__}: {error}")
-        return self._episode(lease, played)
+        episode = self._episode(lease, played)
+        try:
+            newest = {name: UNVERSIONED if name == BASE_NAME else sys.maxsize for name in self.speakers.values()}
+            check_episode(episode, newest=newest)
+        except WireError as error:  # a world whose reward is not a number, say: the dataflow would refuse it
+            episode = self._episode(lease, Played([], {}, "env_error", str(error)))
+        return episode
 
     def _episode(self, lease: Lease, played: Played) -> Episode:
         trajectories = [

@@ -157,6 +157,21 @@ def test_a_broken_episode_does_not_touch_its_siblings(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_reward_that_is_no_number_is_the_worlds_fault_and_ends_nothing_else(tmp_path):
+    async def scenario():
+        workflow = "unruly_workflows.every_fourth_rewards_nothing_that_is_a_number"
+        run = RolloutRun(tmp_path, workflow=workflow, dataflow__max_attempts=1)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: servers.flow.status()["ready_groups"] == 4)
+        broken = [episode for episode in servers.counted if episode.seed % 4 == 0]
+        assert broken and len(servers.counted) == 16
+        for episode in broken:
+            assert (episode.status, episode.turns) == ("env_error", [])
+            assert "success' = nan" in episode.error
+
+    asyncio.run(scenario())
+
+
 def test_an_episode_that_takes_too_long_is_a_timeout(tmp_path):
     async def scenario():
         run = RolloutRun(tmp_path, workflow="unruly_workflows.hangs", rollout__episode_timeout_s=0.1)

@@ -1,6 +1,8 @@
 """Episode functions that go wrong, for tests to name in a config."""
 
 import asyncio
+import dataclasses
+import math
 
 from flowjax.workflows import single
 
@@ -9,6 +11,11 @@ async def every_fourth_raises(task, *, seed, env, agents, options):
     if seed % 4 == 0:
         raise RuntimeError("this episode is broken")
     return await single.play(task, seed=seed, env=env, agents=agents, options=options)
+
+
+async def every_fourth_rewards_nothing_that_is_a_number(task, *, seed, env, agents, options):
+    played = await single.play(task, seed=seed, env=env, agents=agents, options=options)
+    return dataclasses.replace(played, outcome={"success": math.nan}) if seed % 4 == 0 else played
 
 
 async def raises(task, *, seed, env, agents, options):
