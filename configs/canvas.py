@@ -48,13 +48,15 @@ def _nano(config: ConfigDict) -> None:
     config.rollout.max_new_tokens = 12
     config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
-    config.trainer.steps = 40
+    config.trainer.steps = 30
     config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 64  # most prompts are far shorter
     config.trainer.micro_batch_rows = 128
     config.trainer.tight_micro_batches = True
     config.optimizer.learning_rate = 1e-3
-    config.warm_start.states = 5000  # their programs really run
+    config.warm_start.states = 3000  # their programs really run
+    config.warm_start.steps = 300
+    config.warm_start.batch_rows = 64
     config.warm_start.label_noise = 0.3
 
 

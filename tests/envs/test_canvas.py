@@ -4,6 +4,7 @@ import contextlib
 import runpy
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from two_processes import printed_in_two_processes
@@ -17,7 +18,8 @@ from flowjax.envs.canvas.protocol import read
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.launch.checks import check_config
 from flowjax.records import Task
-from flowjax.rewards.scores import check_reward
+from flowjax.rewards import components
+from flowjax.rewards.scores import check_reward, required_outcomes
 
 ROOT = Path(__file__).parents[2]
 LONGEST_PROMPT_WORDS, LONGEST_REPLY_WORDS, LONGEST_RESULT_WORDS = 44, 11, 7
@@ -218,6 +220,29 @@ def test_hints_are_an_option_and_off():
     env, _ = begin(hints=True)
     told = [read(env.step(f"add {name}").observation.text).facts["Hint"] for name in ("Plan", "Programmer")]
     assert told == ["add Programmer", "add Verify"]
+
+
+def reward(actions_taken: str, **options) -> float:
+    """Of the workflow that these actions build, by the canvas component."""
+    env, _ = begin()
+    outcome = [env.step(action).outcome for action in (*actions_taken.split("; "), "finish")][-1]
+    names = required_outcomes({"canvas": 1.0})
+    return float(components.canvas(**{name: jnp.array([outcome[name]]) for name in names}, **options)[0])
+
+
+def test_structure_that_does_nothing_earns_nothing():
+    """Flaw 5.1: the published formula pays this workflow in full; here it gets the base reward alone."""
+    hack = "add Plan; add Plan; add Plan; add [Plan, Verify]; add Format"
+    assert reward(hack, reference=True) == pytest.approx(0.0)
+    assert reward(hack) == pytest.approx(-1.0)
+    beside = "add AnswerGenerate; add Plan; add Plan; add [Plan, Decompose]; add Plan ? Plan : done"
+    assert reward(beside) == pytest.approx(reward("add AnswerGenerate"))
+
+
+def test_loops_earn_what_other_structures_do():
+    loop = "add AnswerGenerate; add (Review -> Revise) * 2"
+    assert reward(loop) >= reward("add AnswerGenerate; add Review; add Revise") + 0.4 - 1e-6
+    assert reward(loop, reference=True) == pytest.approx(-0.8)
 
 
 def test_programs_are_scored_by_hidden_tests():
