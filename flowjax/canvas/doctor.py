@@ -21,7 +21,7 @@ from typing import Any
 
 from flowjax.canvas.backends.base import Backend, Request
 from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
-from flowjax.canvas.operators.registry import OperatorRegistryError, operators
+from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
 from flowjax.grading.sandbox import BUBBLEWRAP, Isolation, IsolationError, require_isolation
 
 PROBE = "Reply with the word ready."
@@ -78,7 +78,7 @@ def _isolation(allow_no_isolation: bool) -> Finding:
 
 def _operators(extra: Iterable[str]) -> Finding:
     try:
-        found = operators(extra)
+        found = load_operators(extra)
     except OperatorRegistryError as error:
         return Finding("operators", False, str(error))
     own = {name: operator for name, operator in found.items() if operator.__module__.startswith("flowjax.canvas.")}

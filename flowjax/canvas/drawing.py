@@ -13,7 +13,7 @@ from flowjax.canvas.drawing_mermaid import mermaid
 from flowjax.canvas.drawing_notes import note, shortened
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, steps_of
 from flowjax.canvas.operators.base import Operator
-from flowjax.canvas.operators.registry import operators as known_operators
+from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.trace import Run
 
 __all__ = ["mermaid", "svg"]
@@ -51,7 +51,7 @@ def svg(workflow: Workflow, run: Run | None = None, operators: Mapping[str, type
 
     `operators` give the roles; those of the registry if None.
     """
-    picture = _Picture(known_operators(entry_points=False) if operators is None else operators, run)
+    picture = _Picture(load_operators(entry_points=False) if operators is None else operators, run)
     ends = [_terminal("problem"), *map(picture.block, workflow.root.steps), _terminal(_answer(run))]
     whole = _stack(ends)
     width, height = whole.width + 2 * _FRAME, whole.height + 2 * _FRAME

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from flowjax.canvas.drawing_notes import note, shortened
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow
 from flowjax.canvas.operators.base import Operator
-from flowjax.canvas.operators.registry import operators as known_operators
+from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.trace import Run
 
 _CLASSES = {
@@ -22,7 +22,7 @@ _Exit = tuple[str, str]  # a box, and the label of the line that leaves it
 
 def mermaid(workflow: Workflow, run: Run | None = None, operators: Mapping[str, type[Operator]] | None = None) -> str:
     """The text of a flowchart, with how it went after a run. `operators` give the roles; the registry's if None."""
-    chart = _Chart(known_operators(entry_points=False) if operators is None else operators, run)
+    chart = _Chart(load_operators(entry_points=False) if operators is None else operators, run)
     exits = chart.through(workflow.root, [(chart.box("([problem])"), "")])
     answer = f"answer: {shortened(run.answer, _LINE_CHARACTERS)}" if run and run.answer else "answer"
     chart.join(exits, chart.box(f'(["{_escaped(answer)}"])'))

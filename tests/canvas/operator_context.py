@@ -7,12 +7,12 @@ from typing import Any
 
 from flowjax.canvas.backends.base import Message
 from flowjax.canvas.operators.base import Operator
-from flowjax.canvas.operators.registry import operators
+from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.values import Problem, State, Value
 from flowjax.grading.code import Suite, Verdict, judge
 from flowjax.grading.sandbox import Limits, Result, run
 
-OPERATORS = operators(entry_points=False)
+OPERATORS = load_operators(entry_points=False)
 
 
 @dataclass

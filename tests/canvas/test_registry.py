@@ -16,7 +16,7 @@ from flowjax.canvas.backends.base import Completion, Request
 from flowjax.canvas.graph import Call, Parallel, Sequence, Workflow
 from flowjax.canvas.interpreter import run
 from flowjax.canvas.operators.prompted import load_descriptions, prompted
-from flowjax.canvas.operators.registry import ADVERTISED, HIDDEN, OperatorRegistryError, describe, operators
+from flowjax.canvas.operators.registry import ADVERTISED, HIDDEN, OperatorRegistryError, describe, load_operators
 from flowjax.canvas.trace import Usage
 from flowjax.canvas.values import Field, Problem
 
@@ -58,7 +58,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def test_fourteen_are_there_and_twelve_are_told_of():
-    found = operators(entry_points=False)
+    found = load_operators(entry_points=False)
     assert len(found) == 14
     lines = describe(found).splitlines()
     assert [line.split(" ")[0] for line in lines] == [operator.name for operator in ADVERTISED]
@@ -78,7 +78,7 @@ def runs_in_a_workflow(found: dict[str, Any]) -> None:
 
 def test_an_operator_is_one_class_in_one_file(own_module: Path):
     """Published: a new one is an edit of over ten files, name lists of the reward among them."""
-    runs_in_a_workflow(operators(["own_operators:Shout"], entry_points=False))
+    runs_in_a_workflow(load_operators(["own_operators:Shout"], entry_points=False))
 
 
 def test_an_installed_package_offers_operators(own_module: Path):
@@ -86,9 +86,9 @@ def test_an_installed_package_offers_operators(own_module: Path):
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: own-operators\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text("[flowjax.operators]\nShout = own_operators:Shout\n")
-    runs_in_a_workflow(operators())
-    assert "Shout" not in operators(entry_points=False)
-    assert operators(["own_operators:Shout"])["Shout"] is operators()["Shout"]  # named twice is no clash
+    runs_in_a_workflow(load_operators())
+    assert "Shout" not in load_operators(entry_points=False)
+    assert load_operators(["own_operators:Shout"])["Shout"] is load_operators()["Shout"]  # named twice is no clash
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_what_is_no_operator_is_refused_in_words(own_module: Path, old: str, new
     assert old in OWN
     (own_module / "own_operators.py").write_text(OWN.replace(old, new))
     with pytest.raises(OperatorRegistryError, match=said) as refusal:
-        operators(["own_operators:Shout"], entry_points=False)
+        load_operators(["own_operators:Shout"], entry_points=False)
     assert "own_operators:Shout" in str(refusal.value)
 
 
 @pytest.mark.parametrize("path", ["own_operators", "own_operators:Whisper", "no_such_module:Shout"])
 def test_paths_that_lead_nowhere(own_module: Path, path: str):
     with pytest.raises(OperatorRegistryError, match=path):
-        operators([path], entry_points=False)
+        load_operators([path], entry_points=False)
 
 
 def written(tmp_path: Path, entries: Any) -> Path:
@@ -151,7 +151,7 @@ def test_published_descriptions_are_read(tmp_path: Path):
             },
         },
     )
-    known = operators(entry_points=False)
+    known = load_operators(entry_points=False)
     found = load_descriptions(path, known)
     assert len(found) == 16
     assert found["Custom"].description == "Anything you like." and issubclass(found["Custom"], known["Custom"])
@@ -171,7 +171,7 @@ def test_published_descriptions_are_read(tmp_path: Path):
 
 def test_an_operator_of_words_runs_in_a_workflow():
     found = {
-        **operators(entry_points=False),
+        **load_operators(entry_points=False),
         "Merge": prompted("Merge", "Merges.", "merge(solutions: list) -> 'answer'"),
     }
     branches = Parallel((Call("Custom"), Call("Custom")))
@@ -212,7 +212,7 @@ def test_operators_of_words_give_what_their_interface_says():
 )
 def test_files_that_make_no_operators(tmp_path: Path, entries: Any, said: str):
     with pytest.raises(OperatorRegistryError, match=said):
-        load_descriptions(written(tmp_path, entries), operators(entry_points=False))
+        load_descriptions(written(tmp_path, entries), load_operators(entry_points=False))
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "canvas" / "operators.md"
@@ -231,7 +231,7 @@ def test_the_documented_table_is_that_of_the_operators():
 
     assert documented == {
         name: [operator.role, names(operator.inputs), names(operator.outputs)]
-        for name, operator in operators(entry_points=False).items()
+        for name, operator in load_operators(entry_points=False).items()
     }
 
 
@@ -239,5 +239,5 @@ def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.Monkey
     section = DOCS.read_text().partition("## Adding one\n")[2].partition("Name it where")[0]
     (tmp_path / "shorten.py").write_text(textwrap.dedent(section))
     monkeypatch.syspath_prepend(tmp_path)
-    own = operators(["shorten:Shorten"], entry_points=False)["Shorten"]
+    own = load_operators(["shorten:Shorten"], entry_points=False)["Shorten"]
     assert use(own, "2+3?", {"answer": "it is five"}, "five")[0] == {"answer": "five"}

@@ -8,12 +8,12 @@ import pytest
 from flowjax.canvas.actions import Unreadable, apply, parse, parse_compact, show
 from flowjax.canvas.checks import problems
 from flowjax.canvas.graph import MAX_DEPTH, MAX_LOOP_COUNT
-from flowjax.canvas.operators.registry import operators
+from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.text import parse as workflow
 from flowjax.canvas.text import show as text_of
 
 PAGE = (Path(__file__).parents[2] / "docs/canvas/text.md").read_text()
-LIBRARY = operators(entry_points=False)
+LIBRARY = load_operators(entry_points=False)
 START = workflow("Custom#n1 -> Plan -> (Verify ? done : (Review -> Revise)#x * 2#n4)#n3")
 CELLS = re.findall(r"^\| `([^`]+)` \|", PAGE, re.M)
 FORMS = [cell for cell in CELLS if not cell.startswith("<")]

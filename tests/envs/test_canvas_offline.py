@@ -10,7 +10,7 @@ import pytest
 from data.canvas.build import build, row
 from flowjax.canvas.backends.base import BackendError, Request
 from flowjax.canvas.interpreter import run
-from flowjax.canvas.operators.registry import operators
+from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.text import parse
 from flowjax.canvas.values import Problem
 from flowjax.envs import canvas
@@ -19,7 +19,7 @@ from flowjax.envs.canvas.offline import SimulatedSolver
 from flowjax.envs.canvas.programs import FAULTS, program
 from flowjax.envs.canvas.published_data import load
 
-OPERATORS = operators(entry_points=False)
+OPERATORS = load_operators(entry_points=False)
 EXERCISES = 150
 
 

@@ -8,14 +8,14 @@ import pytest
 from flowjax.canvas.backends.offline import OfflineBackend, Rule
 from flowjax.canvas.graph import Workflow
 from flowjax.canvas.interpreter import run
-from flowjax.canvas.operators.registry import operators
+from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.text import parse
 from flowjax.canvas.trace import Run
 from flowjax.canvas.values import Problem
 from flowjax.envs.canvas.published import structure_parts
 from flowjax.envs.canvas.structure import Structure, measure
 
-OPERATORS = operators(entry_points=False)
+OPERATORS = load_operators(entry_points=False)
 ROLES = {name: operator.role for name, operator in OPERATORS.items()}
 FAILS, PASSES = '{"feedback": "It is wrong.", "passed": false}', '{"feedback": "It is right.", "passed": true}'
 

@@ -67,7 +67,7 @@ class OperatorRegistryError(ValueError):
     """An operator that cannot be used; the message names the class and the remedy."""
 
 
-def operators(extra: Iterable[str] = (), *, entry_points: bool = True) -> dict[str, type[Operator]]:
+def load_operators(extra: Iterable[str] = (), *, entry_points: bool = True) -> dict[str, type[Operator]]:
     """Name -> operator: the fourteen, then those of installed packages, then `extra`, as `package.module:Class`.
 
     Raises:

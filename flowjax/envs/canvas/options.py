@@ -10,7 +10,7 @@ from flowjax.canvas.backends.base import Backend
 from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
 from flowjax.canvas.budget import Budget
 from flowjax.canvas.operators.base import Operator
-from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, operators
+from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, load_operators
 from flowjax.envs.base import WorldError
 from flowjax.envs.canvas.exercises import KINDS
 
@@ -73,12 +73,12 @@ class Options:
     def on_offer(self) -> dict[str, type[Operator]]:
         """The operators that a workflow may have, by name."""
         try:
-            found = operators(self.extra_operators)
+            found = load_operators(self.extra_operators)
         except OperatorRegistryError as error:
             raise WorldError(f"env.options extra_operators: {error}") from error
         if unknown := [name for name in self.operators if name not in found]:
             raise WorldError(f"env.options operators={unknown[0]!r}: there are {', '.join(found)}")
-        extra = [name for name in found if name not in operators(entry_points=False)]
+        extra = [name for name in found if name not in load_operators(entry_points=False)]
         names = self.operators or [*(operator.name for operator in ADVERTISED), *extra]
         return {name: found[name] for name in names}
 
