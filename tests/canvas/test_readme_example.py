@@ -3,17 +3,14 @@
 import asyncio
 import json
 import re
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_server import chat, serving
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests" / "canvas"))
-
-from chat_server import chat, serving  # noqa: E402
+README = Path(__file__).parents[2] / "README.md"
 
 
 def reply(body: dict[str, Any]) -> Any:
@@ -25,7 +22,7 @@ def reply(body: dict[str, Any]) -> Any:
 
 
 def test_ten_lines_build_run_and_draw_a_workflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len([line for line in program.splitlines() if line.strip()]) <= 10
     monkeypatch.chdir(tmp_path)
     started, done = threading.Event(), threading.Event()
