@@ -1,6 +1,6 @@
 """What running asynchronously is worth, with a real vLLM and real trainers where it says so:
 
-    python -m tests.benchmarks.dataflow [--parts=staleness,policies] [--steps=40] [--seeds=1] [--staleness=4]
+    python -m tests.benchmarks.dataflow [--parts=staleness,policies] [--steps=20] [--seeds=1] [--staleness=4]
 
 staleness: whole launches of one recipe (nano Sokoban; each step of the world takes a log-normal time), synchronous
     (`max_staleness` 0) beside asynchronous. Prints steps per minute without the first ones, their ratio, and held-out
@@ -104,7 +104,7 @@ def compare_policies(console: Console, *, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="staleness,policies", help="with commas between")
-    parser.add_argument("--steps", type=int, default=40, help="of each launch")
+    parser.add_argument("--steps", type=int, default=20, help="of each launch")
     parser.add_argument("--seeds", type=int, default=1, help="launches of each kind")
     parser.add_argument("--staleness", type=int, default=4, help="bound of the asynchronous launches, in versions")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement of policies")

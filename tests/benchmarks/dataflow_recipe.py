@@ -10,7 +10,7 @@ def get_config() -> ConfigDict:
     config.name = "dataflow-benchmark"
     config.workflow = "tests.benchmarks.dataflow_slow.play"
     config.trainer.groups_per_step = 8
-    config.trainer.steps = 40
+    config.trainer.steps = 20
     config.trainer.micro_batch_rows = 64
     config.rollout.max_concurrent_episodes = 256
     config.eval.tasks = 256

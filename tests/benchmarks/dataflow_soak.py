@@ -45,26 +45,46 @@ def configuration(keep_trajectories: bool) -> ConfigDict:
     config = default_config()
     config.env.module = "flowjax.envs.sokoban"
     config.env.options = ConfigDict({"rows": 5, "columns": 5, "boxes": 1})
-    config.rollout.group_size, config.trainer.groups_per_step, config.trainer.steps = 8, 64, 1_000_000
+    config.rollout.group_size, config.trainer.groups_per_step, config.trainer.steps = 8, 8, 1_000_000
     config.reward.components = ConfigDict({"success": 1.0})
-    config.eval.tasks, config.dataflow.max_staleness = 0, 4
+    config.eval.tasks, config.dataflow.max_staleness = 0, 40  # so that every worker has something to play
     config.dataflow.keep_trajectories = keep_trajectories
     return config
 
 
-async def soak(url: str, pid: int, *, workers: int, minutes: float, episode_s: float, tokens: int) -> tuple[list, dict]:
+async def soak(
+    url: str, pid: int, *, workers: int, minutes: float, episode_s: float, tokens: int
+) -> tuple[list[Phase], dict[str, list[float]]]:
+    """What each number of workers did, and the latencies with all of them."""
     phases, serving = [], {"agent": 0}
     async with Client(url) as client:
         trainer = asyncio.create_task(train(client, "agent", serving, step_s=0.0))
         tasks: list[asyncio.Task[None]] = []
-        for share, count in ((1 / 6, max(workers // 100, 1)), (1 / 6, max(workers // 10, 1)), (4 / 6, workers)):
+
+        def employ(count: int) -> None:
             for number in range(len(tasks), count):
-                options = {"slots": _SLOTS, "episode_s": episode_s, "turns": TURNS, "turn_tokens": tokens // TURNS}
-                tasks.append(asyncio.create_task(work(client, f"worker-{number}", serving, **options)))
-            await asyncio.sleep(min(episode_s, 20 * minutes * share))  # until the first have played
-            client.latencies_s.clear()
+                worker = work(
+                    client,
+                    f"worker-{number}",
+                    serving,
+                    slots=_SLOTS,
+                    episode_s=episode_s,
+                    turns=TURNS,
+                    turn_tokens=tokens // TURNS,
+                )
+                tasks.append(asyncio.create_task(worker))
+
+        employ(max(workers // 10, 1))
+        while serving["agent"] < 2:  # the first batches compile what gives credit
+            await asyncio.sleep(0.1)
+        await cancel(tasks)
+        tasks.clear()
+        for share, count in ((1 / 6, max(workers // 100, 1)), (1 / 6, max(workers // 10, 1)), (4 / 6, workers)):
+            employ(count)
+            await asyncio.sleep(episode_s)  # until the first have played
+            client.latencies_s = {}
             phases.append(await _phase(client, pid, count, 60 * minutes * share, [trainer, *tasks]))
-            latencies = client.latencies_s
+        latencies = client.latencies_s
         await cancel([trainer, *tasks])
     return phases, latencies
 

@@ -21,6 +21,7 @@ from flowjax.launch.machine import free_port
 from flowjax.records import Episode, Lease, Trajectory, Turn, pack, unpack
 
 _UP_WITHIN_S = 60.0
+_REPORT_EVERY_S = 1.0
 
 
 @contextmanager
@@ -107,28 +108,34 @@ async def work(
     *,
     slots: int,
     episode_s: float,
-    report_every_s: float = 1.0,
     turns: int = 1,
     turn_tokens: int = 8,
 ) -> None:
-    """A worker: says what it serves, leases `slots` episodes, takes `episode_s` over them, and hands them over."""
-    reported_s, reported = 0.0, {}
+    """A worker: leases `slots` episodes, takes `episode_s` over them, and hands them over; says what it serves."""
+    reports = asyncio.create_task(_report(client, worker, serving))
+    try:
+        while True:
+            answer = await client.post("lease", worker=worker, slots=slots)
+            if not answer["leases"]:
+                continue
+            versions = dict(serving)
+            await asyncio.sleep(episode_s)
+            items = [
+                {"lease_id": lease.lease_id, "episode": played(lease, versions, turns=turns, turn_tokens=turn_tokens)}
+                for lease in answer["leases"]
+            ]
+            taken = await client.post("episodes", worker=worker, items=items)
+            client.accepted += taken["accepted"]
+    finally:
+        reports.cancel()
+
+
+async def _report(client: Client, worker: str, serving: Mapping[str, int]) -> None:
+    """As often as the rollout service does."""
     while True:
-        if serving != reported or time.monotonic() - reported_s > report_every_s:
-            reported, reported_s = dict(serving), time.monotonic()
-            for policy, version in reported.items():
-                await client.post("versions", worker=worker, policy=policy, serving=version, in_use=[])
-        answer = await client.post("lease", worker=worker, slots=slots)
-        if not answer["leases"]:
-            continue
-        versions = dict(serving)
-        await asyncio.sleep(episode_s)
-        items = [
-            {"lease_id": lease.lease_id, "episode": played(lease, versions, turns=turns, turn_tokens=turn_tokens)}
-            for lease in answer["leases"]
-        ]
-        taken = await client.post("episodes", worker=worker, items=items)
-        client.accepted += taken["accepted"]
+        for policy, version in dict(serving).items():
+            await client.post("versions", worker=worker, policy=policy, serving=version, in_use=[])
+        await asyncio.sleep(_REPORT_EVERY_S)
 
 
 async def train(client: Client, policy: str, serving: dict[str, int], *, step_s: float, steps: int = 10**9) -> None:

@@ -180,6 +180,17 @@ def test_finished_means_trained_and_evaluated(tmp_path):
     assert flow.finished
 
 
+def test_what_is_finished_is_finished_after_a_restart(tmp_path):
+    flow = make_flow(tmp_path)
+    flow.report_serving("agent", 4)
+    play(flow, flow.lease("w", 1000, "eval"), version=4)
+    flow.commit("agent", 4)
+    assert flow.finished
+    flow.close()
+    again = make_flow(tmp_path)
+    assert again.finished and again.committed == {"agent": 4}
+
+
 def test_evaluating_given_versions_trains_nothing(tmp_path):
     config = configuration()
     config.eval.versions = (7,)

@@ -58,7 +58,7 @@ class ChaosRun:
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.starts: Counter[str] = Counter()
-        self.seen: dict[str, list[int]] = {"checkpoints": [], "committed": [], "serving": []}
+        self.seen: dict[str, list[int]] = {"checkpoints": [], "committed": [], "serving": [], "rollout": []}
         self._over = threading.Event()
         self._observer = threading.Thread(target=self._observe)
 
@@ -126,6 +126,7 @@ class ChaosRun:
         """Note the versions that everyone tells of, as time goes by."""
         while not self._over.wait(0.1):
             self.seen["checkpoints"].append(self.version)
+            self._note_rollout()
             try:
                 with urllib.request.urlopen(f"{self._url}/status", timeout=5) as answer:
                     status = json.load(answer)
@@ -134,6 +135,14 @@ class ChaosRun:
             self.seen["committed"].append(status["committed"])
             if status["version"] >= 0:  # a dataflow that has just started has not been told yet
                 self.seen["serving"].append(status["version"])
+
+    def _note_rollout(self) -> None:
+        try:
+            version = json.loads((self.folder / "status-rollout.json").read_text())["serving_version"]
+        except (OSError, ValueError):
+            return
+        if version is not None:  # a service that has just started does not know yet
+            self.seen["rollout"].append(version)
 
     def assert_sound(self) -> None:
         """Every task ended once, nothing was trained on twice, no version went back."""
