@@ -32,14 +32,8 @@ from flowjax.monitor.progress import Progress, number
 from flowjax.monitor.screen import fixed, interval
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
-_MUST_AGREE = (
-    "model.path",
-    "policy",
-    "agents",
-    "workflow",
-    "env.module",
-    "env.options",
-)  # between the command and the checkpoint's run
+# Between the command and the checkpoint's run:
+_MUST_AGREE = ("model.path", "policy", "agents", "workflow", "env.module", "env.options")
 
 
 def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:
