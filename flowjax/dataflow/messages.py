@@ -49,7 +49,9 @@ def can_of(message: Any) -> Can:
     for name, values in said.items():
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise WireError(f"field can.{name} is no list of strings: send one")
-    kinds = KINDS & set(said.get("kinds", KINDS))
+    kinds = frozenset(said.get("kinds", KINDS))
+    if kinds - KINDS:
+        raise WireError(f"field can.kinds names others than {' and '.join(sorted(KINDS))}: leave them out")
     if kind not in (None, *KINDS):
         raise WireError(f"field kind is {str(kind)[:_LONGEST_NAME]!r}: it is train, eval or absent")
     worlds, policies = (frozenset(said[name]) if name in said else None for name in ("worlds", "policies"))

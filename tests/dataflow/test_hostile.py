@@ -201,6 +201,39 @@ def test_versions_that_nobody_has_made_poison_nothing(tmp_path, version):
     run(tmp_path, scenario)
 
 
+UNCLEAR = [
+    ("/lease", {"can": 7}),
+    ("/lease", {"can": ["agent"]}),
+    ("/lease", {"can": {"worlds": "toy"}}),
+    ("/lease", {"can": {"worlds": [1]}}),
+    ("/lease", {"can": {"worlds": [[]]}}),
+    ("/lease", {"can": {"kinds": ["nap"]}}),
+    ("/lease", {"can": {"hats": []}}),
+    ("/lease", {"slots": 10**9}),
+    ("/lease", {"worker": "w" * 10**5}),
+    ("/batch", {"policies": {}}),
+    ("/batch", {"policies": []}),
+    ("/batch", {"policies": {"agent": -1}}),
+    ("/batch", {"policies": {"agent": 9}}),
+    ("/batch", {"policies": {"agent": True}}),
+    ("/batch", {"policies": {"agent": 0, "stranger": 0}}),
+    ("/batch", {"policies": {1: 0}}),
+    ("/renew", {"lease_ids": ["x"] * 200_000}),
+]
+
+
+@pytest.mark.parametrize(("path", "changes"), UNCLEAR)
+def test_what_is_understood_in_part_is_refused(tmp_path, path, changes):
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        message = dataflow.fair()[path] | changes
+        if "policies" in changes:
+            del message["policy"], message["step"]
+        await refused(dataflow, path, on_the_wire(message))
+
+    run(tmp_path, scenario)
+
+
 def test_batches_that_no_checkpoint_needs_any_more_are_refused(tmp_path):
     """A batch of long ago, asked for again, would undo all later ones and have their groups trained on twice."""
 
