@@ -23,7 +23,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.env.module = "flowjax.envs.canvas"
     config.env.max_turns = 20
     config.env.options = ConfigDict({"turns": 20})
-    config.reward.components = ConfigDict({"canvas": {"weight": 1.0}})
+    config.reward.components = ConfigDict({"canvas": {"weight": 1.0}, "invalid_actions": 0.05, "turn_penalty": 0.01})
     config.credit.name = "grpo"
     config.loss.options.clip_low = config.loss.options.clip_high = 0.2
     config.loss.options.aggregation = "trajectory_mean_token_mean"
@@ -48,7 +48,7 @@ def _nano(config: ConfigDict) -> None:
     config.rollout.max_new_tokens = 12
     config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
-    config.trainer.steps = 30
+    config.trainer.steps = 45
     config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 64  # most prompts are far shorter
     config.trainer.micro_batch_rows = 128
@@ -75,7 +75,7 @@ def _nano_append(config: ConfigDict) -> None:
 def _nano_grpo(config: ConfigDict) -> None:
     _nano(config)
     config.name = "canvas-nano-grpo"
-    config.reward.components = ConfigDict({"success": 1.0})
+    config.reward.components = ConfigDict({"success": 1.0, "invalid_actions": 0.05, "turn_penalty": 0.01})
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
@@ -102,7 +102,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.rollout.temperature = 0.6
     config.rollout.max_concurrent_episodes = 256
     config.trainer.groups_per_step = 16
-    config.trainer.steps = 300
+    config.trainer.steps = 450
     config.trainer.row_tokens = 16384
     config.trainer.micro_batch_rows = 4
     config.optimizer.learning_rate = 1e-5
