@@ -102,7 +102,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.rollout.temperature = 0.6
     config.rollout.max_concurrent_episodes = 256
     config.trainer.groups_per_step = 16
-    config.trainer.steps = 450
+    config.trainer.steps = 300
     config.trainer.row_tokens = 16384
     config.trainer.micro_batch_rows = 4
     config.optimizer.learning_rate = 1e-5
