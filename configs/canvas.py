@@ -9,7 +9,9 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that edits a workflow of operators, which runs after each edit; the answer of its last run counts.
 
     nano          2 CPU cores   python -m flowjax.launch --config=configs/canvas.py:nano
-                  the executor is simulated: docs/worlds/canvas.md
+                  the executor is simulated: docs/worlds/canvas.md. One seed, after 30 of the 45 steps and before
+                  invalid actions and turns had a price, 384 held-out tasks: correct 0.34 -> 0.71 [0.66, 0.75],
+                  mean reward -0.85 -> 0.41 [0.36, 0.47]
     nano_append   the same, an episode being one growing conversation
     nano_grpo     the same as nano, rewarded for right answers alone
     qwen3_8b      8 x A100 80 GB, and an executor   (not run by us)
