@@ -38,6 +38,7 @@ def default_config() -> ConfigDict:
     # Several policies on the one base: name -> the sections in which it differs, for example
     # {"solver": {}, "verifier": {"optimizer": {"learning_rate": 1e-4}}}. Empty: the one named by config.policy.
     config.policies = ConfigDict()
+    config.separate_trainers = False  # a trainer process for each policy, with its share of the trainer's accelerators
     # Agent of the workflow -> the policy that speaks for it, or "base": the base model as it is, which is not trained.
     # Empty: the only policy for the only agent.
     config.agents = ConfigDict()

@@ -25,7 +25,14 @@ from flowjax.config import ConfigError, load_run, policy_configs, save_run
 from flowjax.launch import command_line
 from flowjax.launch.devices import Devices, mesh_count, share_out, visible_accelerators
 from flowjax.launch.preflight import examine
-from flowjax.launch.roles import STOP_ORDER, choose_ports, engine_accelerators, run_roles, write_endpoints
+from flowjax.launch.roles import (
+    choose_ports,
+    engine_accelerators,
+    run_roles,
+    stop_order,
+    trainer_roles,
+    write_endpoints,
+)
 from flowjax.launch.session import OK, Session
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.monitor.progress import Progress, number
@@ -150,13 +157,13 @@ def _evaluate(config: ConfigDict, run_dir: Path, devices: Devices) -> int:
     ports, version = choose_ports(config), min(config.eval.versions)
     write_endpoints(config, run_dir, ports)
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    session = Session(run_dir, steps=0, stop_order=STOP_ORDER, console=console)
+    session = Session(run_dir, steps=0, stop_order=stop_order(config), console=console)
 
     async def done(supervisor: Supervisor, progress: Progress) -> None:
         while progress.eval_at(version) is None:
             await asyncio.sleep(0.1)
 
-    roles = [role for role in run_roles(config, run_dir, ports, devices) if role.name != "trainer"]
+    roles = [role for role in run_roles(config, run_dir, ports, devices) if role.name not in trainer_roles(config)]
     status = asyncio.run(session.run(lambda: roles, done))
     if status == OK and (entry := session.screen.progress.eval_at(version)):
         table = Table(title=str(run_dir), title_justify="left", show_header=False)

@@ -29,11 +29,12 @@ from flowjax.launch.devices import Devices, host_device_count, mesh_count, share
 from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
-    STOP_ORDER,
     choose_ports,
     engine_accelerators,
     needs_warm_start,
     run_roles,
+    stop_order,
+    trainer_roles,
     warm_start_role,
     write_endpoints,
 )
@@ -116,13 +117,15 @@ def _devices(config: ConfigDict, values: flags.FlagValues) -> Devices:
         assumed = asked != len(accelerators)
     elif dry_run and not accelerators and config.model.nano is None:
         # A recipe for accelerators, planned on a machine without: as many as it names.
-        asked, assumed = engine_accelerators(config) + math.prod(size for size in sizes if size > 0), True
+        each = math.prod(size for size in sizes if size > 0)
+        asked, assumed = engine_accelerators(config) + len(trainer_roles(config)) * each, True
     if asked:
         accelerators = tuple(map(str, range(asked)))
     return share_out(
         accelerators,
         engine_accelerators(config),
         mesh_count(sizes),
+        trainers=len(trainer_roles(config)),
         cpu_devices=host_device_count(),
         assumed=assumed,
     )
@@ -185,12 +188,13 @@ def _run(request: Request, console: Console) -> int:
         run_dir,
         steps=sum(_last_versions(config)),
         warm_steps=config.warm_start.steps,
-        stop_order=STOP_ORDER,
+        stop_order=stop_order(config),
         console=console,
     )
 
     async def done(supervisor: Supervisor, progress: Progress) -> None:
-        await supervisor.ended("trainer")
+        for trainer in trainer_roles(config):
+            await supervisor.ended(trainer)
         await _final_evaluation(config, run_dir, progress)
 
     status = asyncio.run(

@@ -81,6 +81,7 @@ CHANGEABLE = (
     "rollout.episode_timeout_s",
     "rollout.max_concurrent_episodes",
     "rollout.min_concurrent_episodes",
+    "separate_trainers",
     "trainer.keep_checkpoints",
     "trainer.keep_every_steps",
     "trainer.compile_cache",
@@ -152,6 +153,11 @@ def _training(config: ConfigDict) -> Iterator[str]:
         yield (
             f"config.trainer.processes is {config.trainer.processes}, but config.trainer.coordinator is empty: "
             "give the host:port of process 0"
+        )
+    if config.separate_trainers and config.trainer.processes > 1:
+        yield (
+            f"config.separate_trainers is True, but config.trainer.processes is {config.trainer.processes}, and a "
+            "trainer of several processes is one for all policies: set one of them back"
         )
 
 

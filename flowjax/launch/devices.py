@@ -12,27 +12,35 @@ from pathlib import Path
 class Devices:
     """Accelerators by number; both lists are empty on a machine without any, where everything runs on the CPU.
 
-    `assumed` marks a plan for a machine that is not this one.
+    `trainers` is how many trainers share theirs out evenly, or use the same ones where too few. `assumed` marks
+    a plan for a machine that is not this one.
     """
 
     trainer: tuple[str, ...] = ()
     engine: tuple[str, ...] = ()
     cpu_devices: int = 1
     assumed: bool = False
+    trainers: int = 1
 
     @property
     def trainer_count(self) -> int:
-        return len(self.trainer) or self.cpu_devices
+        """Of each trainer."""
+        return max(len(self.trainer) // self.trainers, 1) if self.trainer else self.cpu_devices
 
     @property
     def shared(self) -> bool:
         return bool(set(self.trainer) & set(self.engine))
 
-    def trainer_env(self) -> dict[str, str]:
+    def trainer_env(self, index: int = 0) -> dict[str, str]:
+        """Of one of the trainers."""
         if not self.trainer:
             return {}
-        shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if self.shared else {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.trainer), **shared}
+        count = self.trainer_count
+        start = index * count % len(self.trainer)
+        own = self.trainer[start : start + count]
+        crowded = self.shared or len(self.trainer) < self.trainers
+        shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if crowded else {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own), **shared}
 
     def engine_env(self, replica: int = 0, replicas: int = 1) -> dict[str, str]:
         """Of one of the engines, which share their accelerators out evenly."""
@@ -60,18 +68,20 @@ def share_out(
     engine_count: int,
     trainer_count: int | None = None,
     *,
+    trainers: int = 1,
     cpu_devices: int = 1,
     assumed: bool = False,
 ) -> Devices:
-    """Give the engines the last `engine_count`, the trainer `trainer_count` of the others or all of them (None).
+    """Give the engines the last `engine_count`, each trainer `trainer_count` of the others or its share of them (None).
 
-    Where nothing would be left for the trainer, it shares the engine's.
+    Where nothing would be left for the trainers, they share the engine's.
     """
     if not accelerators:
-        return Devices(cpu_devices=cpu_devices, assumed=assumed)
+        return Devices(cpu_devices=cpu_devices, assumed=assumed, trainers=trainers)
     engine = tuple(accelerators[-engine_count:]) if engine_count else ()
     trainer = tuple(accelerators[: len(accelerators) - len(engine)]) or tuple(accelerators)
-    return Devices(trainer[:trainer_count], engine, cpu_devices, assumed)
+    most = None if trainer_count is None else trainer_count * trainers
+    return Devices(trainer[:most], engine, cpu_devices, assumed, trainers)
 
 
 def mesh_count(sizes: Sequence[int]) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from flowjax.config import policy_configs
 from flowjax.launch.devices import Devices
 from flowjax.launch.machine import free_port
 from flowjax.launch.supervisor import Role, answers
@@ -24,7 +25,18 @@ _OFFLINE = {
 _ON_CPU = {"JAX_PLATFORMS": "cpu"}  # must not take memory from the trainer's devices
 # XLA on CPUs asks for its temporaries anew at every step: with huge pages a tenth of a training step is saved and more.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-STOP_ORDER = (("rollout", "trainer"),)  # then dataflow and engines
+
+
+def trainer_roles(config: ConfigDict) -> dict[str, str]:
+    """The run's trainers: name of the role -> the policy that it trains, "" for all of them."""
+    if not config.separate_trainers:
+        return {"trainer": ""}
+    return {f"trainer-{policy}": policy for policy in policy_configs(config)}
+
+
+def stop_order(config: ConfigDict) -> tuple[tuple[str, ...], ...]:
+    """Rollout and trainers together; then dataflow and engines."""
+    return (("rollout", *trainer_roles(config)),)
 
 
 def choose_ports(config: ConfigDict) -> dict[str, int]:
@@ -87,7 +99,7 @@ def engine_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devic
 
 
 def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices) -> list[Role]:
-    """Engines, dataflow, trainer and rollout, in the order in which they are started."""
+    """Engines, dataflow, trainers and rollout, in the order in which they are started."""
     python = [sys.executable, "-m"]
     return [
         *engine_roles(config, run_dir, ports, devices),
@@ -98,12 +110,15 @@ def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices:
             health=partial(answers, reachable(config.dataflow.host).strip("[]"), ports["dataflow"], "/health"),
             restarts=2,
         ),
-        Role(
-            "trainer",
-            [*python, "flowjax.trainer", f"--run={run_dir}"],
-            env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env()},
-            restarts=2,
-            finite=True,
+        *(
+            Role(
+                name,
+                [*python, "flowjax.trainer", f"--run={run_dir}", *([f"--policy={policy}"] if policy else [])],
+                env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env(index)},
+                restarts=2,
+                finite=True,
+            )
+            for index, (name, policy) in enumerate(trainer_roles(config).items())
         ),
         Role("rollout", [*python, "flowjax.rollout", f"--run={run_dir}"], env={**_OFFLINE, **_ON_CPU}, restarts=5),
     ]

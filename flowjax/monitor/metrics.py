@@ -108,12 +108,14 @@ def _torn(path: Path) -> bool:
 
 
 def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
-    """Lines without a policy are of the only one."""
+    """Lines without a policy are of the run."""
 
     def last(entry: dict[str, Any]) -> float:
         if isinstance(step, int):
             return step
-        return step.get(entry.get("policy", ""), max(step.values(), default=math.inf))
+        if "policy" in entry:
+            return step.get(entry["policy"], math.inf)  # another trainer's
+        return max(step.values(), default=math.inf)
 
     with _locked(path):
         entries = read_metrics(path)

@@ -1,4 +1,4 @@
-"""The trainer role: `python -m flowjax.trainer --run=<run folder>`."""
+"""The trainer role: `python -m flowjax.trainer --run=<run folder> [--policy=<the only one to train>]`."""
 
 import contextlib
 import json
@@ -26,18 +26,22 @@ from flowjax.trainer.sources import DataflowSource, SourceError
 from flowjax.weights.publish import CheckpointError, Checkpoints
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
+_POLICY = flags.DEFINE_string("policy", "", "The only policy to train; all of the run's if empty.")
 
 
-def _run(run_dir: Path) -> None:
+def _run(run_dir: Path, policy: str) -> None:
     config = load_run(run_dir)
+    configs = {name: own for name, own in policy_configs(config).items() if policy in ("", name)}
+    if not configs:
+        raise ConfigError(f"--policy is {policy!r}: the run has {', '.join(policy_configs(config))}")
     use_compile_cache(config.trainer.compile_cache)
     join(config)
     mesh = make_mesh(**config.mesh.to_dict())
-    models = make_models(config, mesh)
+    models = make_models(config, mesh, configs)
     endpoints = json.loads((run_dir / "endpoints.json").read_text())
     with contextlib.ExitStack() as opened:
         learners = {}
-        for name, own in policy_configs(config).items():
+        for name, own in configs.items():
             kept = {"keep": own.trainer.keep_checkpoints, "keep_every": own.trainer.keep_every_steps}
             checkpoints = opened.enter_context(Checkpoints(run_dir / "checkpoints" / name, **kept))
             learners[name] = Learner(name, own, models.pop(name), checkpoints)
@@ -48,7 +52,8 @@ def _run(run_dir: Path) -> None:
         source = DataflowSource(
             endpoints["dataflow"], timeout_s=config.trainer.step_timeout_s, token=known_token(run_dir)
         )
-        status = _Status(run_dir, steps) if is_first() else None
+        role = f"trainer-{policy}" if policy else "trainer"
+        status = _Status(run_dir, role, steps) if is_first() else None
         if status is not None:
             opened.enter_context(status.endpoint)
         on_step = status.update if status is not None else lambda line: None
@@ -56,10 +61,10 @@ def _run(run_dir: Path) -> None:
 
 
 class _Status:
-    """The newest line of each policy, in `status-trainer.json` and at a `/metrics` of its own."""
+    """The newest line of each policy, in `status-<role>.json` and at a `/metrics` of its own."""
 
-    def __init__(self, run_dir: Path, steps: Mapping[str, int]):
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, role: str, steps: Mapping[str, int]):
+        self._run_dir, self._role = run_dir, role
         self._policies: dict[str, Mapping[str, Any]] = {policy: {"step": step} for policy, step in steps.items()}
         self.endpoint = MetricsEndpoint(lambda: {"policies": dict(self._policies)}, role="trainer")
         self._write()
@@ -72,13 +77,13 @@ class _Status:
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk stops the next checkpoint, whose message is the better one
             steps = {policy: {"step": line["step"]} for policy, line in self._policies.items()}
-            write_status(self._run_dir, "trainer", {"policies": steps, "metrics_url": self.endpoint.url})
+            write_status(self._run_dir, self._role, {"policies": steps, "metrics_url": self.endpoint.url})
 
 
 def main(argv: list[str]) -> None:
     del argv
     try:
-        _run(Path(_RUN.value))
+        _run(Path(_RUN.value), _POLICY.value)
     except (BatchError, CheckpointError, ConfigError, ModelError, SourceError) as error:
         sys.exit(f"trainer: {error}")
 

@@ -130,7 +130,7 @@ def train_policies(
         flops = step_flops(learner.model, learner.lora, served.rows)
         under_way.append(Dispatched(learner, learner.step, taken, line, waited_s, flops))
         while len(under_way) > (0 if learner.checkpoints else trainer.steps_in_flight):
-            _log(under_way.popleft(), clock, metrics, on_step, several=len(learners) > 1)
+            _log(under_way.popleft(), clock, metrics, on_step)
 
         # publish: the checkpoint's commit marker is the publication
         stepped_s = time.perf_counter()
@@ -139,7 +139,7 @@ def train_policies(
 
     # ---------------------------------------------------------------------------------------------------------- end
     while under_way:
-        _log(under_way.popleft(), clock, metrics, on_step, several=len(learners) > 1)
+        _log(under_way.popleft(), clock, metrics, on_step)
     for learner in learners.values():
         if learner.checkpoints is not None:
             learner.checkpoints.wait()
@@ -182,12 +182,7 @@ def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> lis
 
 
 def _log(
-    done: Dispatched,
-    clock: _Clock,
-    metrics: MetricsWriter | None,
-    on_step: Callable[[dict[str, Any]], None],
-    *,
-    several: bool,
+    done: Dispatched, clock: _Clock, metrics: MetricsWriter | None, on_step: Callable[[dict[str, Any]], None]
 ) -> None:
     """Wait for a step's results and write its line."""
     learner = done.learner
@@ -200,6 +195,7 @@ def _log(
     if skipped:
         logging.warning("%s, step %d: %d updates skipped, not finite", learner.name, done.step, skipped)
     line = {
+        "policy": learner.name,
         "step": done.step,
         **_mean_of(taken),
         **done.line,
@@ -214,9 +210,8 @@ def _log(
     if peak := peak_flops(jax.devices()[0].device_kind):
         line["flops_utilisation"] = line["flops_per_s"] / (peak * jax.device_count())
     if metrics is not None:
-        whose: dict[str, Any] = {"policy": learner.name} if several else {}
-        metrics.write("train", **line, **whose)
-        on_step({**line, "policy": learner.name})
+        metrics.write("train", **line)
+        on_step(line)
 
 
 def _agreement(learner: Learner, batch: MicroBatch, on_device: MicroBatch, mesh: Mesh) -> dict[str, float]:

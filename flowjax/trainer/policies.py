@@ -1,5 +1,6 @@
 """The models of a run's policies."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
@@ -12,8 +13,8 @@ from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora
 
 
-def make_models(config: ConfigDict, mesh: Mesh) -> dict[str, Decoder]:
-    """For each policy its model: one base for all of them, and an adapter each.
+def make_models(config: ConfigDict, mesh: Mesh, trained: Collection[str] | None = None) -> dict[str, Decoder]:
+    """The models of the policies that are trained here (None: all), an adapter each on the one base.
 
     Raises:
         ConfigError: policies share a base that one of them trains itself.
@@ -45,4 +46,5 @@ def make_models(config: ConfigDict, mesh: Mesh) -> dict[str, Decoder]:
     return {
         name: with_adapter(base, Lora(**own.policy.lora.to_dict()), jax.random.key(own.seed))
         for name, own in configs.items()
+        if trained is None or name in trained
     }

@@ -7,7 +7,7 @@ import pytest
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config
 from flowjax.launch.devices import Devices, share_out
-from flowjax.launch.roles import choose_ports, engine_accelerators, engine_roles, run_roles, write_endpoints
+from flowjax.launch.roles import choose_ports, engine_accelerators, engine_roles, run_roles, stop_order, write_endpoints
 
 URLS = ("http://one:8000", "http://two:8000")
 
@@ -36,6 +36,24 @@ def test_each_replica_is_a_role_with_port_seed_and_accelerators_of_its_own(confi
     write_endpoints(config, tmp_path, ports)
     endpoints = json.loads((tmp_path / "endpoints.json").read_text())
     assert endpoints == {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+
+
+def test_separate_trainers_are_roles_with_accelerators_of_their_own(config, tmp_path):
+    config.policies = {"solver": {}, "verifier": {}}
+    config.separate_trainers = True
+    devices = share_out(tuple("012345"), engine_accelerators(config), trainers=2)
+    assert (devices.trainer_count, devices.engine) == (2, ("5",))
+    roles = {role.name: role for role in run_roles(config, tmp_path, choose_ports(config), devices)}
+    assert list(roles) == ["engine", "dataflow", "trainer-solver", "trainer-verifier", "rollout"]
+    assert roles["trainer-verifier"].argv[-1] == "--policy=verifier"
+    own = [roles[f"trainer-{name}"].env["CUDA_VISIBLE_DEVICES"] for name in ("solver", "verifier")]
+    assert own == ["0,1", "2,3"]
+    assert stop_order(config) == (("rollout", "trainer-solver", "trainer-verifier"),)
+    crowded = share_out(("0", "1"), 1, trainers=2)
+    assert [crowded.trainer_env(index)["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["0", "0"]
+    assert crowded.trainer_env(1)["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    config.trainer.processes, config.trainer.coordinator = 2, "here:1"
+    assert any("config.separate_trainers is True" in problem for problem in check_config(config))
 
 
 def test_a_configured_port_is_the_first_of_several(config):

@@ -57,6 +57,16 @@ def test_resuming_drops_later_steps_only(tmp_path):
     assert [e["text"] for e in entries if e["kind"] == "run"][-1].startswith("a writer")
 
 
+def test_a_trainer_that_resumes_drops_lines_of_its_own_policies_only(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for policy in ("solver", "verifier"):
+        for step in range(1, 4):
+            writer.write("train", step=step, policy=policy)
+    MetricsWriter(tmp_path, resume_step={"solver": 1})
+    lines = [(e["policy"], e["step"]) for e in read_metrics(tmp_path)]
+    assert lines == [("solver", 1), *(("verifier", step) for step in (1, 2, 3))]
+
+
 def test_processes_append_at_once_and_one_replaces_the_file_without_losing_a_line(tmp_path):
     script = (
         "import sys; from pathlib import Path; from flowjax.monitor.metrics import MetricsWriter\n"

@@ -98,6 +98,14 @@ def test_policies_share_the_very_arrays_of_the_base(config):
     assert set(solver.adapter) == {"q_proj", "down_proj"} and set(verifier.adapter) == {"v_proj"}
 
 
+def test_a_trainer_of_its_own_has_the_same_model(config):
+    mesh = make_mesh(data=1, fsdp=1)
+    (alone,) = make_models(config, mesh, ["verifier"]).items()
+    assert alone[0] == "verifier"
+    together = nnx.state(make_models(config, mesh)["verifier"])
+    assert all(map(np.array_equal, jax.tree.leaves(nnx.state(alone[1])), jax.tree.leaves(together)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
