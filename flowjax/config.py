@@ -69,6 +69,7 @@ def default_config() -> ConfigDict:
     config.rollout.temperature = 1.0
     config.rollout.max_prompt_tokens = 1024
     config.rollout.max_new_tokens = 256
+    config.rollout.structured_outputs = False  # hold replies to the world's grammar of actions while they are sampled
     config.rollout.episode_timeout_s = 300.0
     config.engine = ConfigDict()
     config.engine.python = ""  # interpreter that has vLLM; "" is the one running flowjax

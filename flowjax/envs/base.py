@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -116,6 +116,15 @@ class World(Protocol):
 
         `reference` keeps the behaviour of the published system, faults included.
         """
+        ...
+
+
+@runtime_checkable
+class Constrained(Protocol):
+    """A world that can say what its replies look like."""
+
+    def structured_outputs(self, style: Style, **options: Any) -> Mapping[str, Any]:
+        """What vLLM's `structured_outputs` takes, so that it samples nothing else."""
         ...
 
 

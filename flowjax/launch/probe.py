@@ -66,7 +66,7 @@ def _messages(check: Callable[..., Iterator[str]], *args: Any) -> list[str]:
 
 def _world(config: ConfigDict) -> Iterator[str]:
     from flowjax.dataflow.task_sources import train_tasks
-    from flowjax.envs.base import load_world
+    from flowjax.envs.base import Constrained, load_world
 
     world = load_world(config.env.module)
     longest_step_s = getattr(world, "longest_step_s", None)  # of worlds whose steps have a limit of their own
@@ -86,6 +86,16 @@ def _world(config: ConfigDict) -> Iterator[str]:
             )
     if config.env.sources:
         train_tasks(config)
+    if config.rollout.structured_outputs and not isinstance(world, Constrained):
+        yield (
+            f"config.rollout.structured_outputs is True, but {config.env.module} has no structured_outputs(): "
+            "set it to False, or take a world that says what its actions look like"
+        )
+    if config.rollout.structured_outputs and config.env.prompt == "compact":
+        yield (
+            "config.rollout.structured_outputs is True, but config.env.prompt is 'compact': the words of nano models "
+            "carry no spaces, so that no grammar with spaces can be kept to; set one of them back"
+        )
 
 
 def _reward(config: ConfigDict) -> Iterator[str]:

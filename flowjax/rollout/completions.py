@@ -16,6 +16,7 @@ class Sampling:
     max_new_tokens: int
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    structured_outputs: str = ""  # JSON of what vLLM's parameter of that name takes; "" leaves replies free
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Partial:
 
 def completion_body(model: str, sampling: Sampling, prompts: list[list[int]], *, stream: bool) -> dict[str, Any]:
     """A request to /v1/completions. Without a seed: with one, equal prompts would be answered equally."""
+    held = {"structured_outputs": json.loads(sampling.structured_outputs)} if sampling.structured_outputs else {}
     return {
         "model": model,
         "prompt": prompts,
@@ -64,6 +66,7 @@ def completion_body(model: str, sampling: Sampling, prompts: list[list[int]], *,
         "logprobs": 0,  # of the sampled token and no other
         "return_tokens_as_token_ids": True,
         "stream": stream,
+        **held,
     }
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib
+import json
 import sys
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, task_options
-from flowjax.envs.base import World, load_world
+from flowjax.envs.base import Constrained, World, load_world
 from flowjax.envs.pool import EnvPool
 from flowjax.record_checks import check_episode
 from flowjax.records import Episode, Lease, Trajectory, WireError
@@ -63,6 +64,7 @@ class Player:
     workflow: Play
     speakers: Mapping[str, str]  # agent -> policy
     config: ConfigDict
+    structured_outputs: str = ""  # see `Sampling`
 
     @classmethod
     def of_run(cls, config: ConfigDict, *, engine: Engines, follower: Follower, pool: EnvPool) -> "Player":
@@ -71,15 +73,20 @@ class Player:
         Raises:
             ValueError: the config names a world, a workflow or a tokenizer that cannot be used.
         """
+        world = load_world(config.env.module)
+        held = ""
+        if config.rollout.structured_outputs and isinstance(world, Constrained):
+            held = json.dumps(world.structured_outputs(config.env.prompt, **config.env.options.to_dict()))
         return cls(
             engine,
             follower,
             pool,
             Codec(Path(config.model.path), max_prompt_tokens=config.rollout.max_prompt_tokens),
-            load_world(config.env.module),
+            world,
             load_workflow(config.workflow),
             speakers(config),
             config,
+            held,
         )
 
     async def play(self, lease: Lease) -> Episode:
@@ -154,7 +161,9 @@ class Player:
 
     def _generator(self, policy: str, lease: Lease) -> Generate:
         """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
-        sampling = Sampling(lease.temperature, self.config.rollout.max_new_tokens)
+        sampling = Sampling(
+            lease.temperature, self.config.rollout.max_new_tokens, structured_outputs=self.structured_outputs
+        )
         pinned = lease.versions.get(policy)
 
         async def generate_frozen(prompt_ids: list[int]) -> Completion:

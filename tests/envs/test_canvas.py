@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from two_processes import printed_in_two_processes
 
-from flowjax.canvas import actions
+from flowjax.canvas import actions, load_operators, svg
 from flowjax.canvas.text import show
 from flowjax.envs import canvas
-from flowjax.envs.base import Observation, Past, Split, WorldError, load_world
+from flowjax.envs.base import Constrained, Observation, Past, Split, WorldError, load_world
 from flowjax.envs.canvas import exercises
 from flowjax.envs.canvas.protocol import read
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.launch.checks import check_config
+from flowjax.launch.probe import inspect_run
 from flowjax.records import Task
 from flowjax.rewards import components
 from flowjax.rewards.scores import check_reward, required_outcomes
@@ -336,6 +337,61 @@ def test_prompts_for_language_models():
     told = "<action>add</action><operator>Custom</operator><prompt>Say a &lt; b.</prompt>"
     assert canvas.parse_action(told, later.legal_actions) == 'add Custom{"Say a < b."}'
     assert canvas.parse_action(" ", later.legal_actions) is None
+
+
+OWN_OPERATOR = """
+from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.values import Field
+
+
+class DoubleCheck(Operator):
+    name = "DoubleCheck"
+    description = "finds every answer right"
+    role = "checker"
+    inputs = (Field("answer"),)
+    outputs = (Field("passed", "flag"), Field("feedback"))
+    instruction = "Check."
+
+    async def run(self, inputs, context):
+        return {"passed": True, "feedback": "right"}
+"""
+
+
+def test_one_class_in_one_file_is_an_operator_of_prompt_vocabulary_reward_and_drawing(tmp_path, monkeypatch):
+    (tmp_path / "own_checks.py").write_text(OWN_OPERATOR)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["own_checks:DoubleCheck"]
+    env, observation = begin(extra_operators=own)
+    assert "DoubleCheck (checker): finds every answer right" in canvas.prompt(observation, [], "instruct")[0]["content"]
+    assert "DoubleCheck" in canvas.vocabulary(extra_operators=own)
+    step = env.step("add Programmer -> (DoubleCheck ? done : Revise)")
+    assert step.valid and step.outcome["checks"] == 1.0 and step.outcome["branching"] == 1.0
+    picture = svg(env.workflow, env.run, load_operators(own))
+    assert "DoubleCheck" in picture and "#fdeecb" in picture, "in the colour of checkers"
+
+
+def test_mending_is_an_option_and_counted():
+    nearly = "```<action>add</action><operator>custom</operator>```"
+    strict, lenient = begin()[0].step(nearly), begin(lenient=True)[0].step(nearly)
+    assert not strict.valid and strict.outcome["repaired_actions"] == 0.0
+    assert lenient.valid and lenient.outcome["repaired_actions"] == 1.0
+
+
+def test_a_grammar_is_refused_where_it_cannot_be_kept_to():
+    config = runpy.run_path(str(ROOT / "configs" / "canvas.py"))["get_config"]("nano")
+    config.rollout.structured_outputs = True
+    assert any("config.env.prompt is 'compact'" in problem for problem in inspect_run(config, 1, None)["problems"])
+    config.env.module, config.env.options = "flowjax.envs.sokoban", {}
+    assert any(
+        "flowjax.envs.sokoban has no structured_outputs()" in problem
+        for problem in inspect_run(config, 1, None)["problems"]
+    )
+
+
+def test_a_grammar_of_its_actions_for_the_engine():
+    assert isinstance(canvas, Constrained)
+    assert '"Programmer"' in canvas.structured_outputs("compact")["grammar"]
+    assert '"Programmer"' not in canvas.structured_outputs("instruct", operators=["Custom", "Verify"])["grammar"]
 
 
 @pytest.mark.parametrize(

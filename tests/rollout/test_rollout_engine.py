@@ -1,6 +1,8 @@
 """A real vLLM server behind the client: exact log-probabilities, adapters side by side, a crash in mid-request."""
 
 import asyncio
+import json
+import math
 import os
 import signal
 import socket
@@ -14,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowjax.config import default_config
 from flowjax.models.decoder import set_adapter
@@ -176,6 +178,16 @@ def test_end_of_sequence_is_kept_and_equal_prompts_differ(server):
             assert completion.finish_reason == "length"
             assert len(completion.sampled_ids) == 16
             assert EOS not in completion.sampled_ids
+
+
+def test_replies_are_held_to_a_grammar(server):
+    words = AutoTokenizer.from_pretrained(server.folder / "base")
+    held = Sampling(1.0, 4, structured_outputs=json.dumps({"grammar": 'root ::= "w3" | "w7"'}))
+    completions = asyncio.run(_ask(server, [("base", [5, 6, 7])] * 64, held))
+    said = {words.decode(completion.sampled_ids, skip_special_tokens=True) for completion in completions}
+    assert said == {"w3", "w7"}
+    shares = {completion.sampled_ids: sum(completion.logprobs) for completion in completions}
+    assert sum(map(math.exp, shares.values())) == pytest.approx(1.0, abs=1e-3), "of the distribution that is left"
 
 
 def test_stop_token_ends_a_completion_and_is_kept(server):

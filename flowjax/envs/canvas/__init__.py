@@ -1,7 +1,7 @@
 """The canvas: edit a workflow of operators until its run solves the problem. State: problem, workflow, finished."""
 
 from flowjax.envs.canvas.options import Options
-from flowjax.envs.canvas.prompts import follow_up, parse_action, prompt, reply, vocabulary
+from flowjax.envs.canvas.prompts import follow_up, parse_action, prompt, reply, structured_outputs, vocabulary
 from flowjax.envs.canvas.world import OUTCOMES, STEPS_WAIT, Canvas, expert, make, random_action, tasks
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "prompt",
     "random_action",
     "reply",
+    "structured_outputs",
     "tasks",
     "vocabulary",
 ]

@@ -40,6 +40,7 @@ class Options:
     min_operators: int = 0  # finish is refused with fewer
     require_structure: bool = False  # finish is refused without a parallel, a conditional or a loop
     require_checker: bool = False  # finish is refused without a solver and a checker
+    lenient: bool = False  # mend actions that are nearly right, as the published parser does, and count them
     hints: bool = False  # tell the next operator after each run, as the published system does
     expert: Expert = "able"  # plain: the demonstrations are of mostly simple workflows
     allow_no_isolation: bool = False  # run programs where this machine cannot isolate them

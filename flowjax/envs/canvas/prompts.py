@@ -7,7 +7,6 @@ from typing import Any
 from flowjax.canvas import actions
 from flowjax.canvas.actions import Unreadable
 from flowjax.canvas.graph import WorkflowError
-from flowjax.canvas.operators.registry import describe
 from flowjax.canvas.text import parse, show
 from flowjax.envs.base import Message, Observation, Past, Style
 from flowjax.envs.canvas import exercises
@@ -27,9 +26,6 @@ _WORD = re.compile(r"->|[\w.]+|[^\w\s]")
 
 _RULES = """You build a workflow of operators that solves the problem below. You do not solve it yourself: after each of
 your edits the workflow runs, and you see what every step gave. The answer of its last run counts.
-
-Operators (what they need and write):
-{operators}
 
 A workflow is steps joined with ->. [A, B] runs branches side by side, after which a combining operator can choose
 among their answers. C ? A : B runs A if the check C passes and B if it does not; done stands for no step.
@@ -59,7 +55,7 @@ def prompt(observation: Observation, history: Sequence[Past], style: Style) -> l
     """
     if style == "compact":
         return [{"role": "user", "content": " ".join([*_problem_words(observation), ":", *_state_words(observation)])}]
-    parts = [_RULES.format(operators=_operators()), observation.text]
+    parts = [_RULES, observation.text]
     if history:
         taken = [f"Turn {past.turn}: {past.action or '(no action)'}" for past in history]
         parts.append("Your latest actions:\n" + "\n".join(taken))
@@ -87,19 +83,19 @@ def reply(action: str, style: Style) -> str:
 
 def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
     """The action on one line, or as it was written where that cannot say it. What is unreadable is handed to the
-    environment, which says why; None stands for an empty reply.
-
-    `reference` mends what the published parser would: near misses, fences, mentions of a single operator.
-    """
-    understood = actions.parse(reply, lenient=True, operators=NAMES) if reference else read_action(reply)
+    environment, which mends it (option `lenient`) or says why it cannot; None stands for an empty reply."""
+    del reference  # the published parser's mending is an option of the world
+    understood = read_action(reply)
     if isinstance(understood, Unreadable):
         return reply.strip() or None
     line = actions.show_compact(understood)
     return line if read_action(line) == understood else actions.show(understood)
 
 
-def _operators() -> str:
-    return describe(Options().on_offer())
+def structured_outputs(style: Style, **options: Any) -> dict[str, str]:
+    """A grammar of valid actions for vLLM, without thinking or text before them."""
+    chosen = Options(**options)
+    return actions.schema(chosen.on_offer(), tuple(chosen.backends)[1:], compact=style == "compact")
 
 
 def _problem_words(observation: Observation) -> list[str]:

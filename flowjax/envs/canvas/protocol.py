@@ -17,7 +17,7 @@ TEMPLATES = (
 )
 WORKFLOW, RESULT = "\n\n## Workflow\n", "\n\n## Result\n"
 EMPTY = "(empty)"
-_PROBLEM = "## Problem ({})\n"
+_OPERATORS, _PROBLEM = "## Operators (what they need and write)\n", "\n\n## Problem ("
 _LONG_WORDS = 3  # of an answer that reads like a sentence
 
 
@@ -25,6 +25,7 @@ _LONG_WORDS = 3  # of an answer that reads like a sentence
 class Shown:
     """An observation's text taken apart. `facts` are the lines `name: value` of the result."""
 
+    operators: str
     kind: str
     problem: str
     workflow: str
@@ -33,6 +34,7 @@ class Shown:
 
 
 def observe(
+    operators: str,
     problem: Problem,
     workflow: Workflow,
     run: Run | None,
@@ -48,13 +50,15 @@ def observe(
     """The text of an observation.
 
     Args:
+        operators: those on offer, a line each.
         refused: why the last action was, "" if it was not.
         failed_step: id of the step at the top in which the run failed, or "".
         usage: of the whole episode.
         left: what is left of the budget, in words.
         limit: characters shown of each output.
     """
-    parts = [_PROBLEM.format(problem.kind), *_problem(problem), WORKFLOW, show(workflow, ids=True) or EMPTY, RESULT]
+    parts = [_OPERATORS, operators, _PROBLEM, problem.kind, ")\n", *_problem(problem)]
+    parts += [WORKFLOW, show(workflow, ids=True) or EMPTY, RESULT]
     lines = []
     if refused:
         lines.append(f"Refused: {_line(refused, 600)} Nothing was changed.")
@@ -80,14 +84,14 @@ def read(text: str) -> Shown:
     """The parts of an observation's text."""
     before, _, result = text.rpartition(RESULT)
     problem, _, workflow = before.rpartition(WORKFLOW)
-    heading, _, problem = problem.partition("\n")
+    operators, _, problem = problem.removeprefix(_OPERATORS).partition(_PROBLEM)
+    kind, _, problem = problem.partition(")\n")
     facts: dict[str, str] = {}
     for line in result.split("\n"):
         name, found, value = line.partition(": ")
         if found and not line.startswith("- "):
             facts.setdefault(name, value)
-    kind = heading.removeprefix("## Problem (").removesuffix(")")
-    return Shown(kind, problem, "" if workflow == EMPTY else workflow, facts, result)
+    return Shown(operators, kind, problem, "" if workflow == EMPTY else workflow, facts, result)
 
 
 def answer_length(answer: str) -> str:

@@ -18,6 +18,7 @@ from flowjax.canvas.edits import EditError
 from flowjax.canvas.graph import Call, Workflow
 from flowjax.canvas.graph import Sequence as Steps
 from flowjax.canvas.interpreter import run as run_workflow
+from flowjax.canvas.operators.registry import describe
 from flowjax.canvas.text import show
 from flowjax.canvas.trace import Run, Usage
 from flowjax.canvas.values import Problem
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
 STEPS_WAIT = True  # for executors: environments of one process step side by side
 OUTCOMES = (
-    "success", "correctness", "finished", "operators", "distinct_operators", "operator_entropy", "distinct_siblings",
-    "branching", "nesting", "checks", "formats", "canvas_checker", "canvas_format", "canvas_operator",
-    "canvas_control", "executor_calls", "executor_tokens", "executor_cost", "executor_seconds",
+    "success", "correctness", "finished", "repaired_actions", "operators", "distinct_operators", "operator_entropy",
+    "distinct_siblings", "branching", "nesting", "checks", "formats", "canvas_checker", "canvas_format",
+    "canvas_operator", "canvas_control", "executor_calls", "executor_tokens", "executor_cost", "executor_seconds",
 )  # fmt: skip
 TASKS = 1 << 31  # length of a source of generated exercises; slice it
 _SHORTEST_RUN_S = 0.001
@@ -55,6 +56,7 @@ class Canvas:
     def __init__(self, options: Options):
         self._options = options
         self._operators = options.on_offer()
+        self._described = describe(self._operators, hidden=True)
         self._roles = {name: operator.role for name, operator in self._operators.items()}
         self._backends = options.open_backends()
         self._sandbox = RememberingSandbox(allow_none=options.allow_no_isolation)
@@ -87,6 +89,7 @@ class Canvas:
         self._usage, self._seconds = Usage(), 0.0
         self._turn = 0
         self._finished = False
+        self._repaired = 0
         self._refused = self._hint = ""
         self._score = scored("", (), "math", allow_none=True, options={})
         self._structure = Structure()
@@ -97,10 +100,19 @@ class Canvas:
         if self._over:
             return Step(self._observe(), 0.0, True, False, self._outcome())
         self._turn += 1
-        read = read_action(action)
+        read = self._read(action)
         self._refused = read.reason if isinstance(read, Unreadable) else self._take(read, problem)
         reward = self._score.score if self._over else 0.0
         return Step(self._observe(), reward, self._over, not self._refused, self._outcome())
+
+    def _read(self, text: str) -> Action | Unreadable:
+        read = read_action(text)
+        if isinstance(read, Unreadable) and self._options.lenient:
+            mended = actions.parse(text, lenient=True, operators=self._operators)
+            if not isinstance(mended, Unreadable):
+                self._repaired += 1
+                return mended
+        return read
 
     @property
     def _over(self) -> bool:
@@ -163,6 +175,7 @@ class Canvas:
         left = self._options.budget.left(self._usage, 0.0)
         budget = [(left.calls, "calls"), (left.tokens, "tokens"), (left.cost, "cost")]
         text = observe(
+            self._described,
             self.problem,
             self._workflow,
             self._run,
@@ -183,6 +196,7 @@ class Canvas:
             "success": float(score.correct),
             "correctness": float(score.score if self.problem.kind == "qa" else score.correct),
             "finished": float(self._finished),
+            "repaired_actions": float(self._repaired),
             "operators": float(found.operators),
             "distinct_operators": float(found.distinct),
             "operator_entropy": found.entropy,
