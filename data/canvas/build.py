@@ -5,21 +5,17 @@ about lists and small programs, every answer found a second time in the words of
 files, and no test problem is in the training file.
 """
 
+import argparse
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
 
 from flowjax.envs.base import Split
 from flowjax.envs.canvas.exercises import KINDS, Exercise, generate, read
-
-_OUT = flags.DEFINE_string("out", None, "Folder for the two files.", required=True)
-_SEED = flags.DEFINE_integer("seed", 0, "Fixes the problems.")
-_TRAIN = flags.DEFINE_integer("train", 400, "Number of training problems.")
-_TEST = flags.DEFINE_integer("test", 100, "Number of test problems.")
 
 
 def row(exercise: Exercise, number: int) -> Mapping[str, Any]:
@@ -64,11 +60,16 @@ def build(out: Path, seed: int, *, train: int = 400, test: int = 100) -> list[Pa
     return paths
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    for path in build(Path(_OUT.value), _SEED.value, train=_TRAIN.value, test=_TEST.value):
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("python -m data.canvas.build")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the problems")
+    parser.add_argument("--train", type=int, default=400, help="training problems")
+    parser.add_argument("--test", type=int, default=100, help="test problems")
+    given = parser.parse_args(argv)
+    for path in build(given.out, given.seed, train=given.train, test=given.test):
         print(path)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main(sys.argv[1:])

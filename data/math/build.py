@@ -4,13 +4,14 @@ Writes FOLDER/train.jsonl and FOLDER/test.jsonl (parquet for dapo, as published)
 test problem is in the training file.
 """
 
+import argparse
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
 
 from flowjax.envs.base import Split
 from flowjax.envs.math_tasks import DAPO_AFTER, DAPO_BEFORE, split_of
@@ -18,11 +19,6 @@ from flowjax.envs.math_tasks import DAPO_AFTER, DAPO_BEFORE, split_of
 FORMATS = ("gsm8k", "math", "deepscaler", "aime", "dapo")
 NAMES = ("Ana", "Ben", "Chidi", "Dora", "Emre", "Fumi", "Goran", "Hana", "Ivo", "Jun")
 THINGS = ("apples", "books", "coins", "stamps", "shells", "tickets", "pencils", "marbles")
-_OUT = flags.DEFINE_string("out", None, "Folder for the two files.", required=True)
-_SEED = flags.DEFINE_integer("seed", 0, "Fixes the problems.")
-_FORMAT = flags.DEFINE_enum("format", "gsm8k", FORMATS, "Whose fields the files have.")
-_TRAIN = flags.DEFINE_integer("train", 200, "Number of training problems.")
-_TEST = flags.DEFINE_integer("test", 50, "Number of test problems.")
 
 
 def problem(rng: np.random.Generator) -> tuple[str, str, str]:
@@ -102,11 +98,17 @@ def _write(path: Path, form: str, rows: list[Mapping[str, Any]]) -> Path:
     return path
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    for path in build(Path(_OUT.value), _SEED.value, _FORMAT.value, train=_TRAIN.value, test=_TEST.value):
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("python -m data.math.build")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the problems")
+    parser.add_argument("--format", choices=FORMATS, default="gsm8k", help="whose fields the files have")
+    parser.add_argument("--train", type=int, default=200, help="training problems")
+    parser.add_argument("--test", type=int, default=50, help="test problems")
+    given = parser.parse_args(argv)
+    for path in build(given.out, given.seed, given.format, train=given.train, test=given.test):
         print(path)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main(sys.argv[1:])

@@ -3,18 +3,14 @@
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from flowjax.config import ConfigError, load_run, policy_configs
 from flowjax.models.shape import ModelError
 from flowjax.models.sharding import make_mesh
-from flowjax.monitor.endpoint import MetricsEndpoint
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.monitor.progress import write_status
 from flowjax.monitor.token import known_token
 from flowjax.trainer.batch import BatchError
 from flowjax.trainer.compile_cache import use_compile_cache
@@ -23,6 +19,7 @@ from flowjax.trainer.loop import train_policies
 from flowjax.trainer.policies import make_models
 from flowjax.trainer.processes import is_first, join
 from flowjax.trainer.sources import DataflowSource, SourceError
+from flowjax.trainer.status import TrainerStatus
 from flowjax.weights.publish import CheckpointError, Checkpoints
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
@@ -53,31 +50,11 @@ def _run(run_dir: Path, policy: str) -> None:
             endpoints["dataflow"], timeout_s=config.trainer.step_timeout_s, token=known_token(run_dir)
         )
         role = f"trainer-{policy}" if policy else "trainer"
-        status = _Status(run_dir, role, steps) if is_first() else None
+        status = TrainerStatus(run_dir, role, steps) if is_first() else None
         if status is not None:
             opened.enter_context(status.endpoint)
         on_step = status.update if status is not None else lambda line: None
         train_policies(learners, source, mesh=mesh, metrics=metrics, on_step=on_step)
-
-
-class _Status:
-    """The newest line of each policy, in `status-<role>.json` and at a `/metrics` of its own."""
-
-    def __init__(self, run_dir: Path, role: str, steps: Mapping[str, int]):
-        self._run_dir, self._role = run_dir, role
-        self._policies: dict[str, Mapping[str, Any]] = {policy: {"step": step} for policy, step in steps.items()}
-        self.endpoint = MetricsEndpoint(lambda: {"policies": dict(self._policies)}, role="trainer")
-        self._write()
-
-    def update(self, line: Mapping[str, Any]) -> None:
-        logging.info("%s: step %d loss %.4f", line["policy"], line["step"], line.get("loss", float("nan")))
-        self._policies[line["policy"]] = {name: value for name, value in line.items() if name != "policy"}
-        self._write()
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk stops the next checkpoint, whose message is the better one
-            steps = {policy: {"step": line["step"]} for policy, line in self._policies.items()}
-            write_status(self._run_dir, self._role, {"policies": steps, "metrics_url": self.endpoint.url})
 
 
 def main(argv: list[str]) -> None:

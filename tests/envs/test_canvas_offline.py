@@ -17,6 +17,7 @@ from flowjax.envs import canvas
 from flowjax.envs.canvas import exercises
 from flowjax.envs.canvas.offline import SimulatedSolver
 from flowjax.envs.canvas.programs import FAULTS, program
+from flowjax.envs.canvas.protocol import read
 from flowjax.envs.canvas.published_data import load
 
 OPERATORS = load_operators(entry_points=False)
@@ -115,7 +116,7 @@ def test_built_files_are_equal_disjoint_and_played(tmp_path: Path):
     for index in range(10):
         task = source[index]
         assert task is not None
-        assert env.reset(task, 0).text.splitlines()[1] in told[1]
+        assert read(env.reset(task, 0).text).problem.partition("\n\n")[0] in told[1]
     env.step("add AnswerGenerate")
     assert env.step("finish").terminal
 

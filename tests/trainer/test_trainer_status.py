@@ -3,11 +3,11 @@
 import urllib.request
 
 from flowjax.monitor.progress import read_status
-from flowjax.trainer.__main__ import _Status
+from flowjax.trainer.status import TrainerStatus
 
 
 def test_each_policys_newest_step_is_told(tmp_path):
-    status = _Status(tmp_path, "trainer", {"solver": 3, "verifier": 0})
+    status = TrainerStatus(tmp_path, "trainer", {"solver": 3, "verifier": 0})
     with status.endpoint:
         status.update({"policy": "solver", "step": 4, "loss": 0.5, "staleness_max": 1})
         told = read_status(tmp_path, "trainer")

@@ -190,9 +190,12 @@ def _options(fields: Mapping[str, Any], text: str) -> dict[str, str]:
 
 def _context(fields: Mapping[str, Any], text: str) -> str:
     context = fields.get("context", "")
-    if isinstance(context, Mapping) and "title" in context and "sentences" in context:  # HotpotQA
-        pairs = zip(context["title"], context["sentences"], strict=False)
-        context = "\n\n".join(f"[{title}]\n{''.join(sentences)}" for title, sentences in pairs)
+    if isinstance(context, Mapping):  # HotpotQA
+        titles, sentences = context.get("title"), context.get("sentences")
+        if not (isinstance(titles, list) and isinstance(sentences, list)):
+            return ""
+        pairs = zip(titles, sentences, strict=False)
+        context = "\n\n".join(f"[{title}]\n{''.join(map(str, said or ()))}" for title, said in pairs)
     return context if isinstance(context, str) and context not in text else ""
 
 
