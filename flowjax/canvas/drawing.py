@@ -27,8 +27,8 @@ ROLE_COLOURS = {
     "formatter": "#e8e8e8",
     None: "#ffffff",
 }
-STATUS_COLOURS = {"ok": "#2e8b57", "error": "#c0392b", "budget": "#d68910", "skipped": "#9e9e9e", "not run": "#cfcfcf"}
-_STATUS_TEXT = STATUS_COLOURS | {"not run": "#444444", "skipped": "#444444"}
+STATUS_COLOURS = {"ok": "#2e8b57", "error": "#c0392b", "budget": "#d68910", "not run": "#cfcfcf"}
+_STATUS_TEXT = STATUS_COLOURS | {"not run": "#444444"}
 _LINE, _BORDER, _MUTED = "#555555", "#8a8a8a", "#666666"
 _BOX_WIDTH, _LINE_HEIGHT, _BOX_PADDING = 236, 17, 9
 _GAP_DOWN, _GAP_ACROSS, _FRAME, _BACK = 26, 22, 12, 84
@@ -96,7 +96,7 @@ class _Picture:
         height = (1 + len(lines)) * _LINE_HEIGHT + 2 * _BOX_PADDING - 4
 
         def draw(x: float, y: float) -> list[str]:
-            faded = ' opacity="0.7"' if said.status in ("not run", "skipped") else ""
+            faded = ' opacity="0.7"' if said.status == "not run" else ""
             dashed = ' stroke-dasharray="4 3"' if said.status == "not run" else ""
             baseline = y + _BOX_PADDING + 11
             parts = [

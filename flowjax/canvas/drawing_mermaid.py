@@ -12,7 +12,6 @@ _CLASSES = {
     "ok": "stroke:#2e8b57,stroke-width:3px",
     "error": "stroke:#c0392b,stroke-width:3px",
     "budget": "stroke:#d68910,stroke-width:3px",
-    "skipped": "stroke:#9e9e9e,stroke-dasharray:4 3",
     "not_run": "stroke:#9e9e9e,stroke-dasharray:4 3",
 }
 _LINE_CHARACTERS = 40

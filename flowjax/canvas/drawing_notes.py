@@ -52,7 +52,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def _worst(runs: Iterable[NodeRun]) -> str:
-    return min((run.status for run in runs), key=("error", "budget", "skipped", "ok").index)
+    return min((run.status for run in runs), key=("error", "budget", "ok").index)
 
 
 def _how(runs: list[NodeRun]) -> str:

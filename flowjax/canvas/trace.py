@@ -5,7 +5,7 @@ from typing import Literal
 
 from flowjax.canvas.values import State
 
-NodeStatus = Literal["ok", "error", "skipped", "budget"]
+NodeStatus = Literal["ok", "error", "budget"]
 RunStatus = Literal["ok", "error", "budget", "empty"]
 
 

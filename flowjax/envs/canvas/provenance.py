@@ -33,8 +33,7 @@ class Provenance:
         self._run = run
         self._waiting: defaultdict[str, list[int]] = defaultdict(list)
         for place in reversed(range(len(run.trace))):
-            if run.trace[place].status != "skipped":
-                self._waiting[run.trace[place].node_id].append(place)
+            self._waiting[run.trace[place].node_id].append(place)
         for places in self._waiting.values():
             places.sort(key=lambda place: -run.trace[place].turn)
         self._visited: list[int] = []
