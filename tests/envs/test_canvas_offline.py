@@ -121,6 +121,12 @@ def test_built_files_are_equal_disjoint_and_played(tmp_path: Path):
     assert env.step("finish").terminal
 
 
+def test_the_shipped_files_are_what_the_builder_makes(tmp_path: Path):
+    shipped = Path(__file__).parents[2] / "data" / "canvas"
+    for path in build(tmp_path, 0, train=400, test=100):
+        assert path.read_bytes() == (shipped / path.name).read_bytes()
+
+
 def test_a_single_file_is_split_by_content(tmp_path: Path):
     train, _ = build(tmp_path, 0, train=60, test=1)
     rows = [len(canvas.tasks(split, 0, path=str(train))) for split in ("train",)]
