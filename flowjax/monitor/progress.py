@@ -64,8 +64,14 @@ class Progress:
 
     @property
     def newest(self) -> dict[str, dict[str, Any]]:
-        """The newest line of each policy, by its name; "" is the only one."""
+        """The newest line of each policy, by its name."""
         return {entry.get("policy", ""): entry for entry in self.train}
+
+    @property
+    def several(self) -> bool:
+        """Whether the run has several policies."""
+        evaluated = (policy for entry in self.evals.values() for policy in entry.get("versions", {}))
+        return len({*self.newest, *evaluated}) > 1
 
     @property
     def step(self) -> int:

@@ -133,7 +133,7 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
         ("mismatch k3", f"{scientific(k3)}, log-prob off by {scientific(most)} at most"),
         ("seconds a step", phases(progress)),
         ("ready to train", f"{count(dataflow, 'ready_groups')} groups, engine at version {version}"),
-        *(_policy(name, entry, dataflow) for name, entry in progress.newest.items() if name),
+        *(_policy(name, entry, dataflow) for name, entry in progress.newest.items() if progress.several),
     ]
 
 
@@ -149,8 +149,8 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
     """One metrics entry in words; empty for what is not told."""
     kind = entry.get("kind")
     if kind == "train":
-        policy = entry.get("policy")
-        done = f"{policy}: step {entry.get('step')}" if policy else f"step {entry.get('step')}/{steps}"
+        step = entry.get("step")
+        done = f"{entry.get('policy')}: step {step}" if progress.several else f"step {step}/{steps}"
         return (
             f"{done}  success {percent(number(entry, 'success_rate'))}"
             f"  reward {fixed(number(entry, 'reward_mean'))}  staleness {fixed(number(entry, 'staleness_mean'), 2)}"

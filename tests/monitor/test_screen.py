@@ -13,6 +13,7 @@ from flowjax.monitor.screen import Screen, clock, plain_line, sparkline, summary
 
 def step_line(step, **more):
     return {
+        "policy": "agent",
         "step": step,
         "loss": 0.1,
         "reward_mean": 0.5,
