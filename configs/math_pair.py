@@ -42,7 +42,7 @@ def _nano(config: ConfigDict) -> None:
     config.rollout.max_new_tokens = 5
     config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
-    config.trainer.steps = 60
+    config.trainer.steps = 100
     config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 18
     config.trainer.micro_batch_rows = 128
