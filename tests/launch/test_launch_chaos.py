@@ -111,6 +111,7 @@ def assert_complete(run_dir: Path) -> None:
     assert max(compared) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_replaced_and_the_run_finishes(folder):
     run_dir = folder / "runs" / "engine"
     run = launch(folder, f"--config={folder / 'recipe.py'}", "--name=engine")
