@@ -25,7 +25,9 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config = default_config()
     config.env.module = "flowjax.envs.canvas"
     config.env.max_turns = 20
-    config.env.options = ConfigDict({"turns": 20})
+    config.env.options = ConfigDict(
+        {"turns": 20, "path": "", "step_s": 8.0, "max_calls": 0, "max_tokens": 0, "hints": False, "lenient": False}
+    )
     config.reward.components = ConfigDict({"canvas": {"weight": 1.0}, "invalid_actions": 0.05, "turn_penalty": 0.01})
     config.credit.name = "grpo"
     config.loss.options.clip_low = config.loss.options.clip_high = 0.2

@@ -420,7 +420,10 @@ def test_recipes_can_be_started_as_they_are(variant: str):
     check_reward(config.reward.components.to_dict(), canvas.OUTCOMES, "the canvas")
     options = config.env.options.to_dict()
     env = canvas.make(**options)
-    assert env.options.turns == config.env.max_turns and env.options.step_s < config.env.step_timeout_s
+    assert env.options.turns == config.env.max_turns
+    config.env.options.path = str(ROOT / "data" / "canvas")  # as the documented command sets it
+    config.env.options.step_s = 9999.0
+    assert any("step_timeout_s is" in problem for problem in inspect_run(config, 1, None)["problems"])
     if variant.startswith("nano"):
         longest = LONGEST_PROMPT_WORDS if config.env.context == "window" else 8 + 6 * (12 + LONGEST_RESULT_WORDS)
         assert longest <= config.rollout.max_prompt_tokens

@@ -2,7 +2,7 @@
 
 from flowjax.envs.canvas.options import Options
 from flowjax.envs.canvas.prompts import follow_up, parse_action, prompt, reply, structured_outputs, vocabulary
-from flowjax.envs.canvas.world import OUTCOMES, STEPS_WAIT, Canvas, expert, make, random_action, tasks
+from flowjax.envs.canvas.world import OUTCOMES, STEPS_WAIT, Canvas, expert, longest_step_s, make, random_action, tasks
 
 __all__ = [
     "OUTCOMES",
@@ -11,6 +11,7 @@ __all__ = [
     "Options",
     "expert",
     "follow_up",
+    "longest_step_s",
     "make",
     "parse_action",
     "prompt",

@@ -213,6 +213,11 @@ class Canvas:
         }
 
 
+def longest_step_s(**options: Any) -> float:
+    """How long a run after an edit may take."""
+    return read_options(options).step_s + _GRACE_S
+
+
 def read_action(text: str) -> Action | Unreadable:
     """The action of a text, tagged or on one line."""
     compact = actions.parse_compact(text)
