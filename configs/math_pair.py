@@ -8,7 +8,10 @@ from flowjax.config import ConfigError, default_config
 def get_config(arg: str = "nano") -> ConfigDict:
     """Two policies on one base: one answers sums, the other approves or rejects the answers.
 
-    nano       2 CPU cores        python -m flowjax.launch --config=configs/math_pair.py:nano   (not run yet)
+    nano       2 CPU cores, 4 min     python -m flowjax.launch --config=configs/math_pair.py:nano
+               (about 6 min more for the base model, which is made once; how it was measured: docs/dataflow.md)
+               held out, solver 0.75 -> 0.85 [0.82, 0.88], verifier 0.71 -> 0.85 [0.82, 0.88];
+               other seeds 0.75 -> 0.85 and 0.69 -> 0.85, 0.76 -> 0.81 and 0.67 -> 0.85; the verifier gains by approving
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_pair.py:qwen3_8b \\
                --config.env.options.path=deepscaler.json                                    (not run by us)
     """
