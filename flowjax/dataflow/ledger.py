@@ -16,33 +16,23 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from flowjax.dataflow.ledger_queries import Kind, LedgerQueries, Stream, trajectories_of
 from flowjax.dataflow.tables import Transaction, lease_key, open_tables
-from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Task, Trajectory, pack, unpack
+from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 
 _EVALUATION = ""  # the stream of an evaluation's group
-Kind = Literal["train", "eval"]
 Failed = Literal["retry", "short", "drop"]
 FAILED: tuple[Failed, ...] = get_args(Failed)  # what becomes of a training episode that its world or workflow broke
 _BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """A policy's part of a group, the how-manieth to be settled, and in how many batches it has been."""
-
-    group_id: str
-    arrival: int
-    batches: int
-
-
 Selection = tuple[list[str] | None, list[str]]  # groups of a batch, or None for none yet, and groups to drop
 
 
-class Ledger:
+class Ledger(LedgerQueries):
     """The tables and their transitions. Not thread-safe: one event loop owns it.
 
     Args:
@@ -70,8 +60,6 @@ class Ledger:
         self._failed, self._min_group_size = failed, min_group_size
         self._lease_key = lease_key(self._db)
         self._asked_s: dict[str, float] = {}  # when each worker last asked for episodes
-        self._db.execute("INSERT OR IGNORE INTO keys VALUES ('lease', ?)", (secrets.token_bytes(32),))
-        self._lease_key = self._db.execute("SELECT key FROM keys WHERE name = 'lease'").fetchone()["key"]
 
     def close(self) -> None:
         self._db.close()
@@ -224,47 +212,6 @@ class Ledger:
             )
             return True, self._settle([row["group_id"]])
 
-    def episodes(self, group_id: str) -> list[Episode]:
-        """The episodes of a group that are in, members in order."""
-        rows = self._db.execute(
-            "SELECT episode FROM episodes WHERE group_id = ? AND state = 'done' ORDER BY episode_id", (group_id,)
-        )
-        return [unpack(row["episode"]) for row in rows]
-
-    def group(self, group_id: str, policy: str) -> Group:
-        """What `policy` did in the episodes of a group that are in."""
-        row = self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()
-        return Group(group_id, unpack(row["task"]), tuple(_trajectories(self.episodes(group_id), policy)))
-
-    def kind_of(self, episode_id: str) -> Kind | None:
-        """Kind of an episode; None of one that the run has not."""
-        row = self._db.execute(
-            "SELECT kind FROM episodes JOIN groups USING (group_id) WHERE episode_id = ?", (episode_id,)
-        ).fetchone()
-        return row and row["kind"]
-
-    def task(self, group_id: str) -> Task:
-        return unpack(self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0])
-
-    def usable(self, policy: str) -> list[str]:
-        """Groups that a batch of the policy may still be made of, replayed ones among them."""
-        rows = self._db.execute(
-            "SELECT group_id FROM streams WHERE policy = ? AND state IN ('settled', 'ready', 'used')", (policy,)
-        )
-        return [row["group_id"] for row in rows]
-
-    def ready(self, policy: str) -> list[str]:
-        """The policy's groups that wait for a batch, in the order in which they came in."""
-        rows = self._db.execute(
-            "SELECT group_id FROM streams WHERE policy = ? AND state = 'ready' ORDER BY arrival", (policy,)
-        )
-        return [row["group_id"] for row in rows]
-
-    def settled(self) -> list[tuple[str, str]]:
-        """Policy and group of the streams that the data algorithms have not judged yet, in the order of arrival."""
-        rows = self._db.execute("SELECT policy, group_id FROM streams WHERE state = 'settled' ORDER BY arrival")
-        return [(row["policy"], row["group_id"]) for row in rows]
-
     def judge(self, policy: str, group_id: str, *, keep: bool, states: Mapping[str, Any]) -> None:
         """Make a settled stream ready, or drop it, together with what the data algorithms have learnt from it."""
         with Transaction(self._db):
@@ -274,10 +221,6 @@ class Ledger:
             )
             self._count("dropped/not_kept", policy, not keep)
             self._keep_states(states)
-
-    def states(self) -> dict[str, Any]:
-        """What the data algorithms had learnt when it was last written down, by name."""
-        return {row["name"]: unpack(row["state"]) for row in self._db.execute("SELECT name, state FROM states")}
 
     def assign(
         self, policy: str, step: int, select: Callable[[list[Stream], list[Stream]], Selection]
@@ -316,16 +259,6 @@ class Ledger:
             (policy,),
         )
 
-    def _streams(self, policy: str, state: str) -> list[Stream]:
-        """The policy's streams of that state, in the order of tasks."""
-        rows = self._db.execute(
-            "SELECT group_id, arrival, (SELECT COUNT(*) FROM batches"
-            " WHERE policy = streams.policy AND group_id = streams.group_id) AS batches"
-            " FROM streams WHERE policy = ? AND state = ? ORDER BY position",
-            (policy, state),
-        )
-        return [Stream(row["group_id"], row["arrival"], row["batches"]) for row in rows]
-
     def close_batches(self, policy: str, before_step: int) -> None:
         """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
         with Transaction(self._db):
@@ -349,62 +282,6 @@ class Ledger:
     def commit(self, policy: str, version: int) -> None:
         """Note that the policy's trainer has committed `version`."""
         self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?)", (policy, version))
-
-    def commits(self) -> dict[str, int]:
-        """Newest committed version of each policy that has one."""
-        return {row["policy"]: row["version"] for row in self._db.execute("SELECT policy, version FROM commits")}
-
-    def count_groups(self) -> int:
-        """Training groups ever opened."""
-        latest = "SELECT COALESCE(MAX(position) + 1, 0) FROM groups WHERE kind = 'train'"  # positions have no gaps
-        return self._db.execute(latest).fetchone()[0]
-
-    def batches(self, policy: str) -> int:
-        """Batches that the policy's trainer has been given, those that it has lost again left out."""
-        return self._db.execute(
-            "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE policy = ?", (policy,)
-        ).fetchone()[0]
-
-    def count_streams(self, policy: str) -> dict[str, int]:
-        """The policy's streams by state."""
-        rows = self._db.execute("SELECT state, n FROM stream_counts WHERE policy = ? AND n > 0", (policy,))
-        return {row["state"]: row["n"] for row in rows}
-
-    def count_episodes(self) -> dict[str, int]:
-        """Episodes by state."""
-        rows = self._db.execute("SELECT state, COUNT(*) AS n FROM episodes GROUP BY state")
-        return {row["state"]: row["n"] for row in rows}
-
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Totals of what came to nothing by policy ("" for whole episodes) and name (see `flowjax.dataflow.tables`)."""
-        totals: dict[str, dict[str, int]] = {}
-        for row in self._db.execute("SELECT policy, name, n FROM counts"):
-            totals.setdefault(row["policy"], {})[row["name"]] = row["n"]
-        return totals
-
-    def last_failures(self) -> dict[str, str]:
-        """The newest failed episode of each cause, in words."""
-        rows = self._db.execute("SELECT name, last FROM counts WHERE name LIKE 'failed/%'")
-        return {row["name"].removeprefix("failed/"): row["last"] for row in rows}
-
-    def evaluations(self, state: str | None = None) -> dict[str, dict[str, int]]:
-        """Versions of the policies in every evaluation, by its name; with `state`, of those with groups in it."""
-        wanted = "policy = ''" + (" AND state = :state" if state else "")
-        rows = self._db.execute(
-            f"SELECT evaluation, versions FROM streams CROSS JOIN groups USING (group_id) WHERE {wanted}"
-            " GROUP BY evaluation ORDER BY MIN(groups.rowid)",
-            {"state": state},
-        )
-        return {row["evaluation"]: unpack(row["versions"]) for row in rows}
-
-    def evaluated(self, name: str) -> list[str]:
-        """Groups of an evaluation that are in."""
-        rows = self._db.execute(
-            "SELECT group_id FROM groups JOIN streams USING (group_id)"
-            " WHERE evaluation = ? AND state = 'ready' ORDER BY groups.position",
-            (name,),
-        )
-        return [row["group_id"] for row in rows]
 
     def _forget(self) -> None:
         """Delete episodes that no stream will ask for again."""
@@ -472,7 +349,7 @@ class Ledger:
     def _settle_streams(self, group_id: str, policies: Sequence[str]) -> None:
         episodes = self.episodes(group_id)
         for policy in policies:
-            if not (episodes if policy == _EVALUATION else _trajectories(episodes, policy)):
+            if not (episodes if policy == _EVALUATION else trajectories_of(episodes, policy)):
                 self._drop(policy, [group_id], "silent")
                 continue
             self._db.execute(
@@ -512,8 +389,3 @@ class Ledger:
         self._db.executemany(
             "INSERT OR REPLACE INTO states VALUES (?, ?)", [(name, pack(state)) for name, state in states.items()]
         )
-
-
-def _trajectories(episodes: Iterable[Episode], policy: str) -> list[Trajectory]:
-    """What a policy did in them; parts without a turn say nothing."""
-    return [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]

@@ -71,7 +71,6 @@ CREATE INDEX IF NOT EXISTS episodes_by_group ON episodes (group_id);
 CREATE INDEX IF NOT EXISTS episodes_by_state ON episodes (state, deadline_s);
 CREATE INDEX IF NOT EXISTS episodes_by_lease ON episodes (lease_id);
 CREATE INDEX IF NOT EXISTS episodes_by_worker ON episodes (worker, state);
-CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, key BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS counts (  -- of what came to nothing, since the start of the run
     name TEXT NOT NULL,            -- failed/<cause> | quarantined | cancelled | short_groups | dropped/<cause>
     policy TEXT NOT NULL,          -- "" where it is about whole episodes
