@@ -17,6 +17,7 @@ def default_config() -> ConfigDict:
     config.name = ""  # run name; the run folder is <runs>/<name>
     config.runs = "runs"  # folder that holds run folders
     config.seed = 0  # fixes tasks, initial weights and shuffles
+    config.max_restarts = 5  # of a role within an hour before the run gives up; engines have a number of their own
 
     # The policy's base model and the adapter that is trained on it.
     config.model = ConfigDict()
@@ -88,7 +89,7 @@ def default_config() -> ConfigDict:
     config.engine.batch_window_s = 0.002  # longest wait for prompts to share a request
     config.engine.request_timeout_s = 120.0
     config.engine.start_timeout_s = 300.0
-    config.engine.max_restarts = 3  # restarts of a dead engine before the run gives up
+    config.engine.max_restarts = 3  # restarts of an engine within an hour before the run gives up
     config.engine.extra_args = ()  # further arguments of vLLM's server
 
     # Tasks, groups, staleness.

@@ -28,6 +28,7 @@ _AT_LEAST = {
     "engine.tensor_parallel": 1,
     "engine.max_concurrent_sequences": 1,
     "engine.prompts_per_request": 1,
+    "max_restarts": 0,
     "engine.max_restarts": 0,
     "dataflow.max_staleness": 0,
     "dataflow.lease_s": 1.0,
@@ -63,6 +64,7 @@ _ONE_OF = {
 CHANGEABLE = (
     "name",
     "runs",
+    "max_restarts",
     "dataflow.failed_episodes",
     "dataflow.host",
     "dataflow.keep_trajectories",

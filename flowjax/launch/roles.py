@@ -108,17 +108,22 @@ def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices:
             [*python, "flowjax.dataflow", f"--run={run_dir}"],
             env={**_OFFLINE, **_ON_CPU},
             health=partial(answers, reachable(config.dataflow.host).strip("[]"), ports["dataflow"], "/health"),
-            restarts=2,
+            restarts=config.max_restarts,
         ),
         *(
             Role(
                 name,
                 [*python, "flowjax.trainer", f"--run={run_dir}", *([f"--policy={policy}"] if policy else [])],
                 env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env(index)},
-                restarts=2,
+                restarts=config.max_restarts,
                 finite=True,
             )
             for index, (name, policy) in enumerate(trainer_roles(config).items())
         ),
-        Role("rollout", [*python, "flowjax.rollout", f"--run={run_dir}"], env={**_OFFLINE, **_ON_CPU}, restarts=5),
+        Role(
+            "rollout",
+            [*python, "flowjax.rollout", f"--run={run_dir}"],
+            env={**_OFFLINE, **_ON_CPU},
+            restarts=config.max_restarts,
+        ),
     ]

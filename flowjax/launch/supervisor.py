@@ -19,12 +19,16 @@ _POLL_S = 0.1
 _HEALTH_EVERY_S = 1.0
 _SETTLED_S = 30.0  # a role without a health check counts as up once it has lived this long
 _DEAF_S = 120.0  # a role that was up and has not answered for this long is killed
+_FORGIVEN_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
 USER_MISTAKE = 2  # exit status of a role that its config does not allow to run: starting it again changes nothing
 
 
 @dataclass(frozen=True)
 class Role:
-    """One child process of a run. A `finite` role ends by itself with status 0; for others every end is a failure."""
+    """One child process of a run. A `finite` role ends by itself with status 0; for others every end is a failure.
+
+    It may be restarted `restarts` times within an hour; what dies more often has failed for good.
+    """
 
     name: str
     argv: Sequence[str]
@@ -58,9 +62,11 @@ class Supervisor:
         backoff_s: float = 1.0,
         settled_s: float = _SETTLED_S,
         deaf_s: float = _DEAF_S,
+        forgiven_s: float = _FORGIVEN_S,
     ):
         self._logs, self._on_event = logs, on_event
         self._backoff_s, self._settled_s, self._deaf_s = backoff_s, settled_s, deaf_s
+        self._forgiven_s = forgiven_s
         self.states: dict[str, RoleState] = {}
         self._children: dict[str, _Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -131,6 +137,7 @@ class Supervisor:
         state = self.states[role.name]
         log = self._logs / f"{role.name}.log"
         ever_up = False
+        restarted_s: list[float] = []  # when, as far as it still counts
         while True:
             child = self._children[role.name] = _Child(role, log)
             state.phase, state.pid, state.started_s = "starting", child.pid, time.time()
@@ -145,7 +152,10 @@ class Supervisor:
                 return
             # What has never come up is unlikely to come up at the third attempt.
             allowed = role.restarts if ever_up else min(role.restarts, 1)
-            if status == USER_MISTAKE or state.restarts >= allowed:
+            restarted_s = [at_s for at_s in restarted_s if time.monotonic() - at_s < self._forgiven_s]
+            if status == USER_MISTAKE or len(restarted_s) >= allowed:
+                if n := len(restarted_s):
+                    reason += f", after {n} restart{'s' * (n != 1)} within {self._forgiven_s / 60:.0f} min"
                 state.phase, state.detail = "failed", reason
                 self._on_event(role.name, "failed", reason)
                 if not self._failed.done():
@@ -153,8 +163,9 @@ class Supervisor:
                 return
             state.phase, state.detail = "waiting", reason
             self._on_event(role.name, "down", reason)
-            await asyncio.sleep(min(self._backoff_s * 2**state.restarts, 30.0))
+            await asyncio.sleep(min(self._backoff_s * 2 ** len(restarted_s), 30.0))
             state.restarts += 1
+            restarted_s.append(time.monotonic())
 
     async def _watch(self, role: Role, child: "_Child", state: RoleState) -> tuple[int, str]:
         """Follow one process to its end. Returns its exit status and why it ended, in words."""

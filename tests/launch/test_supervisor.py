@@ -135,6 +135,36 @@ def test_what_never_came_up_is_not_tried_to_the_last(tmp_path, status, runs):
     assert (tmp_path / "logs" / "engine.log").read_text().splitlines().count("no") == runs
 
 
+# Dies 0.4 s after each start.
+MORTAL = """
+lives = Path(os.environ["HERE"]) / "lives"
+lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
+time.sleep(0.4)
+sys.exit(3)
+"""
+
+
+def test_a_restart_of_long_ago_is_forgiven(tmp_path):
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, settled_s=0.05, forgiven_s=0.2)
+        supervisor.start(role(tmp_path, "rollout", MORTAL, restarts=1))
+        await supervisor.until(wait_until(lambda: supervisor.states["rollout"].restarts == 4))
+        await supervisor.stop()
+
+    asyncio.run(main())
+
+
+def test_restarts_of_late_add_up(tmp_path):
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, settled_s=0.05, forgiven_s=120.0)
+        supervisor.start(role(tmp_path, "rollout", MORTAL, restarts=2))
+        with pytest.raises(RoleFailed, match="exit status 3, after 2 restarts within 2 min"):
+            await supervisor.until(asyncio.sleep(60))
+
+    asyncio.run(main())
+    assert (tmp_path / "lives").read_text() == "xxx"
+
+
 def test_a_command_that_does_not_exist_is_named(tmp_path):
     async def main():
         supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01)
