@@ -87,7 +87,9 @@ class World(Protocol):
 
     def make(self, **options: Any) -> Env: ...
 
-    def tasks(self, split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]": ...
+    def tasks(self, split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
+        """All of them with the same `Task.world`, by which a worker says what it can play."""
+        ...
 
     def expert(self, env: Env) -> str:
         """The next action of a scripted expert that sees the true state."""

@@ -1,8 +1,9 @@
-"""Names that the parts of a run agree on: of its engines, of the base model, of who speaks for an agent."""
+"""Names that the parts of a run agree on: of its engines, base model and world, of who speaks for an agent."""
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, policy_configs
+from flowjax.config import ConfigError, policy_configs, task_options
+from flowjax.envs.base import load_world
 
 BASE_NAME = "base"  # what the engine calls the model without an adapter
 
@@ -17,6 +18,15 @@ def engine_logs(config: ConfigDict) -> str:
     if config.engine.urls:
         return "the engines' own logs"
     return f"logs/{'engine' if config.engine.replicas == 1 else 'engine-*'}.log"
+
+
+def world_name(config: ConfigDict) -> str:
+    """What the run's tasks call their world (`Task.world`): all of a run are of one, as its first task says."""
+    split = "held_out" if config.eval.versions else "train"
+    options = task_options(config, next(iter(config.env.sources), ""))
+    task = load_world(config.env.module).tasks(split, config.env.data_seed, **options)[0]
+    assert task is not None, "a source of tasks must have every index"
+    return task.world
 
 
 def speakers(config: ConfigDict) -> dict[str, str]:

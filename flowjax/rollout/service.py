@@ -21,7 +21,7 @@ from flowjax.rollout.counters import Counters, Rates, read_leases, write_status
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
 from flowjax.rollout.engines import EnginePool, Engines
 from flowjax.rollout.episode import Player
-from flowjax.rollout.names import engine_logs
+from flowjax.rollout.names import engine_logs, world_name
 from flowjax.weights.follow import Follower
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class RolloutService:
     ):
         self._policies, self._most_slots = list(policy_configs(config)), config.rollout.max_concurrent_episodes
         self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
-        self._can = {"policies": self._policies, "kinds": ["train", "eval"]}  # and whatever world the run has
+        self._can = {"worlds": [world_name(config)], "policies": self._policies, "kinds": ["train", "eval"]}
         self._engine_logs = engine_logs(config)
         self._renew_every_s = config.dataflow.lease_s / 3
         self._engine_away_s = config.engine.start_timeout_s

@@ -17,7 +17,7 @@ from flowjax.config import ConfigError
 from flowjax.dataflow.server import Server
 from flowjax.rollout import __main__ as rollout_main
 from flowjax.rollout.client import EngineError
-from flowjax.rollout.dataflow_client import DataflowError
+from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
 from flowjax.rollout.episode import load_workflow
 from flowjax.rollout.service import RolloutError
 from flowjax.workflows import single
@@ -46,6 +46,22 @@ def test_plays_what_is_admitted_and_hands_it_over(tmp_path):
         assert (status["episodes"], status["turns"], status["sampled_tokens"]) == (16, turns, 2 * turns)
         assert (status["serving_version"], status["in_flight"], status["failed_episodes"]) == (0, 0, 0)
         assert status["engine_up"] and status["episodes_per_s"] > 0
+
+    asyncio.run(scenario())
+
+
+def test_says_what_it_can_play_and_is_leased_just_that(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path)
+        async with run.servers() as servers, DataflowClient(servers.dataflow_url, worker="w", away_s=5.0) as worker:
+            servers.engine.away = True  # so that the service takes nothing itself
+            async with run.serving(servers) as serving:
+                can = serving.service._can
+                assert can == {"worlds": ["sokoban"], "policies": ["agent"], "kinds": ["train", "eval"]}
+                await worker.report_versions("agent", 0, [])
+                assert await worker.lease(1, {**can, "worlds": ["chess"]}) == ([], 0.0)
+                (lease,), _ = await worker.lease(1, can)
+                assert lease.task.world == "sokoban"
 
     asyncio.run(scenario())
 
