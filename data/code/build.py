@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.code_generated import OPERATIONS, Recipe, draw, problem
+from flowjax.envs.code.generated import OPERATIONS, Recipe, draw, problem
 from flowjax.grading.code import Call
 
 CASES, PUBLIC = 8, 2

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.envs.base import Split
-from flowjax.envs.math_tasks import DAPO_AFTER, DAPO_BEFORE, split_of
+from flowjax.envs.math.problems import DAPO_AFTER, DAPO_BEFORE, split_of
 
 FORMATS = ("gsm8k", "math", "deepscaler", "aime", "dapo")
 NAMES = ("Ana", "Ben", "Chidi", "Dora", "Emre", "Fumi", "Goran", "Hana", "Ivo", "Jun")

@@ -22,9 +22,9 @@ from absl import app, flags
 from flowjax.credit.estimators import estimate
 from flowjax.credit.rewardflow import reference_compatible
 from flowjax.credit.table import table_from_columns
-from flowjax.envs.sokoban_levels import Shape, generate
-from flowjax.envs.sokoban_rooms import Position, Room, move, solved
-from flowjax.envs.sokoban_solver import best_direction
+from flowjax.envs.sokoban.levels import Shape, generate
+from flowjax.envs.sokoban.rooms import Position, Room, move, solved
+from flowjax.envs.sokoban.solver import best_direction
 from flowjax.losses.policy import policy_loss
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flowjax.envs import sokoban, sokoban_batched
-from flowjax.envs.sokoban_levels import Shape, generate
-from flowjax.envs.sokoban_rooms import DIRECTIONS
+from flowjax.envs import sokoban
+from flowjax.envs.sokoban import batched
+from flowjax.envs.sokoban.levels import Shape, generate
+from flowjax.envs.sokoban.rooms import DIRECTIONS, grid
 from flowjax.records import Task
 
 BOARDS, STEPS, LEVELS = 8192, 100, 256
@@ -34,24 +35,24 @@ def steps_per_s(seconds: float, steps: int, run: Callable[[], object]) -> float:
 
 @partial(jax.jit, static_argnames="steps")
 def play(
-    levels: sokoban_batched.Boards, boards: sokoban_batched.Boards, key: jax.Array, *, steps: int
-) -> tuple[sokoban_batched.Boards, jax.Array]:
+    levels: batched.Boards, boards: batched.Boards, key: jax.Array, *, steps: int
+) -> tuple[batched.Boards, jax.Array]:
     """Random moves on all boards, each begun anew on another level when its episode is over; the sum of rewards."""
 
-    def advance(carry: tuple[sokoban_batched.Boards, jax.Array], key: jax.Array):
+    def advance(carry: tuple[batched.Boards, jax.Array], key: jax.Array):
         boards, total = carry
         drawn = jax.random.bits(key, (len(boards),), jnp.uint32)
-        boards, reward, over = sokoban_batched.step(boards, (drawn % 4).astype(jnp.int32) + 1, max_steps=EPISODE_STEPS)
+        boards, reward, over = batched.step(boards, (drawn % 4).astype(jnp.int32) + 1, max_steps=EPISODE_STEPS)
         which = (drawn >> 8) % len(levels)
-        return (sokoban_batched.reset_where(over, boards, levels, which), total + reward.sum()), None
+        return (batched.reset_where(over, boards, levels, which), total + reward.sum()), None
 
     return jax.lax.scan(advance, (boards, jnp.float32(0)), jax.random.split(key, steps))[0]
 
 
-def batched(seconds: float, shape: Shape) -> float:
+def many_boards(seconds: float, shape: Shape) -> float:
     rng = np.random.default_rng(0)
-    levels = sokoban_batched.from_levels([generate(rng, shape) for _ in range(LEVELS)])
-    boards = sokoban_batched.reset(levels, jnp.arange(BOARDS) % LEVELS)
+    levels = batched.from_levels([generate(rng, shape) for _ in range(LEVELS)])
+    boards = batched.reset(levels, jnp.arange(BOARDS) % LEVELS)
     key = jax.random.key(0)
     return steps_per_s(seconds, BOARDS * STEPS, lambda: jax.block_until_ready(play(levels, boards, key, steps=STEPS)))
 
@@ -60,7 +61,7 @@ def one_board(seconds: float) -> float:
     env = sokoban.make()
     actions = [DIRECTIONS[i] for i in np.random.default_rng(0).integers(4, size=EPISODE_STEPS)]
     room, position = generate(np.random.default_rng(0), Shape())
-    task = Task("level", "sokoban", 0, {"level": "\n".join(sokoban.grid(room, position))})
+    task = Task("level", "sokoban", 0, {"level": "\n".join(grid(room, position))})
 
     def episode() -> None:
         env.reset(task, 0)
@@ -93,8 +94,8 @@ def gym_sokoban(seconds: float) -> float:
 def benchmark(seconds: float = 2.0) -> dict[str, float]:
     """Steps per second, `seconds` for each."""
     return {
-        f"sokoban batched, {BOARDS:,} boards of 6x6, steps/s": batched(seconds, Shape()),
-        f"sokoban batched, {BOARDS:,} boards of 10x10 with 2 boxes, steps/s": batched(seconds, Shape(10, 10, 2)),
+        f"sokoban batched, {BOARDS:,} boards of 6x6, steps/s": many_boards(seconds, Shape()),
+        f"sokoban batched, {BOARDS:,} boards of 10x10 with 2 boxes, steps/s": many_boards(seconds, Shape(10, 10, 2)),
         "sokoban, one board in Python, steps/s": one_board(seconds),
         "gym_sokoban, steps/s": gym_sokoban(seconds),
     }

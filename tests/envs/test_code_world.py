@@ -15,8 +15,9 @@ from two_processes import printed_in_two_processes
 from data.code.build import build
 from flowjax.envs import code
 from flowjax.envs.base import EnvDied, Past, WorldError, load_world
-from flowjax.envs.code_generated import OPERATIONS, PROBES, draw
-from flowjax.envs.code_problems import problem_of
+from flowjax.envs.code.generated import OPERATIONS, PROBES, Recipe, draw
+from flowjax.envs.code.problems import problem_of
+from flowjax.envs.code.world import LEGAL, Options, _normalised, _problem
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.code import Call, Check
 from flowjax.records import Task
@@ -188,7 +189,7 @@ def test_no_isolation_is_an_error_of_the_world(monkeypatch: pytest.MonkeyPatch):
 
 
 def fingerprint(task: Task) -> str:
-    recipe = code.Recipe(task.payload["kind"], tuple(map(tuple, task.payload["steps"])))
+    recipe = Recipe(task.payload["kind"], tuple(map(tuple, task.payload["steps"])))
     return repr([recipe.kind, [recipe.value(x) for x in PROBES[recipe.kind]]])
 
 
@@ -316,22 +317,22 @@ def test_state_keys():
     ],
 )
 def test_programs_are_found_in_replies(reply: str, program: str | None):
-    assert code.parse_action(reply, code.LEGAL) == program
+    assert code.parse_action(reply, LEGAL) == program
 
 
 def test_the_published_parser_differs_where_it_did():
     short = "```python\nx = 1\n```"
-    assert code.parse_action(short, code.LEGAL, reference=True) is None
+    assert code.parse_action(short, LEGAL, reference=True) is None
     prose = "I would import nothing and return the sum."
-    assert code.parse_action(prose, code.LEGAL, reference=True) == prose
-    assert code.parse_action(prose, code.LEGAL) is None
+    assert code.parse_action(prose, LEGAL, reference=True) == prose
+    assert code.parse_action(prose, LEGAL) is None
 
 
 @pytest.mark.parametrize("style", ["instruct", "compact"])
 def test_replies_are_read_back(style):
     for index in range(50):
         recipe = draw(np.random.default_rng(index), tuple(OPERATIONS), 3)
-        assert code.parse_action(code.reply(recipe.program(), style), code.LEGAL) == recipe.program()
+        assert code.parse_action(code.reply(recipe.program(), style), LEGAL) == recipe.program()
 
 
 def test_compact_prompts_and_replies_use_only_the_vocabulary():
@@ -360,7 +361,7 @@ def test_fuzzed_replies_never_crash_and_are_marked():
     unreadable = 0
     for _ in range(10_000):
         reply = "".join(pieces[i] for i in rng.integers(len(pieces), size=int(rng.integers(1, 12))))
-        action = code.parse_action(reply, code.LEGAL, reference=bool(rng.integers(2)))
+        action = code.parse_action(reply, LEGAL, reference=bool(rng.integers(2)))
         if action is None:
             unreadable += 1
         else:
@@ -375,14 +376,14 @@ def test_fuzzed_replies_never_crash_and_are_marked():
 @settings(max_examples=200, deadline=None)
 def test_any_text_can_be_parsed(text: str):
     for reply in (text, f"```python\n{text}\n```", f"<answer>{text}</answer>"):
-        action = code.parse_action(reply, code.LEGAL)
+        action = code.parse_action(reply, LEGAL)
         assert action is None or action.strip()
 
 
 def test_long_and_deep_replies_are_read_in_no_time():
     for piece in ("<answer>", "```python\n", "```", "-", "(", "[", "a.", "1+", "not ", "lambda:", "f(", "\\\n"):
-        code.parse_action(piece * 30_000, code.LEGAL)
-        code._normalised(piece * 5000 + "1")
+        code.parse_action(piece * 30_000, LEGAL)
+        _normalised(piece * 5000 + "1")
 
 
 def test_fuzzed_programs_are_handed_in_without_harm():
@@ -420,7 +421,7 @@ def test_a_hung_program_costs_its_episode_and_nothing_else():
         ):
             task = task_of(2)
             await asyncio.gather(first.reset(task, 0), second.reset(task, 0))
-            solution = code._problem(task, code.Options()).solution
+            solution = _problem(task, Options()).solution
             hung, solved = await asyncio.gather(first.step("while True: pass"), second.step(solution))
             return hung.outcome["success"], solved.outcome["success"], pool.counts.timeouts
 

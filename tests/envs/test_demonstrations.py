@@ -8,8 +8,8 @@ import pytest
 from flowjax.envs import sokoban
 from flowjax.envs.base import WorldError, load_world
 from flowjax.envs.demonstrations import demonstrations
-from flowjax.envs.sokoban_rooms import DIRECTIONS, move, parse
-from flowjax.envs.sokoban_solver import moves_to_go
+from flowjax.envs.sokoban.rooms import DIRECTIONS, move, parse
+from flowjax.envs.sokoban.solver import moves_to_go
 
 WORLD = load_world("flowjax.envs.sokoban")
 TASKS = sokoban.tasks("train", 0)[:200]

@@ -11,7 +11,8 @@ from two_processes import printed_in_two_processes
 from flowjax.envs import math
 from flowjax.envs.base import Observation, Past, Split, Step, WorldError, load_world
 from flowjax.envs.demonstrations import demonstrations
-from flowjax.envs.math_tasks import split_of
+from flowjax.envs.math.problems import split_of
+from flowjax.envs.math.world import ANSWER, ANSWERS, CALCULATE
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
 
@@ -85,7 +86,7 @@ def test_where_the_answer_of_a_single_turn_stands():
         r"\boxed{46} and not 47": {"boxed", "whole", "anywhere"},
         "no idea": set(),
     }
-    for rule in math.ANSWERS:
+    for rule in ANSWERS:
         for text, right in replies.items():
             env, observation = begin(answer=rule)
             step = env.step(math.parse_action(text, observation.legal_actions) or "")
@@ -105,14 +106,14 @@ def test_a_reply_without_an_answer_is_invalid_and_changes_nothing():
 
 def test_the_calculator_helps_and_runs_out():
     env, first = begin(calculator=2)
-    assert first.legal_actions == (math.CALCULATE, math.ANSWER)
+    assert first.legal_actions == (CALCULATE, ANSWER)
     bad = env.step("calculate[12+]")
     assert (bad.valid, bad.observation) == (False, first)
     step = env.step("calculate[12 + 34]")
     assert step.valid and step.observation.text == "12+34=?\nCalculated so far:\n12+34=46"
     assert math.follow_up(step.observation, "compact")[0]["content"] == "1 2 + 3 4 = 4 6"
     step = env.step("calculate[46^2]")
-    assert step.observation.legal_actions == (math.ANSWER,)
+    assert step.observation.legal_actions == (ANSWER,)
     assert math.parse_action("calculate[1+1]", step.observation.legal_actions) is None
     assert not env.step("calculate[1+1]").valid
     end = env.step("answer[46]")
@@ -155,7 +156,7 @@ def test_keys_name_the_true_state():
     ],
 )
 def test_what_a_reply_with_a_calculator_does(text: str, action: str | None):
-    assert math.parse_action(text, (math.CALCULATE, math.ANSWER)) == action
+    assert math.parse_action(text, (CALCULATE, ANSWER)) == action
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from two_processes import printed_in_two_processes
 
 from flowjax.envs import sokoban
 from flowjax.envs.base import Past, Split, WorldError
-from flowjax.envs.sokoban_rooms import DIRECTIONS, key, parse, room_key
-from flowjax.envs.sokoban_solver import moves_to_go
+from flowjax.envs.sokoban.rooms import DIRECTIONS, key, parse, room_key
+from flowjax.envs.sokoban.solver import moves_to_go
 from flowjax.records import Task
 
 SHAPES = [{}, {"rows": 8}, {"boxes": 2}, {"rows": 7, "columns": 9, "boxes": 3}]

@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from flowjax.envs import sokoban_batched as batched
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban import Sokoban
-from flowjax.envs.sokoban_levels import Shape, generate
-from flowjax.envs.sokoban_rooms import DIRECTIONS, SYMBOLS, Position, Room, grid, move, solved
-from flowjax.envs.sokoban_solver import best_direction
+from flowjax.envs.sokoban import Sokoban, batched
+from flowjax.envs.sokoban.levels import Shape, generate
+from flowjax.envs.sokoban.rooms import DIRECTIONS, SYMBOLS, Position, Room, grid, move, solved
+from flowjax.envs.sokoban.solver import best_direction
 from flowjax.records import Task
 
 with contextlib.redirect_stderr(io.StringIO()):  # gym says at length that it is old

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from flowjax.envs import sokoban, sokoban_solver
+from flowjax.envs import sokoban
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban_levels import Shape, generate
-from flowjax.envs.sokoban_rooms import Position, Room, move, parse, solved
+from flowjax.envs.sokoban import solver
+from flowjax.envs.sokoban.levels import Shape, generate
+from flowjax.envs.sokoban.rooms import Position, Room, grid, move, parse, solved
 from flowjax.records import Task
 
 
@@ -15,9 +16,9 @@ def test_both_searches_agree_everywhere(shape: Shape):
     rng = np.random.default_rng(0)
     for _ in range(15):
         room, position = generate(rng, shape)
-        known = sokoban_solver.distances(room)
+        known = solver.distances(room)
         for _ in range(4):
-            found = sokoban_solver.shortest_solution(room, position)
+            found = solver.shortest_solution(room, position)
             expected = known.get((position.player, position.boxes))
             assert (None if found is None else len(found)) == expected
             assert found is None or ends_solved(room, position, found)
@@ -39,10 +40,10 @@ def test_the_expert_solves_large_rooms_of_four_boxes():
     sizes = []
     for index in range(4):
         room, position = generate(rng, shape)
-        sizes.append(sokoban_solver.is_small(room))
-        expected = sokoban_solver.moves_to_go(room, position)
+        sizes.append(solver.is_small(room))
+        expected = solver.moves_to_go(room, position)
         assert expected is not None
-        level = "\n".join(sokoban.grid(room, position))
+        level = "\n".join(grid(room, position))
         env.reset(Task(str(index), "sokoban", 0, {"level": level}), 0)
         steps = [env.step(sokoban.expert(env)) for _ in range(expected)]
         assert [step.terminal for step in steps] == [False] * (expected - 1) + [True]
@@ -53,13 +54,13 @@ def test_positions_beyond_saving_are_known_at_once():
     wide = ["#" * 12, *["#" + "_" * 10 + "#"] * 8, "#" * 12]
     wide[1], wide[4] = "#X________P#", "#_X_X_OOO__#"
     room, position = parse("\n".join(wide))
-    assert not sokoban_solver.is_small(room)
-    assert sokoban_solver.moves_to_go(room, position) is None
-    assert move(room, position, sokoban_solver.best_direction(room, position)) != position
+    assert not solver.is_small(room)
+    assert solver.moves_to_go(room, position) is None
+    assert move(room, position, solver.best_direction(room, position)) != position
 
 
 def test_a_level_too_hard_for_the_expert_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sokoban_solver, "MAX_EXPANDED", 200)
+    monkeypatch.setattr(solver, "MAX_EXPANDED", 200)
     wide = "\n".join(["#" * 14, *["#" + "_" * 12 + "#"] * 4, "#P_X_X_X_____#", "#" + "_" * 9 + "OOO#", "#" * 14])
     env = sokoban.make()
     env.reset(Task("t", "sokoban", 0, {"level": wide}), 0)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout_run import RolloutRun
 
-from flowjax.envs import sokoban
+from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.launch.machine import free_port
 from flowjax.weights.publish import committed_steps
 
@@ -45,7 +45,7 @@ class ChaosRun:
         run.checkpoints.close()
         self.folder, self.steps = run.folder, steps
         vocabulary = json.loads((run.model / "tokenizer.json").read_text())["model"]["vocab"]
-        actions = [str(vocabulary[name]) for name in sokoban.DIRECTIONS]
+        actions = [str(vocabulary[name]) for name in DIRECTIONS]
         ports = {name: free_port() for name in ("engine", "dataflow")}
         self._url = f"http://127.0.0.1:{ports['dataflow']}"
         endpoints = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}

@@ -16,6 +16,7 @@ from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
 from flowjax.envs import sokoban
 from flowjax.envs.pool import EnvPool
+from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Episode
 from flowjax.rollout.dataflow_client import DataflowClient
@@ -92,7 +93,7 @@ class RolloutRun:
     async def servers(self, *engine_urls: str) -> AsyncIterator["Servers"]:
         """Dataflow and engine (others than the fake one by their addresses), known in endpoints.json."""
         vocabulary = json.loads((self.model / "tokenizer.json").read_text())["model"]["vocab"]
-        engine = FakeEngine([vocabulary[name] for name in sokoban.DIRECTIONS])
+        engine = FakeEngine([vocabulary[name] for name in DIRECTIONS])
         flow = self.flow()
         dataflow = TestServer(Server(flow).application())
         await asyncio.gather(engine.server.start_server(), dataflow.start_server())

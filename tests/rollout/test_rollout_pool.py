@@ -12,13 +12,13 @@ from fake_engine import FakeEngine
 from rollout_run import RolloutRun, until
 
 from flowjax.config import ConfigError, default_config
-from flowjax.envs import sokoban
+from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.rollout.names import engine_names, speakers
 
 
 def engine_of(run: RolloutRun) -> FakeEngine:
     vocabulary = json.loads((run.model / "tokenizer.json").read_text())["model"]["vocab"]
-    return FakeEngine([vocabulary[name] for name in sokoban.DIRECTIONS])
+    return FakeEngine([vocabulary[name] for name in DIRECTIONS])
 
 
 @contextlib.asynccontextmanager

@@ -12,8 +12,8 @@ from flowjax.dataflow.rows import token_rows
 from flowjax.envs import sokoban
 from flowjax.envs.base import EnvDied, Observation, Step, load_world
 from flowjax.envs.pool import EnvPool
-from flowjax.envs.sokoban_rooms import key, parse
-from flowjax.envs.sokoban_solver import moves_to_go
+from flowjax.envs.sokoban.rooms import key, parse
+from flowjax.envs.sokoban.solver import moves_to_go
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Task, Trajectory
 from flowjax.workflows.agent import UNVERSIONED, Agent, Played, served_version

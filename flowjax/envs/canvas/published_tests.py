@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.code_problems import problem_of
+from flowjax.envs.code.problems import problem_of
 from flowjax.grading.code import Check, Suite
 from flowjax.grading.code_asserts import parse_quietly
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowjax.envs.base import Message, Observation, Past, Split, Step, Style, WorldError
-from flowjax.envs.code_generated import HEAD, OPERATIONS, SHORT, Recipe, draw, words
-from flowjax.envs.code_generated import problem as generated_problem
-from flowjax.envs.code_problems import Problem, ProblemFile, open_problems, problem_of
+from flowjax.envs.code.generated import HEAD, OPERATIONS, SHORT, Recipe, draw, words
+from flowjax.envs.code.generated import problem as generated_problem
+from flowjax.envs.code.problems import Problem, ProblemFile, open_problems, problem_of
 from flowjax.grading.code import JUDGE_LIMITS, Call, Lines, Suite, Verdict, judge
 from flowjax.grading.code_asserts import parse_quietly
 from flowjax.grading.sandbox import IsolationError, Limits, require_isolation

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban_rooms import SYMBOLS, Position, Room, grid
+from flowjax.envs.sokoban.rooms import SYMBOLS, Position, Room, grid
 
 MIN_TILE_PIXELS = 4  # below which the seven tiles could look alike
 BRICK, MORTAR, FLOOR, GRAIN, TARGET = (140, 72, 52), (196, 178, 160), (236, 228, 208), (222, 212, 190), (206, 40, 60)

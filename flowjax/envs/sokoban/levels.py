@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowjax.envs.base import Split, WorldError
-from flowjax.envs.sokoban_rooms import Position, Room, room_key
-from flowjax.envs.sokoban_solver import moves_to_go
+from flowjax.envs.sokoban.rooms import Position, Room, room_key
+from flowjax.envs.sokoban.solver import moves_to_go
 
 TURN_PROBABILITY = 0.35
 WALK_STEPS_PER_SIDE = 1.7

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.envs.base import Split, WorldError
-from flowjax.envs.code_problems import Problem
+from flowjax.envs.code.problems import Problem
 from flowjax.grading.code import Call, Suite
 from flowjax.records import state_key
 

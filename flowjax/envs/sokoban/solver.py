@@ -10,7 +10,7 @@ import itertools
 import math
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban_rooms import Position, Room, move
+from flowjax.envs.sokoban.rooms import Position, Room, move
 
 MAX_POSITIONS = 200_000  # of a room that is solved for all positions at once; some ten MB
 MAX_EXPANDED = 200_000  # positions of A*, some ten seconds

@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import UInt8
 
 from flowjax.envs.base import Message, Observation, Past, Split, Step, Style, WorldError, tagged_action
-from flowjax.envs.sokoban_levels import Shape, generate
-from flowjax.envs.sokoban_pictures import picture, tiles
-from flowjax.envs.sokoban_rooms import (
+from flowjax.envs.sokoban.levels import Shape, generate
+from flowjax.envs.sokoban.pictures import picture, tiles
+from flowjax.envs.sokoban.rooms import (
     DIRECTIONS,
     SYMBOLS,
     Position,
@@ -20,7 +20,7 @@ from flowjax.envs.sokoban_rooms import (
     parse,
     solved,
 )
-from flowjax.envs.sokoban_solver import best_direction
+from flowjax.envs.sokoban.solver import best_direction
 from flowjax.records import Task
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban import BOX_REWARD, FINISH_REWARD, STEP_REWARD
-from flowjax.envs.sokoban_rooms import Position, Room
+from flowjax.envs.sokoban.rooms import Position, Room
+from flowjax.envs.sokoban.world import BOX_REWARD, FINISH_REWARD, STEP_REWARD
 
 # gym_sokoban's numbers: 0 does nothing, 1 to 4 push or move up, down, left, right, 5 to 8 only move.
 ACTIONS = 9
@@ -160,7 +160,7 @@ def _cell(cell: Int[Array, "boards"], boards: Boards) -> UInt32[Array, "words bo
 
 @jax.jit
 def symbols(boards: Boards) -> UInt8[Array, "boards rows columns"]:
-    """Every cell as its place in `sokoban_rooms.SYMBOLS`, which is also gym_sokoban's number for drawing."""
+    """Every cell as its place in `rooms.SYMBOLS`, which is also gym_sokoban's number for drawing."""
     cells = jnp.arange(boards.rows * boards.columns)
     words, bits = cells // WORD_BITS, (cells % WORD_BITS).astype(jnp.uint32)[:, None]
     floor, target, box = (

@@ -8,7 +8,7 @@ import pytest
 from data.math.build import FORMATS, build
 from flowjax.envs import math
 from flowjax.envs.base import Split, WorldError
-from flowjax.envs.math_tasks import Problem, load, problem_of, read, split_of
+from flowjax.envs.math.problems import Problem, load, problem_of, read, split_of
 from flowjax.grading.math import equal
 from flowjax.records import Task
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowjax.envs.base import Message, Observation, Past, Split, Step, Style, WorldError
-from flowjax.envs.math_calculator import CalculatorError, calculate
-from flowjax.envs.math_tasks import Arithmetic, Problem, generate, load
+from flowjax.envs.math.calculator import CalculatorError, calculate
+from flowjax.envs.math.problems import Arithmetic, Problem, generate, load
 from flowjax.grading import math as grading
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.records import Task, state_key
