@@ -5,13 +5,14 @@ import contextlib
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.monitor.progress import Progress
+from flowjax.monitor.progress import Progress, write_status
 from flowjax.monitor.screen import Screen
 
 OK, ROLE_FAILED = 0, 1
@@ -70,6 +71,7 @@ class Session:
             await supervisor.stop(*self._stop_order)
             refresh.cancel()
             await asyncio.gather(refresh, return_exceptions=True)
+            self._write_status()
             self.screen.close()
         if failure is not None:
             self._console.print(failure.report(), markup=False, highlight=False, soft_wrap=True)
@@ -93,7 +95,14 @@ class Session:
     async def _refresh(self) -> None:
         while True:
             self.screen.refresh()
+            self._write_status()
             await asyncio.sleep(_REFRESH_S)
+
+    def _write_status(self) -> None:
+        """`status-launch.json`: what `--status` knows of the roles, those that are down among them."""
+        with contextlib.suppress(OSError):
+            roles = {name: asdict(state) for name, state in self.screen.states.items()}
+            write_status(self._run_dir, "launch", {"roles": roles})
 
     def _listen(self, supervisor: Supervisor, work: asyncio.Task[None]) -> None:
         def stop(number: signal.Signals) -> None:

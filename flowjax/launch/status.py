@@ -9,11 +9,13 @@ from rich.console import Group
 from rich.table import Table
 
 from flowjax.config import load_run, policy_configs
+from flowjax.launch.machine import check_unused
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.progress import number, read_status
 from flowjax.monitor.screen import clock, fixed, interval, percent
 
 _SILENT_S = 10.0  # a role that writes its status every second and has not for so long is away
+_ENDED = ("done", "stopped", "failed")  # phases that outlive the launcher
 
 
 def render_status(run_dir: Path, now_s: float | None = None) -> Group:
@@ -26,14 +28,25 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     now_s = time.time() if now_s is None else now_s
     entries = read_metrics(run_dir)
     dataflow, rollout = read_status(run_dir, "dataflow"), read_status(run_dir, "rollout")
-    roles = Table(title=str(run_dir), title_justify="left")
-    for column in ("role", "seen", "doing"):
-        roles.add_column(column)
-    roles.add_row("rollout", _seen(rollout, now_s), ", ".join(_playing(rollout)))
-    roles.add_row("dataflow", _seen(dataflow, now_s), ", ".join(_keeping(dataflow)))
     train = [entry for entry in entries if entry.get("kind") == "train"]
-    newest = train[-1] if train else {}
-    roles.add_row("trainer", _seen(newest, now_s, silent_s=config.trainer.step_timeout_s), _training(newest))
+    roles = Table(title=str(run_dir), title_justify="left")
+    for column in ("role", "state", "seen", "doing"):
+        roles.add_column(column)
+    states = read_status(run_dir, "launch").get("roles", {})
+    launched = bool(check_unused(run_dir))
+    for name in states or ("rollout", "dataflow", "trainer"):
+        if name == "rollout":
+            seen, doing = _seen(rollout, now_s), ", ".join(_playing(rollout))
+        elif name == "dataflow":
+            seen, doing = _seen(dataflow, now_s), ", ".join(_keeping(dataflow))
+        elif name.startswith("trainer"):
+            policy = name.removeprefix("trainer").removeprefix("-")
+            own_lines = [entry for entry in train if policy in ("", entry.get("policy"))]
+            newest = own_lines[-1] if own_lines else {}
+            seen, doing = _seen(newest, now_s, silent_s=config.trainer.step_timeout_s), _training(newest)
+        else:
+            seen = doing = ""
+        roles.add_row(name, _state(states.get(name, {}), launched), seen, doing)
     policies = Table()
     for column in (
         "policy", "step", "committed", "served", "lag", "ready groups", "open", "dropped", "ages", "oldest", "success",
@@ -64,6 +77,17 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             named = ", ".join(f"{policy}@{version}" for policy, version in versions.items())
             evaluations.add_row("evaluation", named or f"version {entry.get('version')}", interval(entry))
     return Group(roles, policies, evaluations) if evaluations.row_count else Group(roles, policies)
+
+
+def _state(role: Mapping[str, Any], launched: bool) -> str:
+    """What the launcher said of a role. With the launcher go all roles that it has started."""
+    if not role:
+        return ""
+    phase, restarts, why = role["phase"], role["restarts"], role["detail"]
+    if not launched and phase not in _ENDED:
+        phase, why = "gone", "nothing supervises this run: go on with --resume"
+    parts = [phase] + ([f"{restarts} restart{'s' * (restarts != 1)}"] if restarts else [])
+    return ", ".join(parts) + (f" ({why})" if why and phase not in ("up", "done", "stopped") else "")
 
 
 def _seen(status: Mapping[str, Any], now_s: float, silent_s: float = _SILENT_S) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.progress import read_status
 
 # What the launch does with its roles, with other commands in them.
 SESSION = """
@@ -100,6 +101,10 @@ def test_a_run_goes_through_warm_start_to_the_final_evaluation(tmp_path):
     events = [(e["role"], e["event"]) for e in read_metrics(tmp_path) if e["kind"] == "run"]
     assert events[:2] == [("warm_start", "start"), ("warm_start", "done")]
     assert ("trainer", "done") in events
+    roles = read_status(tmp_path, "launch")["roles"]
+    assert {name: role["phase"] for name, role in roles.items()} == {
+        "warm_start": "done", "dataflow": "stopped", "trainer": "done",
+    }  # fmt: skip
 
 
 def test_a_role_that_fails_for_good_ends_the_run_with_its_log(tmp_path):

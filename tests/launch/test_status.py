@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from flowjax.config import ConfigError, default_config, save_run
+from flowjax.launch.machine import hold
 from flowjax.launch.status import render_status
 from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.progress import write_status
 
 
 def text(run: Path, now_s: float) -> str:
@@ -53,6 +55,30 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
     assert any("rollout" in line and "12 episodes in flight" in line and "engine up" in line for line in lines)
     assert any("dataflow" in line and "(away)" in line and "3 failed (env error)" in line for line in lines)
     assert any("solver@0, verifier@0" in line and "50.0 %" in line for line in lines)
+
+
+def test_a_role_that_is_down_is_told_with_the_cause_and_its_restarts(run: Path):
+    roles = {
+        "engine": {"phase": "waiting", "restarts": 1, "detail": "killed by SIGKILL"},
+        "dataflow": {"phase": "up", "restarts": 2, "detail": "exit status 1"},
+        "trainer-solver": {"phase": "done", "restarts": 0, "detail": ""},
+    }
+    write_status(run, "launch", {"roles": roles})
+    MetricsWriter(run).write("train", step=3, policy="solver", tokens_per_s=7.0)
+    with hold(run):
+        engine, dataflow, trainer = _states(text(run, 1000.0))
+    assert engine == ["engine", "waiting, 1 restart (killed by SIGKILL)", "", ""]
+    assert dataflow[:2] == ["dataflow", "up, 2 restarts"]
+    assert trainer[:2] == ["trainer-solver", "done"] and "step 3" in trainer[3]
+    engine, dataflow, trainer = _states(text(run, 1000.0))  # the launcher has been killed
+    assert engine[1] == "gone, 1 restart (nothing supervises this run: go on with --resume)"
+    assert dataflow[1].startswith("gone, 2 restarts")
+    assert trainer[1] == "done"
+
+
+def _states(shown: str) -> list[list[str]]:
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if "│" in line]
+    return [row for row in rows if row[0].startswith(("engine", "dataflow", "trainer"))]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path):
