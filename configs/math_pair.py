@@ -44,6 +44,8 @@ def _nano(config: ConfigDict) -> None:
     config.rollout.max_prompt_tokens = 13  # a sum, the word before an answer, and an answer that may be too long
     config.rollout.max_new_tokens = 5
     config.rollout.group_size = 8
+    # Three answers in four are right at first: without the weight, approving all of them pays best.
+    config.policies.verifier.reward = ConfigDict({"components": {"verdict": {"wrong_weight": 4.0}}})
     config.trainer.groups_per_step = 16
     config.trainer.steps = 100
     config.trainer.updates_per_step = 2

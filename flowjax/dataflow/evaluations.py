@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import grain
 import numpy as np
@@ -12,7 +13,7 @@ from flowjax.config import policy_configs
 from flowjax.dataflow.ledger import Ledger
 from flowjax.dataflow.task_sources import episode_seed, task_at
 from flowjax.monitor.metrics import MetricsWriter, wilson
-from flowjax.records import Episode, Group, Task
+from flowjax.records import Episode, Group, Task, Trajectory
 from flowjax.rewards.scores import trajectory_scores
 
 
@@ -128,9 +129,9 @@ class Evaluations:
             seconds=self._clock() - self._started_s.get(name, self._clock()),
         )
 
-    def _of_policy(self, policy: str, episodes: Sequence[Episode]) -> dict[str, float]:
+    def _of_policy(self, policy: str, episodes: Sequence[Episode]) -> dict[str, Any]:
         """How a policy did in these episodes: success with its Wilson interval, mean reward with that of the normal
-        approximation, both of 95 %."""
+        approximation, both of 95 %, and the means of its outcomes."""
         parts = [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]
         if not parts:
             return {"trajectories": 0}
@@ -147,4 +148,14 @@ class Evaluations:
             "reward_mean": mean,
             "reward_low": mean - half,
             "reward_high": mean + half,
+            "outcomes": _means(parts),
         }
+
+
+def _means(parts: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each outcome over the trajectories that have it."""
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.outcome.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}

@@ -58,9 +58,13 @@ def solved_well_formed(success: Outcome, well_formed: Outcome, *, format_reward:
     return jnp.where(in_format, jnp.where(success > 0.5, 1.0, format_reward), 0.0)
 
 
-def verdict(approved: Outcome, parsed: Outcome, success: Outcome) -> Outcome:
-    """A verifier's reward: 1 when its verdict could be read and agrees with the truth about the solver's answer."""
-    return ((parsed > 0.5) & ((approved > 0.5) == (success > 0.5))).astype(jnp.float32)
+def verdict(success: Outcome, answer_right: Outcome, *, wrong_weight: float = 1.0) -> Outcome:
+    """A verifier's reward where it agrees with the truth: 1 for a right answer, `wrong_weight` for a wrong one.
+
+    Always approving pays P(right), always rejecting `wrong_weight` * P(wrong): where the two are equal neither pays,
+    only telling right from wrong does.
+    """
+    return (success > 0.5) * jnp.where(answer_right > 0.5, 1.0, wrong_weight)
 
 
 def zero_sum(payoff: Outcome, opponent_payoff: Outcome) -> Outcome:

@@ -2,7 +2,8 @@
 
 For worlds whose episode is one action. Each attempt and each verdict is a part of its own, rewarded by its own outcome:
 an attempt by being right, a verdict by agreeing with the truth. AstraFlow's solver-verifier recipe (reference workflow
-`actor_and_verify`), with the world's own verdict in place of its scorer.
+`actor_and_verify`), with the world's own verdict in place of its scorer. The verifier reasons before its verdict; in
+compact prompts its reasoning is its own answer.
 """
 
 import time
@@ -18,6 +19,7 @@ from flowjax.workflows.agent import Agent, Part, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import Options
 
+OUTCOMES = ("answer_right", "approved_right", "rejected_wrong")  # of verdicts, beside the world's
 SOLVER, VERIFIER = "solver", "verifier"
 APPROVE, REJECT = "approve", "reject"
 CHECK, WRONG = "check", "not"  # compact: before an answer to be judged, and before one that was rejected
@@ -50,7 +52,9 @@ Answer anew."""
 async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agent], options: Options) -> Played:
     """One attempt, one verdict, and another attempt if the verdict is a rejection.
 
-    The episode succeeds by its last attempt. Its outcomes besides: `attempts`, `approved`, `verdict_right`.
+    The episode succeeds by its last attempt. Its outcomes besides: `attempts`, `approved`, `verdict_right`. Those of a
+    verdict: `success` where it agrees with the truth, `answer_right`, and `approved_right` or `rejected_wrong`,
+    whichever the answer called for.
     """
     parts: list[Part] = []
     outcome = {"success": 0.0, "attempts": 0.0, "approved": 0.0, "verdict_right": 0.0}
@@ -107,22 +111,26 @@ async def _judge(
     """The verdict ("" where the reply holds none), the whole reply, and 1 if the verdict agrees with the truth."""
     problem = await env.reset(task, seed)
     reply = await verifier.act(_to_judge(options.world, problem, options.prompt, answer))
-    verdict = parse_verdict(reply.text)
+    verdict = parse_verdict(reply.text, options.prompt)
     agrees = float(bool(verdict) and (verdict == APPROVE) == (right >= 1.0))
     before = Observation("", (APPROVE, REJECT), state_key(problem.state_key, answer))
     after = Observation("", (), state_key(problem.state_key, answer, verdict))
     step = Step(after, agrees, True, bool(verdict))
     turn = record_turn(reply, before, step, env_s=0.0)
-    parts.append(Part(VERIFIER, [turn], {"success": agrees, **_counts(step.valid, agrees)}))
+    called_for = "approved_right" if right >= 1.0 else "rejected_wrong"
+    outcome = {"success": agrees, "answer_right": float(right >= 1.0), called_for: agrees}
+    parts.append(Part(VERIFIER, [turn], {**outcome, **_counts(step.valid, agrees)}))
     return verdict, reply.text, agrees
 
 
-def parse_verdict(reply: str) -> str:
-    """The verdict in the last tags, or the whole of a reply without tags; "" for neither."""
+def parse_verdict(reply: str, style: Style = "instruct") -> str:
+    """The verdict in the last tags; without tags the last word in compact style, else the whole reply; "" for none."""
     text = reply.lower().strip()
     end = text.rfind("</verdict>")
     if end >= 0:
         text = text[:end].rpartition("<verdict>")[2].strip()
+    elif style == "compact":
+        text = text.rpartition(" ")[2]
     return text if text in (APPROVE, REJECT) else ""
 
 
@@ -167,7 +175,8 @@ def demonstrations(
     """Attempts, verdicts and second attempts of an expert, in turn, without end.
 
     A share `path_noise` of the answers shown to the verifier is another one than the expert's, half of them near
-    misses; a share `label_noise` of all replies is replaced by a random one.
+    misses; a share `label_noise` of all replies is replaced by a wrong answer, or by the verdict of one who holds that
+    answer for right.
     """
     del max_turns, context, history
     env = world.make(**options)
@@ -179,15 +188,12 @@ def demonstrations(
             wrong = world.reply(world.random_action(problem, rng), style)
             wrong = _near_miss(right, rng) if style == "compact" and rng.random() < 0.5 else wrong
             shown = wrong if rng.random() < path_noise else right
-            verdict = APPROVE if shown == right else REJECT
-            attempt, judged, again = (
-                reply if rng.random() >= label_noise else other
-                for reply, other in ((right, wrong), (verdict, _other(verdict)), (right, wrong))
-            )
+            slip = _near_miss(right, rng) if style == "compact" else wrong
+            attempt, held, again = (slip if rng.random() < label_noise else right for _ in range(3))
             yield [(world.prompt(problem, [], style), attempt)]
-            yield [(_to_judge(world, problem, style, shown), _verdict_reply(judged, style))]
+            yield [(_to_judge(world, problem, style, shown), _verdict_reply(held, shown, style))]
             if shown != right:
-                yield [(_asked(world, problem, style, shown, _verdict_reply(REJECT, style)), again)]
+                yield [(_asked(world, problem, style, shown, _verdict_reply(right, shown, style)), again)]
 
 
 def _near_miss(reply: str, rng: np.random.Generator) -> str:
@@ -201,9 +207,7 @@ def _near_miss(reply: str, rng: np.random.Generator) -> str:
     return " ".join([*words[:place], changed, *words[place + 1 :]])
 
 
-def _other(verdict: str) -> str:
-    return REJECT if verdict == APPROVE else APPROVE
-
-
-def _verdict_reply(verdict: str, style: Style) -> str:
-    return verdict if style == "compact" else f"<verdict>{verdict}</verdict>"
+def _verdict_reply(held: str, shown: str, style: Style) -> str:
+    """The verdict on the answer `shown` by one who holds the answer `held` for right."""
+    verdict = APPROVE if shown == held else REJECT
+    return f"{held} {verdict}" if style == "compact" else f"<verdict>{verdict}</verdict>"

@@ -49,11 +49,11 @@ def test_options_of_a_component():
 
 
 def test_one_agent_of_several_reads_its_own_outcomes():
-    outcome = {"solver/success": 1.0, "checker/success": 0.0, "approved": 1.0, "parsed": 1.0}
+    outcome = {"solver/success": 1.0, "checker/success": 0.0, "answer_right": 0.0}
     played = groups(Trajectory("t0", "g", "t", 0, [turn()], outcome))
     scores = agent_scores(played, {"solver": {"success": 1.0}, "checker": {"verdict": 1.0}})
     np.testing.assert_allclose(scores["solver"], [1.0])
-    np.testing.assert_allclose(scores["checker"], [0.0])  # it approved, and its own truth says wrong
+    np.testing.assert_allclose(scores["checker"], [0.0])
 
 
 def test_failed_episodes_report_nothing_and_get_zero():
@@ -112,11 +112,21 @@ def test_executor_cost_in_units_of_its_options():
 
 
 @pytest.mark.parametrize(
-    ("approved", "parsed", "success", "expected"),
-    [(1, 1, 1, 1), (0, 1, 0, 1), (1, 1, 0, 0), (0, 1, 1, 0), (1, 0, 1, 0)],
+    ("success", "answer_right", "expected"),
+    [(1, 1, 1), (1, 0, 4), (0, 1, 0), (0, 0, 0)],
 )
-def test_verdict(approved, parsed, success, expected):
-    assert float(components.verdict(*(jnp.array([float(x)]) for x in (approved, parsed, success)))[0]) == expected
+def test_verdict(success, answer_right, expected):
+    outcomes = (jnp.array([float(x)]) for x in (success, answer_right))
+    assert float(components.verdict(*outcomes, wrong_weight=4.0)[0]) == expected
+
+
+def test_neither_always_approving_nor_always_rejecting_pays_where_the_weight_is_balanced():
+    answer_right = jnp.array([1.0] * 80 + [0.0] * 20)
+    approving, rejecting = (
+        float(components.verdict(success, answer_right, wrong_weight=4.0).mean())
+        for success in (answer_right, 1 - answer_right)
+    )
+    assert approving == pytest.approx(rejecting)
 
 
 def test_format_components():
@@ -155,7 +165,7 @@ def test_every_component_is_known_and_described():
         ({"sucess": 1.0}, "config.reward.components.sucess does not exist .did you mean 'success'"),
         (
             {"verdict": 1.0},
-            "config.reward.components.verdict needs the outcome 'approved', which sokoban does not report",
+            "config.reward.components.verdict needs the outcome 'answer_right', which sokoban does not report",
         ),
         ({"success": "1"}, "has weight '1', it takes a number"),
         ({"success": float("nan")}, "has weight nan"),

@@ -76,6 +76,7 @@ CASES = [
     (["4 6", "reject", "4 7"], [1, 0, 0], (0, 2, 0)),
     (["4 5", "5"], [0, 0], (0, 1, 0)),  # no verdict: not rejected either
     (["approve", "reject", "4 6"], [0, 1, 1], (1, 2, 0)),
+    (["4 5", "4 6 reject", "4 6"], [0, 1, 1], (1, 2, 0)),  # it reasons first
 ]
 
 
@@ -93,6 +94,23 @@ def test_each_part_is_rewarded_for_its_own_work(codec, replies, successes, whole
 def test_the_verifier_sees_the_answer_and_the_solver_what_was_rejected(codec):
     _, prompts = played(codec, ["4 5", "reject", "4 6"])
     assert prompts == ["1 2 + 3 4 = ?", "1 2 + 3 4 = ? check 4 5", "1 2 + 3 4 = ? not 4 5"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "outcome"),
+    [
+        ("4 6", "approve", {"success": 1.0, "answer_right": 1.0, "approved_right": 1.0}),
+        ("4 6", "reject", {"success": 0.0, "answer_right": 1.0, "approved_right": 0.0}),
+        ("4 5", "approve", {"success": 0.0, "answer_right": 0.0, "rejected_wrong": 0.0}),
+        ("4 5", "reject", {"success": 1.0, "answer_right": 0.0, "rejected_wrong": 1.0}),
+    ],
+)
+def test_a_verdict_says_what_was_called_for(codec, answer, verdict, outcome):
+    part = played(codec, [answer, verdict, "4 6"])[0].parts[1]
+    assert {name: part.outcome[name] for name in part.outcome if "right" in name or "wrong" in name} == {
+        name: value for name, value in outcome.items() if name != "success"
+    }
+    assert part.outcome["success"] == outcome["success"]
 
 
 def test_verdicts_on_different_answers_are_different_states(codec):
@@ -116,6 +134,14 @@ def test_verdicts_are_read_strictly(reply, verdict):
     assert parse_verdict(reply) == verdict
 
 
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [("4 6 approve", "approve"), ("reject", "reject"), ("approve 4 6", ""), ("4 6", ""), ("", "")],
+)
+def test_compact_verdicts_come_last(reply, verdict):
+    assert parse_verdict(reply, "compact") == verdict
+
+
 @pytest.mark.parametrize("style", ["compact", "instruct"])
 def test_clean_demonstrations_are_right(style):
     tasks = WORLD.tasks("train", 0, **OPTIONS)[:50]
@@ -126,13 +152,14 @@ def test_clean_demonstrations_are_right(style):
     verdicts = []
     for ((messages, reply),) in itertools.islice(walk, 200):
         content = messages[-1]["content"].replace(" ", "")
-        if verdict := parse_verdict(reply):
+        if verdict := parse_verdict(reply, style):
             verdicts.append(verdict)
         if style == "compact":
             problem, checked, answer = content.partition("check")
             a, b = problem.split("not")[0].removesuffix("=?").split("+")
-            answer = answer if checked else reply.replace(" ", "")
-            assert (int(answer) == int(a) + int(b)) == (verdict != "reject")
+            said = reply.replace(" ", "").removesuffix(verdict)
+            assert int(said) == int(a) + int(b)
+            assert not checked or (int(answer) == int(said)) == (verdict == "approve")
     assert {"approve", "reject"} == set(verdicts)
 
 
