@@ -16,7 +16,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flowjax.config import default_config, task_options
+from flowjax.config import default_config, policy_configs, task_options
 
 # Shapes of models whose folder may be on another machine, as in their config.json.
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
@@ -42,9 +42,7 @@ KNOWN_MODELS = {
 
 def inspect_run(config: ConfigDict, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
     """Problems, and the sizes that a plan shows. `checkpoints` is the folder that a resumed run goes on from."""
-    problems = [
-        text for check in (_world, _reward, _workflow, _credit, _loss, _rules) for text in _messages(check, config)
-    ]
+    problems = [text for check in (_world, _workflow, _learning, _rules) for text in _messages(check, config)]
     plan: dict[str, Any] = {}
     problems += _messages(_sizes, config, device_count, plan)
     if checkpoints is not None:
@@ -98,29 +96,53 @@ def _world(config: ConfigDict) -> Iterator[str]:
         )
 
 
+def _learning(config: ConfigDict) -> Iterator[str]:
+    """Reward, credit and loss of each policy."""
+    for policy, own in policy_configs(config).items():
+        for section, check in (("reward", _reward), ("credit", _credit), ("loss", _loss)):
+            field = f"config.policies.{policy}.{section}" if section in config.policies.get(policy, {}) else ""
+            for text in _messages(check, own):
+                yield text.replace(f"config.{section}", field or f"config.{section}")
+
+
 def _reward(config: ConfigDict) -> Iterator[str]:
     from flowjax.envs.base import load_world
     from flowjax.rewards.scores import check_reward
 
     if config.reward.components:
         world = load_world(config.env.module)
-        check_reward(config.reward.components.to_dict(), world.OUTCOMES, config.env.module)
+        outcomes = (*world.OUTCOMES, *_workflow_outcomes(config.workflow))
+        check_reward(config.reward.components.to_dict(), outcomes, config.env.module)
     yield from ()
 
 
+def _workflow_outcomes(path: str) -> tuple[str, ...]:
+    """What the workflow's module says in its OUTCOMES that it adds to the world's."""
+    origin = _origin(path.rpartition(".")[0])
+    for node in ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else ():
+        if isinstance(node, ast.Assign) and "OUTCOMES" in [ast.unparse(target) for target in node.targets]:
+            return tuple(ast.literal_eval(node.value))
+    return ()
+
+
 def _workflow(config: ConfigDict) -> Iterator[str]:
-    """Looked for without being run: a workflow's module may take seconds to import."""
     module, _, name = config.workflow.rpartition(".")
     field = f"config.workflow is {config.workflow!r}"
     remedy = "give the dotted path of an episode function, such as flowjax.workflows.single.play"
+    origin = _origin(module)
+    if not origin:
+        yield f"{field}, but there is no module {module!r}: {remedy}"
+    elif origin.endswith(".py") and name not in _defined(ast.parse(Path(origin).read_text())):
+        yield f"{field}, but {module} has no {name!r}: {remedy}"
+
+
+def _origin(module: str) -> str:
+    """The file of a module, "" for none. It is read and not run: a workflow's may take seconds to import."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         spec = None
-    if spec is None or spec.origin is None:
-        yield f"{field}, but there is no module {module!r}: {remedy}"
-    elif spec.origin.endswith(".py") and name not in _defined(ast.parse(Path(spec.origin).read_text())):
-        yield f"{field}, but {module} has no {name!r}: {remedy}"
+    return spec.origin or "" if spec else ""
 
 
 def _defined(module: ast.Module) -> set[str]:
@@ -152,7 +174,6 @@ def _loss(config: ConfigDict) -> Iterator[str]:
 
 def _rules(config: ConfigDict) -> Iterator[str]:
     """Whether the rules of each policy's optimiser cover what it trains."""
-    from flowjax.config import policy_configs
     from flowjax.models.decoder import base_specs
     from flowjax.models.lora import Lora, adapter_specs
     from flowjax.trainer.optimizer import check_rules

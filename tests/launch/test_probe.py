@@ -1,0 +1,48 @@
+"""What is refused of the modules that a config names, for each policy."""
+
+import pytest
+
+from configs.math_pair import get_config
+from flowjax.launch.probe import inspect_run
+
+
+def problems(**changes) -> list[str]:
+    config = get_config("nano")
+    config.model.path = ""
+    config.update_from_flattened_dict(changes)
+    return inspect_run(config, 1, None)["problems"]
+
+
+def test_a_reward_may_read_what_the_workflow_adds_to_the_worlds_outcomes():
+    assert not any("reward" in problem for problem in problems())
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "message"),
+    [
+        (
+            "reward",
+            {"components": {"verdikt": 1.0}},
+            "config.policies.verifier.reward.components.verdikt does not exist",
+        ),
+        (
+            "reward",
+            {"components": {"overlong": {"limit_tokens": 4.0}}},
+            "config.policies.verifier.reward.components.overlong.buffer_tokens is missing",
+        ),
+        ("credit", {"name": "grpoo"}, "grpoo"),
+        ("loss", {"kind": "ppoo"}, "ppoo"),
+    ],
+)
+def test_what_one_policy_has_of_its_own_is_checked_under_its_name(section, value, message):
+    config = get_config("nano")
+    config.model.path = ""
+    config.policies.verifier[section] = value
+    (found,) = inspect_run(config, 1, None)["problems"]
+    assert message in found
+    assert f"config.policies.verifier.{section}" in found
+
+
+def test_outcomes_of_another_workflow_are_not_there():
+    (found,) = problems(workflow="flowjax.workflows.single.play")
+    assert "needs the outcome 'answer_right'" in found
