@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flowjax.config import load_run
+from flowjax.config import load_run, policy_configs
 from flowjax.credit.estimators import estimate
 from flowjax.credit.graph import state_graph, to_svg
 from flowjax.credit.table import build_table
@@ -55,7 +55,7 @@ def draw_state_graph(run: Path) -> str | None:
     files = sorted((run / "trajectories").glob("*/*.jsonl"), key=lambda path: path.name)
     if not files:
         return None
-    config, group = load_run(run), divided_group(files[-1])
+    config, group = policy_configs(load_run(run))[files[-1].parent.name], divided_group(files[-1])
     scores, _ = trajectory_scores([group], config.reward.components.to_dict())
     table = build_table([group], scores)
     options = config.credit.options.to_dict()
