@@ -115,6 +115,7 @@ def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices:
                 name,
                 [*python, "flowjax.trainer", f"--run={run_dir}", *([f"--policy={policy}"] if policy else [])],
                 env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env(index)},
+                told=run_dir / f"status-{name}.json",
                 restarts=config.max_restarts,
                 finite=True,
             )
@@ -124,6 +125,7 @@ def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices:
             "rollout",
             [*python, "flowjax.rollout", f"--run={run_dir}"],
             env={**_OFFLINE, **_ON_CPU},
+            told=run_dir / "status-rollout.json",
             restarts=config.max_restarts,
         ),
     ]

@@ -17,7 +17,7 @@ from flowjax.monitor.roles import RoleState
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
 _HEALTH_EVERY_S = 1.0
-_SETTLED_S = 30.0  # a role without a health check counts as up once it has lived this long
+_SETTLED_S = 30.0  # a role that cannot be asked counts as up once it has lived this long
 _DEAF_S = 120.0  # a role that was up and has not answered for this long is killed
 _FORGIVEN_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
 USER_MISTAKE = 2  # exit status of a role that its config does not allow to run: starting it again changes nothing
@@ -27,13 +27,15 @@ USER_MISTAKE = 2  # exit status of a role that its config does not allow to run:
 class Role:
     """One child process of a run. A `finite` role ends by itself with status 0; for others every end is a failure.
 
-    It may be restarted `restarts` times within an hour; what dies more often has failed for good.
+    It may be restarted `restarts` times within an hour; what dies more often has failed for good. It is up when
+    `health` says so, or once it has written the file `told`.
     """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     health: Callable[[], Awaitable[bool]] | None = None
+    told: Path | None = None
     restarts: int = 0
     start_timeout_s: float = 300.0
     finite: bool = False
@@ -175,8 +177,10 @@ class Supervisor:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
             if role.health is None:
-                if state.phase == "starting" and now - started > self._settled_s:
+                told = role.told is not None and _written_s(role.told) > state.started_s
+                if state.phase == "starting" and (told or now - started > self._settled_s):
                     state.phase = "up"
+                    self._on_event(role.name, "up", f"after {now - started:.1f} s")
                 continue
             if now < next_check or cause:
                 continue
@@ -283,6 +287,14 @@ def describe_status(status: int) -> str:
 def _write_header(output: BinaryIO, role: Role) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     output.write(f"--- {stamp} starting {role.name}: {' '.join(role.argv)}\n".encode())
+
+
+def _written_s(path: Path) -> float:
+    """When a file was last written, in seconds since the epoch; 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _tail(path: Path, lines: int, most_bytes: int = 64 * 1024) -> list[str]:

@@ -165,6 +165,33 @@ def test_restarts_of_late_add_up(tmp_path):
     assert (tmp_path / "lives").read_text() == "xxx"
 
 
+def test_what_has_told_of_itself_has_come_up(tmp_path):
+    told, events = tmp_path / "status.json", []
+    told.write_text("of the process before")
+    os.utime(told, (0, 0))
+    body = """
+    time.sleep(0.4)
+    (Path(os.environ["HERE"]) / "status.json").write_text("")
+    time.sleep(0.4)
+    sys.exit(3)
+    """
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.01)
+        supervisor.start(role(tmp_path, "trainer", body, restarts=3, told=told))
+        with pytest.raises(RoleFailed, match="after 3 restarts"):
+            await supervisor.until(asyncio.sleep(60))
+
+    asyncio.run(main())
+    assert [event for _, event, _ in events] == [
+        *["start", "up", "down"],
+        *2 * ["restart", "up", "down"],
+        "restart",
+        "up",
+        "failed",
+    ]
+
+
 def test_a_command_that_does_not_exist_is_named(tmp_path):
     async def main():
         supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01)
