@@ -1,5 +1,6 @@
 """Where batches come from: the dataflow, or a fixed stream of rows for supervised training."""
 
+import http.client
 import queue
 import threading
 import time
@@ -81,12 +82,17 @@ class DataflowSource:
             try:
                 with urllib.request.urlopen(request, timeout=60.0) as answer:
                     return unpack(answer.read())
-            except urllib.error.HTTPError as error:
-                raise SourceError(f"dataflow refused {name}: {_reason(error)}") from error
-            except OSError as error:  # the dataflow is starting or restarting
+            except (
+                OSError,
+                http.client.HTTPException,
+                WireError,
+            ) as error:  # it is starting, or died while it answered
+                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+                    raise SourceError(f"dataflow refused {name}: {_reason(error)}") from error
                 if time.monotonic() > until:
+                    problem = _reason(error) if isinstance(error, urllib.error.HTTPError) else error
                     raise SourceError(
-                        f"dataflow at {self._url} does not answer ({error}): see logs/dataflow.log"
+                        f"dataflow at {self._url} does not answer ({problem}): see logs/dataflow.log"
                     ) from error
                 time.sleep(0.1)
 
