@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from flowjax.monitor.metrics import METRICS_FILE, parse_lines
 
@@ -21,7 +21,8 @@ class Progress:
 
     def __init__(self, run_dir: Path):
         self.run_dir = Path(run_dir)
-        self._offset, self._inode, self._rest = 0, -1, b""
+        self._file: BinaryIO | None = None  # held open: no file that replaces it can have its number
+        self._rest = b""
         self._newest_s = 0.0
         self._clear()
 
@@ -33,16 +34,17 @@ class Progress:
     def update(self) -> list[dict[str, Any]]:
         """Read on. Returns what is new; of a file that was replaced, what is later than anything seen before."""
         try:
-            with (self.run_dir / METRICS_FILE).open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if replaced := inode != self._inode:  # by a trainer that resumed at an earlier step
-                    self._clear()
-                    self._offset, self._inode, self._rest = 0, inode, b""
-                file.seek(self._offset)
-                data = file.read()
+            on_disk = (self.run_dir / METRICS_FILE).stat()
+            if replaced := self._file is None or not os.path.samestat(on_disk, os.fstat(self._file.fileno())):
+                file = (self.run_dir / METRICS_FILE).open("rb")  # anew: a trainer resumed at an earlier step
+                if self._file is not None:
+                    self._file.close()
+                self._file, self._rest = file, b""
+                self._clear()
         except FileNotFoundError:
             return []
-        self._offset += len(data)
+        assert self._file is not None
+        data = self._file.read()
         whole, newline, rest = (self._rest + data).rpartition(b"\n")
         self._rest = rest
         entries = list(parse_lines(whole)) if newline else []

@@ -167,6 +167,22 @@ def test_progress_starts_over_when_the_file_is_replaced(tmp_path):
     assert progress.eval_at(0)["success_rate"] == 0.4  # type: ignore[index]
 
 
+def test_progress_starts_over_when_the_file_is_replaced_twice(tmp_path):
+    """As two trainers do that resume together: a file system may then give the second file the number of the first."""
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 6):
+        writer.write("train", step=step, policy="solver")
+        writer.write("train", step=step, policy="verifier")
+    progress = Progress(tmp_path)
+    progress.update()
+    MetricsWriter(tmp_path, resume_step={"solver": 3})
+    MetricsWriter(tmp_path, resume_step={"verifier": 4})
+    progress.update()
+    assert progress.step == 7
+    writer.write("train", step=4, policy="solver")
+    assert [(entry["policy"], entry["step"]) for entry in progress.update()] == [("solver", 4)]
+
+
 def test_progress_waits_for_the_rest_of_a_line(tmp_path):
     progress = Progress(tmp_path)
     assert progress.update() == []
