@@ -54,17 +54,18 @@ class Evaluations:
             return
         if name in self._all:
             return
-        for index in range(config.eval.tasks):
-            self._ledger.add_group(
-                f"eval-{name}-{index:06d}",
-                task_at(self._tasks, index),
-                [episode_seed(0, index, 0)],
-                kind="eval",
-                position=index,
-                temperature=config.eval.temperature,
-                evaluation=name,
-                versions=versions,
-            )
+        with self._ledger.transaction():  # all of it or none, also when the process dies meanwhile
+            for index in range(config.eval.tasks):
+                self._ledger.add_group(
+                    f"eval-{name}-{index:06d}",
+                    task_at(self._tasks, index),
+                    [episode_seed(0, index, 0)],
+                    kind="eval",
+                    position=index,
+                    temperature=config.eval.temperature,
+                    evaluation=name,
+                    versions=versions,
+                )
         self._all[name] = self._unwritten[name] = versions
         self._started_s[name] = self._clock()
 

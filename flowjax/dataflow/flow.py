@@ -70,11 +70,11 @@ class Flow:
         )
         self._metrics = MetricsWriter(run_dir)
         self._evaluations = Evaluations(config, self._ledger, self._metrics, held_out_tasks, clock)
+        self._evaluations.write_finished()  # what a process before this one had no time for
         self._algorithms = build_algorithms(config)
         for name, state in self._ledger.states().items():
             self._algorithms[name].restore(state)
         self._passed_over = self._forced = 0  # tasks that an algorithm did not choose, and those played in spite of it
-        self._oldest: dict[tuple[str, str], int] = {}  # version of a policy's oldest token in a group
         self._trained_ages: dict[str, dict[str, int]] = {}  # of the newest batch's tokens, by policy
         self._told: dict[str, int] = {}  # the step of it
         self._starved: set[str] = set()  # policies whose trainer last asked in vain
@@ -145,14 +145,14 @@ class Flow:
 
     def accept(self, lease_id: str, episode: Episode) -> bool:
         """Take in a played episode; False when it does not count (a duplicate, or of another run)."""
-        counted, settled = self._ledger.accept(lease_id, episode)
-        self._settled(settled)
-        return counted
+        return self.accept_all([(lease_id, episode)])[0]
 
     def accept_all(self, played: Sequence[tuple[str, Episode]]) -> list[bool]:
         """Take in episodes with their leases, all of them or none."""
         with self._ledger.transaction():
-            return [self.accept(lease_id, episode) for lease_id, episode in played]
+            taken = [self._ledger.accept(lease_id, episode) for lease_id, episode in played]
+        self._settled([group_id for _, settled in taken for group_id in settled])
+        return [counted for counted, _ in taken]
 
     def by_kind(
         self, played: Sequence[tuple[str, Episode]]
@@ -191,13 +191,13 @@ class Flow:
     def take(self, policy: str, step: int) -> "Taken | None":
         """The groups of the policy's batch `step`; None: wait."""
         self._judge()
-        dropped_before = self._ledger.count_streams(policy).get("dropped", 0)
+        dropped_before = self._ledger.count_dropped(policy)
         group_ids = self._ledger.assign(policy, step, partial(self._select, policy, step))
         if group_ids is None:
             self._starved.add(policy)
             return None
         self._starved.discard(policy)
-        dropped = self._ledger.count_streams(policy).get("dropped", 0) - dropped_before
+        dropped = self._ledger.count_dropped(policy) - dropped_before
         groups = [self._ledger.group(group_id, policy) for group_id in group_ids]
         if self._told.get(policy) != step:
             self._tell(policy, step, groups)
@@ -238,18 +238,13 @@ class Flow:
         """The groups of a batch, and those that are too old for any."""
         config = self._configs[policy]
         groups = config.trainer.groups_per_step
-        candidates = [self._candidate(stream, policy, step) for stream in ready]
-        again = [self._candidate(stream, policy, step) for stream in used]
+        candidates, again = ([_candidate(stream, step) for stream in streams] for streams in (ready, used))
         fresh = [each for each in candidates if each.age_versions <= config.dataflow.max_staleness]
         stale = [each.group_id for each in candidates if each.age_versions > config.dataflow.max_staleness]
         chosen: Sequence[Candidate] = fresh
         for algorithm in self._algorithms.values():
             chosen = algorithm.serve(chosen, again, groups)
         return ([each.group_id for each in chosen[:groups]] if len(chosen) >= groups else None), stale
-
-    def _candidate(self, stream: Stream, policy: str, step: int) -> Candidate:
-        age_versions = step - self._oldest_version(stream.group_id, policy)
-        return Candidate(stream.group_id, stream.arrival, age_versions, stream.batches)
 
     def commit(self, policy: str, version: int) -> None:
         """The policy's trainer has committed a checkpoint of `version`."""
@@ -258,9 +253,9 @@ class Flow:
                 algorithm.published(policy, version)
             self._ledger.commit(policy, version)
         self.committed[policy] = max(self.committed[policy], version)
-        self._ledger.close_batches(policy, version - self._configs[policy].trainer.keep_checkpoints)
-        kept = set(self._ledger.usable(policy))
-        self._oldest = {key: age for key, age in self._oldest.items() if key[1] != policy or key[0] in kept}
+        asked_again = max((algorithm.keeps_used_versions for algorithm in self._algorithms.values()), default=0)
+        kept_versions = max(self._configs[policy].trainer.keep_checkpoints, asked_again)
+        self._ledger.close_batches(policy, version - kept_versions)
 
     @property
     def finished(self) -> bool:
@@ -290,15 +285,15 @@ class Flow:
 
     def _policy_status(self, policy: str, counts: Mapping[str, int]) -> dict[str, Any]:
         streams, step = self._ledger.count_streams(policy), self._ledger.batches(policy)
-        ready = self._ledger.ready(policy)
-        ages = Counter(str(max(step - self._oldest_version(group_id, policy), 0)) for group_id in ready)
+        ages = Counter(max(step - stream.oldest_version, 0) for stream in self._ledger.streams(policy, "ready"))
         return {
             "version": self.serving[policy],
             "committed": self.committed[policy],
             "lag": max(self.committed[policy] - self.serving[policy], 0),
-            **{f"{state}_groups": streams.get(state, 0) for state in ("ready", "open", "dropped")},
+            **{f"{state}_groups": streams.get(state, 0) for state in ("ready", "open")},
+            "dropped_groups": self._ledger.count_dropped(policy),
             "dropped": _under(counts, "dropped/"),
-            "ages": dict(sorted(ages.items(), key=lambda item: int(item[0]))),
+            "ages": {str(age): groups for age, groups in sorted(ages.items())},
             "trained_ages": self._trained_ages.get(policy, {}),
         }
 
@@ -312,6 +307,8 @@ class Flow:
         if config.eval.versions or not any(map(self._admits, learning)):
             return False
         position, task = self._choose()
+        for algorithm in self._algorithms.values():
+            algorithm.chosen(task, position)
         seeds = [episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
         self._ledger.add_group(
             f"train-{position:08d}",
@@ -365,8 +362,9 @@ class Flow:
     def _shed(self) -> None:
         """Drop the oldest groups of a policy that has fallen far behind the others, for which groups are opened."""
         for policy in self._configs if len(self._configs) > 1 else ():
-            ready = self._ledger.ready(policy)
-            self._ledger.drop(policy, ready[: max(len(ready) - self._most_ready(policy), 0)], "overflow")
+            ready = sorted(self._ledger.streams(policy, "ready"), key=lambda stream: stream.arrival)
+            oldest = ready[: max(len(ready) - self._most_ready(policy), 0)]
+            self._ledger.drop(policy, [stream.group_id for stream in oldest], "overflow")
 
     def _most_ready(self, policy: str) -> int:
         """Groups that may wait for a policy's trainer."""
@@ -383,17 +381,15 @@ class Flow:
             for policy in learning
         )
 
-    def _oldest_version(self, group_id: str, policy: str) -> int:
-        if (group_id, policy) not in self._oldest:
-            turns = [turn for part in self._ledger.group(group_id, policy).trajectories for turn in part.turns]
-            self._oldest[group_id, policy] = min((turn.version for turn in turns), default=0)
-        return self._oldest[group_id, policy]
-
 
 def _result(group: Group, policy: str, config: ConfigDict) -> Result:
     rewards, _ = trajectory_scores([group], config.reward.components.to_dict())
     longest = [max(len(turn.sampled_ids) for turn in trajectory.turns) for trajectory in group.trajectories]
     return Result(group.group_id, group.task, policy, np.asarray(rewards), np.array(longest))
+
+
+def _candidate(stream: Stream, step: int) -> Candidate:
+    return Candidate(stream.group_id, stream.arrival, step - stream.oldest_version, stream.batches)
 
 
 def _token_ages(groups: Sequence[Group], step: int) -> dict[str, int]:

@@ -6,7 +6,8 @@ learns from it, which moves open -> settled (its episodes are in) -> ready (the 
 closed, or ends dropped: policies use up the same group at their own rates. Which groups a batch is made of is written
 down before it is served, so that a batch asked for twice is the same batch: the step number in the trainer's checkpoint
 is therefore the whole record of what it has consumed. An evaluation is a set of groups that share a name, each with the
-one stream "".
+one stream "". What nobody can ask for any more is deleted, so that the file holds what a run may go back to, however
+long it is.
 """
 
 import hashlib
@@ -59,7 +60,7 @@ class Ledger(LedgerQueries):
         self._lease_s, self._max_attempts, self._clock = lease_s, max_attempts, clock
         self._failed, self._min_group_size = failed, min_group_size
         self._lease_key = lease_key(self._db)
-        self._asked_s: dict[str, float] = {}  # when each worker last asked for episodes
+        self._asked_s: dict[str, float] = {}  # when each worker last asked for episodes, the latest last
 
     def close(self) -> None:
         self._db.close()
@@ -97,7 +98,7 @@ class Ledger(LedgerQueries):
                     [(f"{group_id}/{member:03d}", group_id, seed) for member, seed in enumerate(seeds)],
                 )
                 self._db.executemany(
-                    "INSERT INTO streams VALUES (?, ?, ?, 'open', NULL)",
+                    "INSERT INTO streams (policy, group_id, position, state) VALUES (?, ?, ?, 'open')",
                     [(policy, group_id, position) for policy in policies],
                 )
             self._keep_states(states or {})
@@ -109,8 +110,7 @@ class Ledger(LedgerQueries):
         order of tasks. One that this worker failed at is left to others for `lease_s`, if there are any."""
         now_s = self._clock()
         deadline_s, leases = now_s + self._lease_s, []
-        self._asked_s[worker] = now_s
-        alone = all(name == worker or asked_s < now_s - self._lease_s for name, asked_s in self._asked_s.items())
+        alone = self._alone(worker, now_s)
         with Transaction(self._db):
             rows = self._db.execute(
                 "SELECT episode_id, group_id, seed, kind, versions, temperature, task"
@@ -146,6 +146,14 @@ class Ledger(LedgerQueries):
                 )
                 leases.append(lease)
         return leases
+
+    def _alone(self, worker: str, now_s: float) -> bool:
+        """Whether no other worker has asked for episodes lately."""
+        self._asked_s.pop(worker, None)
+        self._asked_s[worker] = now_s
+        while self._asked_s[first := next(iter(self._asked_s))] < now_s - self._lease_s:
+            del self._asked_s[first]
+        return len(self._asked_s) == 1
 
     def held(self, worker: str) -> dict[str, int]:
         """Episodes that a worker has leased, by kind."""
@@ -237,7 +245,7 @@ class Ledger(LedgerQueries):
             ).fetchall()
             if rows:
                 return [row["group_id"] for row in rows]
-            chosen, dropped = select(self._streams(policy, "ready"), self._streams(policy, "used"))
+            chosen, dropped = select(self.streams(policy, "ready"), self.streams(policy, "used"))
             self._drop(policy, dropped, "too_old")
             if chosen is None:
                 return None
@@ -267,27 +275,44 @@ class Ledger(LedgerQueries):
                 " (SELECT MAX(step) FROM batches WHERE policy = streams.policy AND group_id = streams.group_id)",
                 (policy, before_step),
             )
+            self._db.execute(
+                "DELETE FROM batches WHERE policy = ? AND step < ? AND NOT EXISTS (SELECT 1 FROM streams"
+                " WHERE policy = batches.policy AND group_id = batches.group_id AND state = 'used')",
+                (policy, before_step),
+            )
             self._forget()
 
     def close_evaluation(self, name: str) -> None:
         """Forget the episodes of a finished evaluation."""
         with Transaction(self._db):
             self._db.execute(
-                "UPDATE streams SET state = 'closed' WHERE policy = '' AND state = 'ready'"
+                "UPDATE streams SET state = 'closed' WHERE policy = ''"
                 " AND group_id IN (SELECT group_id FROM groups WHERE evaluation = ?)",
                 (name,),
             )
             self._forget()
 
-    def commit(self, policy: str, version: int) -> None:
-        """Note that the policy's trainer has committed `version`."""
-        self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?)", (policy, version))
+    def commit(self, policy: str, version: int, *, states: Mapping[str, Any] | None = None) -> None:
+        """Note that the policy's trainer has committed `version`, and what the data algorithms make of it."""
+        with Transaction(self._db):
+            self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?)", (policy, version))
+            self._keep_states(states or {})
 
     def _forget(self) -> None:
-        """Delete episodes that no stream will ask for again."""
+        """Delete what is over: episodes that no stream will ask for again, their streams and groups. The newest
+        training group stays, which says how many there were, and the first one of each evaluation."""
+        over = "state IN ('closed', 'dropped')"
         self._db.execute(
             "DELETE FROM episodes WHERE state IN ('done', 'quarantined', 'cancelled') AND NOT EXISTS"
-            " (SELECT 1 FROM streams WHERE group_id = episodes.group_id AND state NOT IN ('closed', 'dropped'))"
+            f" (SELECT 1 FROM streams WHERE group_id = episodes.group_id AND NOT {over})"
+        )
+        self._db.execute(
+            f"DELETE FROM streams WHERE {over} AND (policy != '' OR position > 0)"
+            " AND NOT EXISTS (SELECT 1 FROM episodes WHERE group_id = streams.group_id)"
+        )
+        self._db.execute(
+            "DELETE FROM groups WHERE NOT EXISTS (SELECT 1 FROM streams WHERE group_id = groups.group_id)"
+            " AND (kind = 'eval' OR position < (SELECT MAX(position) FROM groups WHERE kind = 'train'))"
         )
 
     def _release(self, rows: Sequence[sqlite3.Row], cause: str | None, error: str) -> list[str]:
@@ -349,13 +374,15 @@ class Ledger(LedgerQueries):
     def _settle_streams(self, group_id: str, policies: Sequence[str]) -> None:
         episodes = self.episodes(group_id)
         for policy in policies:
-            if not (episodes if policy == _EVALUATION else trajectories_of(episodes, policy)):
+            parts = episodes if policy == _EVALUATION else trajectories_of(episodes, policy)
+            if not parts:
                 self._drop(policy, [group_id], "silent")
                 continue
+            oldest_version = min((turn.version for part in parts for turn in part.turns), default=0)
             self._db.execute(
-                "UPDATE streams SET state = ?, arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM streams)"
-                " WHERE policy = ? AND group_id = ?",
-                ("ready" if policy == _EVALUATION else "settled", policy, group_id),
+                "UPDATE streams SET state = ?, oldest_version = ?,"
+                " arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM streams) WHERE policy = ? AND group_id = ?",
+                ("ready" if policy == _EVALUATION else "settled", oldest_version, policy, group_id),
             )
 
     def drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:

@@ -12,10 +12,12 @@ Kind = Literal["train", "eval"]
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A policy's part of a group, the how-manieth to be settled, and in how many batches it has been."""
+    """A policy's part of a group: the how-manieth to be settled, the version of its oldest token, and in how many
+    batches it has been."""
 
     group_id: str
     arrival: int
+    oldest_version: int
     batches: int
 
 
@@ -46,20 +48,6 @@ class LedgerQueries:
     def task(self, group_id: str) -> Task:
         return unpack(self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0])
 
-    def usable(self, policy: str) -> list[str]:
-        """Groups that a batch of the policy may still be made of, replayed ones among them."""
-        rows = self._db.execute(
-            "SELECT group_id FROM streams WHERE policy = ? AND state IN ('settled', 'ready', 'used')", (policy,)
-        )
-        return [row["group_id"] for row in rows]
-
-    def ready(self, policy: str) -> list[str]:
-        """The policy's groups that wait for a batch, in the order in which they came in."""
-        rows = self._db.execute(
-            "SELECT group_id FROM streams WHERE policy = ? AND state = 'ready' ORDER BY arrival", (policy,)
-        )
-        return [row["group_id"] for row in rows]
-
     def settled(self) -> list[tuple[str, str]]:
         """Policy and group of the streams that the data algorithms have not judged yet, in the order of arrival."""
         rows = self._db.execute("SELECT policy, group_id FROM streams WHERE state = 'settled' ORDER BY arrival")
@@ -69,15 +57,15 @@ class LedgerQueries:
         """What the data algorithms had learnt when it was last written down, by name."""
         return {row["name"]: unpack(row["state"]) for row in self._db.execute("SELECT name, state FROM states")}
 
-    def _streams(self, policy: str, state: str) -> list[Stream]:
+    def streams(self, policy: str, state: Literal["ready", "used"]) -> list[Stream]:
         """The policy's streams of that state, in the order of tasks."""
         rows = self._db.execute(
-            "SELECT group_id, arrival, (SELECT COUNT(*) FROM batches"
+            "SELECT group_id, arrival, oldest_version, (SELECT COUNT(*) FROM batches"
             " WHERE policy = streams.policy AND group_id = streams.group_id) AS batches"
             " FROM streams WHERE policy = ? AND state = ? ORDER BY position",
             (policy, state),
         )
-        return [Stream(row["group_id"], row["arrival"], row["batches"]) for row in rows]
+        return [Stream(*row) for row in rows]
 
     def commits(self) -> dict[str, int]:
         """Newest committed version of each policy that has one."""
@@ -95,12 +83,17 @@ class LedgerQueries:
         ).fetchone()[0]
 
     def count_streams(self, policy: str) -> dict[str, int]:
-        """The policy's streams by state."""
+        """The policy's streams by state, as far as they are still kept."""
         rows = self._db.execute("SELECT state, n FROM stream_counts WHERE policy = ? AND n > 0", (policy,))
         return {row["state"]: row["n"] for row in rows}
 
+    def count_dropped(self, policy: str) -> int:
+        """The policy's streams that were ever dropped."""
+        dropped = "SELECT COALESCE(SUM(n), 0) FROM counts WHERE policy = ? AND name LIKE 'dropped/%'"
+        return self._db.execute(dropped, (policy,)).fetchone()[0]
+
     def count_episodes(self) -> dict[str, int]:
-        """Episodes by state."""
+        """Episodes by state, as far as they are still kept."""
         rows = self._db.execute("SELECT state, COUNT(*) AS n FROM episodes GROUP BY state")
         return {row["state"]: row["n"] for row in rows}
 

@@ -24,13 +24,14 @@ CREATE TABLE IF NOT EXISTS streams (
     position INTEGER NOT NULL,
     state TEXT NOT NULL,           -- open | settled | ready | used | closed | dropped
     arrival INTEGER,               -- place in the order in which streams were settled
+    oldest_version INTEGER,        -- that sampled any of its tokens, once it is settled
     PRIMARY KEY (policy, group_id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS streams_by_state ON streams (policy, state, position);
 CREATE INDEX IF NOT EXISTS streams_by_group ON streams (group_id);
 CREATE INDEX IF NOT EXISTS streams_by_arrival ON streams (arrival);
 CREATE INDEX IF NOT EXISTS streams_settled ON streams (arrival) WHERE state = 'settled';
-CREATE TABLE IF NOT EXISTS stream_counts (  -- kept by the triggers: counting costs the same in a long run
+CREATE TABLE IF NOT EXISTS stream_counts (  -- kept by the triggers: nothing has to be counted when it is asked for
     policy TEXT NOT NULL,
     state TEXT NOT NULL,
     n INTEGER NOT NULL,
@@ -43,6 +44,9 @@ END;
 CREATE TRIGGER IF NOT EXISTS stream_moved AFTER UPDATE OF state ON streams WHEN old.state != new.state BEGIN
     UPDATE stream_counts SET n = n - 1 WHERE policy = old.policy AND state = old.state;
     INSERT INTO stream_counts VALUES (new.policy, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+END;
+CREATE TRIGGER IF NOT EXISTS stream_removed AFTER DELETE ON streams BEGIN
+    UPDATE stream_counts SET n = n - 1 WHERE policy = old.policy AND state = old.state;
 END;
 CREATE TABLE IF NOT EXISTS batches (
     policy TEXT NOT NULL,

@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import grain
 import pytest
 
+from flowjax.dataflow.algorithms.filters import DynamicSampling
+from flowjax.dataflow.flow import Flow
 from flowjax.monitor.metrics import read_metrics
-from flowjax.records import Episode, Status
+from flowjax.records import Episode, Status, Task
 from tests.dataflow.test_flow import batch, configuration, make_flow, played, train_leases
 
 MEMBERS = 4
@@ -104,3 +107,58 @@ def test_what_failed_is_in_the_log_with_its_cause_and_survives_a_restart(tmp_pat
     (line,) = [entry for entry in read_metrics(tmp_path) if entry["kind"] == "batch"]
     assert (line["step"], line["episodes"], line["failed"]) == (1, 2 * MEMBERS - 1, {"env_error": 1})
     assert (line["quarantined"], line["short_groups"]) == (1, 1)
+
+
+def test_an_evaluation_that_was_in_when_the_process_died_is_told_of_by_the_next(tmp_path):
+    flow = make_flow(tmp_path)
+    flow.report_serving("agent", 0)
+    for lease in flow.lease("w", 1000, "eval"):
+        flow._ledger.accept(lease.lease_id, played(lease, version=0))  # and before anything else, the process dies
+    flow.close()
+    assert not [line for line in read_metrics(tmp_path) if line["kind"] == "eval"]
+    make_flow(tmp_path).close()
+    assert [line["episodes"] for line in read_metrics(tmp_path) if line["kind"] == "eval"] == [5]
+
+
+def test_an_evaluation_is_opened_whole_or_not_at_all(tmp_path):
+    class Dies(Exception):
+        pass
+
+    def held_out(index: int) -> Task:
+        if index == 3 and broken:
+            raise Dies
+        return Task(f"held-{index}", "toy", index)
+
+    broken = True
+    tasks = grain.MapDataset.range(100).map(held_out)
+    flow = Flow(configuration(), tmp_path, train_tasks=tasks, held_out_tasks=tasks)
+    with pytest.raises(Dies):
+        flow.report_serving("agent", 0)
+    flow.close()
+    broken = False
+    flow = Flow(configuration(), tmp_path, train_tasks=tasks, held_out_tasks=tasks)
+    flow.report_serving("agent", 0)
+    assert len(flow.lease("w", 1000, "eval")) == 5
+
+
+def test_what_an_algorithm_stumbles_over_is_taken_in_all_the_same(tmp_path):
+    """The message is not played again, and counts once."""
+    flow = make_flow(tmp_path, configuration(algorithms={"dynamic_sampling": {}}))
+    flow.report_serving("agent", 0)
+    keep, keeping = DynamicSampling.keep, []
+
+    def stumbles_once(self, result):
+        keeping.append(result.group_id)
+        if len(keeping) == 2:
+            raise RuntimeError("no room left")
+        return keep(self, result)
+
+    items = [(lease.lease_id, played(lease, version=0)) for lease in train_leases(flow)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicSampling, "keep", stumbles_once)
+        with pytest.raises(RuntimeError, match="no room"):
+            flow.accept_all(items)
+        assert not any(flow.accept_all(items))
+        assert flow.batch("agent", 0) is None, "nobody differs: nothing is kept"
+    assert keeping == ["train-00000000", "train-00000001", "train-00000001", *keeping[3:]]
+    assert flow.status()["algorithms"]["dynamic_sampling"] == {"left_out_share": 1.0}

@@ -67,7 +67,7 @@ def judged(ledger: Ledger) -> None:
 
 
 def ready(ledger: Ledger, policy: str) -> list[str]:
-    return [stream.group_id for stream in ledger._streams(policy, "ready")]
+    return [stream.group_id for stream in ledger.streams(policy, "ready")]
 
 
 def play_all(ledger: Ledger) -> list[str]:
@@ -209,23 +209,81 @@ def test_closing_batches_forgets_only_older_ones(ledger):
     ledger.assign("agent", 0, first(1))
     ledger.assign("agent", 1, first(1))
     ledger.close_batches("agent", 1)
-    assert ledger.count_streams("agent") == {"used": 1, "closed": 1}
-    assert ledger.group("train-00000000", "agent").trajectories == ()
+    assert ledger.count_streams("agent") == {"used": 1}
+    assert ledger.episodes("train-00000000") == []
     assert len(ledger.group("train-00000001", "agent").trajectories) == 2
+
+
+def add_evaluation(ledger: Ledger, version: int, tasks: int = 1) -> str:
+    name, versions = f"agent@{version}", {"agent": version}
+    for position in range(tasks):
+        task = Task("held-out", "toy", position)
+        group_id = f"eval-{name}-{position}"
+        ledger.add_group(group_id, task, [0], kind="eval", position=position, evaluation=name, versions=versions)
+    return name
+
+
+def rows(ledger: Ledger) -> dict[str, int]:
+    names = [name for (name,) in ledger._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    return {name: ledger._db.execute(f"SELECT COUNT(*) FROM {name}").fetchone()[0] for name in names}
+
+
+def test_a_long_run_keeps_what_it_may_go_back_to_and_no_more(ledger, tmp_path, clock):
+    def step(number: int) -> None:
+        played, left_out, passed_over = 3 * number, 3 * number + 1, 3 * number + 2
+        add(ledger, played)
+        add(ledger, left_out)
+        add(ledger, passed_over, members=0, policies=())
+        play_all(ledger)
+        ledger.assign("agent", number, first(1, lambda group_id: group_id == f"train-{played:08d}"))
+        ledger.close_batches("agent", number - 2)
+
+    for number in range(5):
+        step(number)
+    early = rows(ledger)
+    for number in range(5, 40):
+        step(number)
+    assert rows(ledger) == early
+    assert early["batches"] == 3 and early["episodes"] == 6
+    assert ledger.count_dropped("agent") == 40
+    assert ledger.streams("agent", "used")[0].group_id == "train-00000111", "batch 37 may be asked for again"
+    ledger.close()
+    reopened = Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
+    assert (reopened.count_groups(), reopened.batches("agent"), reopened.count_dropped("agent")) == (120, 40, 40)
+    assert reopened.count_streams("agent") == {"used": 3}
+    assert reopened.assign("agent", 38, first(1)) == ["train-00000114"]
+
+
+def test_of_a_finished_evaluation_its_name_and_versions_stay(ledger):
+    for version in range(10):
+        name = add_evaluation(ledger, version, tasks=4)
+        play_all(ledger)
+        ledger.close_evaluation(name)
+    expected = {f"agent@{version}": {"agent": version} for version in range(10)}
+    assert ledger.evaluations() == ledger.evaluations("closed") == expected
+    assert (rows(ledger)["groups"], rows(ledger)["streams"], rows(ledger)["episodes"]) == (10, 10, 0)
+
+
+def test_an_evaluation_of_which_nothing_came_in_is_finished_too(ledger):
+    name = add_evaluation(ledger, 0)
+    for _ in range(2):
+        (lease,) = ledger.lease("w", 1)
+        ledger.accept(lease.lease_id, played(lease, status="env_error"))
+    assert ledger.evaluations("open") == {}
+    ledger.close_evaluation(name)
+    assert ledger.evaluations("closed") == {name: {"agent": 0}}
+
+
+def test_workers_that_ask_no_more_are_forgotten(ledger, clock):
+    for number in range(100):
+        ledger.lease(f"worker-{number}", 1)
+        clock.now_s += 1.0
+    assert len(ledger._asked_s) <= 11
 
 
 def test_evaluation_is_leased_before_training(ledger):
     add(ledger, 0, members=1)
-    ledger.add_group(
-        "eval-0-0",
-        Task("held-out", "toy", 0),
-        [0],
-        kind="eval",
-        position=0,
-        temperature=1.0,
-        evaluation="agent@0",
-        versions={"agent": 0},
-    )
+    add_evaluation(ledger, 0)
     assert [lease.kind for lease in ledger.lease("w", 5)] == ["eval", "train"]
     assert ledger.evaluations("open") == {"agent@0": {"agent": 0}}
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +137,15 @@ class Servers:
 
     def watch(self, flow: Flow) -> Flow:
         """Note what `flow` takes."""
-        take = flow.accept
+        take = flow.accept_all
 
-        def accept(lease_id: str, episode: Episode) -> bool:
-            counts = take(lease_id, episode)
-            (self.counted if counts else self.refused).append(episode)
-            return counts
+        def accept_all(played: Sequence[tuple[str, Episode]]) -> list[bool]:
+            counted = take(played)
+            for (_, episode), counts in zip(played, counted, strict=True):
+                (self.counted if counts else self.refused).append(episode)
+            return counted
 
-        flow.accept = accept
+        flow.accept_all = accept_all
         self.flow = flow
         return flow
 

@@ -168,7 +168,7 @@ def test_what_can_be_played_is_said_with_every_lease(tmp_path):
             await until(lambda: len(servers.counted) == 16)
             run.publish(1)
             await until(lambda: said)
-        assert said[0] == {"policies": ["agent"], "kinds": ["train", "eval"]}
+        assert said[0] == {"worlds": ["sokoban"], "policies": ["agent"], "kinds": ["train", "eval"]}
 
     asyncio.run(scenario())
 
