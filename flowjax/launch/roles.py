@@ -9,8 +9,9 @@ from ml_collections import ConfigDict
 
 from flowjax.config import policy_configs
 from flowjax.launch.devices import Devices
+from flowjax.launch.health import answers
 from flowjax.launch.machine import free_port
-from flowjax.launch.supervisor import Role, answers
+from flowjax.launch.supervisor import Role
 from flowjax.monitor.token import reachable
 from flowjax.rollout.names import engine_names
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from flowjax.launch.health import Unwell
 from flowjax.monitor.roles import RoleState
 
 _GUARD = Path(__file__).with_name("guard.py")
@@ -19,6 +20,7 @@ _POLL_S = 0.1
 _HEALTH_EVERY_S = 1.0
 _SETTLED_S = 30.0  # a role that cannot be asked counts as up once it has lived this long
 _DEAF_S = 120.0  # a role that was up and has not answered for this long is killed
+_UNWELL_S = 10.0  # so is one that has refused for this long: busy is silent, refusing is no server any more
 _FORGIVEN_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
 USER_MISTAKE = 2  # exit status of a role that its config does not allow to run: starting it again changes nothing
 
@@ -64,11 +66,12 @@ class Supervisor:
         backoff_s: float = 1.0,
         settled_s: float = _SETTLED_S,
         deaf_s: float = _DEAF_S,
+        unwell_s: float = _UNWELL_S,
         forgiven_s: float = _FORGIVEN_S,
     ):
         self._logs, self._on_event = logs, on_event
         self._backoff_s, self._settled_s, self._deaf_s = backoff_s, settled_s, deaf_s
-        self._forgiven_s = forgiven_s
+        self._unwell_s, self._forgiven_s = unwell_s, forgiven_s
         self.states: dict[str, RoleState] = {}
         self._children: dict[str, _Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -173,6 +176,7 @@ class Supervisor:
         """Follow one process to its end. Returns its exit status and why it ended, in words."""
         started = heard = time.monotonic()
         next_check, cause = started, ""
+        unwell_since: float | None = None
         while (status := child.poll()) is None:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
@@ -185,16 +189,20 @@ class Supervisor:
             if now < next_check or cause:
                 continue
             next_check = now + (_HEALTH_EVERY_S if state.phase == "up" else _HEALTH_EVERY_S / 4)
-            if await role.health():
+            well, problem = await _ask(role.health)
+            unwell_since = (unwell_since or now) if problem else None
+            if well:
                 heard = now
                 if state.phase == "starting":
                     state.phase = "up"
                     self._on_event(role.name, "up", f"after {now - started:.1f} s")
             elif state.phase == "starting" and now - started > role.start_timeout_s:
                 cause = f"was not healthy within {role.start_timeout_s:.0f} s"
-                child.kill()
+            elif state.phase == "up" and unwell_since is not None and now - unwell_since > self._unwell_s:
+                cause = f"{problem} for {self._unwell_s:.0f} s"
             elif state.phase == "up" and now - heard > self._deaf_s:
                 cause = f"did not answer for {self._deaf_s:.0f} s"
+            if cause:
                 child.kill()
         return status, cause or describe_status(status)
 
@@ -258,20 +266,12 @@ class _Child:
             self._pipe = -1
 
 
-async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bool:
-    """Whether an HTTP server answers `GET path` with a status below 400."""
+async def _ask(health: Callable[[], Awaitable[bool]]) -> tuple[bool, str]:
+    """Whether a role is well, and what it answers where it is not; silence says nothing."""
     try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                await writer.drain()
-                status = (await reader.readline()).split()
-            finally:
-                writer.close()
-        return len(status) > 1 and status[1].isdigit() and int(status[1]) < 400
-    except (OSError, TimeoutError):
-        return False
+        return await health(), ""
+    except Unwell as error:
+        return False, str(error)
 
 
 def describe_status(status: int) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, answers
+from flowjax.launch.health import Unwell
+from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
 
 
 def role(tmp_path: Path, name: str, body: str, **options) -> Role:
@@ -342,6 +343,24 @@ def test_health_marks_up_and_a_role_that_goes_deaf_is_restarted(tmp_path):
     assert any(event == "down" and "did not answer" in text for _, event, text in events)
 
 
+def test_a_role_that_refuses_is_restarted_long_before_one_that_is_silent(tmp_path):
+    answer, events = iter([True, False, False, True]), []
+
+    async def health() -> bool:
+        if (well := next(answer, None)) is None:
+            raise Unwell("refused connections")
+        return well
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *e: events.append(e), backoff_s=0.01, unwell_s=0.5)
+        supervisor.start(role(tmp_path, "engine", FOREVER, restarts=1, health=health))
+        await wait_until(lambda: supervisor.states["engine"].restarts == 1)
+        await supervisor.stop()
+
+    asyncio.run(main())
+    assert ("engine", "down", "refused connections for 0 s") in events
+
+
 def test_a_role_that_is_not_healthy_in_time_is_given_up(tmp_path):
     async def never() -> bool:
         return False
@@ -351,28 +370,5 @@ def test_a_role_that_is_not_healthy_in_time_is_given_up(tmp_path):
         supervisor.start(role(tmp_path, "engine", FOREVER, health=never, start_timeout_s=0.3))
         with pytest.raises(RoleFailed, match="was not healthy within"):
             await supervisor.until(asyncio.sleep(60))
-
-    asyncio.run(main())
-
-
-def test_answers_tells_a_serving_port_from_a_silent_and_a_closed_one():
-    async def main():
-        async def ok(reader, writer):
-            line = await reader.readline()
-            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" if b"/health" in line else b"HTTP/1.1 503 Busy\r\n\r\n")
-            writer.close()
-
-        async def silent(reader, writer):
-            await reader.read()
-            writer.close()
-
-        async with await asyncio.start_server(ok, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            assert await answers("127.0.0.1", port, "/health")
-            assert not await answers("127.0.0.1", port, "/busy")
-        assert not await answers("127.0.0.1", port, "/health")
-        async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            assert not await answers("127.0.0.1", port, "/health", timeout_s=0.2)
 
     asyncio.run(main())
