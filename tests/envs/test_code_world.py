@@ -17,7 +17,8 @@ from flowjax.envs import code
 from flowjax.envs.base import EnvDied, Past, WorldError, load_world
 from flowjax.envs.code.generated import OPERATIONS, PROBES, Recipe, draw
 from flowjax.envs.code.problems import problem_of
-from flowjax.envs.code.world import LEGAL, Options, _normalised, _problem
+from flowjax.envs.code.programs import normalised
+from flowjax.envs.code.world import LEGAL, _problem
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.code import Call, Check
 from flowjax.records import Task
@@ -383,7 +384,7 @@ def test_any_text_can_be_parsed(text: str):
 def test_long_and_deep_replies_are_read_in_no_time():
     for piece in ("<answer>", "```python\n", "```", "-", "(", "[", "a.", "1+", "not ", "lambda:", "f(", "\\\n"):
         code.parse_action(piece * 30_000, LEGAL)
-        _normalised(piece * 5000 + "1")
+        normalised(piece * 5000 + "1")
 
 
 def test_fuzzed_programs_are_handed_in_without_harm():
@@ -421,7 +422,7 @@ def test_a_hung_program_costs_its_episode_and_nothing_else():
         ):
             task = task_of(2)
             await asyncio.gather(first.reset(task, 0), second.reset(task, 0))
-            solution = _problem(task, Options()).solution
+            solution = _problem(task, code.Options()).solution
             hung, solved = await asyncio.gather(first.step("while True: pass"), second.step(solution))
             return hung.outcome["success"], solved.outcome["success"], pool.counts.timeouts
 

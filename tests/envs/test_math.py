@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from two_processes import printed_in_two_processes
 from flowjax.envs import math
 from flowjax.envs.base import Observation, Past, Split, Step, WorldError, load_world
 from flowjax.envs.demonstrations import demonstrations
+from flowjax.envs.math.actions import ANSWER, CALCULATE
+from flowjax.envs.math.options import Rule
 from flowjax.envs.math.problems import split_of
-from flowjax.envs.math.world import ANSWER, ANSWERS, CALCULATE
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
 
@@ -86,7 +88,7 @@ def test_where_the_answer_of_a_single_turn_stands():
         r"\boxed{46} and not 47": {"boxed", "whole", "anywhere"},
         "no idea": set(),
     }
-    for rule in ANSWERS:
+    for rule in get_args(Rule):
         for text, right in replies.items():
             env, observation = begin(answer=rule)
             step = env.step(math.parse_action(text, observation.legal_actions) or "")

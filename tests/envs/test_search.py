@@ -383,7 +383,7 @@ def test_missing_questions_are_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"document": 5}, "document: Search's are path, documents"),
+        ({"document": 5}, "'document'.*of Search are path, documents"),
         ({"documents": 10}, "documents=10"),
         ({"documents": 10**9}, "documents=1000000000"),
         ({"hops": 9}, "hops=9"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowjax.envs.alfworld.options import Options
+from flowjax.envs.alfworld.options import Options, read_options
 from flowjax.envs.alfworld.packages import package
 from flowjax.envs.alfworld.prompts import follow_up, parse_action, prompt, reply, words
 from flowjax.envs.alfworld.sources import task_source
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OUTCOMES",
+    "Options",
     "expert",
     "follow_up",
     "make",
@@ -41,12 +42,12 @@ def make(**options: Any) -> "Alfworld":
     Raises:
         WorldError: an option is unknown or impossible, or the `alfworld` extra is not installed.
     """
-    return package("flowjax.envs.alfworld.env").Alfworld(Options.read(options))
+    return package("flowjax.envs.alfworld.env").Alfworld(read_options(options))
 
 
 def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
     """Generated games without end, or those of a folder; see `Options.path`."""
-    return task_source(split, data_seed, Options.read(options))
+    return task_source(split, data_seed, read_options(options))
 
 
 def expert(env: "Alfworld") -> str:

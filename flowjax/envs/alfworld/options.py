@@ -9,6 +9,7 @@ from typing import Any
 from flowjax.envs.alfworld.generate import TASK_TYPES
 from flowjax.envs.alfworld.packages import DATA_VARIABLE
 from flowjax.envs.base import Split, WorldError
+from flowjax.envs.options import build_options
 
 GENERATED = "generated"
 FOLDER = "json_2.1.1"
@@ -40,20 +41,6 @@ class Options:
     clutter: float = 0.5
     games_kept: int = 64
     cache: str | None = None
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> "Options":
-        """Checked options.
-
-        Raises:
-            WorldError: one is unknown or impossible.
-        """
-        unknown = sorted(set(options) - set(cls.__dataclass_fields__))
-        if unknown:
-            known = ", ".join(cls.__dataclass_fields__)
-            raise WorldError(f"env.options {unknown}: ALFWorld's are {known}")
-        lists = {name: tuple(options[name]) for name in ("task_types", "scenes") if options.get(name) is not None}
-        return cls(**{**options, **lists})
 
     def __post_init__(self):
         if self.held_out not in HELD_OUT:
@@ -87,3 +74,8 @@ class Options:
     def folder_of(self, split: Split) -> str:
         """The folder of a split in the real layout."""
         return "train" if split == "train" else f"valid_{self.held_out}"
+
+
+def read_options(options: Mapping[str, Any]) -> Options:
+    lists = {name: tuple(options[name]) for name in ("task_types", "scenes") if options.get(name) is not None}
+    return build_options(Options, {**options, **lists}, "ALFWorld")

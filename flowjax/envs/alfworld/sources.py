@@ -11,6 +11,7 @@ from flowjax.envs.alfworld.generate import Spec, choices, game_file, trajectory_
 from flowjax.envs.alfworld.options import GET_DATA, Options
 from flowjax.envs.alfworld.plans import floor_plan, scenes
 from flowjax.envs.base import Split, WorldError
+from flowjax.envs.options import check_split
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ def task_source(split: Split, data_seed: int, options: Options) -> "grain.MapDat
     """
     import grain  # imports jax, which processes that only hold environments do without
 
-    if split not in ("train", "held_out"):
-        raise WorldError(f"split is {split!r}: give train or held_out")
+    check_split(split)
     root = options.root()
     if root is not None:
         return grain.MapDataset.source(data_tasks(root, split, data_seed, options))

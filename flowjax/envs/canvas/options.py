@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from flowjax.canvas.backends.base import Backend
@@ -13,6 +13,7 @@ from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, load_operators
 from flowjax.envs.base import WorldError
 from flowjax.envs.canvas.exercises import KINDS
+from flowjax.envs.options import build_options
 
 Expert = Literal["able", "plain"]
 OFFLINE = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}
@@ -97,12 +98,4 @@ def _backends(config: str) -> Mapping[str, Backend]:
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
-    """The options with their defaults.
-
-    Raises:
-        WorldError: there is no such option, or a value makes no sense.
-    """
-    known = [option.name for option in fields(Options)]
-    if unknown := sorted(set(options) - set(known)):
-        raise WorldError(f"env.options {', '.join(unknown)}: those of the canvas are {', '.join(known)}")
-    return Options(**options)
+    return build_options(Options, options, "the canvas")

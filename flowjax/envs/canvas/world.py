@@ -29,6 +29,7 @@ from flowjax.envs.canvas.options import Options, read_options
 from flowjax.envs.canvas.protocol import TEMPLATES, observe
 from flowjax.envs.canvas.published import hint, structure_parts
 from flowjax.envs.canvas.structure import Structure, measure
+from flowjax.envs.options import check_split
 from flowjax.grading.code import Suite
 from flowjax.grading.code_asserts import from_assert
 from flowjax.records import Task, state_key
@@ -297,8 +298,7 @@ def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Tas
     """Generated exercises without end, or the problems of a file. Train and held-out problems differ by content."""
     import grain  # imports jax, which processes that only hold environments do without
 
-    if split not in ("train", "held_out"):
-        raise WorldError(f"split is {split!r}: give train or held_out")
+    check_split(split)
     read = read_options(options)
     if not read.path:
         return grain.MapDataset.range(TASKS).map(_GeneratedSource(split, data_seed, read.kinds))

@@ -1,4 +1,4 @@
-"""Problems with their answers: generated arithmetic, and files in the formats of published data sets.
+"""Problems with their answers, in files of the formats of published data sets.
 
 Formats are told apart by their fields:
 
@@ -18,39 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flowjax.envs.base import Split, WorldError
 from flowjax.grading.math import last_boxed
 from flowjax.records import state_key
 
 HELD_OUT_ONE_IN = 8  # problems, by content
-MAX_ATTEMPTS = 10_000
-OPERATORS = "+-*/"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # What DAPO's prompts say around a problem.
 DAPO_BEFORE = "is the answer to the problem."
 DAPO_AFTER = "Remember to put your answer on its own line after"
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """Options of generated problems: `terms` numbers of 1 to `digits` digits, joined by `operators`.
-
-    Divisions come out even. With * or / a problem is read with the usual precedence.
-    """
-
-    digits: int = 2
-    terms: int = 2
-    operators: str = "+"
-
-    def __post_init__(self):
-        if not 1 <= self.digits <= 12:
-            raise WorldError(f"env.options digits={self.digits}: give 1 to 12")
-        if not 2 <= self.terms <= 8:
-            raise WorldError(f"env.options terms={self.terms}: give 2 to 8")
-        if not self.operators or set(self.operators) - set(OPERATORS):
-            raise WorldError(f"env.options operators={self.operators!r}: give some of {OPERATORS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,38 +42,6 @@ def split_of(question: str) -> Split:
     """Which split a problem belongs to, decided by its words alone."""
     held_out = state_key("math", " ".join(question.casefold().split())) % HELD_OUT_ONE_IN == 0
     return "held_out" if held_out else "train"
-
-
-def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> Problem:
-    """A problem of one split.
-
-    Raises:
-        WorldError: the options allow hardly any.
-    """
-    for _ in range(MAX_ATTEMPTS):
-        lengths = rng.integers(1, options.digits + 1, size=options.terms)
-        numbers = [int(rng.integers(10 ** (int(n) - 1) if n > 1 else 0, 10 ** int(n))) for n in lengths]
-        signs = [options.operators[i] for i in rng.integers(len(options.operators), size=options.terms - 1)]
-        expression = "".join(f"{sign}{number}" for sign, number in zip(["", *signs], numbers, strict=True))
-        value = _evaluate(numbers, signs)
-        if value is not None and split_of(question := f"{expression}=?") == split:
-            return Problem(question, str(value), expression)
-    raise WorldError(f"no problem in {MAX_ATTEMPTS} attempts with {options}: raise digits or terms")
-
-
-def _evaluate(numbers: list[int], signs: list[str]) -> int | None:
-    """The value with the usual precedence; None where a division leaves a rest."""
-    products = [numbers[0]]
-    for sign, number in zip(signs, numbers[1:], strict=True):
-        if sign == "*":
-            products[-1] *= number
-        elif sign == "/":
-            if number == 0 or products[-1] % number:
-                return None
-            products[-1] //= number
-        else:
-            products.append(-number if sign == "-" else number)
-    return sum(products)
 
 
 @functools.lru_cache(maxsize=4)

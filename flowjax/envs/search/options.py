@@ -3,10 +3,11 @@
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from flowjax.envs.base import WorldError
+from flowjax.envs.options import build_options
 from flowjax.envs.search.client import WIRES, RemoteRetriever, Retriever, Wire, local
 from flowjax.envs.search.corpus import MAX_HOPS, MIN_DOCUMENTS
 from flowjax.envs.search.names import syllables_for
@@ -74,8 +75,4 @@ class Options:
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
-    known = [field.name for field in fields(Options)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise WorldError(f"env.options {', '.join(unknown)}: Search's are {', '.join(known)}")
-    return Options(**options)
+    return build_options(Options, options, "Search")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowjax.envs.base import Observation, Split, Step, WorldError
+from flowjax.envs.options import check_split
 from flowjax.envs.search.client import Retriever
 from flowjax.envs.search.corpus import Document, Question, Questions, encyclopedia
 from flowjax.envs.search.files import CORPUS, HOW_TO_GET, read_questions
@@ -161,8 +162,7 @@ def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Tas
     """
     import grain  # imports jax, which processes that only hold environments do without
 
-    if split not in ("train", "held_out"):
-        raise WorldError(f"split is {split!r}: give train or held_out")
+    check_split(split)
     read = read_options(options)
     if not read.path:
         book = encyclopedia(read.documents, read.corpus_seed)

@@ -1,21 +1,12 @@
 """Sokoban: push every box onto a target. State: walls, targets, boxes and player."""
 
-from flowjax.envs.sokoban.world import (
-    OUTCOMES,
-    Sokoban,
-    expert,
-    follow_up,
-    make,
-    parse_action,
-    prompt,
-    random_action,
-    reply,
-    tasks,
-    vocabulary,
-)
+from flowjax.envs.sokoban.options import Options
+from flowjax.envs.sokoban.prompts import follow_up, parse_action, prompt, reply, vocabulary
+from flowjax.envs.sokoban.world import OUTCOMES, Sokoban, expert, make, random_action, tasks
 
 __all__ = [
     "OUTCOMES",
+    "Options",
     "Sokoban",
     "expert",
     "follow_up",

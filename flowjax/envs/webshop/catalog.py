@@ -89,7 +89,7 @@ def load_catalog(path: str | None, products: int, seed: int, human: bool) -> Cat
     try:
         return Catalog(_products(files[ITEMS], files[ATTRIBUTES], products), files.get(HUMAN, {}))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        source = f"env.options.path {path!r}"
+        source = f"env.options path={path!r}"
         raise WorldError(f"{source}: the files are not in WebShop's format ({error!r}); {HOW_TO_GET}") from error
 
 
@@ -98,7 +98,7 @@ def _read(folder: Path, products: int, human: bool) -> dict[str, Any]:
     found = {name: _file(folder, name, products) for name in names}
     missing = [f"{name}.json" for name, file in found.items() if file is None]
     if missing:
-        raise WorldError(f"env.options.path is {str(folder)!r}, which lacks {', '.join(missing)}: {HOW_TO_GET}")
+        raise WorldError(f"env.options path={str(folder)!r} lacks {', '.join(missing)}: {HOW_TO_GET}")
     read: dict[str, Any] = {}
     for name, file in found.items():
         try:

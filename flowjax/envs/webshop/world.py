@@ -1,16 +1,16 @@
 """The shop as a world. State: page, query, results page, product, sub page, chosen options, and the goal."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from flowjax.envs.base import Observation, Split, Step, WorldError
+from flowjax.envs.options import check_split
 from flowjax.envs.webshop import prompts
-from flowjax.envs.webshop.catalog import Catalog, load_catalog
 from flowjax.envs.webshop.expert import best_action
-from flowjax.envs.webshop.goals import GoalKind, SplitBy, split_goals
+from flowjax.envs.webshop.goals import split_goals
+from flowjax.envs.webshop.options import Options, read_options
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE, SEPARATOR, Pages, State, done_text
 from flowjax.envs.webshop.reward import Goal, check_requirements, noun_finder, score
 from flowjax.records import Task, state_key
@@ -21,45 +21,6 @@ if TYPE_CHECKING:
 OUTCOMES = ("success", "score")
 SUCCESS_REWARD = 10.0
 MAX_RANDOM_WORDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The catalog is the first `products` of the files at `path`, or generated from `seed` where that is empty.
-
-    `held_out` different goals are held out, a fifth of all at most; `goals` is synthetic or human, `split` by content
-    or, as published, by index.
-    """
-
-    path: str | None = None
-    products: int = 1000
-    seed: int = 0
-    goals: GoalKind = "synthetic"
-    held_out: int = 500
-    split: SplitBy = "content"
-    show_attributes: bool = False
-
-    def catalog(self) -> Catalog:
-        return load_catalog(self.path, self.products, self.seed, self.goals == "human")
-
-
-def read_options(options: Mapping[str, Any]) -> Options:
-    """Options, checked.
-
-    Raises:
-        WorldError: an option that is not known, or a value that it cannot have.
-    """
-    known = ", ".join(Options.__dataclass_fields__)
-    if unknown := sorted(set(options) - set(Options.__dataclass_fields__)):
-        raise WorldError(f"env.options {', '.join(unknown)}: WebShop's are {known}")
-    read = Options(**options)
-    for name, allowed in (("goals", ("synthetic", "human")), ("split", ("content", "index"))):
-        if getattr(read, name) not in allowed:
-            raise WorldError(f"env.options.{name} is {getattr(read, name)!r}: give {' or '.join(allowed)}")
-    for name in ("products", "held_out"):
-        if getattr(read, name) < 1:
-            raise WorldError(f"env.options.{name} is {getattr(read, name)}: give 1 or more")
-    return replace(read, path=read.path or None, show_attributes=bool(read.show_attributes))
 
 
 class WebShop:
@@ -131,7 +92,7 @@ class WebShop:
 
 
 def make(**options: Any) -> WebShop:
-    """Options: path, products, seed, goals, held_out, split, show_attributes; see `Options`."""
+    """An environment; see `Options`."""
     return WebShop(read_options(options))
 
 
@@ -150,12 +111,11 @@ def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Tas
     """The goals of a split, in the order of their shuffle. As many as the catalog has; see `len`."""
     import grain  # imports jax, which processes that only hold environments do without
 
-    if split not in ("train", "held_out"):
-        raise WorldError(f"split is {split!r}: give train or held_out")
+    check_split(split)
     read = read_options(options)
-    both = split_goals(read.path, read.products, read.seed, read.goals, data_seed, read.held_out, read.split)
+    both = split_goals(read.path or None, read.products, read.seed, read.goals, data_seed, read.held_out, read.split)
     if not both[split]:
-        raise WorldError(f"env.options.products is {read.products}, which leaves no {split} goals: raise it")
+        raise WorldError(f"env.options products={read.products} leaves no {split} goals: raise it")
     name = f"{read.goals}-{split}-{data_seed}"
     return grain.MapDataset.range(len(both[split])).map(_TaskOf(both[split], name))
 

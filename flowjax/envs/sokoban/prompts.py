@@ -1,0 +1,67 @@
+"""What Sokoban's agent is asked, and how its replies are read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowjax.envs.base import Message, Observation, Past, Style, tagged_action
+from flowjax.envs.sokoban.rooms import DIRECTIONS, SYMBOLS
+
+RULES = """You are playing Sokoban. Push every box onto a target.
+
+Symbols: # wall, _ empty floor, O target, X box, √ box on a target, P you, S you on a target.
+Moving towards a box pushes it one cell, if the cell behind it is free. Boxes can only be pushed, never pulled, and only
+one at a time; walls stop you and the boxes. A box in a corner is stuck for good unless the corner is a target."""
+INSTRUCTION = """Your actions are: up, down, left, right.
+First reason step by step about the next move inside <think> </think>, then give one action inside
+<action> </action>."""
+
+
+def vocabulary(**options: Any) -> tuple[str, ...]:
+    del options  # the same for every size
+    return (*SYMBOLS, *DIRECTIONS, "none")
+
+
+def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
+    """One user message. Compact: earlier turns, each closed by its action ("none" for an unreadable reply), and the
+    grid without its outer wall, which is the same in every level; every symbol a word."""
+    if style == "compact":
+        words = [f"{_compact(past.observation)} {past.action or 'none'}" for past in history]
+        return [{"role": "user", "content": " ".join([*words, _compact(observation.text)])}]
+    past = [f"[Observation {p.turn}: '\n{p.observation}\n', Action {p.turn}: '{p.action or 'none'}']" for p in history]
+    parts = [RULES]
+    if history:
+        parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n" + "\n".join(past))
+    parts.append(f"The grid now:\n{observation.text}")
+    parts.append(INSTRUCTION)
+    return [{"role": "user", "content": "\n\n".join(parts)}]
+
+
+def follow_up(observation: Observation, style: Style) -> list[Message]:
+    if style == "compact":
+        return [{"role": "user", "content": _compact(observation.text)}]
+    return [{"role": "user", "content": f"The grid now:\n{observation.text}\n\n{INSTRUCTION}"}]
+
+
+def reply(action: str, style: Style) -> str:
+    return action if style == "compact" else f"<action>{action}</action>"
+
+
+def _compact(text: str) -> str:
+    return " ".join(cell for row in text.split("\n")[1:-1] for cell in row.split()[1:-1])
+
+
+def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
+    """The action that a reply names.
+
+    With `reference`, as RewardFlow reads replies: the first of up, down, left, right, still that occurs anywhere in the
+    first `<action>` pair, be it inside another word, and only beside a `<think>` pair.
+    """
+    if not reference:
+        return tagged_action(reply, legal)
+    text = reply.lower()
+    _, opened, inside = text.partition("<action>")
+    inside, closed, _ = inside.partition("</action>")
+    if not (opened and closed and "<think>" in reply and "</think>" in reply):
+        return None
+    found = next((name for name in (*DIRECTIONS, "still") if name in inside), None)
+    return found if found in legal else None
