@@ -11,6 +11,7 @@ from absl import app, flags, logging
 
 from flowjax.config import load_run
 from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.heap import return_freed_memory
 from flowjax.dataflow.server import serve
 from flowjax.dataflow.task_sources import held_out_tasks, train_tasks
 
@@ -30,6 +31,7 @@ async def _main(run_dir: Path) -> None:
 
 def main(argv: list[str]) -> None:
     del argv
+    return_freed_memory()
     asyncio.run(_main(Path(_RUN.value)))
 
 

@@ -41,7 +41,7 @@ from flowjax.records import Lease, WireError, pack, unpack
 
 _HOLD_S = 1.0
 _PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
-_READ_AT_ONCE = 4  # messages with episodes; the others wait in their sockets, not in memory
+_READ_AT_ONCE = 4  # messages with episodes; of the others some 256 KiB are in memory, the rest in their sockets
 _READ_S = 60.0  # longest that a message may take to come in
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 

@@ -5,8 +5,9 @@
 Simulated workers, in one process, lease episodes and hand over trajectories of `--tokens` tokens (4 turns of one
 conversation); a simulated trainer takes the batches. All that the dataflow does is real: ledger, credit, batches.
 The first two sixths of the time there are a hundredth and a tenth of the workers; a cost per trajectory that does not
-depend on their number, and memory that does not grow, is what is looked for. /lease and /batch wait for up to a second
-while there is nothing to give.
+depend on their number, and memory that does not grow, is what is looked for. Memory is read every two seconds; its
+slope is the least-squares line through the second half of the last phase, with its standard error. /lease and /batch
+wait for up to a second while there is nothing to give.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from tests.benchmarks.dataflow_workers import Client, cancel, dataflow_process, 
 
 TURNS = 4
 _SLOTS = 2  # of a worker
+_LOOK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Phase:
     trajectories: int
     cpu_s: float
     mib_per_s: float
-    memory_mib: tuple[float, float]  # of the dataflow process at the beginning and the end
+    memory: np.ndarray  # of the dataflow process: seconds and MiB, every `_LOOK_EVERY_S`
+    file_mib: float  # of its SQLite file at the end
 
 
 def configuration(keep_trajectories: bool) -> ConfigDict:
@@ -53,7 +56,7 @@ def configuration(keep_trajectories: bool) -> ConfigDict:
 
 
 async def soak(
-    url: str, pid: int, *, workers: int, minutes: float, episode_s: float, tokens: int
+    url: str, pid: int, run_dir: Path, *, workers: int, minutes: float, episode_s: float, tokens: int
 ) -> tuple[list[Phase], dict[str, list[float]]]:
     """What each number of workers did, and the latencies with all of them."""
     phases, serving = [], {"agent": 0}
@@ -83,25 +86,38 @@ async def soak(
             employ(count)
             await asyncio.sleep(episode_s)  # until the first have played
             client.latencies_s = {}
-            phases.append(await _phase(client, pid, count, 60 * minutes * share, [trainer, *tasks]))
+            phases.append(await _phase(client, pid, run_dir, count, 60 * minutes * share, [trainer, *tasks]))
         latencies = client.latencies_s
         await cancel([trainer, *tasks])
     return phases, latencies
 
 
-async def _phase(client: Client, pid: int, workers: int, seconds: float, tasks: list[asyncio.Task[None]]) -> Phase:
-    started_s, cpu_s, memory, sent = time.monotonic(), _cpu_s(pid), _memory_mib(pid), client.sent_bytes
-    accepted = client.accepted
-    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    took_s = time.monotonic() - started_s
+async def _phase(
+    client: Client, pid: int, run_dir: Path, workers: int, seconds: float, tasks: list[asyncio.Task[None]]
+) -> Phase:
+    started_s, cpu_s, sent, accepted = time.monotonic(), _cpu_s(pid), client.sent_bytes, client.accepted
+    memory, failed = [(0.0, _memory_mib(pid))], False
+    while not failed and memory[-1][0] < seconds:
+        failed, _ = await asyncio.wait(tasks, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+        memory.append((time.monotonic() - started_s, _memory_mib(pid)))
+    took_s = memory[-1][0]
     return Phase(
         workers,
         took_s,
         client.accepted - accepted,
         _cpu_s(pid) - cpu_s,
         (client.sent_bytes - sent) / 2**20 / took_s,
-        (memory, _memory_mib(pid)),
+        np.array(memory),
+        (run_dir / "dataflow.sqlite").stat().st_size / 2**20,
     )
+
+
+def slope(seconds: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Change a minute of the least-squares line, and its standard error (neighbouring values taken as independent)."""
+    minutes = (seconds - seconds.mean()) / 60
+    change = float(minutes @ values / (minutes @ minutes))
+    rest = values - values.mean() - change * minutes
+    return change, float(np.sqrt(rest @ rest / max(len(values) - 2, 1) / (minutes @ minutes)))
 
 
 def _cpu_s(pid: int) -> float:
@@ -121,22 +137,30 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a trajectory")
     parser.add_argument("--keep_trajectories", action="store_true", help="also write them down as text")
     arguments = parser.parse_args()
-    console = Console(width=110)
+    console = Console(width=130)
     config = configuration(arguments.keep_trajectories)
     with tempfile.TemporaryDirectory() as folder, dataflow_process(config, Path(folder)) as (url, pid):
         numbers = {name: getattr(arguments, name) for name in ("workers", "minutes", "episode_s", "tokens")}
-        phases, latencies = asyncio.run(soak(url, pid, **numbers))
-    table = Table("workers", "trajectories/s", "MiB/s", "CPU ms per trajectory", "CPU", "memory MiB, first and last")
+        phases, latencies = asyncio.run(soak(url, pid, Path(folder), **numbers))
+    memory = "memory MiB: first, median, highest, last"
+    table = Table("workers", "trajectories/s", "MiB/s", "CPU ms per trajectory", "CPU", memory, "file MiB")
     for phase in phases:
+        mib = phase.memory[:, 1]
         table.add_row(
             str(phase.workers),
             f"{phase.trajectories / phase.seconds:.1f}",
             f"{phase.mib_per_s:.1f}",
             f"{1000 * phase.cpu_s / max(phase.trajectories, 1):.2f}",
             f"{phase.cpu_s / phase.seconds:.0%}",
-            f"{phase.memory_mib[0]:.0f} {phase.memory_mib[1]:.0f}",
+            " ".join(f"{mib:.0f}" for mib in (mib[0], np.median(mib), mib.max(), mib[-1])),
+            f"{phase.file_mib:.0f}",
         )
     console.print(table)
+    second_half = phases[-1].memory[len(phases[-1].memory) // 2 :]
+    change, error = slope(second_half[:, 0], second_half[:, 1])
+    minutes = (second_half[-1, 0] - second_half[0, 0]) / 60
+    console.print(f"memory, last {minutes:.1f} min: {change:+.1f} MiB/min, standard error {error:.1f}")
+    console.print(f"load average of the machine: {os.getloadavg()[1]:.1f}")
     table = Table("endpoint", f"requests with {phases[-1].workers} workers", "p50 ms", "p99 ms")
     for name, values in sorted(latencies.items()):
         p50, p99 = 1000 * np.percentile(values, [50, 99])

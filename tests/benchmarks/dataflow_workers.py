@@ -111,7 +111,11 @@ async def work(
     turns: int = 1,
     turn_tokens: int = 8,
 ) -> None:
-    """A worker: leases `slots` episodes, takes `episode_s` over them, and hands them over; says what it serves."""
+    """A worker: leases `slots` episodes, takes about `episode_s` over them, and hands them over; says what it serves.
+
+    How long it takes is uniform between 0.5 and 1.5 of `episode_s`, so that not all workers hand over at once.
+    """
+    random = np.random.default_rng(list(worker.encode()))
     reports = asyncio.create_task(_report(client, worker, serving))
     try:
         while True:
@@ -119,7 +123,7 @@ async def work(
             if not answer["leases"]:
                 continue
             versions = dict(serving)
-            await asyncio.sleep(episode_s)
+            await asyncio.sleep(episode_s * random.uniform(0.5, 1.5))
             items = [
                 {"lease_id": lease.lease_id, "episode": played(lease, versions, turns=turns, turn_tokens=turn_tokens)}
                 for lease in answer["leases"]
