@@ -23,7 +23,7 @@ from flowjax.dataflow.transcripts import write_transcripts
 from flowjax.dataflow.workers import ANYTHING, Can
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import Episode, Group, Lease, Task
-from flowjax.rewards.scores import trajectory_scores
+from flowjax.rewards.scores import required_outcomes, trajectory_scores
 
 MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
 
@@ -79,6 +79,9 @@ class Flow:
         self._told: dict[str, int] = {}  # the step of it
         self._starved: set[str] = set()  # policies whose trainer last asked in vain
         self._speaking = (set(config.agents.values()) & set(self._configs)) or set(self._configs)
+        self.needed_outcomes = {  # by policy, for its reward
+            policy: required_outcomes(own.reward.components.to_dict()) for policy, own in self._configs.items()
+        }
         self.serving = dict.fromkeys(self._configs, -1)  # newest versions that the engine serves; -1 before version 0
         self.committed = dict.fromkeys(self._configs, -1) | self._ledger.commits()  # newest ones, by the trainers
 
@@ -251,7 +254,7 @@ class Flow:
         if version > self.committed[policy]:
             for algorithm in self._algorithms.values():
                 algorithm.published(policy, version)
-            self._ledger.commit(policy, version)
+            self._ledger.commit(policy, version, states=self._states())
         self.committed[policy] = max(self.committed[policy], version)
         asked_again = max((algorithm.keeps_used_versions for algorithm in self._algorithms.values()), default=0)
         kept_versions = max(self._configs[policy].trainer.keep_checkpoints, asked_again)

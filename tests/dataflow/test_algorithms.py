@@ -1,5 +1,6 @@
 """Data algorithms on a population of tasks whose pass rates are known: each does what it promises."""
 
+import dataclasses
 from pathlib import Path
 
 import grain
@@ -106,7 +107,7 @@ def test_greso_remembers_over_a_restart(tmp_path):
     population.flow.close()
     population.open()
     assert {name: algorithm.state() for name, algorithm in population.flow._algorithms.items()} == before
-    assert before["greso"]["_streaks"]
+    assert population.flow.status()["algorithms"]["greso"]["streaks"] > 0
 
 
 @pytest.mark.parametrize(
@@ -181,18 +182,55 @@ def test_a_replayed_batch_is_the_same_after_a_restart(tmp_path):
         np.testing.assert_array_equal(row.advantages, same.advantages)
 
 
-def test_deduplicate_plays_each_content_once_until_nothing_else_is_left(tmp_path):
-    population = Population(tmp_path, {"deduplicate": {}}, tasks=10_000)
-    for _ in range(10):
-        population.step()
-    assert population.flow.status()["passed_over_tasks"] == 0
-    few = tmp_path / "few"
-    few.mkdir()
-    population = Population(few, {"deduplicate": {}}, tasks=6)
+def tasks_of(contents, **named) -> list[Task]:
+    return [Task(f"row-{row}", "toy", row, {"text": text, "row": row}, **named) for row, text in enumerate(contents)]
+
+
+def passed(algorithm, tasks) -> list[bool]:
+    """Which of these tasks, one after the other, are passed over."""
+    over = []
+    for position, task in enumerate(tasks):
+        over.append(not algorithm.choose(task, position))
+        if not over[-1]:
+            algorithm.chosen(task, position)
+    return over
+
+
+def test_deduplicate_knows_a_copy_by_its_content_and_plays_the_first_again_in_later_epochs():
+    tasks = [Task(f"row-{row}", "toy", row, {"text": text}) for row, text in enumerate("abac")]
+    assert passed(one("deduplicate"), tasks + tasks) == 2 * [False, False, True, False]
+    assert passed(one("deduplicate", once=True), tasks + tasks) == [False, False, True, False, *4 * [True]]
+
+
+def test_deduplicate_compares_the_fields_asked_for():
+    assert not any(passed(one("deduplicate"), tasks_of("aab")))
+    assert passed(one("deduplicate", fields=["text"]), tasks_of("aab")) == [False, True, False]
+
+
+def test_deduplicate_goes_by_seed_and_source_where_a_task_is_nothing_else():
+    tasks = [Task(f"{seed}", "toy", seed, source=source) for source in ("small", "large") for seed in (1, 2, 1)]
+    assert passed(one("deduplicate", once=True), tasks) == 2 * [False, False, True]
+
+
+def test_a_copy_is_one_of_what_was_played_not_of_what_another_algorithm_refused(tmp_path):
+    even = {"path": "tests.dataflow.own_algorithm:OnlyEven", "modulus": 2}
+    for order in ({"deduplicate": {}, "even": even}, {"even": even, "deduplicate": {}}):
+        folder = tmp_path / next(iter(order))
+        folder.mkdir()
+        population = Population(folder, order, tasks=60)
+        tasks = population.flow._train_tasks.map(lambda task: dataclasses.replace(task, payload={"of": task.seed // 2}))
+        population.flow._train_tasks = tasks
+        for _ in range(3):
+            population.step()
+        assert population.flow.status()["forced_tasks"] == 0
+
+
+def test_an_exhausted_source_does_not_stop_the_run(tmp_path):
+    population = Population(tmp_path, {"deduplicate": {"once": True}}, tasks=6)
     for _ in range(3):
         population.step()
     status = population.flow.status()
-    assert status["passed_over_tasks"] > 0 < status["forced_tasks"], "an exhausted source does not stop the run"
+    assert status["passed_over_tasks"] > 0 < status["forced_tasks"]
 
 
 def result(rewards, longest=None, **task) -> Result:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
-from flowjax.records import Task
+from flowjax.records import Task, state_key
 
 BUILT_IN = {
     "dynamic_sampling": "flowjax.dataflow.algorithms.filters:DynamicSampling",
@@ -38,8 +38,12 @@ class Result:
 
     @property
     def informative(self) -> bool:
-        """Whether group-relative advantages differ from zero."""
-        return bool(np.ptp(self.rewards) > 0)
+        """Whether the rewards differ by more than their rounding."""
+        return not np.allclose(self.rewards, self.rewards[0])
+
+    def share_above(self, reward: float) -> float:
+        """Share of the trajectories with more than that reward."""
+        return float((self.rewards > reward).mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +61,22 @@ class Algorithm:
     """Up to three decisions about data; an algorithm overrides those that are its own.
 
     Objects live in the dataflow's process and are asked from one thread. `state` and `restore` keep what they have
-    learnt over a restart; it is written down together with the results that it came from.
+    learnt over a restart; it is written down together with the results that it came from. A run that is restarted
+    decides as if it had not been, as long as decisions come from that state and the arguments alone: chance from
+    `share_of`, not from a generator.
     """
 
     fresh_share = 1.0  # of a batch, that is newly played
+    keeps_used_versions = 0  # how many versions long `serve` is offered groups that were trained on
 
     def choose(self, task: Task, position: int) -> bool:
-        """Before the rollout: whether to play `task`, the `position`-th of the run's order."""
+        """Before the rollout: whether to play `task`, the `position`-th of the run's order. Changes nothing: another
+        algorithm may yet refuse it."""
         del task, position
         return True
+
+    def chosen(self, task: Task, position: int) -> None:
+        """`task` is played: all have chosen it, or nothing was chosen for too long."""
 
     def keep(self, result: Result) -> bool:
         """After the rollout: whether the policy's trainer may have the group. Told of every group that is in."""
@@ -85,11 +96,22 @@ class Algorithm:
         return {}
 
     def state(self) -> dict[str, Any]:
+        """What is to outlive the process, by attribute: numbers, strings, lists, and maps of them."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def task_name(task: Task) -> str:
+    """The task's id, which is only its source's own where a run has several sources."""
+    return f"{task.source}/{task.task_id}" if task.source else task.task_id
+
+
+def share_of(*parts: str | int) -> float:
+    """A number from [0, 1) that the parts fix: chance that is the same after a restart."""
+    return state_key(*parts) / 2**64
 
 
 def build_algorithms(config: ConfigDict) -> dict[str, Algorithm]:

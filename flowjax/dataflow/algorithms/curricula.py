@@ -1,11 +1,14 @@
-"""Which tasks are worth playing, from how earlier plays of them went."""
+"""Which tasks are worth playing, from how earlier plays of them went.
+
+What is learnt about a task is kept for each policy apart: no policy's results stand for another's. A task is played
+when any of the policies that have spoken in it has a use for it.
+"""
 
 from typing import Any
 
 import numpy as np
 
-from flowjax.dataflow.algorithms.base import Algorithm, Result
-from flowjax.dataflow.algorithms.filters import _share
+from flowjax.dataflow.algorithms.base import Algorithm, Result, share_of, task_name
 from flowjax.records import Task
 
 EASY, HARD = "easy", "hard"
@@ -14,54 +17,70 @@ EASY, HARD = "easy", "hard"
 class SkipSolved(Algorithm):
     """Passes over tasks that are solved nearly always.
 
-    Each task keeps a moving average s <- decay * s + (1 - decay) * share of positive rewards, from 0, and is played
-    while s < threshold. AstraFlow's solved-task filter.
+    Each task keeps a moving average s <- decay * s + (1 - decay) * share of rewards above `solved_above`, from 0, and
+    is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565).
     """
 
-    def __init__(self, *, seed: int, decay: float = 0.9, threshold: float = 0.95):
+    def __init__(self, *, seed: int, decay: float = 0.9, threshold: float = 0.95, solved_above: float = 0.0):
         del seed
-        self._decay, self._threshold = decay, threshold
-        self._solved: dict[str, float] = {}
+        _check_shares(decay=decay, threshold=threshold)
+        self._decay, self._threshold, self._solved_above = decay, threshold, solved_above
+        self._averages: dict[str, dict[str, float]] = {}  # task -> policy -> s
 
     def choose(self, task: Task, position: int) -> bool:
         del position
-        return self._solved.get(task.task_id, 0.0) < self._threshold
+        averages = self._averages.get(task_name(task))
+        return not averages or min(averages.values()) < self._threshold
 
     def keep(self, result: Result) -> bool:
-        before = self._solved.get(result.task.task_id, 0.0)
-        now = float((result.rewards > 0).mean())
-        self._solved[result.task.task_id] = self._decay * before + (1 - self._decay) * now
+        averages = self._averages.setdefault(task_name(result.task), {})
+        now = result.share_above(self._solved_above)
+        averages[result.policy] = self._decay * averages.get(result.policy, 0.0) + (1 - self._decay) * now
         return True
 
+    def metrics(self) -> dict[str, float]:
+        return {"tasks": len(self._averages)}
+
     def state(self) -> dict[str, Any]:
-        return {"_solved": self._solved}
+        return {"_averages": self._averages}
 
 
 class Difficulty(Algorithm):
     """Prefers tasks whose success rate is near `target`.
 
-    With p a task's moving average of the share of positive rewards (weight `rate` for the newest), the task is played
-    with probability max(floor, 1 - |p - target| / max(target, 1 - target)); one never seen is always played.
+    With p a task's moving average of the share of rewards above `solved_above` (weight `rate` for the newest), the task
+    is played with probability max(floor, 1 - |p - target| / max(target, 1 - target)); one never seen is always played.
+    A smooth form of the window of balanced online difficulty filtering (arXiv 2504.03380), which is widest in
+    information at a success rate of one half, since the variance of outcomes p (1 - p) is.
     """
 
-    def __init__(self, *, seed: int, target: float = 0.5, floor: float = 0.1, rate: float = 0.5):
+    def __init__(
+        self, *, seed: int, target: float = 0.5, floor: float = 0.1, rate: float = 0.5, solved_above: float = 0.0
+    ):
+        _check_shares(target=target, floor=floor, rate=rate)
         self._seed, self._target, self._floor, self._rate = seed, target, floor, rate
-        self._success: dict[str, float] = {}
+        self._solved_above = solved_above
+        self._averages: dict[str, dict[str, float]] = {}  # task -> policy -> p
 
     def choose(self, task: Task, position: int) -> bool:
-        if task.task_id not in self._success:
+        averages = self._averages.get(task_name(task))
+        if not averages:
             return True
-        off = abs(self._success[task.task_id] - self._target) / max(self._target, 1 - self._target)
-        return _share(self._seed, "difficulty", position) < max(self._floor, 1 - off)
+        off = min(abs(average - self._target) for average in averages.values()) / max(self._target, 1 - self._target)
+        return share_of(self._seed, "difficulty", position) < max(self._floor, 1 - off)
 
     def keep(self, result: Result) -> bool:
-        now = float((result.rewards > 0).mean())
-        before = self._success.get(result.task.task_id, now)
-        self._success[result.task.task_id] = before + self._rate * (now - before)
+        averages = self._averages.setdefault(task_name(result.task), {})
+        now = result.share_above(self._solved_above)
+        before = averages.get(result.policy, now)
+        averages[result.policy] = before + self._rate * (now - before)
         return True
 
+    def metrics(self) -> dict[str, float]:
+        return {"tasks": len(self._averages)}
+
     def state(self) -> dict[str, Any]:
-        return {"_success": self._success}
+        return {"_averages": self._averages}
 
 
 class Greso(Algorithm):
@@ -70,7 +89,9 @@ class Greso(Algorithm):
     A task's streak z counts its last groups with equal rewards, all of one kind (easy: mean reward above
     `easy_above`; hard: not). It is played with probability max(p_kind ** z, floor_kind). After each `window` groups,
     p_kind falls by `step` where the share of groups of that kind is at least its target, else rises by it; p stays
-    within [0.01, 0.99].
+    within [0.01, 0.99]. Groups of tasks played for the first time, which nothing could have passed over, do not count
+    in that share, as in the first epoch of the authors' program. The floors are AstraFlow's. Batches of rollouts no
+    larger than needed, the paper's third part, are what the dataflow admits in any case.
     """
 
     def __init__(
@@ -86,40 +107,70 @@ class Greso(Algorithm):
         window: int = 64,
         easy_above: float = 0.5,
     ):
+        _check_shares(
+            target_easy=target_easy, target_hard=target_hard, floor_easy=floor_easy, floor_hard=floor_hard, start=start
+        )
+        if window < 1:
+            raise ValueError(f"window is {window}: give a number of groups")
         self._seed, self._step, self._window, self._easy_above = seed, step, window, easy_above
+        self._start = start
         self._targets = {EASY: target_easy, HARD: target_hard}
         self._floors = {EASY: floor_easy, HARD: floor_hard}
-        self._streaks: dict[str, list[Any]] = {}  # task -> [kind, length]
-        self._p = {EASY: start, HARD: start}
-        self._counts = {EASY: 0, HARD: 0, "all": 0}
+        self._told: dict[str, dict[str, list[Any]]] = {}  # task -> policy -> [kind, z]
+        self._chances: dict[str, dict[str, float]] = {}  # policy -> kind -> p
+        self._counts: dict[str, dict[str, int]] = {}  # policy -> kind -> groups of the window
 
     def choose(self, task: Task, position: int) -> bool:
-        if task.task_id not in self._streaks:
+        told = self._told.get(task_name(task))
+        if not told:
             return True
-        kind, length = self._streaks[task.task_id]
-        return _share(self._seed, "greso", position) < max(self._p[kind] ** length, self._floors[kind])
+        chance = max(self._chance(policy, kind, streak) for policy, (kind, streak) in told.items())
+        return share_of(self._seed, "greso", position) < chance
+
+    def _chance(self, policy: str, kind: str, streak: int) -> float:
+        return max(self._chances[policy][kind] ** streak, self._floors[kind])
 
     def keep(self, result: Result) -> bool:
-        self._counts["all"] += 1
+        self._chances.setdefault(result.policy, {EASY: self._start, HARD: self._start})
+        told = self._told.setdefault(task_name(result.task), {})
+        before = told.get(result.policy)
+        kind = EASY if np.mean(result.rewards) > self._easy_above else HARD
         if result.informative:
-            self._streaks.pop(result.task.task_id, None)
+            told[result.policy] = [kind, 0]
         else:
-            kind = EASY if np.mean(result.rewards) > self._easy_above else HARD
-            before = self._streaks.get(result.task.task_id, [kind, 0])
-            self._streaks[result.task.task_id] = [kind, before[1] + 1 if before[0] == kind else 1]
-            self._counts[kind] += 1
-        if self._counts["all"] >= self._window:
-            self._adjust()
+            told[result.policy] = [kind, before[1] + 1 if before and before[0] == kind else 1]
+        if before:
+            self._count(result.policy, None if result.informative else kind)
         return True
 
-    def _adjust(self) -> None:
-        for kind, target in self._targets.items():
-            down = self._counts[kind] / self._counts["all"] >= target
-            self._p[kind] = float(np.clip(self._p[kind] + (-self._step if down else self._step), 0.01, 0.99))
-        self._counts = {EASY: 0, HARD: 0, "all": 0}
+    def _count(self, policy: str, kind: str | None) -> None:
+        counts = self._counts.setdefault(policy, {EASY: 0, HARD: 0, "all": 0})
+        counts["all"] += 1
+        if kind:
+            counts[kind] += 1
+        if counts["all"] < self._window:
+            return
+        chances = self._chances[policy]
+        for name, target in self._targets.items():
+            down = counts[name] / counts["all"] >= target
+            chances[name] = float(np.clip(chances[name] + (-self._step if down else self._step), 0.01, 0.99))
+        del self._counts[policy]
 
     def metrics(self) -> dict[str, float]:
-        return {"p_easy": self._p[EASY], "p_hard": self._p[HARD], "streaks": len(self._streaks)}
+        several = len(self._chances) > 1
+        chances = {
+            f"p_{kind}{f'_{policy}' if several else ''}": chance
+            for policy, of_kind in self._chances.items()
+            for kind, chance in of_kind.items()
+        }
+        streaks = sum(any(streak for _, streak in told.values()) for told in self._told.values())
+        return {**chances, "streaks": streaks}
 
     def state(self) -> dict[str, Any]:
-        return {"_streaks": self._streaks, "_p": self._p, "_counts": self._counts}
+        return {"_told": self._told, "_chances": self._chances, "_counts": self._counts}
+
+
+def _check_shares(**options: float) -> None:
+    for name, value in options.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}: give a share from 0 to 1")

@@ -1,14 +1,19 @@
-"""Which groups a trainer may have."""
+"""Which groups a trainer may have, and which tasks are copies of others."""
 
-from flowjax.dataflow.algorithms.base import Algorithm, Result
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowjax.dataflow.algorithms.base import Algorithm, Result, share_of, task_name
 from flowjax.records import Task, state_key
 
 
 class DynamicSampling(Algorithm):
-    """Only groups whose rewards differ: the others have zero advantage under every group-relative estimator.
+    """Only groups whose rewards differ: in the others no outcome is better than another, so that their advantages are
+    zero under every estimator that compares outcomes alone (GRPO, RLOO and their kin).
 
-    A group left out is replaced by another task, so that batches stay full, at the price of more rollouts. DAPO
-    (arXiv 2503.14476), section 3.2. `accept_share` lets that share of the uninformative groups through.
+    A group left out is replaced by another task, so that batches stay full, at the price of more rollouts: the
+    constraint 0 < right answers < group size of DAPO (arXiv 2503.14476), eq. 11, for any reward. `accept_share` lets
+    that share of the uninformative groups through, for estimators that also compare turns (GiGPO, RewardFlow).
     """
 
     def __init__(self, *, seed: int, accept_share: float = 0.0):
@@ -19,7 +24,7 @@ class DynamicSampling(Algorithm):
 
     def keep(self, result: Result) -> bool:
         self.seen += 1
-        lucky = _share(self._seed, "accept", result.group_id) < self._accept_share
+        lucky = share_of(self._seed, "accept", result.group_id) < self._accept_share
         kept = result.informative or lucky
         self.left_out += not kept
         return kept
@@ -34,11 +39,17 @@ class DynamicSampling(Algorithm):
 class OverlongFilter(Algorithm):
     """Leaves out groups in which more than `share` of the trajectories have a reply of `limit_tokens` or more.
 
-    A reply that was cut at the limit says little about the policy. DAPO (arXiv 2503.14476), section 3.4.
+    A reply that was cut at the limit says little about the policy. DAPO (arXiv 2503.14476), section 3.4, leaves the cut
+    replies themselves out of the loss; here a group goes as a whole, once too few of its replies came to an end to
+    compare them by.
     """
 
     def __init__(self, *, seed: int, limit_tokens: int, share: float = 0.5):
         del seed
+        if limit_tokens < 1:
+            raise ValueError(f"limit_tokens is {limit_tokens}: give the tokens of a reply that was cut")
+        if not 0 <= share < 1:
+            raise ValueError(f"share is {share}: give a share from 0 to below 1")
         self._limit_tokens, self._share = limit_tokens, share
         self.left_out = 0
 
@@ -55,26 +66,36 @@ class OverlongFilter(Algorithm):
 
 
 class Deduplicate(Algorithm):
-    """Plays a task once: the same content under another name, or in a later epoch, is passed over."""
+    """Plays a content under one name: tasks of another name or source with the same content are passed over.
 
-    def __init__(self, *, seed: int):
+    A task's content is what its payload says in `fields`, or all of its payload; where it has none, its seed and
+    source. The name that was played first is played again in later epochs; with `once` nothing is.
+    """
+
+    def __init__(self, *, seed: int, fields: Sequence[str] = (), once: bool = False):
         del seed
-        self._seen: dict[int, int] = {}  # content -> first position
+        self._fields, self._once = tuple(fields), once
+        self._played: dict[int, int] = {}  # content -> name of the task
 
     def choose(self, task: Task, position: int) -> bool:
-        return self._seen.setdefault(_content(task), position) == position
+        del position
+        played = self._played.get(self._content(task))
+        return played is None or (not self._once and played == state_key(task_name(task)))
+
+    def chosen(self, task: Task, position: int) -> None:
+        del position
+        self._played.setdefault(self._content(task), state_key(task_name(task)))
+
+    def _content(self, task: Task) -> int:
+        content = {name: task.payload[name] for name in self._fields if name in task.payload} or task.payload
+        return state_key(task.world, *_written(content or {"seed": task.seed, "source": task.source}))
 
     def state(self) -> dict[str, dict[int, int]]:
-        return {"_seen": self._seen}
+        return {"_played": self._played}
 
     def metrics(self) -> dict[str, float]:
-        return {"distinct_tasks": len(self._seen)}
+        return {"distinct_tasks": len(self._played)}
 
 
-def _content(task: Task) -> int:
-    return state_key(task.world, task.seed, *(f"{name}={value!r}" for name, value in sorted(task.payload.items())))
-
-
-def _share(*parts: str | int) -> float:
-    """A number from [0, 1) that the parts fix."""
-    return state_key(*parts) / 2**64
+def _written(content: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value!r}" for name, value in sorted(content.items())]
