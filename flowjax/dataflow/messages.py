@@ -1,11 +1,11 @@
 """Requests of the dataflow, read field by field: what is not as it should be is refused before anything changes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flowjax.dataflow.workers import KINDS, Can
 from flowjax.record_checks import check_episode
-from flowjax.records import Episode, WireError
+from flowjax.records import COUNTED_STATUSES, Episode, WireError
 
 MOST_SLOTS = 100_000  # episodes asked for, or leases named, in one message
 _LONGEST_NAME = 500  # characters
@@ -96,12 +96,26 @@ def version_of(message: Any, name: str, *, oldest: int, newest: int) -> int:
     return version
 
 
-def episodes_of(message: Any, newest: Mapping[str, int]) -> list[tuple[str, Episode]]:
-    """Leases and what was played under them; one bad item refuses the whole message."""
+def episodes_of(
+    message: Any, newest: Mapping[str, int], needed: Mapping[str, Collection[str]]
+) -> list[tuple[str, Episode]]:
+    """Leases and what was played under them; one bad item refuses the whole message. `newest` versions and `needed`
+    outcomes are by policy."""
     (items,) = fields(message, items=list)
     played = []
     for index, item in enumerate(items):
         lease_id, episode = fields(item, lease_id=str, episode=Episode)
         check_episode(episode, newest=newest, where=f"items[{index}].episode")
+        if episode.status in COUNTED_STATUSES:
+            _check_outcomes(episode, needed, f"items[{index}].episode")
         played.append((lease_id, episode))
     return played
+
+
+def _check_outcomes(episode: Episode, needed: Mapping[str, Collection[str]], where: str) -> None:
+    """Refuse an episode that no reward could be given for: its group could never be trained on."""
+    for index, part in enumerate(episode.trajectories):
+        lacking = set(needed.get(part.policy, ())) - part.outcome.keys()
+        if lacking and part.turns and part.status in COUNTED_STATUSES:
+            reason = f"lacks {min(lacking)!r}, which the reward of {part.policy} (config.reward.components) is made of"
+            raise WireError(f"field {where}.trajectories[{index}].outcome {reason}")

@@ -40,6 +40,7 @@ from flowjax.monitor.token import accepts, is_loopback, make_token
 from flowjax.records import Lease, WireError, pack, unpack
 
 _HOLD_S = 1.0
+_BRIEFLY_S = 0.1  # so long where others stand behind
 _PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
 _READ_AT_ONCE = 4  # messages with episodes; of the others some 256 KiB are in memory, the rest in their sockets
 _READ_S = 60.0  # longest that a message may take to come in
@@ -81,10 +82,17 @@ class Server:
 
     async def _lease(self, message: Any) -> dict[str, Any]:
         worker, slots, can = messages.worker_of(message), messages.slots_of(message), messages.can_of(message)
-        asked = _Waiting(lambda: self._flow.lease(worker, slots, can=can), asyncio.get_running_loop().create_future())
+        leases = self._flow.lease(worker, slots, can=can)  # whoever waits has been offered all that there was
+        if not leases and not self._flow.finished:
+            leases = await self._wait_for_leases(can, lambda: self._flow.lease(worker, slots, can=can))
+        state = "run" if leases else "done" if self._flow.finished else "wait"
+        return {"leases": leases, "state": state, "retry_s": 1.0 if state == "done" else 0.0}
+
+    async def _wait_for_leases(self, can: Can, attempt: Callable[[], list[Lease]]) -> list[Lease]:
+        """Stand in the queue of those who can play the same, for a while."""
+        asked = _Waiting(attempt, asyncio.get_running_loop().create_future())
         queue = self._waiting.setdefault(can, deque())
         queue.append(asked)
-        self._serve_waiting()
         try:
             await asyncio.wait([asked.leases], timeout=_HOLD_S)
         except asyncio.CancelledError:  # the worker has gone
@@ -97,9 +105,7 @@ class Server:
                 queue.remove(asked)
             if not queue and self._waiting.get(can) is queue:
                 del self._waiting[can]
-        leases = asked.leases.result() if asked.leases.done() else []
-        state = "run" if leases else "done" if self._flow.finished else "wait"
-        return {"leases": leases, "state": state, "retry_s": 1.0 if state == "done" else 0.0}
+        return asked.leases.result() if asked.leases.done() else []
 
     def _serve_waiting(self) -> None:
         """Give what there is to those who have waited longest; when the run is over, send all of them home."""
@@ -124,12 +130,12 @@ class Server:
         return {"lost": self._flow.renew(messages.lease_ids_of(message))}
 
     async def _episodes(self, message: Any) -> dict[str, Any]:
-        played = messages.episodes_of(message, self._newest())
+        played = messages.episodes_of(message, self._newest(), self._flow.needed_outcomes)
         counted = []
         if self._flow.full:
             evaluation, played = self._flow.by_kind(played)
             counted = self._flow.accept_all(evaluation)
-            until = time.monotonic() + _HOLD_S
+            until = time.monotonic() + (_BRIEFLY_S if self._reading.locked() else _HOLD_S)
             while played and self._flow.full:
                 if time.monotonic() > until:
                     raise _Full

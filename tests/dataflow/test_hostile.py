@@ -168,6 +168,7 @@ BAD_PARTS = [
     ((*TURN[:5], "policy"), "stranger", "this run has agent"),
     ((*TURN[:5], "seed"), 99, "differs from the episode's"),
     ((*TURN[:3], "status"), "perfect", "one of ok"),
+    ((*TURN[:5], "outcome"), {"score": 1.0}, "lacks 'success'"),
     ((*TURN[:3], "outcome"), {"success": float("nan")}, "finite numbers"),
     ((*TURN[:3], "outcome"), {1: 1.0}, "finite numbers"),
     ((*TURN[:3], "trajectories"), {"__record__": "Task", "task_id": "", "world": "", "seed": 0}, "list of Trajectory"),

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from flowjax.config import default_config
@@ -16,7 +17,7 @@ from flowjax.dataflow.server import serve
 from flowjax.launch.machine import free_port
 from flowjax.launch.roles import write_endpoints
 from flowjax.monitor.token import known_token
-from flowjax.records import pack
+from flowjax.records import Lease, pack
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
 from flowjax.trainer.sources import DataflowSource, SourceError
 from tests.dataflow.test_flow import configuration, make_flow, played
@@ -129,5 +130,36 @@ def test_what_the_trainer_has_no_room_for_waits_and_is_not_lost(tmp_path):
                 assert len((await asyncio.to_thread(source.batch, {"agent": step})).rows) == 6
             assert await pushing == 3
             assert flow.status()["ready_groups"] == 6
+
+    asyncio.run(scenario())
+
+
+def test_an_evaluation_gets_past_those_that_wait_for_the_trainer(tmp_path):
+    config = configuration(max_staleness=20)
+    config.rollout.group_size, config.trainer.steps, config.eval.tasks = 1, 100, 1
+
+    async def scenario() -> None:
+        flow = make_flow(tmp_path, config)
+        async with serving(flow, tmp_path) as url, client(url) as worker, aiohttp.ClientSession() as session:
+
+            async def post(lease: Lease) -> int:
+                items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)}]
+                body = pack({"worker": "w", "items": items})
+                async with session.post(f"{url}/episodes", data=body) as answer:
+                    return answer.status
+
+            await worker.report_versions("agent", 0, [])
+            leases, _ = await worker.lease(100)
+            train = [lease for lease in leases if lease.kind == "train"]
+            (held_out,) = (lease for lease in leases if lease.kind == "eval")
+            for lease in train[:4]:
+                assert await post(lease) == 200
+            config.dataflow.max_ready_groups = 3
+            ahead = [asyncio.create_task(post(lease)) for lease in train[4:44]]
+            await asyncio.sleep(0.1)
+            started_s = time.monotonic()
+            assert await post(held_out) == 200
+            assert time.monotonic() - started_s < 6.0, "four at a time for a second each would be ten"
+            assert set(await asyncio.gather(*ahead)) == {429}
 
     asyncio.run(scenario())
