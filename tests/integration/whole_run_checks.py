@@ -1,0 +1,96 @@
+"""What must be true of a run folder in the end, whatever became of the processes that wrote it."""
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from flowjax.config import load_run, policy_configs
+from flowjax.monitor.metrics import read_metrics
+from flowjax.weights.publish import committed_steps, read_adapter
+
+
+def assert_sound(run_dir: Path) -> None:
+    """Every task ended once, nothing was trained on twice, every version was made once and in order."""
+    assert_versions_in_order(run_dir)
+    assert_tasks_ended(run_dir)
+    assert_trained_once(run_dir)
+    assert_evaluated(run_dir)
+    assert_checkpoints(run_dir)
+
+
+def assert_versions_in_order(run_dir: Path) -> None:
+    """Each version has one line, in order. A step whose checkpoint was lost is taken and written again."""
+    train = [entry for entry in read_metrics(run_dir) if entry["kind"] == "train"]
+    for policy, config in policy_configs(load_run(run_dir)).items():
+        steps = [entry["step"] for entry in train if entry["policy"] == policy]
+        assert steps == list(range(1, config.trainer.steps + 1)), policy
+    assert max(entry["staleness_max"] for entry in train) <= load_run(run_dir).dataflow.max_staleness
+    # The engine's log-probabilities are those of the version that it says it served.
+    assert max(entry["mismatch_k3"] for entry in train if "mismatch_k3" in entry) < 1e-5
+
+
+def assert_tasks_ended(run_dir: Path) -> None:
+    """Each batch has its groups, none is in two of a policy, and what no batch had a use for is no more than was
+    admitted ahead."""
+    config = load_run(run_dir)
+    with sqlite3.connect(run_dir / "dataflow.sqlite") as db:
+        batches = db.execute("SELECT policy, step, group_id FROM batches").fetchall()
+        streams = db.execute("SELECT policy, group_id, state FROM streams WHERE policy != ''").fetchall()
+        leased = db.execute("SELECT COUNT(*) FROM episodes WHERE state = 'leased'").fetchone()[0]
+    assert not leased, f"{leased} episodes are still leased"
+    for policy, own in policy_configs(config).items():
+        taken = [(step, group_id) for name, step, group_id in batches if name == policy]
+        groups = own.trainer.groups_per_step
+        assert Counter(step for step, _ in taken) == dict.fromkeys(range(own.trainer.steps), groups), policy
+        assert len(taken) == len({group_id for _, group_id in taken}), f"a group is in two batches of {policy}"
+        states = {group_id: state for name, group_id, state in streams if name == policy}
+        assert {group_id for _, group_id in taken} == {g for g, s in states.items() if s in ("used", "closed")}
+        left = [group_id for group_id, state in states.items() if state in ("open", "settled", "ready")]
+        assert len(left) <= 2 * (config.dataflow.max_staleness + 1) * groups, f"{policy}: {left}"
+
+
+def assert_trained_once(run_dir: Path) -> None:
+    """No trajectory is in two batches of a policy, and each was played by a version that its batch admits."""
+    config = load_run(run_dir)
+    for policy, own in policy_configs(config).items():
+        files = sorted((run_dir / "trajectories" / policy).glob("*.jsonl"))
+        assert [int(file.stem) for file in files] == list(range(own.trainer.steps)), policy
+        trained: list[str] = []
+        for step, file in enumerate(files):
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            trained += [line["trajectory_id"] for line in lines]
+            versions = {turn["version"] for line in lines for turn in line["turns"]}
+            assert versions <= set(range(max(step - config.dataflow.max_staleness, 0), step + 1)), f"{policy}, {file}"
+        assert trained and len(trained) == len(set(trained)), f"a trajectory is in two batches of {policy}"
+
+
+def assert_evaluated(run_dir: Path) -> None:
+    """Before, after and in between, each once and with every task."""
+    config = load_run(run_dir)
+    lines = [entry for entry in read_metrics(run_dir) if entry["kind"] == "eval"]
+    names = [tuple(sorted(line["versions"].items())) for line in lines]
+    assert len(names) == len(set(names)), names
+    policies = policy_configs(config)
+    assert tuple(sorted((policy, 0) for policy in policies)) in names
+    assert tuple(sorted((policy, own.trainer.steps) for policy, own in policies.items())) in names
+    for line in lines:
+        assert (line["episodes"], line["unfinished"]) == (config.eval.tasks, 0), line
+
+
+def assert_checkpoints(run_dir: Path) -> None:
+    """The newest ones are there, whole."""
+    for policy, own in policy_configs(load_run(run_dir)).items():
+        folder = run_dir / "checkpoints" / policy
+        steps = committed_steps(folder)
+        assert steps == list(range(own.trainer.steps - own.trainer.keep_checkpoints + 1, own.trainer.steps + 1)), policy
+        for step in steps:
+            arrays = list(_leaves(read_adapter(folder, step)))
+            assert arrays and all(np.isfinite(array).all() for array in arrays), (policy, step)
+
+
+def _leaves(tree: object) -> Sequence[np.ndarray]:
+    return [leaf for each in tree.values() for leaf in _leaves(each)] if isinstance(tree, dict) else [np.asarray(tree)]
