@@ -16,7 +16,9 @@ from ml_collections import ConfigDict
 from flowjax.config import policy_configs
 from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms
 from flowjax.dataflow.evaluations import Evaluations
-from flowjax.dataflow.ledger import Kind, Ledger, Selection, Stream
+from flowjax.dataflow.ledger import Ledger
+from flowjax.dataflow.ledger_queries import Kind, Stream
+from flowjax.dataflow.ledger_streams import Selection
 from flowjax.dataflow.rows import CreditedBatch, credit_batch
 from flowjax.dataflow.task_sources import episode_seed, task_at
 from flowjax.dataflow.transcripts import write_transcripts

@@ -18,22 +18,19 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from flowjax.dataflow.ledger_queries import Kind, LedgerQueries, Stream, trajectories_of
+from flowjax.dataflow.ledger_queries import Kind, trajectories_of
+from flowjax.dataflow.ledger_streams import LedgerStreams
 from flowjax.dataflow.tables import Transaction, lease_key, open_tables
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 
 _EVALUATION = ""  # the stream of an evaluation's group
-Failed = Literal["retry", "short", "drop"]
-FAILED: tuple[Failed, ...] = get_args(Failed)  # what becomes of a training episode that its world or workflow broke
+Failed = Literal["retry", "short", "drop"]  # what becomes of a training episode that its world or workflow broke
 _BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
 
 
-Selection = tuple[list[str] | None, list[str]]  # groups of a batch, or None for none yet, and groups to drop
-
-
-class Ledger(LedgerQueries):
+class Ledger(LedgerStreams):
     """The tables and their transitions. Not thread-safe: one event loop owns it.
 
     Args:
@@ -64,10 +61,6 @@ class Ledger(LedgerQueries):
 
     def close(self) -> None:
         self._db.close()
-
-    def transaction(self) -> Transaction:
-        """Everything or nothing of what is done inside."""
-        return Transaction(self._db)
 
     def add_group(
         self,
@@ -220,101 +213,6 @@ class Ledger(LedgerQueries):
             )
             return True, self._settle([row["group_id"]])
 
-    def judge(self, policy: str, group_id: str, *, keep: bool, states: Mapping[str, Any]) -> None:
-        """Make a settled stream ready, or drop it, together with what the data algorithms have learnt from it."""
-        with Transaction(self._db):
-            self._db.execute(
-                "UPDATE streams SET state = ? WHERE policy = ? AND group_id = ? AND state = 'settled'",
-                ("ready" if keep else "dropped", policy, group_id),
-            )
-            self._count("dropped/not_kept", policy, not keep)
-            self._keep_states(states)
-
-    def assign(
-        self, policy: str, step: int, select: Callable[[list[Stream], list[Stream]], Selection]
-    ) -> list[str] | None:
-        """The groups of the policy's batch `step`: those written down for it, or else what `select` makes of the ready
-        streams and of those used before; None when it chooses nothing.
-
-        Batches of later steps are undone: the trainer has lost the checkpoints that consumed them.
-        """
-        with Transaction(self._db):
-            self._undo_after(policy, step)
-            rows = self._db.execute(
-                "SELECT group_id FROM batches WHERE policy = ? AND step = ? ORDER BY place", (policy, step)
-            ).fetchall()
-            if rows:
-                return [row["group_id"] for row in rows]
-            chosen, dropped = select(self.streams(policy, "ready"), self.streams(policy, "used"))
-            self._drop(policy, dropped, "too_old")
-            if chosen is None:
-                return None
-            self._db.executemany(
-                "UPDATE streams SET state = 'used' WHERE policy = ? AND group_id = ?", [(policy, g) for g in chosen]
-            )
-            self._db.executemany(
-                "INSERT INTO batches VALUES (?, ?, ?, ?)", [(policy, step, i, g) for i, g in enumerate(chosen)]
-            )
-            return chosen
-
-    def _undo_after(self, policy: str, step: int) -> None:
-        if self.batches(policy) <= step + 1:
-            return
-        self._db.execute("DELETE FROM batches WHERE policy = ? AND step > ?", (policy, step))
-        self._db.execute(
-            "UPDATE streams SET state = 'ready' WHERE policy = ? AND state = 'used' AND NOT EXISTS"
-            " (SELECT 1 FROM batches WHERE policy = streams.policy AND group_id = streams.group_id)",
-            (policy,),
-        )
-
-    def close_batches(self, policy: str, before_step: int) -> None:
-        """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
-        with Transaction(self._db):
-            self._db.execute(
-                "UPDATE streams SET state = 'closed' WHERE policy = ? AND state = 'used' AND ? >"
-                " (SELECT MAX(step) FROM batches WHERE policy = streams.policy AND group_id = streams.group_id)",
-                (policy, before_step),
-            )
-            self._db.execute(
-                "DELETE FROM batches WHERE policy = ? AND step < ? AND NOT EXISTS (SELECT 1 FROM streams"
-                " WHERE policy = batches.policy AND group_id = batches.group_id AND state = 'used')",
-                (policy, before_step),
-            )
-            self._forget()
-
-    def close_evaluation(self, name: str) -> None:
-        """Forget the episodes of a finished evaluation."""
-        with Transaction(self._db):
-            self._db.execute(
-                "UPDATE streams SET state = 'closed' WHERE policy = ''"
-                " AND group_id IN (SELECT group_id FROM groups WHERE evaluation = ?)",
-                (name,),
-            )
-            self._forget()
-
-    def commit(self, policy: str, version: int, *, states: Mapping[str, Any] | None = None) -> None:
-        """Note that the policy's trainer has committed `version`, and what the data algorithms make of it."""
-        with Transaction(self._db):
-            self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?)", (policy, version))
-            self._keep_states(states or {})
-
-    def _forget(self) -> None:
-        """Delete what is over: episodes that no stream will ask for again, their streams and groups. The newest
-        training group stays, which says how many there were, and the first one of each evaluation."""
-        over = "state IN ('closed', 'dropped')"
-        self._db.execute(
-            "DELETE FROM episodes WHERE state IN ('done', 'quarantined', 'cancelled') AND NOT EXISTS"
-            f" (SELECT 1 FROM streams WHERE group_id = episodes.group_id AND NOT {over})"
-        )
-        self._db.execute(
-            f"DELETE FROM streams WHERE {over} AND (policy != '' OR position > 0)"
-            " AND NOT EXISTS (SELECT 1 FROM episodes WHERE group_id = streams.group_id)"
-        )
-        self._db.execute(
-            "DELETE FROM groups WHERE NOT EXISTS (SELECT 1 FROM streams WHERE group_id = groups.group_id)"
-            " AND (kind = 'eval' OR position < (SELECT MAX(position) FROM groups WHERE kind = 'train'))"
-        )
-
     def _release(self, rows: Sequence[sqlite3.Row], cause: str | None, error: str) -> list[str]:
         """Take leased episodes back: without a cause as if they had never been leased."""
         group_ids = {row["group_id"] for row in rows}
@@ -385,25 +283,6 @@ class Ledger(LedgerQueries):
                 ("ready" if policy == _EVALUATION else "settled", oldest_version, policy, group_id),
             )
 
-    def drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
-        """Drop a policy's part of these groups."""
-        with self.transaction():
-            self._drop(policy, group_ids, cause)
-
-    def _drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
-        self._db.executemany(
-            "UPDATE streams SET state = 'dropped' WHERE policy = ? AND group_id = ?", [(policy, g) for g in group_ids]
-        )
-        self._count(f"dropped/{cause}", policy, len(group_ids))
-
-    def _count(self, name: str, policy: str = "", n: int = 1, last: str = "") -> None:
-        if n:
-            self._db.execute(
-                "INSERT INTO counts VALUES (?, ?, ?, ?)"
-                " ON CONFLICT DO UPDATE SET n = n + excluded.n, last = excluded.last",
-                (name, policy, int(n), last[:500]),
-            )
-
     def _sign(self, nonce: str, episode_id: str) -> str:
         """A lease's id: nobody can make up one for an episode, and it is known again without being stored."""
         signature = hashlib.blake2b(f"{nonce} {episode_id}".encode(), key=self._lease_key, digest_size=8)
@@ -411,8 +290,3 @@ class Ledger(LedgerQueries):
 
     def _granted(self, lease_id: str, episode: Episode) -> bool:
         return hmac.compare_digest(lease_id.encode(), self._sign(lease_id[:16], episode.episode_id).encode())
-
-    def _keep_states(self, states: Mapping[str, Any]) -> None:
-        self._db.executemany(
-            "INSERT OR REPLACE INTO states VALUES (?, ?)", [(name, pack(state)) for name, state in states.items()]
-        )
