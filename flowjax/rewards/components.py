@@ -58,13 +58,17 @@ def solved_well_formed(success: Outcome, well_formed: Outcome, *, format_reward:
     return jnp.where(in_format, jnp.where(success > 0.5, 1.0, format_reward), 0.0)
 
 
-def verdict(success: Outcome, answer_right: Outcome, *, wrong_weight: float = 1.0) -> Outcome:
-    """A verifier's reward where it agrees with the truth: 1 for a right answer, `wrong_weight` for a wrong one.
+def verdict(success: Outcome, answer_right: Outcome, *, balanced: bool = False, most_weight: float = 8.0) -> Outcome:
+    """A verifier's reward: 1 when its verdict agrees with the truth, else 1 - w.
 
-    Always approving pays P(right), always rejecting `wrong_weight` * P(wrong): where the two are equal neither pays,
-    only telling right from wrong does.
+    w is 1, or with `balanced` min(most_weight, 1/2 / share of answers that are as right or wrong as this one), shares
+    being those of the trajectories that are scored together. The mean is then the balanced accuracy: approving every
+    answer pays no more than guessing, however many of them are right.
     """
-    return (success > 0.5) * jnp.where(answer_right > 0.5, 1.0, wrong_weight)
+    right = answer_right > 0.5
+    share = jnp.where(right, right.mean(), 1.0 - right.mean())
+    weight = jnp.where(balanced, jnp.minimum(most_weight, 0.5 / share), 1.0)
+    return 1.0 - weight * (success <= 0.5)
 
 
 def zero_sum(payoff: Outcome, opponent_payoff: Outcome) -> Outcome:

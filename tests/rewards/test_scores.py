@@ -111,22 +111,31 @@ def test_executor_cost_in_units_of_its_options():
     assert float(costs[0]) == pytest.approx(-3.5)
 
 
-@pytest.mark.parametrize(
-    ("success", "answer_right", "expected"),
-    [(1, 1, 1), (1, 0, 4), (0, 1, 0), (0, 0, 0)],
-)
-def test_verdict(success, answer_right, expected):
-    outcomes = (jnp.array([float(x)]) for x in (success, answer_right))
-    assert float(components.verdict(*outcomes, wrong_weight=4.0)[0]) == expected
+def test_verdict():
+    success, answer_right = jnp.array([1.0, 0.0, 1.0, 0.0]), jnp.array([1.0, 1.0, 0.0, 0.0])
+    np.testing.assert_allclose(components.verdict(success, answer_right), success)
 
 
-def test_neither_always_approving_nor_always_rejecting_pays_where_the_weight_is_balanced():
-    answer_right = jnp.array([1.0] * 80 + [0.0] * 20)
-    approving, rejecting = (
-        float(components.verdict(success, answer_right, wrong_weight=4.0).mean())
-        for success in (answer_right, 1 - answer_right)
-    )
-    assert approving == pytest.approx(rejecting)
+@pytest.mark.parametrize("right", [50, 80, 92])
+def test_a_balanced_verdict_is_worth_the_balanced_accuracy(right):
+    dice = np.random.default_rng(right)
+    answer_right = jnp.array([1.0] * right + [0.0] * (100 - right))
+    agrees = jnp.array(dice.random(100) < 0.7, jnp.float32)
+    accuracy = 0.5 * (float(agrees[:right].mean()) + float(agrees[right:].mean()))
+    assert float(components.verdict(agrees, answer_right, balanced=True).mean()) == pytest.approx(accuracy, abs=1e-6)
+    for constant in (answer_right, 1 - answer_right):  # always approving, always rejecting
+        assert float(components.verdict(constant, answer_right, balanced=True).mean()) == pytest.approx(0.5, abs=1e-6)
+
+
+def test_a_lone_wrong_answer_does_not_outweigh_all_others():
+    answer_right, approving = jnp.array([1.0] * 99 + [0.0]), jnp.array([1.0] * 99 + [0.0])
+    assert float(components.verdict(approving, answer_right, balanced=True)[-1]) == -7.0
+
+
+@pytest.mark.parametrize("answer_right", [jnp.ones(4), jnp.zeros(4)])
+def test_verdicts_on_answers_of_one_kind_are_finite(answer_right):
+    found = components.verdict(jnp.array([1.0, 0.0, 1.0, 1.0]), answer_right, balanced=True)
+    np.testing.assert_allclose(found, [1.0, 0.5, 1.0, 1.0])
 
 
 def test_format_components():
