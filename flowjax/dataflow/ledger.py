@@ -82,8 +82,8 @@ class Ledger(LedgerStreams):
         """
         with Transaction(self._db):
             added = self._db.execute(
-                "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (group_id, kind, position, evaluation, pack(dict(versions or {})), temperature, pack(task)),
+                "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (group_id, kind, position, evaluation, pack(dict(versions or {})), temperature, task.world, pack(task)),
             )
             if added.rowcount:
                 self._db.executemany(
@@ -110,7 +110,7 @@ class Ledger(LedgerStreams):
                 " FROM episodes JOIN groups USING (group_id)"
                 " WHERE episodes.state = 'waiting' AND (:kind IS NULL OR kind = :kind)"
                 " AND (:alone OR worker IS NOT :worker OR deadline_s < :now_s)"
-                " AND (:worlds IS NULL OR world_of(task) IN (SELECT value FROM json_each(:worlds)))"
+                " AND (:worlds IS NULL OR world IN (SELECT value FROM json_each(:worlds)))"
                 " ORDER BY kind = 'train', position, episode_id LIMIT :slots",
                 {
                     "kind": kind,

@@ -4,8 +4,6 @@ import secrets
 import sqlite3
 from pathlib import Path
 
-from flowjax.records import unpack
-
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
     group_id TEXT PRIMARY KEY,
@@ -14,6 +12,7 @@ CREATE TABLE IF NOT EXISTS groups (
     evaluation TEXT NOT NULL,      -- name of the evaluation, "" for training
     versions BLOB NOT NULL,        -- policy -> version, where they are fixed
     temperature REAL NOT NULL,
+    world TEXT NOT NULL,           -- of the task
     task BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS groups_by_position ON groups (kind, position);
@@ -86,13 +85,12 @@ CREATE TABLE IF NOT EXISTS counts (  -- of what came to nothing, since the start
 
 
 def open_tables(path: Path | str) -> sqlite3.Connection:
-    """The database at `path`, made when it is missing; `world_of(task)` is a function in its queries."""
+    """The database at `path`, made when it is missing."""
     db = sqlite3.connect(path, isolation_level=None)
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")
     db.executescript(_SCHEMA)
-    db.create_function("world_of", 1, lambda task: unpack(task).world, deterministic=True)
     return db
 
 
