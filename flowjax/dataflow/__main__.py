@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,9 +14,11 @@ from flowjax.config import load_run
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.heap import return_freed_memory
 from flowjax.dataflow.server import serve
+from flowjax.dataflow.tables import LedgerError
 from flowjax.dataflow.task_sources import held_out_tasks, train_tasks
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
+_USER_MISTAKE = 2  # exit status; starting again does not mend it
 
 
 async def _main(run_dir: Path) -> None:
@@ -32,7 +35,11 @@ async def _main(run_dir: Path) -> None:
 def main(argv: list[str]) -> None:
     del argv
     return_freed_memory()
-    asyncio.run(_main(Path(_RUN.value)))
+    try:
+        asyncio.run(_main(Path(_RUN.value)))
+    except LedgerError as error:
+        print(f"dataflow: {error}", file=sys.stderr, flush=True)
+        sys.exit(_USER_MISTAKE)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ import secrets
 import sqlite3
 from pathlib import Path
 
-_SCHEMA = """
+_VERSION = 1  # of the tables
+_SCHEMA = f"""
+PRAGMA user_version = {_VERSION};
 CREATE TABLE IF NOT EXISTS groups (
     group_id TEXT PRIMARY KEY,
     kind TEXT NOT NULL,            -- train | eval
@@ -82,14 +84,30 @@ CREATE TABLE IF NOT EXISTS counts (  -- of what came to nothing, since the start
     PRIMARY KEY (name, policy)
 ) WITHOUT ROWID;
 """
+_TABLES = "SELECT COUNT(*) FROM sqlite_master WHERE type = 'table'"
+
+
+class LedgerError(ValueError):
+    """A file that cannot be gone on with; the message says why."""
 
 
 def open_tables(path: Path | str) -> sqlite3.Connection:
-    """The database at `path`, made when it is missing."""
+    """The database at `path`, made when it is missing.
+
+    Raises:
+        LedgerError: its tables are those of another version of flowjax.
+    """
     db = sqlite3.connect(path, isolation_level=None)
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")
+    (version,), (tables,) = db.execute("PRAGMA user_version").fetchone(), db.execute(_TABLES).fetchone()
+    if tables and version != _VERSION:
+        db.close()
+        raise LedgerError(
+            f"{path} has tables of version {version}, this flowjax writes version {_VERSION}: resume the run with the "
+            "flowjax that began it, or start a new one"
+        )
     db.executescript(_SCHEMA)
     return db
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from flowjax.dataflow.ledger import Ledger
+from flowjax.dataflow.tables import LedgerError
 from flowjax.records import Episode, Status, Task, Trajectory, Turn
 
 
@@ -326,3 +327,10 @@ def test_a_policy_that_did_not_speak_in_a_group_gets_none_of_it(ledger):
     judged(ledger)
     assert (ready(ledger, "solver"), ready(ledger, "verifier")) == (["train-00000000"], [])
     assert ledger.count_streams("verifier") == {"dropped": 1}
+
+
+def test_a_file_of_another_version_is_refused(ledger, tmp_path, clock):
+    ledger._db.execute("PRAGMA user_version = 0")
+    ledger.close()
+    with pytest.raises(LedgerError, match=r"version 0.*resume the run with"):
+        Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
