@@ -100,13 +100,13 @@ class RolloutService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._drain()
-            with contextlib.suppress(OSError):
-                write_status(self._status_path, self._status())
+            self._note_status()
 
     async def _lease(self) -> None:
         """Keep every slot playing."""
         if self._left_behind:
             await self._dataflow.give_back(self._left_behind, "")
+            self._left_behind = []
         await self._follower.ready()
         while True:
             self._slot_freed.clear()
@@ -118,6 +118,8 @@ class RolloutService:
                 self._asking = None
                 for lease in leases:
                     self._playing[lease.lease_id] = asyncio.create_task(self._episode(lease))
+                if leases:
+                    self._note_status()  # at once: who follows a service that is killed gives back what stands there
                 if len(self._playing) >= self._admission.slots:
                     retry_s = 1.0
             with contextlib.suppress(TimeoutError):
@@ -218,17 +220,20 @@ class RolloutService:
     async def _report(self) -> None:
         logged_s = time.monotonic()
         while True:
-            self.told = status = self._status()
-            with contextlib.suppress(OSError):  # a full disk stops the trainer, whose message is the better one
-                await asyncio.to_thread(write_status, self._status_path, status)
+            self._note_status()
             if time.monotonic() - logged_s > _LOG_EVERY_S:
                 logged_s = time.monotonic()
                 _log.info(
                     "%(episodes)d episodes, %(episodes_per_s).1f/s, %(turns_per_s).0f turns/s, %(in_flight)d in flight,"
                     " version %(serving_version)s, %(failed_episodes)d failed",
-                    status,
+                    self.told,
                 )
             await asyncio.sleep(_REPORT_EVERY_S)
+
+    def _note_status(self) -> None:
+        self.told = self._status()
+        with contextlib.suppress(OSError):  # a full disk stops the trainer, whose message is the better one
+            write_status(self._status_path, self.told)
 
     def _status(self) -> dict[str, Any]:
         pool = self._player.pool.counts
@@ -244,7 +249,7 @@ class RolloutService:
             **({"engine_load": asdict(self._admission.load)} if self._admission.load else {}),
             **(self._engine.status() if isinstance(self._engine, EnginePool) else {}),
             "metrics_url": self.metrics_url,
-            "leases": [*self._playing, *(lease_id for lease_id, _ in self._finished)],
+            "leases": [*self._left_behind, *self._playing, *(lease_id for lease_id, _ in self._finished)],
             "unsent": len(self._finished),
             "serving_version": min(serving.values(), default=None),
             "serving_versions": serving,

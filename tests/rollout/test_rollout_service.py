@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestServer
 from fake_engine import EOS
-from rollout_run import RolloutRun, until
+from rollout_run import RolloutRun, Servers, until
 
 from flowjax.config import ConfigError
 from flowjax.dataflow.server import Server
 from flowjax.rollout import __main__ as rollout_main
+from flowjax.rollout import service as rollout_service
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
 from flowjax.rollout.episode import load_workflow
@@ -300,6 +301,36 @@ def test_what_a_killed_service_was_playing_is_played_at_once_by_the_next(tmp_pat
                 await until(lambda: len(servers.counted) == 16)
         assert not servers.refused and len({episode.episode_id for episode in servers.counted}) == 16
         assert run.status()["leases"] == []
+
+    asyncio.run(scenario())
+
+
+def test_leases_are_noted_before_anything_is_played(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_service, "_REPORT_EVERY_S", 3600.0)  # they do not wait for the next report
+
+    async def scenario():
+        run = RolloutRun(tmp_path)
+        async with run.servers() as servers, run.serving(servers):
+            servers.engine.hold.clear()
+            await until(lambda: servers.leased == 8)
+            await until(lambda: len(run.status()["leases"]) == 8)
+            servers.engine.hold.set()
+
+    asyncio.run(scenario())
+
+
+def test_what_a_killed_service_was_playing_is_known_until_it_is_given_back(tmp_path, monkeypatch):
+    async def scenario():
+        run = RolloutRun(tmp_path, dataflow__lease_s=3600.0)
+        async with run.servers() as servers:
+            servers.flow.report_serving("agent", 0)
+            held = [lease.lease_id for lease in servers.flow.lease("killed", 8)]
+            (run.folder / "status-rollout.json").write_text(json.dumps({"leases": held}))
+            monkeypatch.setattr(Servers, "dataflow_url", NOBODY["dataflow"])  # away while the next comes and goes
+            async with run.serving(servers):
+                await until(lambda: "in_flight" in run.status())
+                assert run.status()["leases"] == held
+            assert run.status()["leases"] == held
 
     asyncio.run(scenario())
 
