@@ -1,6 +1,5 @@
-"""What to play next and what to train on next: admission, evaluation and batches over the ledger."""
+"""What to play next and what to train on next: leases, evaluation and batches over the ledger."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,20 +13,18 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from flowjax.config import policy_configs
-from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms
+from flowjax.dataflow.admission import Admission
+from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms, states_of
 from flowjax.dataflow.evaluations import Evaluations
 from flowjax.dataflow.ledger import Ledger
 from flowjax.dataflow.ledger_queries import Kind, Stream
 from flowjax.dataflow.ledger_streams import Selection
 from flowjax.dataflow.rows import CreditedBatch, credit_batch
-from flowjax.dataflow.task_sources import episode_seed, task_at
 from flowjax.dataflow.transcripts import write_transcripts
 from flowjax.dataflow.workers import ANYTHING, Can
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import Episode, Group, Lease, Task
 from flowjax.rewards.scores import required_outcomes, trajectory_scores
-
-MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +38,9 @@ class Taken:
 class Flow:
     """The tasks, groups and batches of a run's policies.
 
-    Staleness is bounded twice. At admission: a group is opened only while for some policy
-
-        unused groups < (serving version + max_staleness + 1 - batches made) * fresh groups per step
-
-    so that it will be trained at most `max_staleness` versions after the one it is played with. And when a batch is
-    served: a group with an older token is dropped and counted, and another task is opened in its place. No policy waits
-    for another: the groups that a slower one has no use for in time are dropped from its stream alone.
+    Staleness is bounded twice: at admission, and when a batch is served, where a group with an older token is dropped
+    and counted, and another task is opened in its place. No policy waits for another: the groups that a slower one has
+    no use for in time are dropped from its stream alone.
     """
 
     def __init__(
@@ -61,7 +54,6 @@ class Flow:
     ):
         self._config, self._run_dir, self._clock = config, run_dir, clock
         self._configs = policy_configs(config)
-        self._train_tasks = train_tasks
         self._ledger = Ledger(
             run_dir / "dataflow.sqlite",
             lease_s=config.dataflow.lease_s,
@@ -76,16 +68,17 @@ class Flow:
         self._algorithms = build_algorithms(config)
         for name, state in self._ledger.states().items():
             self._algorithms[name].restore(state)
-        self._passed_over = self._forced = 0  # tasks that an algorithm did not choose, and those played in spite of it
         self._trained_ages: dict[str, dict[str, int]] = {}  # of the newest batch's tokens, by policy
         self._told: dict[str, int] = {}  # the step of it
-        self._starved: set[str] = set()  # policies whose trainer last asked in vain
         self._speaking = (set(config.agents.values()) & set(self._configs)) or set(self._configs)
         self.needed_outcomes = {  # by policy, for its reward
             policy: required_outcomes(own.reward.components.to_dict()) for policy, own in self._configs.items()
         }
         self.serving = dict.fromkeys(self._configs, -1)  # newest versions that the engine serves; -1 before version 0
         self.committed = dict.fromkeys(self._configs, -1) | self._ledger.commits()  # newest ones, by the trainers
+        self._admission = Admission(
+            config, self._ledger, self._algorithms, train_tasks, serving=self.serving, committed=self.committed
+        )
 
     def close(self) -> None:
         self._ledger.close()
@@ -136,11 +129,16 @@ class Flow:
             leases += self._ledger.lease(worker, own_left, "eval", can.worlds)
         if "train" in kinds:
             leases += self._ledger.lease(worker, slots - len(leases), "train", can.worlds)
-            while len(leases) < slots and self._open_next_group():
+            while len(leases) < slots and self._admission.open_next():
                 leases += self._ledger.lease(worker, slots - len(leases), "train", can.worlds)
         if "eval" in kinds and len(leases) < slots:
             leases += self._ledger.lease(worker, slots - len(leases), "eval", can.worlds)
         return leases
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for more episodes of training."""
+        return self._admission.full
 
     def renew(self, lease_ids: Sequence[str]) -> list[str]:
         return self._ledger.renew(lease_ids)
@@ -175,10 +173,7 @@ class Flow:
                 result = _result(self._ledger.group(group_id, policy), policy, self._configs[policy])
                 verdicts = [algorithm.keep(result) for algorithm in self._algorithms.values()]
                 keep = all(verdicts)
-            self._ledger.judge(policy, group_id, keep=keep, states=self._states())
-
-    def _states(self) -> dict[str, Any]:
-        return {name: algorithm.state() for name, algorithm in self._algorithms.items()}
+            self._ledger.judge(policy, group_id, keep=keep, states=states_of(self._algorithms))
 
     def batch(self, policy: str, step: int) -> tuple[CreditedBatch, int] | None:
         """What turns the policy's version `step` into `step + 1`, and how many groups were dropped as too old; None:
@@ -199,9 +194,9 @@ class Flow:
         dropped_before = self._ledger.count_dropped(policy)
         group_ids = self._ledger.assign(policy, step, partial(self._select, policy, step))
         if group_ids is None:
-            self._starved.add(policy)
+            self._admission.starved.add(policy)
             return None
-        self._starved.discard(policy)
+        self._admission.starved.discard(policy)
         dropped = self._ledger.count_dropped(policy) - dropped_before
         groups = [self._ledger.group(group_id, policy) for group_id in group_ids]
         if self._told.get(policy) != step:
@@ -256,7 +251,7 @@ class Flow:
         if version > self.committed[policy]:
             for algorithm in self._algorithms.values():
                 algorithm.published(policy, version)
-            self._ledger.commit(policy, version, states=self._states())
+            self._ledger.commit(policy, version, states=states_of(self._algorithms))
         self.committed[policy] = max(self.committed[policy], version)
         asked_again = max((algorithm.keeps_used_versions for algorithm in self._algorithms.values()), default=0)
         kept_versions = max(self._configs[policy].trainer.keep_checkpoints, asked_again)
@@ -283,8 +278,8 @@ class Flow:
             "short_groups": of_all.get("short_groups", 0),
             "failed": _under(of_all, "failed/"),
             "last_failures": self._ledger.last_failures(),
-            "passed_over_tasks": self._passed_over,
-            "forced_tasks": self._forced,
+            "passed_over_tasks": self._admission.passed_over,
+            "forced_tasks": self._admission.forced,
             "algorithms": {name: algorithm.metrics() for name, algorithm in self._algorithms.items()},
         }
 
@@ -305,55 +300,6 @@ class Flow:
     def _last_versions(self) -> dict[str, int]:
         return {policy: config.trainer.steps for policy, config in self._configs.items()}
 
-    def _open_next_group(self) -> bool:
-        """Open the next training task if the staleness bound and the length of the run admit it for some policy."""
-        config = self._config
-        learning = [policy for policy, last in self._last_versions().items() if self.committed[policy] < last]
-        if config.eval.versions or not any(map(self._admits, learning)):
-            return False
-        position, task = self._choose()
-        for algorithm in self._algorithms.values():
-            algorithm.chosen(task, position)
-        seeds = [episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
-        self._ledger.add_group(
-            f"train-{position:08d}",
-            task,
-            seeds,
-            kind="train",
-            position=position,
-            temperature=config.rollout.temperature,
-            policies=learning,
-            states=self._states(),
-        )
-        return True
-
-    def _choose(self) -> tuple[int, Task]:
-        """The next task that every algorithm chooses, or the one after `MOST_PASSED_OVER` that some did not."""
-        start = self._ledger.count_groups()
-        for position in range(start, start + MOST_PASSED_OVER):
-            task = task_at(self._train_tasks, position)
-            if all(algorithm.choose(task, position) for algorithm in self._algorithms.values()):
-                return position, task
-            self._passed_over += 1
-            self._ledger.add_group(f"train-{position:08d}", task, (), kind="train", position=position, policies=())
-        self._forced += 1
-        return start + MOST_PASSED_OVER, task_at(self._train_tasks, start + MOST_PASSED_OVER)
-
-    def _admits(self, policy: str) -> bool:
-        config = self._configs[policy]
-        streams = self._ledger.count_streams(policy)
-        unused = sum(streams.get(state, 0) for state in ("open", "settled", "ready"))
-        made, serving = self._ledger.batches(policy), self.serving[policy]
-        ahead = min(serving + config.dataflow.max_staleness + 1, config.trainer.steps) - made
-        fresh_share = math.prod(algorithm.fresh_share for algorithm in self._algorithms.values())
-        groups = config.trainer.groups_per_step
-        admitted = ahead * math.ceil(groups * fresh_share)
-        if made <= serving and ahead > 0:  # the trainer waits: there may be nothing to replay yet
-            admitted = max(admitted, groups)
-        if config.dataflow.max_ready_groups:
-            admitted = min(admitted, self._most_ready(policy))
-        return unused < admitted
-
     def _expire(self) -> None:
         self._settled(self._ledger.expire())
 
@@ -361,30 +307,8 @@ class Flow:
         if not group_ids:
             return
         self._judge()
-        self._shed()
+        self._admission.shed()
         self._evaluations.write_finished()
-
-    def _shed(self) -> None:
-        """Drop the oldest groups of a policy that has fallen far behind the others, for which groups are opened."""
-        for policy in self._configs if len(self._configs) > 1 else ():
-            ready = sorted(self._ledger.streams(policy, "ready"), key=lambda stream: stream.arrival)
-            oldest = ready[: max(len(ready) - self._most_ready(policy), 0)]
-            self._ledger.drop(policy, [stream.group_id for stream in oldest], "overflow")
-
-    def _most_ready(self, policy: str) -> int:
-        """Groups that may wait for a policy's trainer."""
-        config = self._configs[policy]
-        groups = config.trainer.groups_per_step
-        return max(config.dataflow.max_ready_groups or 2 * (config.dataflow.max_staleness + 1) * groups, groups)
-
-    @property
-    def full(self) -> bool:
-        """Whether every policy that still learns has more groups than it may have, and no trainer waits for one."""
-        learning = [policy for policy, last in self._last_versions().items() if self.committed[policy] < last]
-        return bool(learning) and not any(
-            policy in self._starved or self._ledger.count_streams(policy).get("ready", 0) <= self._most_ready(policy)
-            for policy in learning
-        )
 
 
 def _result(group: Group, policy: str, config: ConfigDict) -> Result:

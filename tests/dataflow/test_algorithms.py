@@ -218,8 +218,8 @@ def test_a_copy_is_one_of_what_was_played_not_of_what_another_algorithm_refused(
         folder = tmp_path / next(iter(order))
         folder.mkdir()
         population = Population(folder, order, tasks=60)
-        tasks = population.flow._train_tasks.map(lambda task: dataclasses.replace(task, payload={"of": task.seed // 2}))
-        population.flow._train_tasks = tasks
+        admission = population.flow._admission
+        admission._tasks = admission._tasks.map(lambda task: dataclasses.replace(task, payload={"of": task.seed // 2}))
         for _ in range(3):
             population.step()
         assert population.flow.status()["forced_tasks"] == 0

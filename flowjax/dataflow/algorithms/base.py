@@ -104,6 +104,11 @@ class Algorithm:
             setattr(self, name, value)
 
 
+def states_of(algorithms: Mapping[str, Algorithm]) -> dict[str, Any]:
+    """What is to outlive the process, by the algorithms' names."""
+    return {name: algorithm.state() for name, algorithm in algorithms.items()}
+
+
 def task_name(task: Task) -> str:
     """The task's id, which is only its source's own where a run has several sources."""
     return f"{task.source}/{task.task_id}" if task.source else task.task_id

@@ -1,0 +1,119 @@
+"""Which task is played next, and whether one may be."""
+
+import math
+from collections.abc import Mapping
+
+import grain
+from ml_collections import ConfigDict
+
+from flowjax.config import policy_configs
+from flowjax.dataflow.algorithms.base import Algorithm, states_of
+from flowjax.dataflow.ledger import Ledger
+from flowjax.dataflow.task_sources import episode_seed, task_at
+from flowjax.records import Task
+
+MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
+
+
+class Admission:
+    """Opens the groups of training. One is opened only while for some policy
+
+        unused groups < (serving version + max_staleness + 1 - batches made) * fresh groups per step
+
+    so that it will be trained at most `max_staleness` versions after the one it is played with.
+
+    Args:
+        serving: the newest version that the engine serves of each policy.
+        committed: the newest version that each policy's trainer has made.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        ledger: Ledger,
+        algorithms: Mapping[str, Algorithm],
+        tasks: grain.MapDataset[Task],
+        *,
+        serving: Mapping[str, int],
+        committed: Mapping[str, int],
+    ):
+        self._config, self._configs = config, policy_configs(config)
+        self._ledger, self._algorithms, self._tasks = ledger, algorithms, tasks
+        self._serving, self._committed = serving, committed
+        self.passed_over = self.forced = 0  # tasks that an algorithm did not choose, and those played in spite of it
+        self.starved: set[str] = set()  # policies whose trainer last asked in vain
+
+    def open_next(self) -> bool:
+        """Open the next training task if the staleness bound and the length of the run admit it for some policy."""
+        config = self._config
+        learning = self._learning()
+        if config.eval.versions or not any(map(self._admits, learning)):
+            return False
+        position, task = self._choose()
+        for algorithm in self._algorithms.values():
+            algorithm.chosen(task, position)
+        seeds = [episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
+        self._ledger.add_group(
+            f"train-{position:08d}",
+            task,
+            seeds,
+            kind="train",
+            position=position,
+            temperature=config.rollout.temperature,
+            policies=learning,
+            states=states_of(self._algorithms),
+        )
+        return True
+
+    def _choose(self) -> tuple[int, Task]:
+        """The next task that every algorithm chooses, or the one after `MOST_PASSED_OVER` that some did not."""
+        start = self._ledger.count_groups()
+        for position in range(start, start + MOST_PASSED_OVER):
+            task = task_at(self._tasks, position)
+            if all(algorithm.choose(task, position) for algorithm in self._algorithms.values()):
+                return position, task
+            self.passed_over += 1
+            self._ledger.add_group(f"train-{position:08d}", task, (), kind="train", position=position, policies=())
+        self.forced += 1
+        return start + MOST_PASSED_OVER, task_at(self._tasks, start + MOST_PASSED_OVER)
+
+    def _admits(self, policy: str) -> bool:
+        config = self._configs[policy]
+        streams = self._ledger.count_streams(policy)
+        unused = sum(streams.get(state, 0) for state in ("open", "settled", "ready"))
+        made, serving = self._ledger.batches(policy), self._serving[policy]
+        ahead = min(serving + config.dataflow.max_staleness + 1, config.trainer.steps) - made
+        fresh_share = math.prod(algorithm.fresh_share for algorithm in self._algorithms.values())
+        groups = config.trainer.groups_per_step
+        admitted = ahead * math.ceil(groups * fresh_share)
+        if made <= serving and ahead > 0:  # the trainer waits: there may be nothing to replay yet
+            admitted = max(admitted, groups)
+        if config.dataflow.max_ready_groups:
+            admitted = min(admitted, self._most_ready(policy))
+        return unused < admitted
+
+    def shed(self) -> None:
+        """Drop the oldest groups of a policy that has fallen far behind the others, for which groups are opened."""
+        for policy in self._configs if len(self._configs) > 1 else ():
+            ready = sorted(self._ledger.streams(policy, "ready"), key=lambda stream: stream.arrival)
+            oldest = ready[: max(len(ready) - self._most_ready(policy), 0)]
+            self._ledger.drop(policy, [stream.group_id for stream in oldest], "overflow")
+
+    @property
+    def full(self) -> bool:
+        """Whether every policy that still learns has more groups than it may have, and no trainer waits for one."""
+        learning = self._learning()
+        return bool(learning) and not any(
+            policy in self.starved or self._ledger.count_streams(policy).get("ready", 0) <= self._most_ready(policy)
+            for policy in learning
+        )
+
+    def _most_ready(self, policy: str) -> int:
+        """Groups that may wait for a policy's trainer."""
+        config = self._configs[policy]
+        groups = config.trainer.groups_per_step
+        return max(config.dataflow.max_ready_groups or 2 * (config.dataflow.max_staleness + 1) * groups, groups)
+
+    def _learning(self) -> list[str]:
+        """Policies that have not made their last version."""
+        return [policy for policy, own in self._configs.items() if self._committed[policy] < own.trainer.steps]
