@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,10 @@ class WholeRun:
         if kill.role == "launcher":
             self._kill_everything()
             return
+        if (
+            read_status(self.run_dir, "launch")["roles"][kill.role]["phase"] == "done"
+        ):  # of two trainers one may be first
+            kill = replace(kill, role="dataflow")
         self._wait(lambda: self._process(kill) is not None, 120.0)
         pid = self._process(kill)
         assert pid is not None
