@@ -117,9 +117,8 @@ class WholeRun:
         if kill.role == "launcher":
             self._kill_everything()
             return
-        if (
-            read_status(self.run_dir, "launch")["roles"][kill.role]["phase"] == "done"
-        ):  # of two trainers one may be first
+        state = read_status(self.run_dir, "launch")["roles"][kill.role]
+        if state["phase"] == "done":  # of two trainers one may be first
             kill = replace(kill, role="dataflow")
         self._wait(lambda: self._process(kill) is not None, 120.0)
         pid = self._process(kill)
