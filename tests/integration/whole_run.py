@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,9 +120,7 @@ class WholeRun:
         state = read_status(self.run_dir, "launch")["roles"][kill.role]
         if state["phase"] == "done":  # of two trainers one may be first
             kill = replace(kill, role="dataflow")
-        self._wait(lambda: self._process(kill) is not None, 120.0)
-        pid = self._process(kill)
-        assert pid is not None
+        pid = self._wait(lambda: self._process(kill), 120.0)
         assert self.versions < len(POLICIES) * STEPS, "the run was over before the last kill"
         os.kill(pid, kill.how)
         self._wait(lambda: not alive(pid), 60.0)
@@ -183,12 +181,14 @@ class WholeRun:
             return next(iter(children(state["pid"])), None)  # the guard's only child is the role
         return next((pid for pid in descendants(state["pid"]) if INNER in _command(pid)), None)
 
-    def _wait(self, condition: Any, timeout_s: float, *, launched: bool = True) -> None:
+    def _wait(self, condition: Callable[[], Any], timeout_s: float, *, launched: bool = True) -> Any:
+        """What `condition` gives as soon as that is something."""
         until = time.monotonic() + timeout_s
-        while not condition():
+        while not (found := condition()):
             assert not launched or (self._launcher is not None and self._launcher.poll() is None), self._why()
             assert time.monotonic() < until, f"stuck at {self.versions} versions: {self._why()}"
             time.sleep(0.05)
+        return found
 
     def _observe(self) -> None:
         """Note the versions that everyone tells of, as time goes by."""
