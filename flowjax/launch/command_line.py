@@ -18,6 +18,8 @@ OPEN_SECTIONS = {
     "model.nano",
     "policies",
     "env.options",
+    "env.sources",
+    "dataflow.algorithms",
     "reward.components",
     "credit.options",
     "loss.options",

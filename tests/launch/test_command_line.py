@@ -84,6 +84,23 @@ def test_other_mistakes_take_one_line(recipe, override, parts):
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dataflow.algorithms", {"greso": {"window": 32}, "dynamic_sampling": {}}),
+        ("env.sources", {"small": {"weight": 3.0}, "large": {"options": {"rows": 8}}}),
+        ("agents", {"agent": "base"}),
+        ("policies", {"solver": {}, "verifier": {"optimizer": {"learning_rate": 1e-4}}}),
+    ],
+)
+def test_a_section_of_free_names_is_set_as_a_whole(recipe, field, value):
+    config, _ = parse([f"--config={recipe}", f"--config.{field}={value}"])
+    section = config
+    for name in field.split("."):
+        section = section[name]
+    assert section.to_dict() == value
+
+
 def test_recipe_that_is_not_there_names_the_nearest(recipe):
     assert f"did you mean {recipe}?" in refuse([f"--config={recipe.parent}/recpie.py"])
     assert "give the path of a recipe" in refuse(["--config=/no/such/folder/x.py"])
