@@ -66,10 +66,6 @@ def read_back(action: str) -> actions.Action:
     return read
 
 
-def test_it_is_a_world():
-    assert load_world("flowjax.envs.canvas").OUTCOMES[0] == "success"
-
-
 def test_the_expert_solves_most_and_random_edits_hardly_any():
     tasks = [take(canvas.tasks("held_out", 0), index) for index in range(24)]
     able = np.mean([success(task, None) for task in tasks])

@@ -14,7 +14,7 @@ from two_processes import printed_in_two_processes
 
 from data.code.build import build
 from flowjax.envs import code
-from flowjax.envs.base import EnvDied, Past, WorldError, load_world
+from flowjax.envs.base import EnvDied, Past, WorldError
 from flowjax.envs.code.generated import OPERATIONS, PROBES, Recipe, draw
 from flowjax.envs.code.problems import problem_of
 from flowjax.envs.code.programs import normalised
@@ -24,7 +24,7 @@ from flowjax.grading.code import Call, Check
 from flowjax.records import Task
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
-OPTIONS = {"wall_s": 60.0, "case_s": 20.0, "allow_unisolated": WITHOUT}
+OPTIONS = {"wall_s": 60.0, "case_s": 20.0, "allow_no_isolation": WITHOUT}
 FORMATS = ("humaneval", "mbpp", "livecodebench", "deepcoder")
 
 
@@ -37,10 +37,6 @@ def task_of(index: int = 0, **options) -> Task:
     task = code.tasks("train", 0, **options)[index]
     assert task is not None
     return task
-
-
-def test_the_world_offers_everything():
-    assert load_world("flowjax.envs.code").OUTCOMES == ("success", "score")
 
 
 def test_generated_solutions_pass_and_compute_what_the_statement_says():
@@ -184,9 +180,9 @@ def test_no_isolation_is_an_error_of_the_world(monkeypatch: pytest.MonkeyPatch):
 
     none = sandbox.Isolation(sandbox.RLIMITS_ONLY, sandbox.interpreters()[0], False, "bubblewrap is not installed")
     monkeypatch.setattr(sandbox, "isolation", lambda: none)
-    with pytest.raises(WorldError, match=r"apt-get install bubblewrap.*allow_unisolated=True"):
+    with pytest.raises(WorldError, match=r"apt-get install bubblewrap.*allow_no_isolation=True"):
         code.make()
-    code.make(allow_unisolated=True)
+    code.make(allow_no_isolation=True)
 
 
 def fingerprint(task: Task) -> str:
@@ -234,7 +230,7 @@ def test_episodes_are_the_same_in_every_process():
     program = (
         "from flowjax.envs import code\nimport numpy as np\n"
         "source = code.tasks('held_out', 7)\n"
-        f"env = code.make(attempts=2, allow_unisolated={WITHOUT})\n"
+        f"env = code.make(attempts=2, allow_no_isolation={WITHOUT})\n"
         "rng = np.random.default_rng(0)\n"
         "for i in (40, 3):\n"
         "    seen = env.reset(source[i], 0)\n"
@@ -414,7 +410,7 @@ def test_fuzzed_programs_are_handed_in_without_harm():
 
 def test_a_hung_program_costs_its_episode_and_nothing_else():
     async def play() -> tuple[float, float, int]:
-        options = {"wall_s": 1.0, "case_s": 0.5, "allow_unisolated": WITHOUT}
+        options = {"wall_s": 1.0, "case_s": 0.5, "allow_no_isolation": WITHOUT}
         async with (
             EnvPool(workers=1, step_timeout_s=60.0) as pool,
             pool.session("flowjax.envs.code", options) as first,
@@ -438,6 +434,6 @@ def test_a_step_that_may_outlast_its_environment_is_refused_at_start():
 
     config = load_recipe("configs/code.py:nano")
     config.env.options.wall_s = 20.0
-    config.env.options.allow_unisolated = WITHOUT
+    config.env.options.allow_no_isolation = WITHOUT
     problems = inspect_run(config, 1, None)["problems"]
     assert any("step_timeout_s is 10.0" in text and "21.5 s" in text for text in problems)

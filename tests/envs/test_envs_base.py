@@ -1,5 +1,6 @@
-"""Finding worlds, and reading actions out of replies."""
+"""What every world offers, finding worlds, and reading actions out of replies."""
 
+import subprocess
 import sys
 import types
 
@@ -7,11 +8,32 @@ import pytest
 
 from flowjax.envs.base import WorldError, load_world, tagged_action
 
+WORLDS = ("alfworld", "canvas", "code", "math", "search", "sokoban", "webshop")
 LEGAL = ("up", "down", "open the box")
 
 
-def test_the_shipped_world_offers_everything():
-    assert "success" in load_world("flowjax.envs.sokoban").OUTCOMES
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_shipped_world_offers_everything_and_names_what_it_does_not_take(name: str):
+    world = load_world(f"flowjax.envs.{name}")
+    assert "success" in world.OUTCOMES
+    with pytest.raises(WorldError, match=r"split is 'test': give train or held_out"):
+        world.tasks("test", 0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WorldError, match=r"\['colour'\]: those of .* are \w+, \w+"):
+        world.tasks("train", 0, colour="red")
+
+
+def test_processes_that_hold_environments_import_no_heavy_library():
+    light = [name for name in WORLDS if name != "alfworld"]  # whose extra is heavy
+    options = {"code": {"allow_no_isolation": True}, "search": {"documents": 200}, "webshop": {"products": 20}}
+    program = (
+        "import sys\nfrom flowjax.envs.base import load_world\n"
+        f"for name in {light}:\n"
+        f"    load_world('flowjax.envs.' + name).make(**{options}.get(name, {{}}))\n"
+        "heavy = ('jax', 'grain', 'torch', 'transformers', 'numba', 'spacy')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_wrong_path_is_named_with_a_remedy():

@@ -38,11 +38,6 @@ def take(source, index: int) -> Task:
     return task
 
 
-def test_it_is_a_world():
-    world = load_world("flowjax.envs.math")
-    assert world.OUTCOMES == ("success", "answered", "calculations")
-
-
 @pytest.mark.parametrize("options", KINDS)
 def test_the_expert_is_right_in_every_episode(options: dict):
     for split in ("train", "held_out"):

@@ -3,8 +3,6 @@
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from two_processes import printed_in_two_processes
 
 from data.search.build import build
 from flowjax.envs import search
-from flowjax.envs.base import Split, WorldError, load_world
+from flowjax.envs.base import Split, WorldError
 from flowjax.envs.search import client
 from flowjax.envs.search.corpus import Encyclopedia, Questions, encyclopedia
 from flowjax.envs.search.files import Corpus, read_questions
@@ -285,20 +283,6 @@ def test_episodes_are_the_same_in_every_process():
     )
     printed = printed_in_two_processes(program)
     assert printed.count("Observation") == 18
-
-
-def test_environment_processes_import_no_heavy_library():
-    program = (
-        "import sys\nfrom flowjax.envs import search\n"
-        "env = search.make(documents=200)\n"
-        "print([name for name in ('jax', 'grain', 'torch', 'transformers', 'numba') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_it_is_a_world():
-    assert load_world("flowjax.envs.search") is search
 
 
 # files

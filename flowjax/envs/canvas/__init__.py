@@ -2,7 +2,8 @@
 
 from flowjax.envs.canvas.options import Options
 from flowjax.envs.canvas.prompts import follow_up, parse_action, prompt, reply, structured_outputs, vocabulary
-from flowjax.envs.canvas.world import OUTCOMES, STEPS_WAIT, Canvas, expert, longest_step_s, make, random_action, tasks
+from flowjax.envs.canvas.sources import tasks
+from flowjax.envs.canvas.world import OUTCOMES, STEPS_WAIT, Canvas, expert, longest_step_s, make, random_action
 
 __all__ = [
     "OUTCOMES",

@@ -1,12 +1,11 @@
-"""The canvas world's environment, tasks and expert."""
+"""The canvas world's environment and expert."""
 
 import asyncio
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from typing import Any
 
 import numpy as np
 
@@ -22,20 +21,15 @@ from flowjax.canvas.operators.registry import describe
 from flowjax.canvas.text import show
 from flowjax.canvas.trace import Run, Usage
 from flowjax.canvas.values import Problem
-from flowjax.envs.base import Observation, Split, Step, WorldError
-from flowjax.envs.canvas import exercises, experts, published_data
+from flowjax.envs.base import Observation, Step
+from flowjax.envs.canvas import experts
 from flowjax.envs.canvas.grading import RememberingSandbox, scored
 from flowjax.envs.canvas.options import Options, read_options
 from flowjax.envs.canvas.protocol import TEMPLATES, observe
 from flowjax.envs.canvas.published import hint, structure_parts
+from flowjax.envs.canvas.sources import load
 from flowjax.envs.canvas.structure import Structure, measure
-from flowjax.envs.options import check_split
-from flowjax.grading.code import Suite
-from flowjax.grading.code_asserts import from_assert
 from flowjax.records import Task, state_key
-
-if TYPE_CHECKING:
-    import grain
 
 STEPS_WAIT = True  # for executors: environments of one process step side by side
 OUTCOMES = (
@@ -43,7 +37,6 @@ OUTCOMES = (
     "distinct_siblings", "branching", "nesting", "checks", "formats", "canvas_checker", "canvas_format",
     "canvas_operator", "canvas_control", "executor_calls", "executor_tokens", "executor_cost", "executor_seconds",
 )  # fmt: skip
-TASKS = 1 << 31  # length of a source of generated exercises; slice it
 _SHORTEST_RUN_S = 0.001
 _GRACE_S = 1.0  # for what a run does after its deadline
 
@@ -83,7 +76,7 @@ class Canvas:
         return self._options
 
     def reset(self, task: Task, seed: int) -> Observation:
-        self._problem, self._gold = _loaded(task.payload)
+        self._problem, self._gold = load(task.payload)
         self._workflow = Workflow()
         self._run: Run | None = None
         self._cache = Cache(max_entries=1000)  # of the episode: what others have asked for is not for free here
@@ -244,82 +237,9 @@ def _await(work: Coroutine[Any, Any, Run], timeout_s: float) -> Run:
         raise
 
 
-def _loaded(payload: Mapping[str, Any]) -> tuple[Problem, tuple[str, ...] | Suite]:
-    """The problem of a task, and its gold answers or hidden tests."""
-    if "row" in payload:
-        record = _records(payload["file"])[payload["row"]]
-        return record.problem, record.tests or record.gold
-    problem = exercises.problem(payload)
-    if problem.kind == "code":
-        cases = [case for test in payload["hidden_tests"] for case in from_assert(test, problem.entry_point)]
-        return problem, Suite(tuple(cases), problem.entry_point)
-    return problem, tuple(payload["answers"])
-
-
-@functools.lru_cache(maxsize=4)
-def _records(file: str) -> tuple[published_data.Record, ...]:
-    return published_data.load(file).records
-
-
 def make(**options: Any) -> Canvas:
     """An environment; see `Options`."""
     return Canvas(read_options(options))
-
-
-class _GeneratedSource:
-    """The index-th exercise of a split, generated when asked for."""
-
-    def __init__(self, split: Split, data_seed: int, kinds: Sequence[str]):
-        self._split: Split = split
-        self._data_seed, self._kinds = data_seed, tuple(kinds)
-
-    def __call__(self, index: int) -> Task:
-        rng = np.random.default_rng([self._data_seed, index])
-        made = exercises.generate(rng, self._kinds, self._split)
-        return Task(f"canvas-{self._split}-{self._data_seed}-{index}", "canvas", index, exercises.payload(made))
-
-
-class _FileSource:
-    """Problems of a file, by place in an order that the data seed draws."""
-
-    def __init__(self, file: str, rows: Sequence[int], data_seed: int):
-        self._file = file
-        self._rows = [rows[place] for place in np.random.default_rng(data_seed).permutation(len(rows))]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Task:
-        row = self._rows[index]
-        return Task(f"canvas-{Path(self._file).stem}-{row}", "canvas", row, {"file": self._file, "row": row})
-
-
-def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
-    """Generated exercises without end, or the problems of a file. Train and held-out problems differ by content."""
-    import grain  # imports jax, which processes that only hold environments do without
-
-    check_split(split)
-    read = read_options(options)
-    if not read.path:
-        return grain.MapDataset.range(TASKS).map(_GeneratedSource(split, data_seed, read.kinds))
-    file, rows = _split_rows(Path(read.path), split)
-    return grain.MapDataset.source(_FileSource(str(file), rows, data_seed))
-
-
-def _split_rows(path: Path, split: Split) -> tuple[Path, list[int]]:
-    """The file that a split is in, and its rows: of a single file by content, of a folder those of its own file."""
-    if path.is_dir():
-        test = path / "test.jsonl"
-        file = path / "train.jsonl" if split == "train" else test
-        held_out = {record.problem.text for record in _records(str(test))} if split == "train" else set()
-        rows = [row for row, record in enumerate(_records(str(file))) if record.problem.text not in held_out]
-    else:
-        file = path
-        records = enumerate(_records(str(file)))
-        rows = [row for row, record in records if exercises.split_of(record.problem.text) == split]
-    if not rows:
-        raise WorldError(f"env.options path={str(path)!r} holds no {split} problems: give another file")
-    return file, rows
 
 
 def expert(env: Canvas) -> str:

@@ -16,7 +16,7 @@ class Options:
     """`kinds`, `steps` and `cases` shape generated problems; `path` (and `held_out_path`) name files of real ones.
 
     `case_s` bounds one test and `wall_s` all tests of one program, both in seconds; `public_tests` tests are shown.
-    `allow_unisolated` lets programs run where there is no isolation but resource limits.
+    `allow_no_isolation` lets programs run where there is no isolation but resource limits.
     """
 
     path: str = ""
@@ -30,7 +30,7 @@ class Options:
     wall_s: float = 8.0
     memory_mb: int = 512
     packages: Sequence[str] = ()
-    allow_unisolated: bool = False
+    allow_no_isolation: bool = False
 
     def __post_init__(self):
         unknown = [kind for kind in self.kinds if kind not in OPERATIONS]

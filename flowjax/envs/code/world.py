@@ -61,7 +61,7 @@ class Code:
             self.problem.suite,
             options.limits(),
             case_s=options.case_s,
-            allow_none=options.allow_unisolated,
+            allow_none=options.allow_no_isolation,
             packages=options.packages,
         )
         over, outcome = self._over(), self._outcome()
@@ -102,9 +102,9 @@ def make(**options: Any) -> Code:
     for path in filter(None, (chosen.path, chosen.held_out_path)):
         open_problems(path)
     try:
-        require_isolation(allow_none=chosen.allow_unisolated)
+        require_isolation(allow_none=chosen.allow_no_isolation)
     except IsolationError as error:
-        raise WorldError(f"{error} with env.options allow_unisolated=True") from error
+        raise WorldError(f"{error} with env.options allow_no_isolation=True") from error
     return Code(chosen)
 
 
