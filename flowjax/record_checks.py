@@ -49,6 +49,8 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], where: str = "
                 raise WireError(f"field {place}.{name} differs from the episode's")
         for number, turn in enumerate(_sequence(trajectory.turns, Turn, f"{place}.turns")):
             _check_turn(turn, newest, f"{place}.turns[{number}]")
+            if turn.policy != trajectory.policy:
+                raise WireError(f"field {place}.turns[{number}].policy differs from the trajectory's")
 
 
 def _check_turn(turn: Turn, newest: Mapping[str, int], where: str) -> None:

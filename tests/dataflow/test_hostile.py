@@ -33,6 +33,7 @@ class Dataflow:
         config = default_config()
         config.rollout.group_size = MEMBERS
         config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
+        config.agents = {"player": "agent", "judge": "base"}
         config.eval.tasks = 0
         config.reward.components = {"success": 1.0}
         tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
@@ -166,6 +167,7 @@ BAD_PARTS = [
     ((*TURN, "env_reward"), float("inf"), "finite number"),
     ((*TURN, "valid"), 1, "true or false"),
     ((*TURN[:5], "policy"), "stranger", "this run has agent"),
+    ((*TURN[:5], "policy"), "base", "policy differs from the trajectory's"),
     ((*TURN[:5], "seed"), 99, "differs from the episode's"),
     ((*TURN[:3], "status"), "perfect", "one of ok"),
     ((*TURN[:5], "outcome"), {"score": 1.0}, "lacks 'success'"),
