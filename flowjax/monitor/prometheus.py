@@ -15,22 +15,28 @@ LABELS = {
     "trained_ages": "age",
 }
 _PREFIXES = {"policies": "policy"}
+LISTS = {"engines": ("engine", "url")}  # lists of maps: a label, and what in each map is its value
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 
 
 def exposition(status: Mapping[str, Any], *, role: str) -> str:
     """Every number of a nested map of counts as a gauge `flowjax_<role>_<name>`.
 
-    The maps named in `LABELS` become labels; other maps prolong the name. Texts and lists are left out.
+    The maps named in `LABELS` and the lists named in `LISTS` become labels; other maps prolong the name. Texts and
+    other lists are left out, and so is what every policy tells itself. No series comes twice: Prometheus would refuse
+    all of them.
     """
-    samples: dict[str, list[str]] = {}
-    for name, labels, value in _numbers(status, "", {}):
+    of_policies = [set(counts) for counts in status.get("policies", {}).values() if isinstance(counts, Mapping)]
+    told_by_policies = set.intersection(*of_policies) if of_policies else set()
+    own = {key: value for key, value in status.items() if key not in told_by_policies}
+    samples: dict[str, dict[str, float | int]] = {}
+    for name, labels, value in _numbers(own, "", {}):
         written = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
-        samples.setdefault(f"flowjax_{role}_{name}", []).append(f"{{{written}}} {value}" if written else f" {value}")
+        samples.setdefault(f"flowjax_{role}_{name}", {}).setdefault(f"{{{written}}}" if written else "", value)
     lines = []
     for name, values in samples.items():
         lines.append(f"# TYPE {name} gauge")
-        lines += [f"{name}{value}" for value in values]
+        lines += [f"{name}{labels} {value}" for labels, value in values.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -49,6 +55,10 @@ def _numbers(
                     yield from _numbers(counts, inner, labelled)
                 else:
                     yield from _number(inner, labelled, counts)
+        elif isinstance(value, list) and key in LISTS:
+            label, naming = LISTS[key]
+            for item in value:
+                yield from _numbers(item, name, {**labels, label: str(item.get(naming, ""))})
         elif isinstance(value, Mapping):
             yield from _numbers(value, name, labels)
         else:

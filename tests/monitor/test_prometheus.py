@@ -39,3 +39,26 @@ def test_causes_and_ages_are_labels_within_their_policy():
         'flowjax_dataflow_policy_ages{policy="solver",age="0"} 5',
         'flowjax_dataflow_policy_ages{policy="solver",age="1"} 1',
     ]
+
+
+def test_what_policies_tell_is_told_once():
+    status = {"version": 4, "waiting": 2, "policies": {"solver": {"version": 4}, "verifier": {"version": 1}}}
+    assert [line for line in exposition(status, role="dataflow").splitlines() if not line.startswith("#")] == [
+        "flowjax_dataflow_waiting 2",
+        'flowjax_dataflow_policy_version{policy="solver"} 4',
+        'flowjax_dataflow_policy_version{policy="verifier"} 1',
+    ]
+
+
+def test_engines_are_told_apart():
+    engines = [{"url": "http://a:1", "up": True, "models": ["x"]}, {"url": "http://b:1", "up": False, "models": []}]
+    assert exposition({"engine_up": True, "engines": engines}, role="rollout").splitlines()[2:] == [
+        "# TYPE flowjax_rollout_engines_up gauge",
+        'flowjax_rollout_engines_up{engine="http://a:1"} 1',
+        'flowjax_rollout_engines_up{engine="http://b:1"} 0',
+    ]
+
+
+def test_names_that_become_one_are_one_series():
+    text = exposition({"reward": {"format.ok": 1.0, "format_ok": 2.0}}, role="trainer")
+    assert text == "# TYPE flowjax_trainer_reward_format_ok gauge\nflowjax_trainer_reward_format_ok 1.0\n"
