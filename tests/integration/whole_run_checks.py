@@ -34,8 +34,8 @@ def assert_versions_in_order(run_dir: Path) -> None:
 
 
 def assert_tasks_ended(run_dir: Path) -> None:
-    """Each batch has its groups, none is in two of a policy, and what no batch had a use for is no more than was
-    admitted ahead."""
+    """Nobody holds a lease any more, and of each policy's groups the ledger has those of the newest batches and no more
+    others than are admitted ahead; what no checkpoint needs again it has forgotten."""
     config = load_run(run_dir)
     with sqlite3.connect(run_dir / "dataflow.sqlite") as db:
         batches = db.execute("SELECT policy, step, group_id FROM batches").fetchall()
@@ -44,28 +44,35 @@ def assert_tasks_ended(run_dir: Path) -> None:
     assert not leased, f"{leased} episodes are still leased"
     for policy, own in policy_configs(config).items():
         taken = [(step, group_id) for name, step, group_id in batches if name == policy]
-        groups = own.trainer.groups_per_step
-        assert Counter(step for step, _ in taken) == dict.fromkeys(range(own.trainer.steps), groups), policy
-        assert len(taken) == len({group_id for _, group_id in taken}), f"a group is in two batches of {policy}"
+        groups, steps = own.trainer.groups_per_step, Counter(step for step, _ in taken)
+        assert steps == dict.fromkeys(range(min(steps), own.trainer.steps), groups), policy
         states = {group_id: state for name, group_id, state in streams if name == policy}
-        assert {group_id for _, group_id in taken} == {g for g, s in states.items() if s in ("used", "closed")}
+        assert {group_id for _, group_id in taken} >= {
+            group_id for group_id, state in states.items() if state == "used"
+        }
         left = [group_id for group_id, state in states.items() if state in ("open", "settled", "ready")]
         assert len(left) <= 2 * (config.dataflow.max_staleness + 1) * groups, f"{policy}: {left}"
 
 
 def assert_trained_once(run_dir: Path) -> None:
-    """No trajectory is in two batches of a policy, and each was played by a version that its batch admits."""
+    """Every batch has its groups, no group and no trajectory is in two batches of a policy, and each was played by a
+    version that its batch admits."""
     config = load_run(run_dir)
     for policy, own in policy_configs(config).items():
         files = sorted((run_dir / "trajectories" / policy).glob("*.jsonl"))
         assert [int(file.stem) for file in files] == list(range(own.trainer.steps)), policy
         trained: list[str] = []
+        groups: list[str] = []
         for step, file in enumerate(files):
             lines = [json.loads(line) for line in file.read_text().splitlines()]
-            trained += [line["trajectory_id"] for line in lines]
+            names = [line["trajectory_id"] for line in lines]
+            trained += names
+            groups += (of_batch := sorted({name.partition("/")[0] for name in names}))
+            assert len(of_batch) == own.trainer.groups_per_step, f"{policy}, {file}"
             versions = {turn["version"] for line in lines for turn in line["turns"]}
             assert versions <= set(range(max(step - config.dataflow.max_staleness, 0), step + 1)), f"{policy}, {file}"
-        assert trained and len(trained) == len(set(trained)), f"a trajectory is in two batches of {policy}"
+        assert len(trained) == len(set(trained)), f"a trajectory is in two batches of {policy}"
+        assert len(groups) == len(set(groups)), f"a group is in two batches of {policy}"
 
 
 def assert_evaluated(run_dir: Path) -> None:
