@@ -63,6 +63,7 @@ def human_eval(recipe: Recipe, number: int) -> dict[str, Any]:
 
 
 def mbpp(recipe: Recipe, number: int) -> dict[str, Any]:
+    """A problem as a row of MBPP."""
     name = f"transform_{number}"
     return {
         "task_id": number,

@@ -39,6 +39,7 @@ WAITING_THREADS = 256  # environments of worlds that wait, at work at one time
 
 
 def frame(messages: list[Any]) -> bytes:
+    """The bytes of several messages; `Frames` cuts them apart again."""
     body: bytes = msgpack.packb(messages)  # pyright: ignore[reportAssignmentType] (the stub allows None)
     return LENGTH.pack(len(body)) + body
 

@@ -98,4 +98,5 @@ def _backends(config: str) -> Mapping[str, Backend]:
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
+    """Options of keyword arguments; see `build_options`."""
     return build_options(Options, options, "the canvas")

@@ -39,4 +39,5 @@ class Options(Arithmetic):
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
+    """Options of keyword arguments; see `build_options`."""
     return build_options(Options, options, "math")

@@ -80,6 +80,7 @@ def follow_up(observation: Observation, style: Style) -> list[Message]:
 
 
 def reply(action: str, style: Style) -> str:
+    """How the expert words an action: spelled for models whose words are characters, or in tags."""
     name, content = actions.read(action)
     if style == "compact":
         return f"{name}[ {_spelled(content)} ]" if name else _spelled(action)

@@ -28,9 +28,15 @@ class RetrievalError(RuntimeError):
 
 
 class Retriever(Protocol):
-    def search(self, query: str, count: int) -> list[Document]: ...
+    """Where an environment looks things up."""
 
-    def access(self, url: str) -> Document | None: ...
+    def search(self, query: str, count: int) -> list[Document]:
+        """The `count` best passages, the best first."""
+        ...
+
+    def access(self, url: str) -> Document | None:
+        """The page at an address; None where there is none."""
+        ...
 
 
 class LocalRetriever:

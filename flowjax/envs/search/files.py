@@ -79,6 +79,7 @@ def _line_starts(data: mmap.mmap) -> np.ndarray:
 
 
 def write_corpus(path: Path, documents: Iterable[Document]) -> None:
+    """In the format of wiki-18, with the address of each document beside it."""
     with path.open("w", encoding="utf-8") as file:
         for found in documents:
             fields = {"id": found.id, "contents": found.contents, "url": found.url}

@@ -125,6 +125,7 @@ class DenseIndex:
 
 
 def encode_passages(texts: Sequence[str], encode: Encoder) -> Float[np.ndarray, "passages width"]:
+    """Vectors of the texts, encoded some at a time."""
     blocks = [encode(texts[start : start + _BLOCK], "passage") for start in range(0, len(texts), _BLOCK)]
     return np.concatenate(blocks).astype(np.float32)
 

@@ -75,4 +75,5 @@ class Options:
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
+    """Options of keyword arguments; see `build_options`."""
     return build_options(Options, options, "Search")

@@ -11,7 +11,6 @@ from typing import Literal
 
 from flowjax.envs.search.corpus import Document
 
-Verb = Literal["search", "answer", "access"]
 ProtocolName = Literal["rewardflow", "asearcher"]
 
 MAX_QUERY_CHARACTERS = 1000
@@ -41,14 +40,17 @@ class Shown:
 
 
 def templates(protocol: ProtocolName, access: bool) -> tuple[str, ...]:
+    """The legal actions, with `access` those that open pages too."""
     return (*TEMPLATES[protocol], ACCESS) if access else TEMPLATES[protocol]
 
 
 def protocol_of(legal: Sequence[str]) -> ProtocolName:
+    """The protocol to which legal actions belong."""
     return "asearcher" if TEMPLATES["asearcher"][0] in legal else "rewardflow"
 
 
 def action_of(verb: str, argument: str) -> str:
+    """An action of one line, whatever white space its argument has; `read_action` takes it apart."""
     return f"{verb}[{' '.join(argument.split())}]"
 
 

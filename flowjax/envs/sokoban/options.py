@@ -16,6 +16,7 @@ class Options(Shape):
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
+    """Options of keyword arguments; see `build_options`."""
     given = dict(options)
     if given.get("columns") is None:
         given["columns"] = given.get("rows", Options().rows)

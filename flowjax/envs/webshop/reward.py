@@ -70,6 +70,7 @@ def _open_class_words(title: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def nouns(title: str) -> tuple[str, ...]:
+    """The nouns of a title, by what `noun_finder` has found."""
     return noun_finder()[1](title)
 
 
@@ -106,6 +107,7 @@ def check_requirements() -> None:
 
 
 def normal_color(value: str) -> str:
+    """The first known colour that a value names, or else the value."""
     return next((color for color in COLORS if color in value), value)
 
 
@@ -134,6 +136,7 @@ def attribute_matches(bought: Product, wanted: Sequence[str]) -> int:
 
 
 def option_fits(chosen: str, wanted: str) -> bool:
+    """Whether a chosen value is as good as the wanted one."""
     return similarity(normal_color(chosen), normal_color(wanted)) > MATCH
 
 

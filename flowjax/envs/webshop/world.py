@@ -8,7 +8,7 @@ import numpy as np
 from flowjax.envs.base import Observation, Split, Step, WorldError
 from flowjax.envs.options import check_split
 from flowjax.envs.webshop import prompts
-from flowjax.envs.webshop.expert import best_action
+from flowjax.envs.webshop.experts import best_action
 from flowjax.envs.webshop.goals import split_goals
 from flowjax.envs.webshop.options import Options, read_options
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE, SEPARATOR, Pages, State, done_text
