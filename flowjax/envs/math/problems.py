@@ -121,7 +121,7 @@ def _rows(path: Path) -> Iterable[Any]:
             return rows if isinstance(rows, list) else [rows]
         return [json.loads(line) for line in text.split("\n") if line.strip()]
     except ImportError as error:
-        raise WorldError(f"{path} needs pyarrow to be read: pip install 'flowjax[math]'") from error
+        raise WorldError(f'{path} needs pyarrow to be read: pip install -e ".[math]"') from error
     except (OSError, ValueError) as error:
         raise WorldError(f"{path} cannot be read ({error}): download it again") from error
 

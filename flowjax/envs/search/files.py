@@ -142,7 +142,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         try:
             from pyarrow import parquet
         except ImportError as error:
-            raise WorldError(f"{path} needs pyarrow: pip install 'flowjax[search]', or convert it to JSONL") from error
+            raise WorldError(f'{path} needs pyarrow: pip install -e ".[search]", or convert it to JSONL') from error
         wanted = ("question", "golden_answers", "answer", "aug_answer", "reward_model", "metadata")
         table = parquet.ParquetFile(path)
         names = [name for name in wanted if name in table.schema_arrow.names]
