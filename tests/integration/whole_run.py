@@ -148,6 +148,10 @@ class WholeRun:
         (line,) = [line for line in shown.splitlines() if line.startswith(f"│ {role} ")]
         return line
 
+    def wait_until_told(self, role: str) -> None:
+        """Return when `--status` tells of the role's death, or of the restart after it."""
+        self._wait(lambda: any(word in self.status(role) for word in ("killed by SIGKILL", "1 restart")), 30.0)
+
     def _launch(self, *arguments: str) -> None:
         with self._output.open("a") as out:
             self._launcher = subprocess.Popen(
