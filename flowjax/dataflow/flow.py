@@ -232,7 +232,15 @@ class Flow:
             components=config.reward.components.to_dict(),
             estimator=config.credit.name,
             options=config.credit.options.to_dict(),
+            trained=np.concatenate([self._trained(group, policy) for group in groups]),
         )
+
+    def _trained(self, group: Group, policy: str) -> np.ndarray:
+        """Which of a group's trajectories the loss may have."""
+        if not self._algorithms:
+            return np.ones(len(group.trajectories), bool)
+        result = _result(group, policy, self._configs[policy])
+        return np.all([algorithm.trains(result) for algorithm in self._algorithms.values()], axis=0)
 
     def _select(self, policy: str, step: int, ready: list[Stream], used: list[Stream]) -> Selection:
         """The groups of a batch, and those that are too old for any."""

@@ -25,18 +25,27 @@ class CreditedBatch:
 
 
 def credit_batch(
-    groups: Sequence[Group], *, components: Mapping[str, float], estimator: str, options: Mapping[str, Any]
+    groups: Sequence[Group],
+    *,
+    components: Mapping[str, float],
+    estimator: str,
+    options: Mapping[str, Any],
+    trained: Sequence[bool] | np.ndarray | None = None,
 ) -> CreditedBatch:
     """Reward and credit the groups of a batch in one call, and lay their turns out as token rows.
 
-    One call for all of them, because some estimators take statistics over the batch (REINFORCE++).
+    One call for all of them, because some estimators take statistics over the batch (REINFORCE++). Trajectories that
+    are not `trained` count in the statistics and have no rows; by default all are.
     """
     scores, parts = trajectory_scores(groups, components)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     advantages = np.asarray(estimate(build_table(groups, scores), estimator, **options))
     rows, start = [], 0
-    for trajectory in trajectories:
-        rows += token_rows(trajectory, advantages[start : start + len(trajectory.turns)])
+    for trajectory, has_rows in zip(
+        trajectories, [True] * len(trajectories) if trained is None else trained, strict=True
+    ):
+        if has_rows:
+            rows += token_rows(trajectory, advantages[start : start + len(trajectory.turns)])
         start += len(trajectory.turns)
     totals = {
         "episodes": len(trajectories),

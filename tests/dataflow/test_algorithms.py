@@ -1,6 +1,7 @@
 """Data algorithms on a population of tasks whose pass rates are known: each does what it promises."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import grain
@@ -20,14 +21,23 @@ PASS_RATES = (ALWAYS, ALWAYS, NEVER, SOMETIMES, SOMETIMES)  # of the tasks, over
 class Population:
     """A run without engine and trainer: tasks are passed at their rates, versions come one after the other."""
 
-    def __init__(self, folder: Path, algorithms: dict, *, tasks: int = 40, max_staleness: int = 1, steps: int = 1000):
+    def __init__(
+        self,
+        folder: Path,
+        algorithms: dict,
+        *,
+        tasks: int = 40,
+        max_staleness: int = 1,
+        steps: int = 1000,
+        reply_tokens: Callable[[int], int] = lambda seed: 2,
+    ):
         config = default_config()
         config.rollout.group_size = MEMBERS
         config.trainer.update({"steps": steps, "groups_per_step": GROUPS})
         config.eval.tasks = 0
         config.reward.components = {"success": 1.0}
         config.dataflow.update({"max_staleness": max_staleness, "algorithms": algorithms, "keep_trajectories": False})
-        self.config, self.folder, self.tasks = config, folder, tasks
+        self.config, self.folder, self.tasks, self.reply_tokens = config, folder, tasks, reply_tokens
         self.version, self.rollouts = 0, 0
         self.played: dict[float, float] = dict.fromkeys(PASS_RATES, 0.0)  # groups by pass rate
         self.open()
@@ -42,7 +52,7 @@ class Population:
         for lease in self.flow.lease("w", 10_000):
             rate = PASS_RATES[lease.task.seed % len(PASS_RATES)]
             success = float(np.random.default_rng(lease.seed).random() < rate)
-            self.flow.accept(lease.lease_id, episode(lease, self.version, success))
+            self.flow.accept(lease.lease_id, episode(lease, self.version, success, self.reply_tokens(lease.seed)))
             self.rollouts += 1
             self.played[rate] += 1 / MEMBERS
 
@@ -248,6 +258,29 @@ def test_overlong_filter_leaves_out_groups_that_were_mostly_cut():
     algorithm = one("overlong_filter", limit_tokens=8)
     assert algorithm.keep(result([0, 1, 0, 1], [8, 8, 3, 4]))
     assert not algorithm.keep(result([0, 1, 0, 1], [8, 8, 9, 4]))
+    assert algorithm.metrics() == {"left_out": 1, "masked_trajectories": 2}
+
+
+def test_cut_replies_have_no_part_in_the_loss_but_in_their_groups_statistics(tmp_path):
+    populations = []
+    for name, algorithms in (("plain", {}), ("filtered", {"overlong_filter": {"limit_tokens": 5, "share": 0.9}})):
+        (tmp_path / name).mkdir()
+        populations.append(Population(tmp_path / name, algorithms, reply_tokens=lambda seed: 2 + 3 * (seed % 3 == 0)))
+    plain, filtered = (
+        {(len(row.tokens), row.tokens.tobytes(), float(row.advantages[-1])): row for row in population.step().rows}
+        for population in populations
+    )
+    assert {row.sampled.sum() for row in plain.values()} == {2, 5}
+    assert filtered.keys() == {key for key, row in plain.items() if row.sampled.sum() == 2}
+
+
+@pytest.mark.parametrize("name", ["dynamic_sampling", "greso"])
+def test_groups_of_one_have_nothing_to_compare(name):
+    config = default_config()
+    config.rollout.group_size = 1
+    config.dataflow.algorithms = {name: {}}
+    with pytest.raises(ConfigError, match=f"config.rollout.group_size is 1, but .*{name} compares .*: raise it to 2"):
+        build_algorithms(config)
 
 
 CANDIDATES = [Candidate("a", 3, 1), Candidate("b", 1, 0), Candidate("c", 2, 2)]

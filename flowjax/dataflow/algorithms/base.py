@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
@@ -58,7 +58,7 @@ class Candidate:
 
 
 class Algorithm:
-    """Up to three decisions about data; an algorithm overrides those that are its own.
+    """Decisions about data; an algorithm overrides those that are its own.
 
     Objects live in the dataflow's process and are asked from one thread. `state` and `restore` keep what they have
     learnt over a restart; it is written down together with the results that it came from. A run that is restarted
@@ -66,6 +66,7 @@ class Algorithm:
     `share_of`, not from a generator.
     """
 
+    least_group_size = 1  # of the runs that it is for
     fresh_share = 1.0  # of a batch, that is newly played
     keeps_used_versions = 0  # how many versions long `serve` is offered groups that were trained on
 
@@ -82,6 +83,11 @@ class Algorithm:
         """After the rollout: whether the policy's trainer may have the group. Told of every group that is in."""
         del result
         return True
+
+    def trains(self, result: Result) -> Bool[np.ndarray, "trajectories"]:
+        """Which trajectories of a group that is kept the loss may have; the others only count in the group's
+        statistics. From the arguments alone: asked again with every batch, from any thread."""
+        return np.ones(len(result.rewards), bool)
 
     def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
         """When a batch of `groups` is made: the groups to take it from, the first ones first. `fresh` are those never
@@ -126,9 +132,19 @@ def build_algorithms(config: ConfigDict) -> dict[str, Algorithm]:
     options are those of the algorithm.
 
     Raises:
-        ConfigError: there is no such algorithm, or it has no such option.
+        ConfigError: there is no such algorithm, it has no such option, or the run's groups are too small for it.
     """
-    return {name: _build(name, options.to_dict(), config.seed) for name, options in config.dataflow.algorithms.items()}
+    algorithms = {
+        name: _build(name, options.to_dict(), config.seed) for name, options in config.dataflow.algorithms.items()
+    }
+    for name, algorithm in algorithms.items():
+        members, least = config.rollout.group_size, algorithm.least_group_size
+        if members < least:
+            raise ConfigError(
+                f"config.rollout.group_size is {members}, but config.dataflow.algorithms.{name} compares the episodes "
+                f"of a group: raise it to {least}, or leave {name} out"
+            )
+    return algorithms
 
 
 def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:

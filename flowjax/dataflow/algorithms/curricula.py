@@ -94,6 +94,8 @@ class Greso(Algorithm):
     larger than needed, the paper's third part, are what the dataflow admits in any case.
     """
 
+    least_group_size = 2
+
     def __init__(
         self,
         *,

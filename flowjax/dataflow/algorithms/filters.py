@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Bool
+
 from flowjax.dataflow.algorithms.base import Algorithm, Result, share_of, task_name
 from flowjax.records import Task, state_key
 
@@ -15,6 +18,8 @@ class DynamicSampling(Algorithm):
     constraint 0 < right answers < group size of DAPO (arXiv 2503.14476), eq. 11, for any reward. `accept_share` lets
     that share of the uninformative groups through, for estimators that also compare turns (GiGPO, RewardFlow).
     """
+
+    least_group_size = 2
 
     def __init__(self, *, seed: int, accept_share: float = 0.0):
         if not 0 <= accept_share <= 1:
@@ -37,11 +42,11 @@ class DynamicSampling(Algorithm):
 
 
 class OverlongFilter(Algorithm):
-    """Leaves out groups in which more than `share` of the trajectories have a reply of `limit_tokens` or more.
+    """Leaves trajectories with a reply of `limit_tokens` or more out of the loss: one that was cut at the limit says
+    little about the policy. They still count in the mean and spread of their group. DAPO (arXiv 2503.14476), section
+    3.4, overlong filtering.
 
-    A reply that was cut at the limit says little about the policy. DAPO (arXiv 2503.14476), section 3.4, leaves the cut
-    replies themselves out of the loss; here a group goes as a whole, once too few of its replies came to an end to
-    compare them by.
+    A group with more than `share` of such trajectories is left out as a whole: too few came to an end to compare.
     """
 
     def __init__(self, *, seed: int, limit_tokens: int, share: float = 0.5):
@@ -51,18 +56,23 @@ class OverlongFilter(Algorithm):
         if not 0 <= share < 1:
             raise ValueError(f"share is {share}: give a share from 0 to below 1")
         self._limit_tokens, self._share = limit_tokens, share
-        self.left_out = 0
+        self.left_out = self.masked = 0
 
     def keep(self, result: Result) -> bool:
-        kept = bool((result.longest_reply_tokens >= self._limit_tokens).mean() <= self._share)
+        cut = ~self.trains(result)
+        kept = bool(cut.mean() <= self._share)
         self.left_out += not kept
+        self.masked += int(cut.sum()) if kept else 0
         return kept
 
+    def trains(self, result: Result) -> Bool[np.ndarray, "trajectories"]:
+        return result.longest_reply_tokens < self._limit_tokens
+
     def metrics(self) -> dict[str, float]:
-        return {"left_out": self.left_out}
+        return {"left_out": self.left_out, "masked_trajectories": self.masked}
 
     def state(self) -> dict[str, int]:
-        return {"left_out": self.left_out}
+        return {"left_out": self.left_out, "masked": self.masked}
 
 
 class Deduplicate(Algorithm):
