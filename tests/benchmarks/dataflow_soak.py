@@ -3,20 +3,24 @@
     python -m tests.benchmarks.dataflow_soak [--workers=1000] [--minutes=5] [--episode_s=8] [--tokens=8192]
 
 Simulated workers, in one process, lease episodes and hand over trajectories of `--tokens` tokens (4 turns of one
-conversation); a simulated trainer takes the batches. All that the dataflow does is real: ledger, credit, batches.
-The first two sixths of the time there are a hundredth and a tenth of the workers; a cost per trajectory that does not
-depend on their number, and memory that does not grow, is what is looked for. Memory is read every two seconds; its
-slope is the least-squares line through the second half of the last phase, with its standard error. /lease and /batch
-wait for up to a second while there is nothing to give.
+conversation); a simulated trainer, in another, takes the batches. All that the dataflow does is real: ledger, credit,
+batches. The first two sixths of the time there are a hundredth and a tenth of the workers; a cost per trajectory that
+does not depend on their number, and memory that does not grow, is what is looked for. Memory is read every two seconds;
+its slope is the least-squares line through the second half of the last phase, with its standard error. /lease and
+/batch wait for up to a second while there is nothing to give.
 """
 
 import argparse
 import asyncio
+import contextlib
+import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -60,8 +64,7 @@ async def soak(
 ) -> tuple[list[Phase], dict[str, list[float]]]:
     """What each number of workers did, and the latencies with all of them."""
     phases, serving = [], {"agent": 0}
-    async with Client(url) as client:
-        trainer = asyncio.create_task(train(client, "agent", serving, step_s=0.0))
+    async with Client(url) as client, _trainer(client, url, serving) as trainer:
         tasks: list[asyncio.Task[None]] = []
 
         def employ(count: int) -> None:
@@ -88,8 +91,48 @@ async def soak(
             client.latencies_s = {}
             phases.append(await _phase(client, pid, run_dir, count, 60 * minutes * share, [trainer, *tasks]))
         latencies = client.latencies_s
-        await cancel([trainer, *tasks])
+        await cancel(tasks)
     return phases, latencies
+
+
+@contextlib.asynccontextmanager
+async def _trainer(client: Client, url: str, serving: dict[str, int]) -> AsyncIterator[asyncio.Task[None]]:
+    """A trainer in a process of its own; the task takes over its newest version, and how long its requests took."""
+    context = multiprocessing.get_context("spawn")
+    version, took_s = context.Value("q", 0), context.SimpleQueue()
+    process = context.Process(target=_train, args=(url, version, took_s), daemon=True)
+    process.start()
+
+    async def follow() -> None:
+        while process.is_alive():
+            serving["agent"] = version.value
+            while not took_s.empty():
+                name, latency_s = took_s.get()
+                client.latencies_s.setdefault(name, []).append(latency_s)
+            await asyncio.sleep(0.05)
+        raise RuntimeError("the trainer has died")
+
+    task = asyncio.create_task(follow())
+    try:
+        yield task
+    finally:
+        await cancel([task])
+        process.terminate()
+
+
+def _train(url: str, version: Any, took_s: "multiprocessing.SimpleQueue[tuple[str, float]]") -> None:
+    async def main() -> None:
+        made = {"agent": 0}
+        async with Client(url) as client:
+            while True:
+                await train(client, "agent", made, step_s=0.0, steps=1)
+                version.value = made["agent"]
+                for name, values in client.latencies_s.items():
+                    for latency_s in values:
+                        took_s.put((name, latency_s))
+                client.latencies_s = {}
+
+    asyncio.run(main())
 
 
 async def _phase(
