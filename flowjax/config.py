@@ -1,10 +1,14 @@
 """The default configuration: every field, with a comment and a unit. Recipes in `configs/` change what differs."""
 
 import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
+
+BASE_NAME = "base"  # of the run's own base model, also on its engines
 
 
 class ConfigError(ValueError):
@@ -29,6 +33,7 @@ def default_config() -> ConfigDict:
     config.model.nano = None  # shape of a nano base to build when path is missing (flowjax.models.nano), or None
     config.policy = ConfigDict()
     config.policy.name = "agent"
+    config.policy.base = BASE_NAME  # base model that it is trained on: the one above, or one of config.bases
     config.policy.train = "lora"  # lora | full
     config.policy.lora = ConfigDict()
     config.policy.lora.rank = 32
@@ -36,12 +41,16 @@ def default_config() -> ConfigDict:
     config.policy.lora.rslora = False
     config.policy.lora.dropout = 0.0  # probability that an input of the adapter is zeroed in a training pass
     config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    # Several policies on the one base: name -> the sections in which it differs, for example
+    # Further base models, each with engines of its own: name -> the fields of `model` and `engine` in which it differs,
+    # for example {"judge": {"model": {"path": "models/Qwen3-32B"}, "engine": {"tensor_parallel": 2}}}. Addresses
+    # (engine.port, engine.urls) are not taken over, nor is model.nano where the path is another.
+    config.bases = ConfigDict()
+    # Several policies: name -> the sections in which it differs, for example
     # {"solver": {}, "verifier": {"optimizer": {"learning_rate": 1e-4}}}. Empty: the one named by config.policy.
     config.policies = ConfigDict()
     config.separate_trainers = False  # a trainer process for each policy, with its share of the trainer's accelerators
-    # Agent of the workflow -> the policy that speaks for it, or "base": the base model as it is, which is not trained.
-    # Empty: the only policy for the only agent.
+    # Agent of the workflow -> the policy that speaks for it; or "base", or one of config.bases: that model as it is,
+    # which is not trained. Empty: the only policy for the only agent.
     config.agents = ConfigDict()
 
     # The world that episodes are played in.
@@ -176,40 +185,93 @@ def default_config() -> ConfigDict:
     return config
 
 
-PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # sections a policy may have of its own
+PER_BASE = ("model", "engine")  # sections that a base model may have of its own
+PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
+_OPEN_FIELDS = {"components", "options"}  # their names are looked up elsewhere
+
+
+def base_configs(config: ConfigDict) -> dict[str, ConfigDict]:
+    """For each base model of the run, by name, the whole config with its model and engines; "base" is the run's own.
+
+    Raises:
+        ConfigError: a name that cannot be one, a section that all bases share, or a field that there is not.
+    """
+    return {BASE_NAME: config, **{name: _base_config(config, name) for name in config.bases}}
+
+
+def _base_config(config: ConfigDict, name: str) -> ConfigDict:
+    if name == BASE_NAME or not re.fullmatch(r"[\w-]+", name) or name.rpartition("-")[2].isdecimal():
+        raise ConfigError(
+            f"config.bases has {name!r}: give a name of letters, digits, '_' and '-', other than {BASE_NAME!r}, that "
+            "is no number and does not end in '-' and one, as replicas do"
+        )
+    if name in (config.policies or (config.policy.name,)):
+        raise ConfigError(f"config.bases.{name} is also the name of a policy: give one of them another")
+    changes = config.bases[name]
+    if not isinstance(changes, ConfigDict):
+        raise ConfigError(f"config.bases.{name} is {changes!r}: give a dict such as {{'model': {{'path': ...}}}}")
+    own = ConfigDict(config.to_dict())
+    own.engine.update({"port": 0, "urls": ()})
+    if "path" in changes.get("model", {}):
+        own.model.nano = None
+    _change(own, f"config.bases.{name}", changes, PER_BASE)
+    return own.lock()
 
 
 def policy_configs(config: ConfigDict) -> dict[str, ConfigDict]:
-    """For each policy of the run, by name, the whole config as that policy alone would have it.
+    """For each policy of the run, by name, the whole config as that policy alone would have it, on its own base.
 
     Raises:
-        ConfigError: a policy changes a section that all share, or a field that there is not.
+        ConfigError: a policy changes a section that all share, or a field that there is not; its base is unknown.
     """
-    if not config.policies:
+    if not config.policies and config.policy.base == BASE_NAME:
         return {config.policy.name: config}
-    return {name: _policy_config(config, name) for name in config.policies}
+    return {name: _policy_config(config, name) for name in config.policies or (config.policy.name,)}
 
 
 def _policy_config(config: ConfigDict, name: str) -> ConfigDict:
     own = ConfigDict(config.to_dict())
     own.policies = ConfigDict()
     own.policy.name = name
-    for section, changes in config.policies[name].items():
-        if section not in PER_POLICY:
-            raise ConfigError(
-                f"config.policies.{name}.{section} is set, but a policy may differ only in {', '.join(PER_POLICY)}: "
-                f"set config.{section} for all of them"
-            )
-        open_fields = {"components", "options"}  # their names are looked up elsewhere
-        for field, value in changes.items():
-            if field not in own[section] and field not in open_fields:
-                known = ", ".join(own[section])
-                raise ConfigError(f"config.policies.{name}.{section}.{field} is no field: use one of {known}")
-            if isinstance(own[section][field], ConfigDict) and field not in open_fields:
-                own[section][field].update(value)
-            else:
-                own[section][field] = value
+    _change(own, f"config.policies.{name}", config.policies.get(name, ConfigDict()), PER_POLICY)
+    bases = base_configs(config)
+    if own.policy.base not in bases:
+        raise ConfigError(
+            f"policy {name} is to be trained on {own.policy.base!r} (policy.base): use one of {', '.join(bases)}"
+        )
+    for section in PER_BASE:
+        own[section] = ConfigDict(bases[own.policy.base][section].to_dict())
     return own.lock()
+
+
+def _change(own: ConfigDict, field: str, changes: ConfigDict, sections: Iterable[str]) -> None:
+    """Write into `own` what the sections under `field` say.
+
+    Raises:
+        ConfigError: another section than `sections`, an unknown field, or a value of another type.
+    """
+    for section, values in changes.items():
+        if section not in sections:
+            remedy = f"set config.{section} for all of them" if section in own else "use one of these"
+            allowed = ", ".join(sections)
+            raise ConfigError(f"{field}.{section} is set, but {field} may differ only in {allowed}: {remedy}")
+        if not isinstance(values, ConfigDict | Mapping):
+            raise ConfigError(f"{field}.{section} is {values!r}: give a dict of the fields that differ")
+        for name, value in values.items():
+            if name not in own[section]:
+                raise ConfigError(f"{field}.{section}.{name} is no field: use one of {', '.join(own[section])}")
+            try:
+                if isinstance(own[section][name], ConfigDict) and name not in _OPEN_FIELDS:
+                    own[section][name].update(value)
+                else:
+                    own[section][name] = value
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{field}.{section}.{name} is {value!r}, which does not fit: {error}") from error
+
+
+def policies_on(config: ConfigDict, base: str) -> dict[str, ConfigDict]:
+    """The policies that are trained on a base model, as `policy_configs` gives them."""
+    return {name: own for name, own in policy_configs(config).items() if own.policy.base == base}
 
 
 def task_options(config: ConfigDict, source: str) -> dict[str, Any]:

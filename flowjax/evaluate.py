@@ -21,13 +21,12 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from flowjax.config import ConfigError, load_run, policy_configs, save_run
+from flowjax.config import ConfigError, base_configs, load_run, policy_configs, save_run
 from flowjax.launch import command_line
-from flowjax.launch.devices import Devices, mesh_count, share_out, visible_accelerators
+from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
 from flowjax.launch.preflight import examine
 from flowjax.launch.roles import (
     choose_ports,
-    engine_accelerators,
     run_roles,
     stop_order,
     trainer_roles,
@@ -90,10 +89,21 @@ def _define(values: flags.FlagValues) -> None:
 
 
 def _conflicts(trained: ConfigDict, config: ConfigDict) -> Iterator[str]:
-    for field in _MUST_AGREE:
-        was, now = (_plain(_at(source, field)) for source in (trained, config))
+    compared = [(f"config.{field}", _at(trained, field), _at(config, field)) for field in _MUST_AGREE]
+    bases = [base_configs(source) for source in (trained, config)]
+    compared += [
+        (f"config.bases.{base}.model.path", *(own[base].model.path if base in own else None for own in bases))
+        for base in sorted({*trained.bases, *config.bases})
+    ]
+    policies = [policy_configs(source) for source in (trained, config)]
+    compared += [
+        (f"config.policies.{name}.policy", *(own[name].policy for own in policies))
+        for name in config.policies
+        if name in policies[0]
+    ]
+    for field, was, now in ((field, _plain(was), _plain(now)) for field, was, now in compared):
         if was != now:
-            yield f"config.{field} is {now}, but the checkpoint was trained with {was}: give the run's own"
+            yield f"{field} is {now}, but the checkpoint was trained with {was}: give the run's own"
 
 
 def _at(config: ConfigDict, field: str) -> object:
@@ -136,10 +146,10 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
     try:
         config, checkpoints = read_request(argv)
+        devices = _devices(config)
     except (CheckpointError, ConfigError) as error:
         print(error, file=sys.stderr)
         return USER_MISTAKE
-    devices = _devices(config)
     found = examine(config, _evaluations(checkpoints) / "new", devices)
     if problems := [*found.problems, *found.here]:
         print("\n".join(problems), file=sys.stderr)

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, save_run
 from flowjax.evaluate import prepare, read_request
 from flowjax.weights.publish import Checkpoints
 
@@ -16,8 +16,11 @@ def get_config(arg="one"):
     config = default_config()
     config.model.path = "base"
     config.env.module = "flowjax.envs.sokoban"
-    if arg == "two":
+    if arg != "one":
         config.policies = {"solver": {}, "verifier": {}}
+    if arg == "bases":
+        config.bases = {"large": {"model": {"path": "large"}}}
+        config.policies.verifier.policy = {"base": "large"}
     return config
 """
 
@@ -53,6 +56,17 @@ def test_policies_are_evaluated_together_each_at_its_own_version(run):
     folder = prepare(config, checkpoints)
     assert folder.name == "solver@2,verifier@1"
     assert (folder / "checkpoints" / "verifier" / "1").resolve() == run / "checkpoints" / "verifier" / "1"
+
+
+def test_a_checkpoint_belongs_to_its_base(run):
+    config, _ = request(run, "bases", "solver/2", "verifier/1")
+    save_run(config, run)
+    request(run, "bases", "solver/2", "verifier/1")
+    with pytest.raises(ConfigError) as refused:
+        request(run, "two", "solver/2", "verifier/1")
+    lost, moved = str(refused.value).splitlines()
+    assert lost.startswith("config.bases.large.model.path is None, but the checkpoint was trained with large")
+    assert moved.startswith("config.policies.verifier.policy is") and "'base': 'large'" in moved
 
 
 @pytest.mark.parametrize(

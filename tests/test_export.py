@@ -112,6 +112,20 @@ def test_an_adapter_of_another_shape_is_refused_and_leaves_nothing(runs: Path, t
     assert not (tmp_path / "out").exists()
 
 
+def test_a_policy_on_another_base_is_exported_with_that(runs: Path, tmp_path: Path):
+    config = default_config()
+    config.model.path = "absent"
+    config.bases = {"judge": {"model": {"path": str(runs / "model"), "dtype": "float32"}}}
+    config.policies = {"agent": {"policy": {"base": "judge", "lora": LORA}}, "other": {}}
+    save_run(config, tmp_path / "run")
+    (tmp_path / "run/checkpoints/agent").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/agent/4").symlink_to(runs / "lora/checkpoints/agent/4")
+    export(tmp_path / "run/checkpoints/agent/4", tmp_path / "out", form="hf")
+    np.testing.assert_allclose(
+        ours(load_decoder(tmp_path / "out", dtype=jnp.float32)), np.load(runs / "lora.npy"), atol=1e-5
+    )
+
+
 def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path):
     command = [sys.executable, "-m", "flowjax.export", f"--checkpoint={tmp_path}/9", f"--out={tmp_path}/out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -25,17 +25,22 @@ from rich.console import Console
 from flowjax.config import ConfigError, load_run, policy_configs, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
-from flowjax.launch.devices import Devices, host_device_count, mesh_count, share_out, visible_accelerators
+from flowjax.launch.devices import (
+    Devices,
+    engine_accelerators,
+    host_device_count,
+    mesh_count,
+    share_out,
+    visible_accelerators,
+)
 from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
     choose_ports,
-    engine_accelerators,
-    needs_warm_start,
     run_roles,
     stop_order,
     trainer_roles,
-    warm_start_role,
+    warm_start_roles,
     write_endpoints,
 )
 from flowjax.launch.session import OK, Session
@@ -184,10 +189,11 @@ def _run(request: Request, console: Console) -> int:
     config, run_dir, devices = request.config, request.run_dir, request.devices
     ports = choose_ports(config)
     write_endpoints(config, run_dir, ports)
+    first = warm_start_roles(config, run_dir, devices)
     session = Session(
         run_dir,
         steps=sum(_last_versions(config)),
-        warm_steps=config.warm_start.steps,
+        warm_steps=config.warm_start.steps * len(first),
         stop_order=stop_order(config),
         console=console,
     )
@@ -201,7 +207,7 @@ def _run(request: Request, console: Console) -> int:
         session.run(
             lambda: run_roles(config, run_dir, ports, devices),
             done,
-            first=warm_start_role(run_dir, devices) if needs_warm_start(config) else None,
+            first=first,
         )
     )
     if status == OK:

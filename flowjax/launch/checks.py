@@ -3,12 +3,13 @@
 A check gives messages of one form: field, value, conflict, remedy. All that can be found are given at once.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError
-from flowjax.rollout.names import BASE_NAME, speakers
+from flowjax.config import BASE_NAME, PER_BASE, ConfigError, base_configs, policies_on, policy_configs
+from flowjax.rollout.names import idle_bases, speakers
 
 GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "gigpo", "rewardflow", "maxrl", "pass_at_k", "best_of_group"}
 _AT_LEAST = {
@@ -60,7 +61,7 @@ _ONE_OF = {
     "optimizer.name": ("adamw", "muon", "sgd"),
     "optimizer.schedule": ("constant", "cosine", "linear"),
 }
-# What a resumed run may do differently without ceasing to be the same run.
+# What a resumed run may do differently without ceasing to be the same run; `engine` and `model` also of further bases.
 CHANGEABLE = (
     "name",
     "runs",
@@ -101,7 +102,27 @@ CHANGEABLE = (
 
 def check_config(config: ConfigDict) -> list[str]:
     """Everything about `config` that cannot work on any machine, short of looking names up."""
-    return [*_values(config), *_engines(config), *_lengths(config), *_batches(config)]
+    try:
+        policy_configs(config)
+        of_bases = on_each_base(config, lambda own: [*_values(own), *_engines(own), *_lengths(own), *_batches(own)])
+    except ConfigError as error:
+        return [str(error)]
+    return list(dict.fromkeys([*of_bases, *_training(config), *_bases(config)]))
+
+
+def on_each_base(config: ConfigDict, check: Callable[[ConfigDict], Iterable[str]]) -> list[str]:
+    """What a check says of the config of each base model. What several have in common is told once."""
+    told: dict[str, str] = {}
+    for base, own in base_configs(config).items():
+        for text in check(own):
+            told.setdefault(text, in_base(base, text))
+    return list(told.values())
+
+
+def in_base(base: str, text: str) -> str:
+    """A text about a base model's own config, with its fields named as they are in the run's."""
+    sections = "|".join(PER_BASE)
+    return text if base == BASE_NAME else re.sub(rf"\bconfig\.({sections})\b", rf"config.bases.{base}.\1", text)
 
 
 def check_unchanged(saved: ConfigDict, config: ConfigDict) -> list[str]:
@@ -111,9 +132,13 @@ def check_unchanged(saved: ConfigDict, config: ConfigDict) -> list[str]:
         f"config.{field} is {now.get(field)!r}, but this run was started with {before.get(field)!r}: "
         "leave it out of --resume, or start a new run"
         for field in sorted(before.keys() | now.keys())
-        if before.get(field) != now.get(field)
-        and not any(field == prefix or field.startswith(f"{prefix}.") for prefix in CHANGEABLE)
+        if before.get(field) != now.get(field) and not _changeable(field)
     ]
+
+
+def _changeable(field: str) -> bool:
+    field = re.sub(r"^bases\.[^.]+\.", "", field)
+    return any(field == prefix or field.startswith(f"{prefix}.") for prefix in CHANGEABLE)
 
 
 def _values(config: ConfigDict) -> Iterator[str]:
@@ -126,31 +151,32 @@ def _values(config: ConfigDict) -> Iterator[str]:
             yield f"config.{field} is {flat[field]!r}: use one of {', '.join(known)}"
     if not config.policy.name or set(config.policy.name) & set("@/ "):
         yield f"config.policy.name is {config.policy.name!r}: give a name without '@', '/' and spaces"
-    yield from _training(config)
     if config.optimizer.learning_rate <= 0:
         yield f"config.optimizer.learning_rate is {config.optimizer.learning_rate}: it must be positive"
 
 
 def _training(config: ConfigDict) -> Iterator[str]:
     """What full fine-tuning cannot be combined with, and rules that cannot be read."""
-    if config.policy.train == "full" and config.loss.kl_coefficient:
-        yield (
-            f"config.loss.kl_coefficient is {config.loss.kl_coefficient}, but with config.policy.train 'full' no copy "
-            "of the base is kept to compare with: set it to 0, or train 'lora'"
-        )
-    if config.policy.train == "full" and config.model.quantize:
-        yield (
-            f"config.model.quantize is {config.model.quantize!r}, but config.policy.train is 'full', and quantised "
-            "weights cannot be trained: set it to '' or train 'lora'"
-        )
-    for name, own in config.policies.items():
-        if {**config.policy, **own.get("policy", {})}["train"] == "full":
+    for name, own in policy_configs(config).items():
+        sharing = policies_on(config, own.policy.base)
+        if own.policy.train == "full" and own.loss.kl_coefficient:
             yield (
-                f"config.policies.{name} trains 'full' weights, but {len(config.policies)} policies share the base: "
+                f"config.loss.kl_coefficient is {own.loss.kl_coefficient}, but with config.policy.train 'full' no copy "
+                "of the base is kept to compare with: set it to 0, or train 'lora'"
+            )
+        if own.policy.train == "full" and own.model.quantize:
+            problem = (
+                f"config.model.quantize is {own.model.quantize!r}, but config.policy.train is 'full', and quantised "
+                "weights cannot be trained: set it to '' or train 'lora'"
+            )
+            yield in_base(own.policy.base, problem)
+        if own.policy.train == "full" and len(sharing) > 1:
+            yield (
+                f"config.policies.{name} trains 'full' weights, but {len(sharing)} policies share the base: "
                 "set policy.train to 'lora'"
             )
-    if not 0 <= config.policy.lora.dropout < 1:
-        yield f"config.policy.lora.dropout is {config.policy.lora.dropout}: it must lie in [0, 1)"
+        if not 0 <= own.policy.lora.dropout < 1:
+            yield f"config.policy.lora.dropout is {own.policy.lora.dropout}: it must lie in [0, 1)"
     if config.trainer.processes > 1 and not config.trainer.coordinator:
         yield (
             f"config.trainer.processes is {config.trainer.processes}, but config.trainer.coordinator is empty: "
@@ -161,6 +187,34 @@ def _training(config: ConfigDict) -> Iterator[str]:
             f"config.separate_trainers is True, but config.trainer.processes is {config.trainer.processes}, and a "
             "trainer of several processes is one for all policies: set one of them back"
         )
+
+
+def _bases(config: ConfigDict) -> Iterator[str]:
+    """Whether each base model has something to do and engines of its own, and each trainer one base."""
+    for base in idle_bases(config):
+        if base == BASE_NAME:
+            yield (
+                f"config.bases has {', '.join(config.bases)}, and the run's own base model (config.model) neither "
+                "speaks for an agent nor is trained: make one of config.bases the run's own"
+            )
+        else:
+            yield (
+                f"config.bases.{base} speaks for no agent, and no policy is trained on it: name it in config.agents or "
+                "in the policy.base of a policy, or leave it out"
+            )
+    trained = list(dict.fromkeys(own.policy.base for own in policy_configs(config).values()))
+    if len(trained) > 1 and not config.separate_trainers:
+        yield (
+            f"config.separate_trainers is False, but policies are trained on {len(trained)} base models "
+            f"({', '.join(trained)}) and a trainer holds one: set it to True"
+        )
+    users: dict[str, str] = {}
+    for base, own in base_configs(config).items():
+        for url in dict.fromkeys(own.engine.urls):
+            if url in users:
+                fields = " and ".join(in_base(each, "config.engine.urls") for each in (users[url], base))
+                yield f"{fields} both have {url!r}, but an engine serves one base model: give each its own"
+            users.setdefault(url, base)
 
 
 def _engines(config: ConfigDict) -> Iterator[str]:

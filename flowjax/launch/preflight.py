@@ -10,9 +10,17 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flowjax.launch.checks import check_config
+from flowjax.config import base_configs, policy_configs
+from flowjax.launch.checks import check_config, on_each_base
 from flowjax.launch.devices import Devices
-from flowjax.launch.machine import check_engine, check_folder, check_model, check_ports, check_unused
+from flowjax.launch.machine import (
+    check_accelerators,
+    check_engine,
+    check_folder,
+    check_model,
+    check_ports,
+    check_unused,
+)
 
 _PROBE_TIMEOUT_S = 120.0
 
@@ -30,21 +38,23 @@ def examine(config: ConfigDict, run_dir: Path, devices: Devices, *, resume: bool
     """Run every check. Nothing is written, nothing started but short-lived probes."""
     probe = _start_probe(config, devices, run_dir / "checkpoints" / config.policy.name if resume else None)
     problems = check_config(config)
-    here = [*check_model(config), *check_ports(config), *check_engine(config, devices), *check_unused(run_dir)]
+    here = [*on_each_base(config, check_model), *check_ports(config), *on_each_base(config, check_engine)]
+    here += [*check_accelerators(config, devices), *check_unused(run_dir)]
     if not here:
         problems += _engine_problems(config, run_dir)
     found, plan = _finish_probe(probe)
     problems += [text for text in found if text not in problems]
-    here += check_folder(run_dir, disk_bytes(config, plan))
+    here += check_folder(run_dir, 0 if problems else disk_bytes(config, plan))
     return Findings(problems, here, plan)
 
 
 def _engine_problems(config: ConfigDict, run_dir: Path) -> list[str]:
-    """What the engine's command cannot express."""
+    """What the engines' commands cannot express."""
     from flowjax.rollout.sidecar import engine_command
 
     try:
-        engine_command(config, run_dir, port=0)
+        for base in base_configs(config):
+            engine_command(config, run_dir, port=0, base=base)
     except ValueError as error:
         return [str(error)]
     return []
@@ -52,12 +62,14 @@ def _engine_problems(config: ConfigDict, run_dir: Path) -> list[str]:
 
 def disk_bytes(config: ConfigDict, plan: dict[str, Any]) -> int:
     """Most that checkpoints and adapter folders of a run take at once."""
-    model = plan.get("model", {})
-    trainer = config.trainer
-    kept = trainer.keep_checkpoints + 1  # the one being written
-    kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
-    adapters = config.dataflow.max_staleness + 2
-    return kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
+    needed_bytes = 0
+    for own in policy_configs(config).values():
+        trainer, model = own.trainer, plan.get("bases", {}).get(own.policy.base, {}).get("model", {})
+        kept = trainer.keep_checkpoints + 1  # the one being written
+        kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
+        adapters = own.dataflow.max_staleness + 2
+        needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
+    return needed_bytes
 
 
 def _start_probe(config: ConfigDict, devices: Devices, checkpoints: Path | None) -> subprocess.Popen[str]:

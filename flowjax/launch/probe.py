@@ -10,13 +10,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from flowjax.config import default_config, policy_configs, task_options
+from flowjax.config import base_configs, default_config, policies_on, policy_configs, task_options
+from flowjax.launch.checks import in_base
 
 # Shapes of models whose folder may be on another machine, as in their config.json.
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
@@ -44,7 +45,8 @@ def inspect_run(config: ConfigDict, device_count: int, checkpoints: Path | None)
     """Problems, and the sizes that a plan shows. `checkpoints` is the folder that a resumed run goes on from."""
     problems = [text for check in (_world, _workflow, _learning, _rules) for text in _messages(check, config)]
     plan: dict[str, Any] = {}
-    problems += _messages(_sizes, config, device_count, plan)
+    problems += _messages(_mesh, config, device_count, plan)
+    problems += _messages(_bases, config, device_count, plan)
     if checkpoints is not None:
         problems += _messages(_newest_checkpoint, checkpoints)
     # A world that cannot be imported stops more than one check; rooms below name fields without the leading "config.".
@@ -178,8 +180,8 @@ def _rules(config: ConfigDict) -> Iterator[str]:
     from flowjax.models.lora import Lora, adapter_specs
     from flowjax.trainer.optimizer import check_rules
 
-    model = _model(config) if config.model.path else None
     for own in policy_configs(config).values():
+        model = _model(own) if own.model.path else None
         if model is None or not own.optimizer.rules:
             continue
         if own.policy.train == "full":
@@ -192,18 +194,13 @@ def _rules(config: ConfigDict) -> Iterator[str]:
     yield from ()
 
 
-def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
-    """Fill `plan`; yield what does not divide."""
-    from jax.sharding import AbstractMesh
-
-    from flowjax.models import memory
-    from flowjax.models.lora import Lora, adapter_specs
-    from flowjax.models.sharding import MESH_AXES, ROW_AXES, Placement, resolve_mesh
+def _mesh(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
+    """The trainer's mesh; yields what does not divide over it."""
+    from flowjax.models.sharding import ROW_AXES, resolve_mesh
     from flowjax.trainer.batch import row_buckets
 
-    lora = Lora(**config.policy.lora.to_dict()) if config.policy.train == "lora" else None
     mesh = resolve_mesh(config.mesh.to_dict(), device_count)
-    plan["mesh"] = {name: size for name, size in mesh.items() if size > 1 or name in ("data", "fsdp", "tensor")}
+    plan["mesh"] = _shown_axes(mesh)
     ways = math.prod(mesh[name] for name in ROW_AXES)
     if config.trainer.micro_batch_rows % ways:
         yield (
@@ -218,22 +215,63 @@ def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Itera
             f"does not divide over config.mesh.sequence = {mesh['sequence']}: make row_tokens that number times a "
             "power of 2"
         )
+
+
+def _shown_axes(mesh: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in mesh.items() if size > 1 or name in ("data", "fsdp", "tensor")}
+
+
+def _bases(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
+    """Sizes of each base model and of what is trained on it; yields what does not divide over the trainer's mesh."""
+    from flowjax.models.sharding import resolve_mesh
+
+    mesh = resolve_mesh(config.mesh.to_dict(), device_count)
+    parts = plan["bases"] = {}
+    for base, own in base_configs(config).items():
+        part = parts[base] = {}
+        policies = list(policies_on(config, base).values())
+        for check, args in ((_served, (own, part)), *((_trained, (policy, mesh, part)) for policy in policies[:1])):
+            for text in _messages(check, *args):
+                yield in_base(base, text)
+
+
+def _served(config: ConfigDict, plan: dict[str, Any]) -> Iterator[str]:
+    """What the base model takes on its engines."""
+    from flowjax.models import memory
+
+    if model := _model(config):
+        value_bytes = memory.DTYPE_BYTES.get(config.engine.dtype, 2)
+        plan["model"] = {
+            "parameters": model.parameter_count(),
+            "kv_bytes_per_token": 2 * model.layers * model.kv_size * value_bytes,
+            "served_bytes": model.parameter_count() * value_bytes,
+        }
+    yield from ()
+
+
+def _trained(config: ConfigDict, mesh: Mapping[str, int], plan: dict[str, Any]) -> Iterator[str]:
+    """What a policy takes in its trainer; yields what does not divide."""
+    from jax.sharding import AbstractMesh
+
+    from flowjax.models import memory
+    from flowjax.models.lora import Lora, adapter_specs
+    from flowjax.models.sharding import MESH_AXES, Placement
+
     model = _model(config)
     if model is None:
         return
+    lora = Lora(**config.policy.lora.to_dict()) if config.policy.train == "lora" else None
     adapter = sum(math.prod(s.shape) for ab in adapter_specs(model, lora).values() for s in ab.values()) if lora else 0
     trained = adapter if lora else model.parameter_count()
-    plan["model"] = {
-        "parameters": model.parameter_count(),
+    plan["model"] |= {
+        "train": config.policy.train,
         "trained": trained,
         "checkpoint_bytes": 3 * memory.FLOAT32 * trained,  # the weights and AdamW's two moments
         "adapter_bytes": memory.FLOAT32 * trained,
-        "kv_bytes_per_token": 2 * model.layers * model.kv_size * memory.DTYPE_BYTES.get(config.engine.dtype, 2),
-        "served_bytes": model.parameter_count() * memory.DTYPE_BYTES.get(config.engine.dtype, 2),
     }
     if config.model.dtype not in memory.DTYPE_BYTES:
         return
-    axes: dict[str, Any] = plan["mesh"]
+    axes: dict[str, Any] = _shown_axes(mesh)
     plan["memory"] = memory.estimate(
         model,
         lora,
@@ -247,6 +285,7 @@ def _sizes(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Itera
     )
     placement: Any = AbstractMesh(tuple(mesh.values()), MESH_AXES)  # only its shape is looked at
     Placement(placement).check(model)
+    yield from ()
 
 
 def _model(config: ConfigDict) -> Any:

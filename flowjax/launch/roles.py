@@ -7,13 +7,13 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from flowjax.config import policy_configs
+from flowjax.config import BASE_NAME, base_configs, policy_configs
 from flowjax.launch.devices import Devices
 from flowjax.launch.health import answers
 from flowjax.launch.machine import free_port
 from flowjax.launch.supervisor import Role
 from flowjax.monitor.token import reachable
-from flowjax.rollout.names import engine_names
+from flowjax.rollout.names import engines_by_base
 
 # Nothing is fetched or reported while a run lasts.
 _OFFLINE = {
@@ -42,17 +42,22 @@ def stop_order(config: ConfigDict) -> tuple[tuple[str, ...], ...]:
 
 def choose_ports(config: ConfigDict) -> dict[str, int]:
     """A port for each server that is started here, as configured or free; kept for the whole run, restarts included."""
-    engine = config.engine
-    names = [] if engine.urls else engine_names(engine.replicas)
-    ports = {name: engine.port + index if engine.port else free_port() for index, name in enumerate(names)}
+    ports, bases = {}, base_configs(config)
+    for base, names in engines_by_base(config).items():
+        engine = bases[base].engine
+        for index, name in enumerate(() if engine.urls else names):
+            ports[name] = engine.port + index if engine.port else free_port()
     return {**ports, "dataflow": config.dataflow.port or free_port()}
 
 
 def write_endpoints(config: ConfigDict, run_dir: Path, ports: dict[str, int]) -> None:
     """`endpoints.json`, where roles find each other, and the engines that run elsewhere."""
-    given = (
-        dict(zip(engine_names(len(config.engine.urls)), config.engine.urls, strict=True)) if config.engine.urls else {}
-    )
+    bases = base_configs(config)
+    given = {
+        name: url
+        for base, names in engines_by_base(config).items()
+        for name, url in zip(names, bases[base].engine.urls, strict=False)
+    }
     partial_file = run_dir / "endpoints.json.partial"
     hosts = {"dataflow": reachable(config.dataflow.host)}
     started = {name: f"http://{hosts.get(name, '127.0.0.1')}:{port}" for name, port in ports.items()}
@@ -60,43 +65,50 @@ def write_endpoints(config: ConfigDict, run_dir: Path, ports: dict[str, int]) ->
     partial_file.replace(run_dir / "endpoints.json")
 
 
-def needs_warm_start(config: ConfigDict) -> bool:
-    return config.model.nano is not None and not (Path(config.model.path) / "config.json").exists()
+def missing_bases(config: ConfigDict) -> list[str]:
+    """Nano base models that have to be made first, each folder once."""
+    missing = {
+        own.model.path: base
+        for base, own in reversed(base_configs(config).items())
+        if own.model.nano is not None and not (Path(own.model.path) / "config.json").exists()
+    }
+    return list(reversed(missing.values()))
 
 
-def warm_start_role(run_dir: Path, devices: Devices) -> Role:
-    return Role(
-        "warm_start",
-        [sys.executable, "-m", "flowjax.trainer.warm_start", f"--run={run_dir}"],
-        env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env()},
-        restarts=1,
-        finite=True,
-    )
-
-
-def engine_accelerators(config: ConfigDict) -> int:
-    """Accelerators that the engines of a run want of this machine."""
-    return 0 if config.engine.urls else config.engine.replicas * config.engine.tensor_parallel
+def warm_start_roles(config: ConfigDict, run_dir: Path, devices: Devices) -> list[Role]:
+    """What makes the missing nano base models, one after the other."""
+    return [
+        Role(
+            "warm_start" if base == BASE_NAME else f"warm_start-{base}",
+            [sys.executable, "-m", "flowjax.trainer.warm_start", f"--run={run_dir}", f"--base={base}"],
+            env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env()},
+            restarts=1,
+            finite=True,
+        )
+        for base in missing_bases(config)
+    ]
 
 
 def engine_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices) -> list[Role]:
     """The engines that are started here, each supervised and restarted on its own."""
     from flowjax.rollout.sidecar import engine_command
 
-    replicas = config.engine.replicas
-    names = [] if config.engine.urls else engine_names(replicas)
-    commands = [engine_command(config, run_dir, ports[name], replica) for replica, name in enumerate(names)]
-    return [
-        Role(
-            name,
-            argv,
-            env={**_OFFLINE, **devices.engine_env(replica, replicas), **env},
-            health=partial(answers, "127.0.0.1", ports[name], "/health"),
-            restarts=config.engine.max_restarts,
-            start_timeout_s=config.engine.start_timeout_s,
-        )
-        for replica, (name, (argv, env)) in enumerate(zip(names, commands, strict=True))
-    ]
+    roles, bases, taken = [], base_configs(config), 0
+    for base, names in engines_by_base(config).items():
+        engine = bases[base].engine
+        for replica, name in enumerate(() if engine.urls else names):
+            argv, env = engine_command(config, run_dir, ports[name], replica, base=base)
+            own = Role(
+                name,
+                argv,
+                env={**_OFFLINE, **devices.engine_env(taken, engine.tensor_parallel), **env},
+                health=partial(answers, "127.0.0.1", ports[name], "/health"),
+                restarts=engine.max_restarts,
+                start_timeout_s=engine.start_timeout_s,
+            )
+            roles.append(own)
+            taken += engine.tensor_parallel
+    return roles
 
 
 def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices) -> list[Role]:

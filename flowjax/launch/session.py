@@ -43,9 +43,9 @@ class Session:
         roles: Callable[[], Sequence[Role]],
         done: Callable[[Supervisor, Progress], Awaitable[None]],
         *,
-        first: Role | None = None,
+        first: Sequence[Role] = (),
     ) -> int:
-        """Run `first` to its end, then start `roles` and keep them up until `done` returns.
+        """Run each of `first` to its end, then start `roles` and keep them up until `done` returns.
 
         Returns 0, 1 when a role failed for good, or 128 + n after signal n.
         """
@@ -83,11 +83,11 @@ class Session:
         supervisor: Supervisor,
         roles: Callable[[], Sequence[Role]],
         done: Callable[[Supervisor, Progress], Awaitable[None]],
-        first: Role | None,
+        first: Sequence[Role],
     ) -> None:
-        if first is not None:
-            supervisor.start(first)
-            await supervisor.ended(first.name)
+        for role in first:
+            supervisor.start(role)
+            await supervisor.ended(role.name)
         for role in roles():
             supervisor.start(role)
         await done(supervisor, self.screen.progress)

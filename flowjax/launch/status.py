@@ -104,13 +104,19 @@ def _playing(status: Mapping[str, Any]) -> Iterator[str]:
     yield f"{status.get('in_flight', 0)} episodes in flight"
     yield f"{fixed(number(status, 'episodes_per_s'), 1)} episodes/s"
     yield f"{status.get('failed_episodes', 0)} failed"
-    engines = status.get("engines", [])
-    if len(engines) > 1:
-        yield f"{sum(engine['up'] for engine in engines)} of {len(engines)} engines up"
-    else:
-        yield f"engine {'up' if status.get('engine_up') else 'away'}"
-    if load := status.get("engine_load"):
-        yield f"{status['slots']} slots, {load['waiting']} requests queued, {load['preemptions']} preempted"
+    bases = status.get("bases", {})
+    if any("load" in base for base in bases.values()):
+        yield f"{status['slots']} slots"
+    for name, base in bases.items():
+        engines = base.get("engines", [])
+        told = (
+            f"{sum(engine['up'] for engine in engines)} of {len(engines)} engines up"
+            if len(engines) > 1
+            else f"engine {'up' if base['up'] else 'away'}"
+        )
+        if load := base.get("load"):
+            told += f", {load['waiting']} requests queued, {load['preemptions']} preempted"
+        yield f"{name}: {told}" if len(bases) > 1 else told
 
 
 def _keeping(status: Mapping[str, Any]) -> Iterator[str]:

@@ -8,13 +8,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4"
 # Maps whose keys are data: they become a label instead of prolonging the name.
 LABELS = {
     "policies": "policy",
+    "bases": "base",
     "serving_versions": "policy",
     "failed": "cause",
     "dropped": "cause",
     "ages": "age",
     "trained_ages": "age",
 }
-_PREFIXES = {"policies": "policy"}
+_PREFIXES = {"policies": "policy", "bases": "base"}
 LISTS = {"engines": ("engine", "url")}  # lists of maps: a label, and what in each map is its value
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 

@@ -75,8 +75,7 @@ class Screen:
         return clock(self._warm.remaining_s(self._warm_steps))
 
     def _bar(self) -> RenderableType:
-        state = self.states.get("warm_start")
-        if state is not None and state.phase != "done":
+        if any(name.startswith("warm_start") and state.phase != "done" for name, state in self.states.items()):
             name, done, of, left = "warm start", self._warm.step, self._warm_steps, self._warm_left()
         else:
             name, done, of = "step", self.progress.step, self._steps

@@ -12,58 +12,52 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, load_run, policy_configs
+from flowjax.config import ConfigError, load_run
 from flowjax.envs.base import WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import ModelError
 from flowjax.monitor.endpoint import MetricsEndpoint
 from flowjax.monitor.token import known_token
+from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
-from flowjax.rollout.engines import engines_of_run
 from flowjax.rollout.episode import Player
+from flowjax.rollout.names import engines_by_base
 from flowjax.rollout.service import RolloutError, RolloutService
-from flowjax.weights.follow import Follower, WeightsError
-from flowjax.weights.hand_over import hand_over
+from flowjax.weights.follow import WeightsError
 from flowjax.workflows.codec import CodecError
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _FAILED, _USER_MISTAKE = 1, 2  # exit statuses; starting again mends only the first
 
 
-def _endpoints(run_dir: Path) -> tuple[list[str], str]:
-    """Addresses of the engines and of the dataflow."""
+def _endpoints(config: ConfigDict, run_dir: Path) -> tuple[dict[str, list[str]], str]:
+    """Addresses of the engines, by base model, and of the dataflow."""
     path = run_dir / "endpoints.json"
     try:
         endpoints = json.loads(path.read_text())
-        engines = [url for name, url in endpoints.items() if name == "engine" or name.startswith("engine-")]
-        dataflow = endpoints["dataflow"]
+        engines = {base: [endpoints[name] for name in names] for base, names in engines_by_base(config).items()}
+        return engines, endpoints["dataflow"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} does not name engine and dataflow ({error}): start the run's roles first") from error
-    if not engines:
-        raise ConfigError(f"{path} names no engine: start the run's roles first")
-    return engines, dataflow
 
 
 async def _serve(config: ConfigDict, run_dir: Path) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    urls, dataflow_url = _endpoints(run_dir)
-    forms = {name: hand_over(own) for name, own in policy_configs(config).items()}
+    urls, dataflow_url = _endpoints(config, run_dir)
     worker = f"{socket.gethostname()}-{os.getpid()}"
     async with (
-        engines_of_run(config, run_dir, urls) as engine,
+        bases_of_run(config, run_dir, urls) as bases,
         DataflowClient(
             dataflow_url, worker=worker, away_s=config.dataflow.lease_s, token=known_token(run_dir)
         ) as dataflow,
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
-        staleness = config.dataflow.max_staleness
-        follower = Follower(engine.members, run_dir, forms, max_staleness=staleness)
-        player = Player.of_run(config, engine=engine, follower=follower, pool=pool)
-        service = RolloutService(config, run_dir, engine=engine, dataflow=dataflow, follower=follower, player=player)
-        logging.info("playing as %s on %s", worker, ", ".join(urls))
+        player = Player.of_run(config, bases=bases, pool=pool)
+        service = RolloutService(config, run_dir, bases=bases, dataflow=dataflow, player=player)
+        logging.info("playing as %s on %s", worker, ", ".join(url for own in urls.values() for url in own))
         with MetricsEndpoint(lambda: service.told, role="rollout") as metrics:
             service.metrics_url = metrics.url
             await service.run(stop)

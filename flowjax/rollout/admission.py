@@ -1,6 +1,7 @@
 """How many episodes to play at once: as many as the engines manage, by what vLLM says of its queue and its cache."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 _DECREASE = 0.75
@@ -66,12 +67,15 @@ def next_slots(slots: float, load: Load, preempted: int, *, playing: int, floor:
 
 
 class Admission:
-    """The slots of a rollout service between `floor` and `ceiling`; a floor of 0 means all of them, always."""
+    """The slots of a rollout service between `floor` and `ceiling`; a floor of 0 means all of them, always.
+
+    Every episode may call on every base model, so that the one that manages least decides.
+    """
 
     def __init__(self, *, floor: int, ceiling: int):
         self._floor, self._ceiling = floor, ceiling
         self._slots = float(floor or ceiling)
-        self.load: Load | None = None  # as last seen
+        self._loads: Mapping[str, Load] = {}  # by base model, as last seen
 
     @property
     def adaptive(self) -> bool:
@@ -81,10 +85,11 @@ class Admission:
     def slots(self) -> int:
         return math.floor(self._slots)
 
-    def update(self, load: Load, playing: int) -> None:
+    def update(self, loads: Mapping[str, Load], playing: int) -> None:
         """Take a look at the engines into account. An engine that was restarted counts its preemptions anew."""
-        preempted = load.preemptions - self.load.preemptions if self.load else 0
-        self._slots = next_slots(
-            self._slots, load, preempted, playing=playing, floor=self._floor, ceiling=self._ceiling
+        bounds = {"playing": playing, "floor": self._floor, "ceiling": self._ceiling}
+        self._slots = min(
+            next_slots(self._slots, load, load.preemptions - self._loads.get(base, load).preemptions, **bounds)
+            for base, load in loads.items()
         )
-        self.load = load
+        self._loads = {**self._loads, **loads}

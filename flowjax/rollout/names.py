@@ -2,26 +2,35 @@
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, policy_configs, task_options
-from flowjax.envs.base import load_world
-
-BASE_NAME = "base"  # what the engine calls the model without an adapter
+from flowjax.config import BASE_NAME, ConfigError, base_configs, policy_configs, task_options
 
 
-def engine_names(count: int) -> list[str]:
-    """The engines of a run: their roles, logs and endpoints."""
-    return ["engine"] if count == 1 else [f"engine-{index}" for index in range(count)]
+def engine_names(count: int, base: str = BASE_NAME) -> list[str]:
+    """The engines of a base model: their roles, logs and endpoints."""
+    name = "engine" if base == BASE_NAME else f"engine-{base}"
+    return [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
 
 
-def engine_logs(config: ConfigDict) -> str:
-    """Where to read what the engines say."""
-    if config.engine.urls:
+def engines_by_base(config: ConfigDict) -> dict[str, list[str]]:
+    """The engines of each base model, those that are started here and those that run elsewhere."""
+    return {
+        base: engine_names(len(own.engine.urls) or own.engine.replicas, base)
+        for base, own in base_configs(config).items()
+    }
+
+
+def engine_logs(config: ConfigDict, base: str = BASE_NAME) -> str:
+    """Where to read what the engines of a base model say."""
+    if base_configs(config)[base].engine.urls:
         return "the engines' own logs"
-    return f"logs/{'engine' if config.engine.replicas == 1 else 'engine-*'}.log"
+    names = engines_by_base(config)[base]
+    return f"logs/{names[0] if len(names) == 1 else names[0].removesuffix('0') + '*'}.log"
 
 
 def world_name(config: ConfigDict) -> str:
     """What the run's tasks call their world (`Task.world`): all of a run are of one, as its first task says."""
+    from flowjax.envs.base import load_world  # which imports numpy: the launcher does without
+
     split = "held_out" if config.eval.versions else "train"
     options = task_options(config, next(iter(config.env.sources), ""))
     task = load_world(config.env.module).tasks(split, config.env.data_seed, **options)[0]
@@ -33,27 +42,34 @@ def speakers(config: ConfigDict) -> dict[str, str]:
     """The policy that speaks for each agent of the run's workflow, or the base model, which plays and is not trained.
 
     Raises:
-        ConfigError: an agent's policy is none of the run's, or the base model is asked for where nothing keeps it.
+        ConfigError: an agent's policy is none of the run's, or a base model is asked for where nothing keeps it.
     """
-    policies = list(policy_configs(config))
+    policies, bases = policy_configs(config), list(base_configs(config))
     chosen = config.agents.to_dict()
     if not chosen:
         from flowjax.workflows.single import AGENT  # which takes seconds to import
 
-        return {AGENT: policies[0]}
-    for agent, policy in chosen.items():
-        if policy not in (*policies, BASE_NAME):
+        return {AGENT: next(iter(policies))}
+    full = {own.policy.base for own in policies.values() if own.policy.train == "full"}
+    for agent, speaker in chosen.items():
+        if speaker not in (*policies, *bases):
+            frozen = f"{', '.join(map(repr, bases))} for the base model{'s' * (len(bases) > 1)} as it is"
             raise ConfigError(
-                f"config.agents.{agent} is {policy!r}: use one of the run's policies, {', '.join(policies)}, or "
-                f"{BASE_NAME!r} for the base model as it is"
+                f"config.agents.{agent} is {speaker!r}: use one of the run's policies, {', '.join(policies)}, or "
+                f"{frozen}"
             )
-        if policy == BASE_NAME and config.policy.train == "full":
+        if speaker in full:
             raise ConfigError(
-                f"config.agents.{agent} is {policy!r}, but with config.policy.train 'full' the engine replaces the "
+                f"config.agents.{agent} is {speaker!r}, but with config.policy.train 'full' the engine replaces the "
                 "base model by what is trained: name a policy, or train 'lora'"
             )
-    if set(chosen.values()) == {BASE_NAME}:
-        raise ConfigError(
-            f"config.agents has {BASE_NAME!r} speak for every agent, so nothing is trained: name a policy for one"
-        )
+    if set(chosen.values()) <= set(bases):
+        spoken = ", ".join(map(repr, dict.fromkeys(chosen.values())))
+        raise ConfigError(f"config.agents has {spoken} speak for every agent, so nothing is trained: name a policy")
     return chosen
+
+
+def idle_bases(config: ConfigDict) -> list[str]:
+    """Base models that no policy is trained on and that speak for no agent."""
+    used = {own.policy.base for own in policy_configs(config).values()} | set(config.agents.values())
+    return [base for base in base_configs(config) if base not in used]

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,12 @@ from ml_collections import ConfigDict
 from flowjax.config import policy_configs
 from flowjax.records import COUNTED_STATUSES, Episode, Lease
 from flowjax.rollout.admission import Admission
+from flowjax.rollout.bases import Base
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.counters import Counters, Rates, read_leases, write_status
 from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
-from flowjax.rollout.engines import EnginePool, Engines
 from flowjax.rollout.episode import Player
-from flowjax.rollout.names import engine_logs, world_name
-from flowjax.weights.follow import Follower
+from flowjax.rollout.names import world_name
 
 _log = logging.getLogger(__name__)
 _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
@@ -52,26 +53,23 @@ class RolloutService:
         config: ConfigDict,
         run_dir: Path,
         *,
-        engine: Engines,
+        bases: Sequence[Base],
         dataflow: DataflowClient,
-        follower: Follower,
         player: Player,
     ):
         self._policies, self._most_slots = list(policy_configs(config)), config.rollout.max_concurrent_episodes
         self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
         self._can = {"worlds": [world_name(config)], "policies": self._policies, "kinds": ["train", "eval"]}
-        self._engine_logs = engine_logs(config)
         self._renew_every_s = config.dataflow.lease_s / 3
-        self._engine_away_s = config.engine.start_timeout_s
         self._status_path = run_dir / "status-rollout.json"
         self._left_behind = read_leases(self._status_path)  # by a service that was killed: nobody plays them now
-        self._engine, self._dataflow, self._follower, self._player = engine, dataflow, follower, player
+        self._bases, self._dataflow, self._player = bases, dataflow, player
+        self._followers = {policy: base.follower for base in bases for policy in base.policies}
         self._playing: dict[str, asyncio.Task[None]] = {}  # by lease
         self._finished: list[tuple[str, Episode]] = []  # with their leases
         self._unplayed: list[tuple[str, str]] = []  # lease, why
         self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
         self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
-        self._engine_up = False
         self._fruitless = 0  # episodes in a row that came to nothing
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rates = Rates()
@@ -86,7 +84,8 @@ class RolloutService:
             EngineError, DataflowError, WeightsError: engine or dataflow have been away for longer than the run allows.
             RolloutError: episode after episode comes to nothing.
         """
-        loops = [self._follower.run, self._lease, self._hand_over, self._renew, self._watch_engine, self._report]
+        loops = [self._lease, self._hand_over, self._renew, self._report]
+        loops += [loop for base in self._bases for loop in (base.follower.run, partial(self._watch, base))]
         loops += [self._admit] if self._admission.adaptive else []
         tasks = [asyncio.create_task(loop()) for loop in (*loops, stop.wait)]
         tasks += [asyncio.create_task(self._versions(policy)) for policy in self._policies]
@@ -107,12 +106,12 @@ class RolloutService:
         if self._left_behind:
             await self._dataflow.give_back(self._left_behind, "")
             self._left_behind = []
-        await self._follower.ready()
+        await asyncio.gather(*(base.follower.ready() for base in self._bases))
         while True:
             self._slot_freed.clear()
             free = self._admission.slots - len(self._playing)
             retry_s = 1.0
-            if free > 0 and self._engine_up:
+            if free > 0 and self._engines_up:
                 self._asking = asyncio.create_task(self._dataflow.lease(free, self._can))
                 leases, retry_s = await asyncio.shield(self._asking)
                 self._asking = None
@@ -184,36 +183,37 @@ class RolloutService:
 
     async def _versions(self, policy: str) -> None:
         """Tell the dataflow what is served, at once when it changes: that admits the next groups."""
-        await self._follower.ready()
+        follower = self._followers[policy]
+        await follower.ready()
         while True:
-            serving, _ = self._follower.current(policy)
-            oldest = await self._dataflow.report_versions(policy, serving, self._follower.in_use(policy))
-            self._follower.keep_from(policy, oldest)
+            serving, _ = follower.current(policy)
+            oldest = await self._dataflow.report_versions(policy, serving, follower.in_use(policy))
+            follower.keep_from(policy, oldest)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_EVERY_S):
-                    await self._follower.changed(policy, serving)
+                    await follower.changed(policy, serving)
 
-    async def _watch_engine(self) -> None:
-        """No episodes are leased for an engine that is away, and one that stays away ends the service."""
-        seen_s = time.monotonic()
+    async def _watch(self, base: Base) -> None:
+        """No episodes are leased for engines that are away, and those that stay away end the service."""
         while True:
-            up = await self._engine.healthy()
-            if up != self._engine_up:
-                _log.info("the engine is %s", "up" if up else "away")
-            self._engine_up = up
-            now_s = time.monotonic()
-            seen_s = now_s if up else seen_s
-            if now_s - seen_s > self._engine_away_s:
-                raise EngineError(f"the engine has been away for {now_s - seen_s:.0f} s: see {self._engine_logs}")
+            await base.watch()
             await asyncio.sleep(_PROBE_EVERY_S)
+
+    @property
+    def _engines_up(self) -> bool:
+        """Whether each base model has an engine that is alive: an episode may call on all of them."""
+        return all(base.up for base in self._bases)
 
     async def _admit(self) -> None:
         """Let the number of episodes follow the engines' load."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             before = self._admission.slots
-            with contextlib.suppress(EngineError):  # away: `_watch_engine` sees to that
-                self._admission.update(await self._engine.load(), len(self._playing))
+            for base in self._bases:
+                with contextlib.suppress(EngineError):  # away: `_watch` sees to that
+                    base.load = await base.engine.load()
+            loads = {base.name: base.load for base in self._bases if base.load is not None}
+            self._admission.update(loads, len(self._playing))
             if self._admission.slots > before:
                 self._slot_freed.set()
 
@@ -238,7 +238,7 @@ class RolloutService:
     def _status(self) -> dict[str, Any]:
         pool = self._player.pool.counts
         try:
-            serving = {policy: self._follower.current(policy)[0] for policy in self._policies}
+            serving = {policy: self._followers[policy].current(policy)[0] for policy in self._policies}
         except KeyError:
             serving = {}
         return {
@@ -246,15 +246,14 @@ class RolloutService:
             **self._rates.update(self.counters, time.monotonic()),
             "in_flight": len(self._playing),
             "slots": self._admission.slots,
-            **({"engine_load": asdict(self._admission.load)} if self._admission.load else {}),
-            **(self._engine.status() if isinstance(self._engine, EnginePool) else {}),
+            "bases": {base.name: base.status() for base in self._bases},
             "metrics_url": self.metrics_url,
             "leases": [*self._left_behind, *self._playing, *(lease_id for lease_id, _ in self._finished)],
             "unsent": len(self._finished),
             "serving_version": min(serving.values(), default=None),
             "serving_versions": serving,
-            "versions_in_use": {policy: self._follower.in_use(policy) for policy in self._policies},
-            "engine_up": self._engine_up,
+            "versions_in_use": {policy: self._followers[policy].in_use(policy) for policy in self._policies},
+            "engine_up": self._engines_up,
             "killed_envs": pool.timeouts + pool.crashes,
             "replayed_episodes": pool.replays,
         }

@@ -14,8 +14,7 @@ from typing import Any
 import aiohttp
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, policy_configs
-from flowjax.rollout.names import BASE_NAME
+from flowjax.config import BASE_NAME, ConfigError, base_configs, policies_on
 
 HOST = "127.0.0.1"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max-lora-rank
@@ -23,6 +22,10 @@ _PROBE_TIMEOUT_S = 5.0
 _CPU_STEP_TOKENS = 1024
 
 _ENGINE_SIDE = Path(__file__).parent / "engine_side"  # modules for the engine's own interpreter
+_FULL_OPTIONS = {
+    "--middleware": "flowjax_served_weights.ServedWeights",
+    "--worker-extension-cls": "flowjax_served_weights.WorkerExtension",
+}
 
 _ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -41,18 +44,22 @@ _CPU_ENVIRONMENT = {
 }
 
 
-def engine_command(config: ConfigDict, run_dir: Path, port: int, replica: int = 0) -> tuple[list[str], dict[str, str]]:
-    """Arguments and additional environment of a vLLM server of a run.
+def engine_command(
+    config: ConfigDict, run_dir: Path, port: int, replica: int = 0, *, base: str = BASE_NAME
+) -> tuple[list[str], dict[str, str]]:
+    """Arguments and additional environment of a vLLM server of one of a run's base models, for the policies on it.
 
     Raises:
         ConfigError: the adapter's rank is more than vLLM serves.
     """
-    engine = config.engine
+    own = base_configs(config)[base]
+    engine, policies = own.engine, policies_on(config, base)
+    trained = {policy.policy.train for policy in policies.values()}
     python = engine.python or sys.executable
     on_cpu = serves_on_cpu(python)
     options: dict[str, Any] = {
-        "--model": Path(config.model.path).resolve(),
-        "--served-model-name": BASE_NAME,
+        "--model": Path(own.model.path).resolve(),
+        "--served-model-name": base,
         "--host": HOST,
         "--port": port,
         "--dtype": engine.dtype,
@@ -62,13 +69,14 @@ def engine_command(config: ConfigDict, run_dir: Path, port: int, replica: int = 
         "--tensor-parallel-size": engine.tensor_parallel,
         "--logprobs-mode": "processed_logprobs",  # those of the distribution sampled from: after temperature and top-p
         "--generation-config": "vllm",  # not the model's own top-k, top-p and penalties
-        **_policy_options(config),
+        **(_lora_options(policies, config.dataflow.max_staleness) if "lora" in trained else {}),
+        **(_FULL_OPTIONS if "full" in trained else {}),
     }
     if engine.kv_cache_bytes:
         options["--kv-cache-memory-bytes"] = engine.kv_cache_bytes
-    switches = ["--disable-uvicorn-access-log", *(["--enable-lora"] if config.policy.train == "lora" else [])]
+    switches = ["--disable-uvicorn-access-log", *(["--enable-lora"] if "lora" in trained else [])]
     environment = dict(_ENVIRONMENT)
-    if config.policy.train == "full":
+    if "full" in trained:
         inherited = os.environ.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([str(_ENGINE_SIDE), *([inherited] if inherited else [])])
     if on_cpu:
@@ -87,23 +95,20 @@ def engine_command(config: ConfigDict, run_dir: Path, port: int, replica: int = 
     return [*argv, *switches, *map(str, engine.extra_args)], environment
 
 
-def _policy_options(config: ConfigDict) -> dict[str, Any]:
-    if config.policy.train != "lora":
-        module = "flowjax_served_weights"
-        return {"--middleware": f"{module}.ServedWeights", "--worker-extension-cls": f"{module}.WorkerExtension"}
-    policies = policy_configs(config).values()
-    rank = max(own.policy.lora.rank for own in policies)
+def _lora_options(policies: Mapping[str, ConfigDict], max_staleness: int) -> dict[str, Any]:
+    adapters = [own.policy.lora for own in policies.values()]
+    rank = max(lora.rank for lora in adapters)
     max_rank = next((served for served in VLLM_RANKS if served >= rank), None)
     if max_rank is None:
         raise ConfigError(f"config.policy.lora.rank is {rank}, but vLLM serves {VLLM_RANKS[-1]} at most: lower it")
     # One batch holds the current version, those within the staleness bound, and one that is just being replaced.
     # Memory holds as many again: an evicted adapter is read from its folder anew, and if that is gone vLLM dies.
-    versions = len(policies) * (config.dataflow.max_staleness + 2)
+    versions = len(adapters) * (max_staleness + 2)
     return {
         "--max-lora-rank": max_rank,
         "--max-loras": versions,
         "--max-cpu-loras": 2 * versions,
-        "--lora-target-modules": tuple(dict.fromkeys(target for own in policies for target in own.policy.lora.targets)),
+        "--lora-target-modules": tuple(dict.fromkeys(target for lora in adapters for target in lora.targets)),
     }
 
 

@@ -1,4 +1,4 @@
-"""The nano base model: `python -m flowjax.trainer.warm_start --run=<run folder>`.
+"""A nano base model: `python -m flowjax.trainer.warm_start --run=<run folder> [--base=<one of config.bases>]`.
 
 A tokenizer of the world's own words and a small random decoder, trained through the ordinary loop to imitate the
 world's scripted expert. At the end the expert is made noisy on purpose: a share of its labels is replaced by random
@@ -18,7 +18,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, load_run
+from flowjax.config import BASE_NAME, ConfigError, base_configs, load_run
 from flowjax.envs.base import World, WorldError, load_world
 from flowjax.envs.demonstrations import Exchange
 from flowjax.models.config import ModelError
@@ -34,14 +34,16 @@ from flowjax.workflows.codec import Codec
 from flowjax.workflows.imitation import base_words, expert_conversations
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
+_BASE = flags.DEFINE_string("base", BASE_NAME, "The base model to make.")
 
 
-def build_base(config: ConfigDict, run_dir: Path) -> None:
-    """Write the base model to `config.model.path`; the folder appears only once it is complete.
+def build_base(config: ConfigDict, run_dir: Path, base: str = BASE_NAME) -> None:
+    """Write a base model to its `config.model.path`; the folder appears only once it is complete.
 
     Raises:
         ConfigError: `config.model.nano` names no shape.
     """
+    config = base_configs(config)[base]
     if config.model.nano is None:
         raise ConfigError(f"config.model.path {config.model.path} is missing and config.model.nano gives no shape")
     folder = Path(config.model.path)
@@ -51,6 +53,7 @@ def build_base(config: ConfigDict, run_dir: Path) -> None:
     words = base_words(config, world)
     model = create_nano(words, partial, key=jax.random.key(config.seed), **config.model.nano.to_dict())
     settings = _supervised(config)
+    settings.policy.name = base  # in the metrics, where several are made one after the other
     batches = _batches(config, world, Codec(partial))
     trained = train(
         settings,
@@ -156,7 +159,7 @@ def main(argv: list[str]) -> None:
     try:
         config = load_run(run_dir)
         use_compile_cache(config.trainer.compile_cache)
-        build_base(config, run_dir)
+        build_base(config, run_dir, _BASE.value)
     except (ConfigError, ModelError, WorldError) as error:
         sys.exit(f"warm start: {error}")
 

@@ -76,6 +76,7 @@ class Follower:
         max_staleness: versions behind the current one that stay loaded even when unused. Engines hold few.
         poll_s: interval at which the checkpoint folders are listed.
         stuck_s: how long the newest version may fail to load on a living engine before `run` gives up.
+        logs: where the engines say why.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Follower:
         max_staleness: int,
         poll_s: float = 0.02,
         stuck_s: float = 60.0,
+        logs: str = "the engine's log",
     ):
         if len(hand_overs) > 1 and any(each.in_place for each in hand_overs.values()):
             raise WeightsError(
@@ -98,7 +100,7 @@ class Follower:
         self._policies = tuple(hand_overs)
         self._max_staleness, self._poll_s, self._stuck_s = max_staleness, poll_s, stuck_s
         self._adapters = run_dir / "adapters"
-        self._logs = f"logs/{'engine' if len(engines) == 1 else 'engine-*'}.log"
+        self._logs = logs
         self._current: dict[str, int] = {}
         self._oldest_needed = dict.fromkeys(self._policies, 0)
         self._in_use: Counter[tuple[str, int]] = Counter()
@@ -330,12 +332,15 @@ class Follower:
         """Forget unfinished folders, and those whose checkpoint may have been written anew since they were made.
 
         What an engine lists stays. So does a folder without a checkpoint while newer checkpoints exist: an evaluation
-        may still be pinned to it.
+        may still be pinned to it. Those of policies on other engines are not ours.
         """
         self._adapters.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(self._adapters)
+        for policy in self._policies:
+            remove_unfinished(self._adapters, policy)
         for folder in self._adapters.iterdir():
             policy, version = served_version(folder.name)
+            if policy not in self._policies:
+                continue
             steps = committed_steps(self._run_dir / "checkpoints" / policy)
             if not self._lists(folder.name) and (version in steps or version > max(steps, default=UNVERSIONED)):
                 shutil.rmtree(folder, ignore_errors=True)

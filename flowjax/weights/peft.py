@@ -45,9 +45,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def remove_unfinished(parent: Path) -> None:
-    """Sweep what a killed writer left in `parent`."""
-    for path in parent.glob(".*@*"):
+def remove_unfinished(parent: Path, policy: str) -> None:
+    """Sweep what a killed writer of the policy's versions left in `parent`."""
+    for path in parent.glob(f".{policy}@*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

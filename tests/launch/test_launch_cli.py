@@ -134,7 +134,7 @@ def test_unreadable_checkpoint_is_refused_before_anything_starts(config, tmp_pat
 
 
 def test_disk_estimate_counts_what_is_kept(config):
-    plan = {"model": {"checkpoint_bytes": 30, "adapter_bytes": 10}}
+    plan = {"bases": {"base": {"model": {"checkpoint_bytes": 30, "adapter_bytes": 10}}}}
     config.trainer.steps, config.trainer.keep_checkpoints, config.dataflow.max_staleness = 100, 3, 1
     assert disk_bytes(config, plan) == 4 * 30 + 3 * 10
     config.trainer.keep_every_steps = 50
@@ -145,7 +145,7 @@ def test_memory_is_planned_for_the_devices_that_the_trainer_gets(config, tmp_pat
     config.model.nano, config.model.path = None, "Qwen3-0.6B"
     found = examine(config, tmp_path / "run", share_out(tuple("0123"), 2))
     assert found.plan["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1}
-    assert found.plan["model"]["parameters"] == 596_049_920  # the published count of Qwen3-0.6B
+    assert found.plan["bases"]["base"]["model"]["parameters"] == 596_049_920  # the published count of Qwen3-0.6B
     assert json.dumps(found.plan)
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from flowjax.launch import machine
-from flowjax.launch.devices import Devices, host_device_count, mesh_count, share_out, visible_accelerators
+from flowjax.launch.devices import host_device_count, mesh_count, share_out, visible_accelerators
 
 
 def test_absent_model_folder_is_named_with_the_remedy(config, tmp_path):
@@ -55,18 +55,17 @@ def test_engine_interpreter_without_vllm_is_named(config, tmp_path):
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     config.engine.python = str(bare)
-    (message,) = machine.check_engine(config, Devices())
+    (message,) = machine.check_engine(config)
     assert message.startswith(f"config.engine.python is '{bare}'")
     assert "has no vLLM" in message
     config.engine.python = "/no/such/python"
-    assert "not an executable" in machine.check_engine(config, Devices())[0]
+    assert "not an executable" in machine.check_engine(config)[0]
 
 
 def test_too_few_accelerators_for_the_engine(config, tmp_path):
-    config.engine.python = "/no/such/python"
     config.engine.tensor_parallel = 4
-    messages = machine.check_engine(config, share_out(("0", "1"), 4))
-    assert "config.engine.tensor_parallel is 4, but there are 2 accelerators" in messages[1]
+    (message,) = machine.check_accelerators(config, share_out(("0", "1"), 4))
+    assert "config.engine.tensor_parallel is 4, which takes 4 accelerators, but there are 2" in message
 
 
 def test_full_disk_is_told_before_anything_is_written(tmp_path):
@@ -125,13 +124,13 @@ def test_sharing_out():
     eight = tuple("01234567")
     devices = share_out(eight, 4)
     assert (devices.trainer, devices.engine, devices.shared) == (("0", "1", "2", "3"), ("4", "5", "6", "7"), False)
-    assert devices.engine_env() == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert devices.engine_env(0, 4) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert share_out(eight, 2, 2).trainer == ("0", "1")
     one = share_out(("6",), 1)
     assert one.shared
     assert one.trainer_env() == {"CUDA_VISIBLE_DEVICES": "6", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     none = share_out((), 2, cpu_devices=8)
-    assert (none.trainer_count, none.trainer_env(), none.engine_env()) == (8, {}, {})
+    assert (none.trainer_count, none.trainer_env(), none.engine_env(0, 2)) == (8, {}, {})
 
 
 def test_device_counts():

@@ -6,8 +6,8 @@ import pytest
 
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config
-from flowjax.launch.devices import Devices, share_out
-from flowjax.launch.roles import choose_ports, engine_accelerators, engine_roles, run_roles, stop_order, write_endpoints
+from flowjax.launch.devices import Devices, engine_accelerators, share_out
+from flowjax.launch.roles import choose_ports, engine_roles, run_roles, stop_order, write_endpoints
 
 URLS = ("http://one:8000", "http://two:8000")
 
@@ -72,7 +72,7 @@ def test_engines_elsewhere_are_known_and_not_started(config, tmp_path):
     devices = share_out(("0", "1"), engine_accelerators(config))
     assert (devices.trainer, devices.engine) == (("0", "1"), ())
     assert [role.name for role in run_roles(config, tmp_path, ports, devices)] == ["dataflow", "trainer", "rollout"]
-    assert machine.check_engine(config, devices) == []
+    assert machine.check_engine(config) == machine.check_accelerators(config, devices) == []
     write_endpoints(config, tmp_path, ports)
     endpoints = json.loads((tmp_path / "endpoints.json").read_text())
     assert (endpoints["engine-0"], endpoints["engine-1"]) == URLS
@@ -83,7 +83,7 @@ def test_engines_elsewhere_are_known_and_not_started(config, tmp_path):
 
 def test_too_few_accelerators_for_all_replicas(config):
     config.engine.replicas, config.engine.tensor_parallel = 2, 2
-    (message,) = machine.check_engine(config, share_out(("0", "1", "2"), engine_accelerators(config)))
+    (message,) = machine.check_accelerators(config, share_out(("0", "1", "2"), engine_accelerators(config)))
     assert (
         "replicas is 2 and config.engine.tensor_parallel is 2, which takes 4 accelerators, but there are 3" in message
     )

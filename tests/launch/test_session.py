@@ -33,7 +33,7 @@ async def done(supervisor, progress):
 
 async def main():
     session = Session(here, steps=2, stop_order=(("trainer",), ("dataflow",)))
-    first = role("warm_start", finite=True) if (here / "warm_start.py").exists() else None
+    first = [role("warm_start", finite=True)] if (here / "warm_start.py").exists() else []
     roles = lambda: [role("dataflow"), role("trainer", finite=True)]
     status = await session.run(roles, done, first=first)
     session.screen.say(f"status {status}")

@@ -28,7 +28,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_roles_queues_versions_and_ages_are_shown(run: Path):
-    rollout = {"time_s": 995.0, "in_flight": 12, "serving_versions": {"solver": 6, "verifier": 3}, "engine_up": True}
+    rollout = {
+        "time_s": 995.0,
+        "in_flight": 12,
+        "serving_versions": {"solver": 6, "verifier": 3},
+        "bases": {"base": {"up": True}},
+    }
     dataflow = {"time_s": 900.0, "leased": 12, "failed": {"env_error": 3}}
     dataflow["policies"] = {
         "solver": {

@@ -14,10 +14,10 @@ EOS = 1
 
 
 class FakeEngine:
-    """`actions` are the token ids it answers with, each followed by the end of the sequence."""
+    """`actions` are the token ids it answers with, each followed by the end of the sequence; `base` names its model."""
 
-    def __init__(self, actions: list[int]):
-        self.actions = actions
+    def __init__(self, actions: list[int], base: str = "base"):
+        self.actions, self.base = actions, base
         self.adapters: dict[str, str] = {}
         self.away = False  # answers 503, as vLLM does when its engine is dead
         self.refuse = False  # answers 400 to every completion
@@ -53,7 +53,7 @@ class FakeEngine:
     async def _models(self, request: web.Request) -> web.Response:
         if self.away:
             return web.Response(status=503)
-        return web.json_response({"data": [{"id": name} for name in ("base", *self.adapters)]})
+        return web.json_response({"data": [{"id": name} for name in (self.base, *self.adapters)]})
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -77,7 +77,7 @@ class FakeEngine:
             return web.Response(status=503)
         if self.refuse:
             return web.json_response({"error": {"message": "this engine refuses"}}, status=400)
-        if body["model"] not in ("base", *self.adapters):
+        if body["model"] not in (self.base, *self.adapters):
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         self.prompts[body["model"]] = self.prompts.get(body["model"], 0) + len(body["prompt"])
         choices = [

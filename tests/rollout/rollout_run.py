@@ -19,13 +19,11 @@ from flowjax.envs.pool import EnvPool
 from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Episode
+from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.dataflow_client import DataflowClient
-from flowjax.rollout.engines import engines_of_run
 from flowjax.rollout.episode import Player
 from flowjax.rollout.names import engine_names
 from flowjax.rollout.service import RolloutService
-from flowjax.weights.follow import Follower
-from flowjax.weights.hand_over import hand_over
 from flowjax.weights.publish import Checkpoints
 
 WORLD = {"rows": 5, "columns": 5, "boxes": 1}
@@ -112,13 +110,12 @@ class RolloutRun:
         """A rollout service playing in this process; stopped in an orderly way at the end."""
         config = self.config
         async with (
-            engines_of_run(config, self.folder, servers.engine_urls) as engine,
+            bases_of_run(config, self.folder, {"base": servers.engine_urls, **servers.further_urls}) as bases,
             DataflowClient(servers.dataflow_url, worker="test", away_s=config.dataflow.lease_s) as dataflow,
             EnvPool(workers=1, step_timeout_s=config.env.step_timeout_s) as pool,
         ):
-            follower = Follower(engine.members, self.folder, {"agent": hand_over(config)}, max_staleness=1, poll_s=0.01)
-            player = Player.of_run(config, engine=engine, follower=follower, pool=pool)
-            parts = {"engine": engine, "dataflow": dataflow, "follower": follower, "player": player}
+            player = Player.of_run(config, bases=bases, pool=pool)
+            parts = {"bases": bases, "dataflow": dataflow, "player": player}
             serving = Serving(RolloutService(config, self.folder, **parts))
             try:
                 yield serving
@@ -131,6 +128,7 @@ class Servers:
 
     def __init__(self, engine: FakeEngine, flow: Flow, dataflow: TestServer, engine_urls: tuple[str, ...]):
         self.engine, self.dataflow, self.engine_urls = engine, dataflow, engine_urls
+        self.further_urls: dict[str, list[str]] = {}  # of the engines of further base models
         self.counted: list[Episode] = []
         self.refused: list[Episode] = []
         self.flow = self.watch(flow)

@@ -67,7 +67,7 @@ def test_settles_near_the_best_load_where_all_slots_would_collapse(best):
         playing = admission.slots
         done.append(engine.throughput(playing))
         seen.append(playing)
-        admission.update(engine.step(playing), playing)
+        admission.update({"base": engine.step(playing)}, playing)
     settled = sum(done[100:]) / len(done[100:])
     assert settled > 0.75 * best
     assert settled > 1.3 * engine.throughput(BOUNDS["ceiling"])
@@ -78,35 +78,35 @@ def test_settles_near_the_best_load_where_all_slots_would_collapse(best):
 def test_an_engine_that_manages_everything_gets_everything():
     admission = Admission(**BOUNDS)
     for _ in range(40):
-        admission.update(Simulated(1000).step(admission.slots), admission.slots)
+        admission.update({"base": Simulated(1000).step(admission.slots)}, admission.slots)
     assert admission.slots == BOUNDS["ceiling"]
 
 
 def test_episodes_that_take_their_time_to_end_are_not_cut_twice():
     admission = Admission(floor=2, ceiling=64)
     for _ in range(40):
-        admission.update(Load(running=1), admission.slots)
+        admission.update({"base": Load(running=1)}, admission.slots)
     assert admission.slots == 64
     for _ in range(10):  # still congested, while 64 go on
-        admission.update(Load(running=1, waiting=63), 64)
+        admission.update({"base": Load(running=1, waiting=63)}, 64)
     assert admission.slots == 48
 
 
 def test_never_starves_and_recovers():
     admission = Admission(floor=1, ceiling=32)
     for _ in range(100):
-        admission.update(Load(running=1, waiting=100), admission.slots)
+        admission.update({"base": Load(running=1, waiting=100)}, admission.slots)
     assert admission.slots == 1
     for _ in range(40):
-        admission.update(Load(running=1), admission.slots)
+        admission.update({"base": Load(running=1)}, admission.slots)
     assert admission.slots == 32
 
 
 def test_a_restarted_engine_has_not_preempted_less_than_nothing():
     admission = Admission(floor=1, ceiling=32)
-    admission.update(Load(preemptions=90), 1)
+    admission.update({"base": Load(preemptions=90)}, 1)
     before = admission.slots
-    admission.update(Load(preemptions=0), 1)
+    admission.update({"base": Load(preemptions=0)}, 1)
     assert admission.slots >= before
 
 

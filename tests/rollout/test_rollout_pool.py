@@ -45,7 +45,7 @@ def test_episodes_are_spread_and_each_engine_gets_every_version(tmp_path):
                 await until(lambda: all(set(engine.adapters) == {"agent@2", "agent@3"} for engine in engines))
             assert all(sum(engine.prompts.values()) > 0 for engine in engines)
             assert {path.name for path in (run.folder / "adapters").iterdir()} == {"agent@2", "agent@3"}
-            assert [engine["up"] for engine in run.status()["engines"]] == [True, True]
+            assert [engine["up"] for engine in run.status()["bases"]["base"]["engines"]] == [True, True]
 
     asyncio.run(scenario())
 
@@ -65,7 +65,7 @@ def test_an_engine_dies_and_comes_back_and_no_episode_is_lost(tmp_path, dead):
                 engines[dead].restart()
                 await until(lambda: "agent@2" in engines[dead].adapters)
                 assert set(engines[dead].adapters) == {"agent@2"}, "what nobody asks for is not loaded again"
-                await until(lambda: all(engine["up"] for engine in run.status()["engines"]))
+                await until(lambda: all(engine["up"] for engine in run.status()["bases"]["base"]["engines"]))
                 step, asked = 2, sum(engines[dead].prompts.values())
                 while sum(engines[dead].prompts.values()) == asked:  # where the next groups belong is a matter of ports
                     run.publish(step := step + 1)
@@ -146,9 +146,9 @@ def test_slots_follow_the_load(tmp_path):
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: servers.leased >= 4 and run.status()["slots"] >= 4)
             servers.engine.waiting = 9
-            await until(lambda: run.status().get("engine_load", {}).get("waiting") == 9)
+            await until(lambda: run.status()["bases"]["base"].get("load", {}).get("waiting") == 9)
             status = run.status()
-            assert status["slots"] <= servers.leased and status["engine_load"]["preemptions"] == 0
+            assert status["slots"] <= servers.leased and status["bases"]["base"]["load"]["preemptions"] == 0
 
     asyncio.run(scenario())
 

@@ -57,7 +57,7 @@ def test_one_of_two_engines_is_killed_in_the_middle_of_everything(tmp_path):
             supervisor.start(role)
         try:
             async with run.servers(*urls) as servers, run.serving(servers) as serving:
-                pool = serving.service._engine
+                pool = serving.service._bases[0].engine
                 assert isinstance(pool, EnginePool)
                 await until(lambda: all("agent@0" in member.names for member in pool.members), START_S)
                 await until(lambda: servers.counted, 60)

@@ -72,7 +72,7 @@ def test_a_turn_stays_on_the_version_it_began_with(tmp_path):
         run = RolloutRun(tmp_path)
         async with run.servers() as servers, run.serving(servers) as serving:
             servers.engine.hold.clear()
-            await until(lambda: serving.service._follower.in_use("agent") == [0])
+            await until(lambda: serving.service._bases[0].follower.in_use("agent") == [0])
             for step in (1, 2):
                 run.publish(step)
                 await until(lambda: f"agent@{step}" in servers.engine.adapters)  # noqa: B023

@@ -88,6 +88,30 @@ def test_full_training_serves_no_adapters(config, cpu, tmp_path):
     assert not any("lora" in part for part in argv)
 
 
+def test_each_base_is_served_under_its_name_with_the_adapters_of_its_policies_alone(config, cpu, tmp_path):
+    config.bases = {"judge": {"model": {"path": str(tmp_path / "large")}, "engine": {"max_model_tokens": 96}}}
+    config.policies = {
+        "solver": {},
+        "critic": {"policy": {"base": "judge", "lora": {"rank": 65, "targets": ("v_proj",)}}},
+        "second": {"policy": {"base": "judge", "lora": {"rank": 4, "targets": ("q_proj",)}}},
+    }
+    own, _ = engine_command(config, tmp_path, 1)
+    judge, _ = engine_command(config, tmp_path, 1, base="judge")
+    assert (_value(own, "--served-model-name"), _value(judge, "--served-model-name")) == ("base", "judge")
+    assert (_value(own, "--model"), _value(judge, "--model")) == (str(tmp_path / "model"), str(tmp_path / "large"))
+    assert (_value(own, "--max-model-len"), _value(judge, "--max-model-len")) == ("2048", "96")
+    assert (_value(own, "--max-lora-rank"), _value(judge, "--max-lora-rank")) == ("32", "128")
+    assert (_value(own, "--max-loras"), _value(judge, "--max-loras")) == ("3", "6")
+    assert _values(judge, "--lora-target-modules") == ["v_proj", "q_proj"]
+
+
+def test_a_base_that_is_not_trained_is_served_without_adapters(config, cpu, tmp_path):
+    config.bases = {"judge": {}}
+    argv, environment = engine_command(config, tmp_path, 1, base="judge")
+    assert not any("lora" in part or part.startswith(("--middleware", "--worker")) for part in argv)
+    assert "PYTHONPATH" not in environment
+
+
 def test_cpu_settings_stay_off_gpus(config, gpu, tmp_path):
     config.engine.gpu_memory_fraction, config.engine.tensor_parallel = 0.7, 2
     argv, env = engine_command(config, tmp_path, 1)

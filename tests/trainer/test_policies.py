@@ -1,6 +1,7 @@
 """Several policies on one base, each as if it were alone."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -104,6 +105,22 @@ def test_a_trainer_of_its_own_has_the_same_model(config):
     assert alone[0] == "verifier"
     together = nnx.state(make_models(config, mesh)["verifier"])
     assert all(map(np.array_equal, jax.tree.leaves(nnx.state(alone[1])), jax.tree.leaves(together)))
+
+
+def test_a_trainer_loads_the_base_of_its_policy(config, tmp_path):
+    save_decoder(Decoder(replace(MODEL, hidden_size=32), dtype=np.float32, key=jax.random.key(1)), tmp_path)
+    own = default_config()
+    own.update(config.to_dict())
+    own.bases.large = {"model": {"path": str(tmp_path)}}
+    own.policies.verifier.policy.base = "large"
+    mesh = make_mesh(data=1, fsdp=1)
+    sizes = {name: make_models(own, mesh, [name])[name].config.hidden_size for name in ("solver", "verifier")}
+    assert sizes == {"solver": 16, "verifier": 32}
+    with pytest.raises(ConfigError, match="solver, verifier are on the base models base, large, but a trainer holds"):
+        make_models(own, mesh)
+    own.policies.verifier.policy.train = "full"
+    assert make_models(own, mesh, ["verifier"])["verifier"].lora is None
+    assert make_models(own, mesh, ["solver"])["solver"].lora is not None
 
 
 @pytest.mark.parametrize(

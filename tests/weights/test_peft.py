@@ -35,5 +35,6 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 def test_leftovers_of_a_killed_writer_are_swept(tmp_path):
     (tmp_path / ".agent@4.abc").mkdir()
     (tmp_path / "agent@3").mkdir()
-    remove_unfinished(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["agent@3"]
+    (tmp_path / ".judge@4.abc").mkdir()  # under way to another base model's engines
+    remove_unfinished(tmp_path, "agent")
+    assert {path.name for path in tmp_path.iterdir()} == {"agent@3", ".judge@4.abc"}

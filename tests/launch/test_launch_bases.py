@@ -1,0 +1,205 @@
+"""Several base models in one run: what is started for each, and what is said of configs that cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from flowjax.launch import machine
+from flowjax.launch.checks import check_config, check_unchanged, on_each_base
+from flowjax.launch.command_line import parse
+from flowjax.launch.devices import Devices, engine_accelerators, share_out
+from flowjax.launch.plan import render_plan
+from flowjax.launch.preflight import Findings, disk_bytes
+from flowjax.launch.probe import inspect_run
+from flowjax.launch.roles import choose_ports, missing_bases, run_roles, warm_start_roles, write_endpoints
+
+JUDGE = {"model": {"path": "models/Qwen3-8B"}, "engine": {"tensor_parallel": 2, "replicas": 2}}
+
+
+@pytest.fixture
+def judged(config) -> ConfigDict:
+    """A frozen judge beside the policy."""
+    config.bases = ConfigDict({"judge": JUDGE})
+    config.agents = {"solver": "agent", "verifier": "judge"}
+    return config
+
+
+@pytest.fixture
+def both(config) -> ConfigDict:
+    """A policy trained on each of two base models."""
+    config.bases = ConfigDict({"small": {"model": {"path": "absent-small", "nano": {"hidden_size": 32, "layers": 1}}}})
+    config.policies = {"solver": {}, "verifier": {"policy": {"base": "small"}}}
+    config.agents = {"solver": "solver", "verifier": "verifier"}
+    config.separate_trainers = True
+    return config
+
+
+def _value(role, name: str) -> str:
+    return role.argv[role.argv.index(name) + 1]
+
+
+def test_each_base_has_engines_ports_and_accelerators_of_its_own(judged, tmp_path):
+    devices = share_out(tuple("01234567"), engine_accelerators(judged))
+    assert (devices.trainer, devices.engine) == (("0", "1", "2"), ("3", "4", "5", "6", "7"))
+    ports = choose_ports(judged)
+    assert list(ports) == ["engine", "engine-judge-0", "engine-judge-1", "dataflow"]
+    own, *judges = run_roles(judged, tmp_path, ports, devices)[:3]
+    assert [role.name for role in (own, *judges)] == ["engine", "engine-judge-0", "engine-judge-1"]
+    assert [role.env["CUDA_VISIBLE_DEVICES"] for role in (own, *judges)] == ["3", "4,5", "6,7"]
+    assert [_value(role, "--served-model-name") for role in (own, *judges)] == ["base", "judge", "judge"]
+    assert [_value(role, "--tensor-parallel-size") for role in (own, *judges)] == ["1", "2", "2"]
+    assert ["--enable-lora" in role.argv for role in (own, *judges)] == [True, False, False]
+    assert all(int(_value(role, "--port")) == ports[role.name] for role in (own, *judges))
+    write_endpoints(judged, tmp_path, ports)
+    endpoints = json.loads((tmp_path / "endpoints.json").read_text())
+    assert endpoints == {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+    assert check_config(judged) == []
+
+
+def test_engines_of_one_base_may_run_elsewhere(judged, tmp_path):
+    judged.bases.judge.engine = {"urls": ("http://one:1", "http://two:1"), "python": "/no/such/python"}
+    ports = choose_ports(judged)
+    assert list(ports) == ["engine", "dataflow"]
+    assert engine_accelerators(judged) == 1
+    assert on_each_base(judged, machine.check_engine) == []
+    write_endpoints(judged, tmp_path, ports)
+    endpoints = json.loads((tmp_path / "endpoints.json").read_text())
+    assert (endpoints["engine-judge-0"], endpoints["engine-judge-1"]) == ("http://one:1", "http://two:1")
+    assert endpoints["engine"] == f"http://127.0.0.1:{ports['engine']}"
+
+
+def test_policies_on_two_bases_have_a_trainer_each(both, tmp_path):
+    assert check_config(both) == []
+    roles = run_roles(both, tmp_path, choose_ports(both), Devices())
+    assert [role.name for role in roles] == [
+        "engine", "engine-small", "dataflow", "trainer-solver", "trainer-verifier", "rollout",
+    ]  # fmt: skip
+    assert all("--enable-lora" in role.argv for role in roles[:2])
+
+
+def test_missing_nano_bases_are_made_one_after_the_other(both, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own, small = warm_start_roles(both, tmp_path, Devices())
+    assert (own.name, own.argv[-1]) == ("warm_start", "--base=base")
+    assert (small.name, small.argv[-1]) == ("warm_start-small", "--base=small")
+    both.bases.again = {}  # the same folder is made once
+    assert missing_bases(both) == ["base", "small"]
+    (tmp_path / "absent-model").mkdir()
+    (tmp_path / "absent-model" / "config.json").write_text("{}")
+    assert missing_bases(both) == ["small"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"separate_trainers": False}, "config.separate_trainers is False, but policies are trained on 2 base models"),
+        ({"bases.spare": {}}, "config.bases.spare speaks for no agent, and no policy is trained on it"),
+        ({"policies.solver": {"policy": {"base": "small"}}}, "the run's own base model (config.model) neither speaks"),
+        ({"bases.small.engine": {"max_model_tokens": 9}}, "config.bases.small.engine.max_model_tokens is 9, but"),
+        ({"bases.small.engine": {"replicas": 0}}, "config.bases.small.engine.replicas is 0: it must be at least 1"),
+        ({"bases.small.model": {"remat": "some"}}, "config.bases.small.model.remat is 'some': use one of"),
+        ({"bases.small.engine": {"urls": ("a",)}}, "config.bases.small.engine.urls has 'a': give addresses"),
+        ({"bases.env": {"env": {}}}, "config.bases.env.env is set"),
+        ({"policies.third": {"policy": {"base": "small", "train": "full"}}}, "config.policies.third trains 'full'"),
+    ],
+)
+def test_what_cannot_be(both, changes, message):
+    for field, value in changes.items():
+        *sections, name = field.split(".")
+        node = both
+        for section in sections:
+            node = node[section]
+        node[name] = ConfigDict(value) if isinstance(value, dict) else value
+    assert any(text.startswith(message) or message in text for text in check_config(both)), check_config(both)
+
+
+def test_what_bases_have_in_common_is_told_once(judged):
+    judged.engine.request_timeout_s = judged.engine.max_restarts = -1
+    judged.engine.max_model_tokens = 10
+    lengths = [text for text in check_config(judged) if "max_model_tokens is 10" in text]
+    assert [text.partition(" is ")[0] for text in lengths] == ["config.engine.max_model_tokens"]
+
+
+def test_a_policy_alone_on_its_base_may_train_all_its_weights(both, tmp_path):
+    both.policies.verifier.policy.train = "full"
+    assert check_config(both) == []
+    own, small = run_roles(both, tmp_path, choose_ports(both), Devices())[:2]
+    assert "--enable-lora" in own.argv and "--worker-extension-cls" not in own.argv
+    assert "--enable-lora" not in small.argv and "--worker-extension-cls" in small.argv
+
+
+def test_bases_cannot_share_an_address(both):
+    urls = ("http://one:1",)
+    both.engine.urls, both.bases.small.engine = urls, {"urls": urls}
+    (message,) = check_config(both)
+    assert message.startswith("config.engine.urls and config.bases.small.engine.urls both have 'http://one:1'")
+    both.engine.urls = ()
+    both.bases.small.engine = {"port": 18001, "replicas": 1}
+    both.engine.port, both.engine.replicas, both.dataflow.port = 18000, 2, 18001
+    problems = machine.check_ports(both)
+    assert "config.engine.port and config.bases.small.engine.port are 18000 (for 2 engines) and 18001" in problems[0]
+    assert "config.engine.port and config.dataflow.port are 18000 (for 2 engines) and 18001" in problems[1]
+    assert "config.bases.small.engine.port and config.dataflow.port are both 18001" in problems[2]
+    both.engine.port = 0
+    assert choose_ports(both)["engine-small"] == 18001
+
+
+def test_a_model_that_is_not_there_and_too_few_accelerators_are_told_by_base(judged):
+    assert on_each_base(judged, machine.check_model) == [
+        "config.bases.judge.model.path is 'models/Qwen3-8B', which does not exist, and config.bases.judge.model.nano "
+        "gives no shape to build: download the model into that folder, or name the one where it is"
+    ]
+    (message,) = machine.check_accelerators(judged, share_out(tuple("012"), engine_accelerators(judged)))
+    assert message == (
+        "config.engine.tensor_parallel is 1, config.bases.judge.engine.replicas is 2 and "
+        "config.bases.judge.engine.tensor_parallel is 2, which takes 5 accelerators, but there are 3: lower one of them"
+    )
+
+
+def test_engines_of_a_base_may_change_on_resuming_and_its_model_may_not(judged):
+    now = ConfigDict(judged.to_dict())
+    now.bases.judge.engine.replicas = 1
+    now.bases.judge.engine.port = 8000
+    assert check_unchanged(judged, now) == []
+    now.bases.judge.model.path = "models/Qwen3-14B"
+    (message,) = check_unchanged(judged, now)
+    assert message.startswith("config.bases.judge.model.path is 'models/Qwen3-14B', but this run was started with")
+
+
+def test_bases_on_the_command_line(recipe):
+    config, _ = parse([f"--config={recipe}", "--config.bases={'judge': {'model': {'path': 'large'}}}"])
+    assert config.bases.judge.model.path == "large"
+    with recipe.open("a") as file:
+        file.write("\n\nplain = get_config\n\n\ndef get_config(arg='small'):\n    config = plain(arg)\n")
+        file.write("    config.bases.judge = ConfigDict({'model': {'path': 'large'}})\n    return config\n")
+    config, _ = parse([f"--config={recipe}", "--config.bases.judge.model.path=larger"])
+    assert config.bases.judge.model.path == "larger"
+
+
+def test_the_plan_shows_each_base_with_its_engines(judged, tmp_path: Path):
+    devices = share_out(tuple("01234567"), engine_accelerators(judged))
+    judged.trainer.micro_batch_rows = 12
+    judged.mesh.fsdp, judged.mesh.data = 1, 3
+    answer = inspect_run(judged, devices.trainer_count, None)
+    assert answer["problems"] == []
+    ports = choose_ports(judged)
+    found = Findings([], [], answer["plan"])
+    console = Console(width=200, record=True, file=(tmp_path / "screen").open("w"))
+    console.print(render_plan(judged, tmp_path, run_roles(judged, tmp_path, ports, devices), ports, devices, found))
+    plan = " ".join(console.export_text().split())
+    assert "engine accelerators 3, tensor parallel 1" in plan
+    assert "engine-judge 2 on accelerators 4,5,6,7, tensor parallel 2" in plan
+    assert "model of judge base models/Qwen3-8B: 8,190,735,360 parameters, not trained" in plan
+    assert "trainer memory per device of base" in plan and "per device of judge" not in plan
+    assert f"engine-judge-1 {ports['engine-judge-1']} (free now" in plan
+    assert "--served-model-name judge" in plan
+
+
+def test_what_is_trained_on_each_base_takes_disk(both):
+    model = {"checkpoint_bytes": 30, "adapter_bytes": 10}
+    plan = {"bases": {"base": {"model": model}, "small": {"model": {**model, "checkpoint_bytes": 3}}}}
+    both.trainer.keep_checkpoints, both.dataflow.max_staleness = 3, 1
+    assert disk_bytes(both, plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10)
