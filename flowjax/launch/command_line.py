@@ -136,14 +136,17 @@ def _check_field(config: ConfigDict, argument: str) -> None:
     path = name.removeprefix("no") if name.startswith("noconfig.") else name
     parts = path.split(".")[1:]
     value: Any = config
+    opened: tuple[str, Any] | None = None
     for i, key in enumerate(parts):
+        here = ".".join(parts[:i])
+        if here in OPEN_SECTIONS:
+            opened = here, value.to_dict() if isinstance(value, ConfigDict) else value
         if isinstance(value, ConfigDict) and key in value:
             value = value[key]
             continue
-        here = ".".join(parts[:i])
-        if here in OPEN_SECTIONS:
-            now = value.to_dict() if isinstance(value, ConfigDict) else value
-            raise ConfigError(f"{path} is not a field: config.{here} is {now}, set it as a whole or in the recipe")
+        if opened:
+            section, now = opened
+            raise ConfigError(f"{path} is not a field: config.{section} is {now}, set it as a whole or in the recipe")
         near = nearest_field(config, path)
         known = (
             f"{'.'.join(['config', *parts[:i]])} has {', '.join(value) if isinstance(value, ConfigDict) else 'none'}"

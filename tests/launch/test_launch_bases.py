@@ -7,6 +7,7 @@ import pytest
 from ml_collections import ConfigDict
 from rich.console import Console
 
+from flowjax.config import ConfigError
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config, check_unchanged, on_each_base
 from flowjax.launch.command_line import parse
@@ -177,6 +178,10 @@ def test_bases_on_the_command_line(recipe):
         file.write("    config.bases.judge = ConfigDict({'model': {'path': 'large'}})\n    return config\n")
     config, _ = parse([f"--config={recipe}", "--config.bases.judge.model.path=larger"])
     assert config.bases.judge.model.path == "larger"
+    with pytest.raises(
+        ConfigError, match=r"engine\.port is not a field: config.bases is .*'large'.*, set it as a whole"
+    ):
+        parse([f"--config={recipe}", "--config.bases.judge.engine.port=1"])
 
 
 def test_the_plan_shows_each_base_with_its_engines(judged, tmp_path: Path):
