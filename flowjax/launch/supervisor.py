@@ -184,7 +184,8 @@ class Supervisor:
                 told = role.told is not None and _written_s(role.told) > state.started_s
                 if state.phase == "starting" and (told or now - started > self._settled_s):
                     state.phase = "up"
-                    self._on_event(role.name, "up", f"after {now - started:.1f} s")
+                    if told:
+                        self._on_event(role.name, "up", f"after {now - started:.1f} s")
                 continue
             if now < next_check or cause:
                 continue
