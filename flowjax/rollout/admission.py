@@ -86,10 +86,13 @@ class Admission:
         return math.floor(self._slots)
 
     def update(self, loads: Mapping[str, Load], playing: int) -> None:
-        """Take a look at the engines into account. An engine that was restarted counts its preemptions anew."""
+        """Take a look at the engines of those bases that answered into account. An engine that was restarted counts its
+        preemptions anew.
+        """
         bounds = {"playing": playing, "floor": self._floor, "ceiling": self._ceiling}
-        self._slots = min(
+        proposed = [
             next_slots(self._slots, load, load.preemptions - self._loads.get(base, load).preemptions, **bounds)
             for base, load in loads.items()
-        )
+        ]
+        self._slots = min(proposed, default=self._slots)
         self._loads = {**self._loads, **loads}

@@ -209,10 +209,10 @@ class RolloutService:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             before = self._admission.slots
+            loads = {}
             for base in self._bases:
                 with contextlib.suppress(EngineError):  # away: `_watch` sees to that
-                    base.load = await base.engine.load()
-            loads = {base.name: base.load for base in self._bases if base.load is not None}
+                    loads[base.name] = base.load = await base.engine.load()
             self._admission.update(loads, len(self._playing))
             if self._admission.slots > before:
                 self._slot_freed.set()

@@ -150,6 +150,8 @@ def test_the_fullest_base_decides_how_many_episodes_are_played():
     assert admission.slots == 18, "requests preempted on one of them"
     admission.update({"base": Load(running=100), "judge": Load(running=4, preemptions=3)}, 18)
     assert admission.slots == 19
+    admission.update({}, 19)
+    assert admission.slots == 19, "no engine has answered"
 
 
 def _config(**bases: dict) -> Any:
