@@ -99,7 +99,7 @@ class Run:
 CALLS = st.tuples(st.sampled_from(["lease", "accept", "accept", "accept", "batch"]), st.integers(0, 5), st.booleans())
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     algorithms=st.lists(st.sampled_from(sorted(ALGORITHMS)), unique=True, min_size=2, max_size=6),
     calls=st.lists(CALLS, min_size=40, max_size=60),
