@@ -21,6 +21,9 @@ def default_config() -> ConfigDict:
     config.name = ""  # run name; the run folder is <runs>/<name>
     config.runs = "runs"  # folder that holds run folders
     config.seed = 0  # fixes tasks, initial weights and shuffles
+    # Roles that are not started, because programs of one's own take their place (docs/dataflow.md): "rollout", with the
+    # engines that it plays with, and "trainer".
+    config.elsewhere = ()
     config.max_restarts = 5  # of a role within an hour before the run gives up; engines have a number of their own
 
     # The policy's base model and the adapter that is trained on it.

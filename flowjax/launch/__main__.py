@@ -45,7 +45,7 @@ from flowjax.launch.roles import (
 )
 from flowjax.launch.session import OK, Session
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
-from flowjax.monitor.progress import Progress
+from flowjax.monitor.progress import Progress, read_status
 from flowjax.monitor.screen import clock, summary
 
 _PLAIN_WIDTH = 140  # columns where there is no terminal to ask
@@ -130,7 +130,7 @@ def _devices(config: ConfigDict, values: flags.FlagValues) -> Devices:
         accelerators,
         engine_accelerators(config),
         mesh_count(sizes),
-        trainers=len(trainer_roles(config)),
+        trainers=max(len(trainer_roles(config)), 1),
         cpu_devices=host_device_count(),
         assumed=assumed,
     )
@@ -201,6 +201,8 @@ def _run(request: Request, console: Console) -> int:
     async def done(supervisor: Supervisor, progress: Progress) -> None:
         for trainer in trainer_roles(config):
             await supervisor.ended(trainer)
+        if "trainer" in config.elsewhere:
+            await _trained_elsewhere(config, run_dir)
         await _final_evaluation(config, run_dir, progress)
 
     status = asyncio.run(
@@ -226,6 +228,16 @@ def _run(request: Request, console: Console) -> int:
 def _last_versions(config: ConfigDict) -> list[int]:
     """The version at which each policy ends."""
     return [own.trainer.steps for own in policy_configs(config).values()]
+
+
+async def _trained_elsewhere(config: ConfigDict, run_dir: Path) -> None:
+    """Wait until the dataflow has been told of the last version of every policy."""
+    last = {policy: own.trainer.steps for policy, own in policy_configs(config).items()}
+    while True:
+        told = read_status(run_dir, "dataflow").get("policies", {})
+        if all(told.get(policy, {}).get("committed", -1) >= version for policy, version in last.items()):
+            return
+        await asyncio.sleep(0.5)
 
 
 async def _final_evaluation(config: ConfigDict, run_dir: Path, progress: Progress) -> None:

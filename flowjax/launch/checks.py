@@ -65,6 +65,7 @@ _ONE_OF = {
 CHANGEABLE = (
     "name",
     "runs",
+    "elsewhere",
     "max_restarts",
     "dataflow.failed_episodes",
     "dataflow.host",
@@ -149,6 +150,9 @@ def _values(config: ConfigDict) -> Iterator[str]:
     for field, known in _ONE_OF.items():
         if flat[field] not in known:
             yield f"config.{field} is {flat[field]!r}: use one of {', '.join(known)}"
+    for role in config.elsewhere:
+        if role not in ("rollout", "trainer"):
+            yield f"config.elsewhere has {role!r}: name 'rollout', 'trainer' or both"
     if not config.policy.name or set(config.policy.name) & set("@/ "):
         yield f"config.policy.name is {config.policy.name!r}: give a name without '@', '/' and spaces"
     if config.optimizer.learning_rate <= 0:

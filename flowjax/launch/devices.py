@@ -68,7 +68,7 @@ def host_device_count(env: Mapping[str, str] = os.environ) -> int:
 
 def engine_accelerators(config: ConfigDict) -> int:
     """Accelerators that the engines of a run want of this machine."""
-    engines = [own.engine for own in base_configs(config).values()]
+    engines = [own.engine for own in base_configs(config).values()] if "rollout" not in config.elsewhere else []
     return sum(engine.replicas * engine.tensor_parallel for engine in engines if not engine.urls)
 
 

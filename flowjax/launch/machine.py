@@ -96,7 +96,7 @@ def check_ports(config: ConfigDict) -> list[str]:
 
 def check_engine(config: ConfigDict) -> list[str]:
     """The interpreter of a base model's engines, if they are started here, has vLLM."""
-    if config.engine.urls:
+    if config.engine.urls or "rollout" in config.elsewhere:
         return []
     problems = []
     python = config.engine.python or sys.executable

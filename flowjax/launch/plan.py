@@ -89,7 +89,9 @@ def device_lines(config: ConfigDict, devices: Devices, found: Findings) -> list[
         else f"{devices.cpu_devices} CPU device{'s' * (devices.cpu_devices != 1)}"
     )
     lines, taken = [("trainer", f"{trainer}, mesh {shape}{note}")], 0
-    for base, own in base_configs(config).items():
+    bases = base_configs(config)
+    for base in engines_by_base(config):
+        own = bases[base]
         count = 0 if own.engine.urls else own.engine.replicas * own.engine.tensor_parallel
         name = engine_names(1, base)[0]
         lines.append((name, engine_line(own, devices.engine[taken : taken + count])))

@@ -29,7 +29,9 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def trainer_roles(config: ConfigDict) -> dict[str, str]:
-    """The run's trainers: name of the role -> the policy that it trains, "" for all of them."""
+    """The trainers that are started here: name of the role -> the policy that it trains, "" for all of them."""
+    if "trainer" in config.elsewhere:
+        return {}
     if not config.separate_trainers:
         return {"trainer": ""}
     return {f"trainer-{policy}": policy for policy in policy_configs(config)}
@@ -66,7 +68,9 @@ def write_endpoints(config: ConfigDict, run_dir: Path, ports: dict[str, int]) ->
 
 
 def missing_bases(config: ConfigDict) -> list[str]:
-    """Nano base models that have to be made first, each folder once."""
+    """Nano base models that have to be made first, each folder once; none where no role here reads them."""
+    if {"rollout", "trainer"} <= set(config.elsewhere):
+        return []
     missing = {
         own.model.path: base
         for base, own in reversed(base_configs(config).items())
@@ -114,7 +118,7 @@ def engine_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devic
 def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices) -> list[Role]:
     """Engines, dataflow, trainers and rollout, in the order in which they are started."""
     python = [sys.executable, "-m"]
-    return [
+    roles = [
         *engine_roles(config, run_dir, ports, devices),
         Role(
             "dataflow",
@@ -142,3 +146,4 @@ def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices:
             restarts=config.max_restarts,
         ),
     ]
+    return [role for role in roles if role.name not in config.elsewhere]

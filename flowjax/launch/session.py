@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
+from flowjax.launch.targets import write_targets
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.progress import Progress, write_status
 from flowjax.monitor.screen import Screen
@@ -96,6 +97,8 @@ class Session:
         while True:
             self.screen.refresh()
             self._write_status()
+            with contextlib.suppress(OSError):
+                write_targets(self._run_dir)
             await asyncio.sleep(_REFRESH_S)
 
     def _write_status(self) -> None:

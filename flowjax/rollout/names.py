@@ -12,7 +12,12 @@ def engine_names(count: int, base: str = BASE_NAME) -> list[str]:
 
 
 def engines_by_base(config: ConfigDict) -> dict[str, list[str]]:
-    """The engines of each base model, those that are started here and those that run elsewhere."""
+    """The engines of each base model, those that are started here and those at given addresses.
+
+    None where a rollout service elsewhere has engines of its own.
+    """
+    if "rollout" in config.elsewhere:
+        return {}
     return {
         base: engine_names(len(own.engine.urls) or own.engine.replicas, base)
         for base, own in base_configs(config).items()

@@ -100,6 +100,7 @@ def test_too_few_accelerators_for_all_replicas(config):
         ({"policy.name": "base"}, "a policy is named 'base'"),
         ({"agents": {"solver": "nobody"}}, "config.agents.solver is 'nobody'"),
         ({"agents": {"solver": "base"}}, "nothing is trained"),
+        ({"elsewhere": ("dataflow",)}, "config.elsewhere has 'dataflow': name 'rollout', 'trainer' or both"),
     ],
 )
 def test_what_cannot_be(config, changes, message):
@@ -110,3 +111,20 @@ def test_what_cannot_be(config, changes, message):
 def test_a_frozen_agent_beside_a_trained_one_is_fine(config):
     config.agents = {"solver": "agent", "verifier": "base"}
     assert check_config(config) == []
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "started"),
+    [
+        (("rollout",), ["dataflow", "trainer"]),
+        (("trainer",), ["engine", "dataflow", "rollout"]),
+        (("rollout", "trainer"), ["dataflow"]),
+    ],
+)
+def test_roles_that_run_elsewhere_are_not_started(config, tmp_path, elsewhere, started):
+    config.elsewhere = elsewhere
+    assert check_config(config) == []
+    ports = choose_ports(config)
+    roles = run_roles(config, tmp_path, ports, share_out((), engine_accelerators(config)))
+    assert [role.name for role in roles] == started
+    assert ("engine" in ports) == ("engine" in started)
