@@ -12,6 +12,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
+from flowjax.broker import DataflowError, connect
 from flowjax.config import ConfigError, load_run
 from flowjax.envs.base import WorldError
 from flowjax.envs.pool import EnvPool
@@ -20,7 +21,7 @@ from flowjax.monitor.endpoint import MetricsEndpoint
 from flowjax.monitor.token import known_token
 from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.client import EngineError
-from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
+from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import Player
 from flowjax.rollout.names import engines_by_base
 from flowjax.rollout.service import RolloutError, RolloutService
@@ -50,11 +51,10 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
     worker = f"{socket.gethostname()}-{os.getpid()}"
     async with (
         bases_of_run(config, run_dir, urls) as bases,
-        DataflowClient(
-            dataflow_url, worker=worker, away_s=config.dataflow.lease_s, token=known_token(run_dir)
-        ) as dataflow,
+        connect(dataflow_url, token=known_token(run_dir)) as broker,
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
+        dataflow = DataflowClient(broker, worker=worker, away_s=config.dataflow.lease_s)
         player = Player.of_run(config, bases=bases, pool=pool)
         service = RolloutService(config, run_dir, bases=bases, dataflow=dataflow, player=player)
         logging.info("playing as %s on %s", worker, ", ".join(url for own in urls.values() for url in own))

@@ -1,46 +1,23 @@
-"""Speaks to the dataflow: leases in, trajectories out. A dataflow that is being restarted is waited for."""
+"""Speaks to the dataflow as a worker: leases in, trajectories out."""
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
-
-from flowjax.monitor.token import bearer
-from flowjax.records import Episode, Lease, WireError, pack, unpack
-
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
-_ANSWER_TIMEOUT_S = 30.0
-_BUSY = 429
-
-
-class DataflowError(RuntimeError):
-    """The dataflow refuses a message or has been away for too long; the message says what to look at."""
+from flowjax.broker import Answer, Broker
+from flowjax.records import Episode, Lease
 
 
 class DataflowClient:
-    """Client of one dataflow, as the worker of that name. Use as an async context manager.
+    """Client of one dataflow, as the worker of that name. Each call raises `DataflowError` as `Broker.call` does.
 
     Args:
-        url: of the dataflow.
+        broker: to the dataflow.
         worker: who holds the leases.
         away_s: how long the dataflow may be away before a call fails.
-        token: of the run, where its dataflow listens beyond loopback.
     """
 
-    def __init__(self, url: str, *, worker: str, away_s: float, token: str = ""):
-        self._url, self._worker, self._away_s = url.rstrip("/"), worker, away_s
-        self._headers = {"Content-Type": "application/msgpack", **bearer(token)}
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> "DataflowClient":
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S))
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+    def __init__(self, broker: Broker, *, worker: str, away_s: float):
+        self._broker, self._worker, self._away_s = broker, worker, away_s
 
     async def lease(self, slots: int, can: Mapping[str, Sequence[str]] | None = None) -> tuple[list[Lease], float]:
         """Up to `slots` episodes to play, and the seconds to wait before asking again.
@@ -68,27 +45,5 @@ class DataflowClient:
         answer = await self._call("versions", policy=policy, serving=serving, in_use=list(in_use))
         return answer["oldest_needed"]
 
-    async def _call(self, name: str, **message: Any) -> dict[str, Any]:
-        assert self._session is not None, "use the client in `async with`"
-        body, started_s, pause_s = pack({"worker": self._worker, **message}), time.monotonic(), _FIRST_RETRY_S
-        while True:
-            try:
-                async with self._session.post(f"{self._url}/{name}", data=body, headers=self._headers) as response:
-                    status, answer = response.status, unpack(await response.read())
-                if status == _BUSY:  # the trainer is behind: not a fault, however long it lasts
-                    started_s = time.monotonic()
-                elif status < 500:
-                    break
-                problem = f"HTTP {status}: {answer.get('error')}"
-            except (aiohttp.ClientError, OSError, WireError) as error:  # TimeoutError is an OSError
-                problem = f"{type(error).__name__}: {error}"
-            if time.monotonic() - started_s > self._away_s:
-                raise DataflowError(
-                    f"the dataflow at {self._url} has not answered for {self._away_s:.0f} s ({problem}): "
-                    "see logs/dataflow.log"
-                )
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_RETRY_S)
-        if status != 200:
-            raise DataflowError(f"the dataflow refuses /{name} (HTTP {status}): {answer.get('error')}")
-        return answer
+    async def _call(self, name: str, **message: Any) -> Answer:
+        return await self._broker.call(name, {"worker": self._worker, **message}, away_s=self._away_s)

@@ -15,13 +15,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from flowjax.broker import DataflowError
 from flowjax.config import policy_configs
 from flowjax.records import COUNTED_STATUSES, Episode, Lease
 from flowjax.rollout.admission import Admission
 from flowjax.rollout.bases import Base
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.counters import Counters, Rates, read_leases, write_status
-from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
+from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import Player
 from flowjax.rollout.names import world_name
 

@@ -3,10 +3,12 @@
 import contextlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from absl import app, flags
 
+from flowjax.broker import DataflowError, connect
 from flowjax.config import ConfigError, load_run, policy_configs
 from flowjax.models.shape import ModelError
 from flowjax.models.sharding import make_mesh
@@ -46,9 +48,8 @@ def _run(run_dir: Path, policy: str) -> None:
         metrics = (
             MetricsWriter(run_dir, tensorboard=config.trainer.tensorboard, resume_step=steps) if is_first() else None
         )
-        source = DataflowSource(
-            endpoints["dataflow"], timeout_s=config.trainer.step_timeout_s, token=known_token(run_dir)
-        )
+        to_dataflow = partial(connect, endpoints["dataflow"], token=known_token(run_dir))
+        source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s)
         role = f"trainer-{policy}" if policy else "trainer"
         status = TrainerStatus(run_dir, role, steps) if is_first() else None
         if status is not None:
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> None:
     del argv
     try:
         _run(Path(_RUN.value), _POLICY.value)
-    except (BatchError, CheckpointError, ConfigError, ModelError, SourceError) as error:
+    except (BatchError, CheckpointError, ConfigError, DataflowError, ModelError, SourceError) as error:
         sys.exit(f"trainer: {error}")
 
 

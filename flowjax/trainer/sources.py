@@ -1,17 +1,15 @@
 """Where batches come from: the dataflow, or a fixed stream of rows for supervised training."""
 
-import http.client
+import asyncio
 import queue
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flowjax.monitor.token import bearer
-from flowjax.records import TokenRow, WireError, pack, unpack
+from flowjax.broker import Answer, Connect
+from flowjax.records import TokenRow
 
 
 class SourceError(RuntimeError):
@@ -45,23 +43,29 @@ class Source(Protocol):
 
 
 class DataflowSource:
-    """Batches over HTTP from the dataflow role.
+    """Batches from the dataflow role.
+
+    Each question has a connection, and an event loop, of its own: the trainer has none, and asks seldom.
 
     Args:
-        url: the dataflow's address.
-        timeout_s: longest wait for a batch, with the dataflow up or down, before `SourceError`.
-        token: of the run, where its dataflow listens beyond loopback.
+        connect: opens the broker to the dataflow.
+        timeout_s: longest wait for a batch, with the dataflow up or down.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, token: str = ""):
-        self._url, self._timeout_s = url, timeout_s
-        self._headers = {"Content-Type": "application/msgpack", **bearer(token)}
+    def __init__(self, connect: Connect, *, timeout_s: float):
+        self._connect, self._timeout_s = connect, timeout_s
 
     def batch(self, steps: Mapping[str, int]) -> Served:
+        """See `Source`.
+
+        Raises:
+            SourceError: there was none in that time.
+            DataflowError: the dataflow does not answer, or refuses.
+        """
         until = time.monotonic() + self._timeout_s
         behind_first = dict(sorted(steps.items(), key=lambda item: item[1]))  # a policy always ready starves no other
-        while time.monotonic() < until:
-            answer = self._post("batch", {"policies": behind_first}, until)
+        while (left_s := until - time.monotonic()) > 0:
+            answer = self._call("batch", {"policies": behind_first}, left_s)
             if answer["state"] == "run":
                 return Served(answer["policy"], answer["rows"], answer["totals"], answer["dropped"])
         wanted = ", ".join(f"step {step} of {policy}" for policy, step in steps.items())
@@ -71,37 +75,19 @@ class DataflowSource:
         )
 
     def committed(self, policy: str, version: int) -> None:
-        message = {"policy": policy, "version": version}
-        self._post("committed", message, time.monotonic() + self._timeout_s)
+        """See `Source`.
 
-    def _post(self, name: str, message: dict[str, Any], until: float) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"{self._url}/{name}", data=pack(message), headers=self._headers, method="POST"
-        )
-        while True:
-            try:
-                with urllib.request.urlopen(request, timeout=60.0) as answer:
-                    return unpack(answer.read())
-            except (
-                OSError,
-                http.client.HTTPException,
-                WireError,
-            ) as error:  # it is starting, or died while it answered
-                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
-                    raise SourceError(f"dataflow refused {name}: {_reason(error)}") from error
-                if time.monotonic() > until:
-                    problem = _reason(error) if isinstance(error, urllib.error.HTTPError) else error
-                    raise SourceError(
-                        f"dataflow at {self._url} does not answer ({problem}): see logs/dataflow.log"
-                    ) from error
-                time.sleep(0.1)
+        Raises:
+            DataflowError: the dataflow does not answer, or refuses.
+        """
+        self._call("committed", {"policy": policy, "version": version}, self._timeout_s)
 
+    def _call(self, name: str, message: Mapping[str, Any], away_s: float) -> Answer:
+        async def call() -> Answer:
+            async with self._connect() as broker:
+                return await broker.call(name, message, away_s=away_s)
 
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        return unpack(error.read())["error"]
-    except (WireError, KeyError, TypeError):  # whoever answers there is no dataflow
-        return f"HTTP {error.code}"
+        return asyncio.run(call())
 
 
 class FixedSource:

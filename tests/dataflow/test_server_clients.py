@@ -6,11 +6,14 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from flowjax.broker import DataflowError, connect
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import serve
@@ -18,8 +21,8 @@ from flowjax.launch.machine import free_port
 from flowjax.launch.roles import write_endpoints
 from flowjax.monitor.token import known_token
 from flowjax.records import Lease, pack
-from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
-from flowjax.trainer.sources import DataflowSource, SourceError
+from flowjax.rollout.dataflow_client import DataflowClient
+from flowjax.trainer.sources import DataflowSource
 from tests.dataflow.test_flow import configuration, make_flow, played
 from tests.dataflow.test_flow_policies import episode as two_parts
 from tests.dataflow.test_flow_policies import make_flow as make_flow_of_two
@@ -50,8 +53,14 @@ def answers(url: str) -> bool:
         return False
 
 
-def client(url: str, token: str = "") -> DataflowClient:
-    return DataflowClient(url, worker="w", away_s=10.0, token=token)
+@contextlib.asynccontextmanager
+async def client(url: str, token: str = "") -> AsyncIterator[DataflowClient]:
+    async with connect(url, token=token) as broker:
+        yield DataflowClient(broker, worker="w", away_s=10.0)
+
+
+def trainers(url: str, token: str = "") -> DataflowSource:
+    return DataflowSource(partial(connect, url, token=token), timeout_s=20.0)
 
 
 def test_beyond_loopback_both_ends_show_the_token(tmp_path):
@@ -65,12 +74,12 @@ def test_beyond_loopback_both_ends_show_the_token(tmp_path):
                 with pytest.raises(DataflowError, match=r"401.*token"):
                     await unknown.lease(1)
                 await known.push([(lease.lease_id, played(lease, version=0)) for lease in leases])
-            source = DataflowSource(url, timeout_s=10.0, token=token)
+            source = trainers(url, token)
             served = await asyncio.to_thread(source.batch, {"agent": 0})
             assert served.policy == "agent" and len(served.rows) == 12
             await asyncio.to_thread(source.committed, "agent", 1)
-            with pytest.raises(SourceError, match="token"):
-                await asyncio.to_thread(DataflowSource(url, timeout_s=10.0).batch, {"agent": 0})
+            with pytest.raises(DataflowError, match="token"):
+                await asyncio.to_thread(trainers(url).batch, {"agent": 0})
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 await asyncio.to_thread(urllib.request.urlopen, f"{url}/status", timeout=5)
 
@@ -88,7 +97,7 @@ def test_a_trainer_of_two_policies_waits_for_neither(tmp_path):
             train = [lease for lease in leases if lease.kind == "train"]
             right = [lease for lease in train if lease.group_id <= "train-00000001"]  # enough for the solver alone
             await worker.push([(lease.lease_id, two_parts(lease, versions)) for lease in right])
-            source = DataflowSource(url, timeout_s=20.0)
+            source = trainers(url)
             started_s = time.monotonic()
             served = await asyncio.to_thread(source.batch, {"verifier": 0, "solver": 0})
             assert served.policy == "solver" and time.monotonic() - started_s < 0.9, "the verifier's wait is not its"
@@ -123,7 +132,7 @@ def test_what_the_trainer_has_no_room_for_waits_and_is_not_lost(tmp_path):
             assert flow.status()["ready_groups"] == 9
             assert not flow._evaluations._unwritten, "an evaluation never waits for the trainer"
             pushing = asyncio.create_task(worker.push(rest))
-            source = DataflowSource(url, timeout_s=20.0)
+            source = trainers(url)
             for step in range(2):
                 await asyncio.sleep(0.1)
                 assert not pushing.done()

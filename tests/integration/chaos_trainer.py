@@ -8,10 +8,12 @@ A checkpoint's `data` holds the fingerprints of the rows that made it a version:
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
 
+from flowjax.broker import connect
 from flowjax.config import load_run
 from flowjax.trainer.sources import DataflowSource
 from flowjax.weights.publish import Checkpoints, committed_steps
@@ -20,7 +22,8 @@ from flowjax.weights.publish import Checkpoints, committed_steps
 def main(run_dir: Path, step_s: float) -> None:
     config = load_run(run_dir)
     checkpoints = Checkpoints(run_dir / "checkpoints" / "agent", keep=config.trainer.steps + 1)
-    source = DataflowSource(json.loads((run_dir / "endpoints.json").read_text())["dataflow"], timeout_s=300)
+    address = json.loads((run_dir / "endpoints.json").read_text())["dataflow"]
+    source = DataflowSource(partial(connect, address), timeout_s=300)
     version = max(committed_steps(run_dir / "checkpoints" / "agent"))
     while version < config.trainer.steps:
         rows = source.batch({"agent": version}).rows

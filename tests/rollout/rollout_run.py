@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from aiohttp.test_utils import TestServer
 from fake_engine import FakeEngine
 
+from flowjax.broker import connect
 from flowjax.config import default_config, save_run
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
@@ -111,9 +112,10 @@ class RolloutRun:
         config = self.config
         async with (
             bases_of_run(config, self.folder, {"base": servers.engine_urls, **servers.further_urls}) as bases,
-            DataflowClient(servers.dataflow_url, worker="test", away_s=config.dataflow.lease_s) as dataflow,
+            connect(servers.dataflow_url) as broker,
             EnvPool(workers=1, step_timeout_s=config.env.step_timeout_s) as pool,
         ):
+            dataflow = DataflowClient(broker, worker="test", away_s=config.dataflow.lease_s)
             player = Player.of_run(config, bases=bases, pool=pool)
             parts = {"bases": bases, "dataflow": dataflow, "player": player}
             serving = Serving(RolloutService(config, self.folder, **parts))

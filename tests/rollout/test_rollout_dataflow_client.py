@@ -6,8 +6,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from flowjax.broker import DataflowError, connect
 from flowjax.records import pack
-from flowjax.rollout.dataflow_client import DataflowClient, DataflowError
+from flowjax.rollout.dataflow_client import DataflowClient
 
 
 def _push(*statuses: int) -> tuple[int, int]:
@@ -22,11 +23,8 @@ def _push(*statuses: int) -> tuple[int, int]:
     async def scenario() -> int:
         app = web.Application()
         app.router.add_post("/episodes", episodes)
-        async with (
-            TestServer(app) as server,
-            DataflowClient(str(server.make_url("")), worker="test", away_s=0.2) as client,
-        ):
-            return await client.push([])
+        async with TestServer(app) as server, connect(str(server.make_url(""))) as broker:
+            return await DataflowClient(broker, worker="test", away_s=0.2).push([])
 
     return asyncio.run(scenario()), len(asked)
 

@@ -4,9 +4,12 @@ import http.server
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
+from flowjax.broker import DataflowError, connect
+from flowjax.config import ConfigError
 from flowjax.records import pack
 from flowjax.trainer.sources import DataflowSource, SourceError
 
@@ -41,10 +44,37 @@ def dataflow(*answers: tuple[int, bytes, int]) -> Iterator[str]:
 )
 def test_a_broken_answer_is_asked_for_again(broken):
     with dataflow(broken, (200, BATCH, len(BATCH))) as url:
-        assert DataflowSource(url, timeout_s=10.0).batch({"agent": 0}).policy == "agent"
+        assert DataflowSource(partial(connect, url), timeout_s=10.0).batch({"agent": 0}).policy == "agent"
 
 
 def test_a_refusal_is_told_at_once():
     refusal = pack({"error": "agent@9 has never been made"})
-    with dataflow((400, refusal, len(refusal))) as url, pytest.raises(SourceError, match="agent@9 has never been made"):
-        DataflowSource(url, timeout_s=10.0).batch({"agent": 9})
+    with dataflow((400, refusal, len(refusal))) as url:
+        source = DataflowSource(partial(connect, url), timeout_s=10.0)
+        with pytest.raises(DataflowError, match="agent@9 has never been made"):
+            source.batch({"agent": 9})
+
+
+def test_a_stranger_at_the_address_is_told_at_once():
+    with dataflow((404, b"<html>", 6)) as url:
+        source = DataflowSource(partial(connect, url), timeout_s=10.0)
+        with pytest.raises(DataflowError, match=r"HTTP 404.*is no dataflow"):
+            source.committed("agent", 1)
+
+
+def test_no_batch_in_time_names_what_holds_it_up():
+    waits = pack({"state": "wait"})
+    with dataflow(*[(200, waits, len(waits))] * 1000) as url:
+        source = DataflowSource(partial(connect, url), timeout_s=0.2)
+        with pytest.raises(SourceError, match=r"step 3 of agent .*step_timeout_s \(0\.2 s\).*rollout\.log"):
+            source.batch({"agent": 3})
+
+
+def test_a_dataflow_that_stays_away_is_given_up():
+    with pytest.raises(DataflowError, match=r"has not answered for \d s \(Client.*dataflow\.log"):
+        DataflowSource(partial(connect, "http://127.0.0.1:9"), timeout_s=0.1).batch({"agent": 0})
+
+
+def test_an_address_that_no_broker_reaches_is_refused():
+    with pytest.raises(ConfigError, match="give an address that begins with http://"):
+        DataflowSource(partial(connect, "tcp://127.0.0.1:9"), timeout_s=10.0).committed("agent", 1)

@@ -1,0 +1,136 @@
+"""What carries messages to the dataflow and its answers back. Nothing above knows how: one way is HTTP.
+
+Messages and answers are maps as docs/dataflow.md lists them, packed as `flowjax.records` says.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from flowjax.config import ConfigError
+from flowjax.monitor.token import bearer
+from flowjax.records import WireError, pack, unpack
+
+Answer = dict[str, Any]
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
+_ANSWER_TIMEOUT_S = 60.0
+_BUSY = 429
+
+
+class DataflowError(RuntimeError):
+    """The dataflow refuses a message or has been away for too long; the message says what to look at."""
+
+
+class Busy(Exception):
+    """The dataflow has no room for what a message holds yet; says why."""
+
+
+class Unanswered(Exception):
+    """A message or its answer was lost on the way, or the dataflow failed over it; says how."""
+
+
+class Broker(Protocol):
+    """Carries messages to one dataflow. Calls may run beside each other."""
+
+    async def call(self, name: str, message: Mapping[str, Any], *, away_s: float) -> Answer:
+        """The dataflow's answer to the message of that name.
+
+        It is sent again until it is answered, so the dataflow may see it twice: every message is idempotent. One that
+        there is no room for waits until there is, however long that lasts.
+
+        Args:
+            away_s: how long the dataflow may be away.
+
+        Raises:
+            DataflowError: the dataflow refuses the message, or was away for longer.
+        """
+        ...
+
+
+Connect = Callable[[], AbstractAsyncContextManager[Broker]]
+
+
+@contextlib.asynccontextmanager
+async def connect(address: str, *, token: str = "") -> AsyncIterator[Broker]:
+    """The broker to the dataflow at `address`, whose scheme says which.
+
+    Args:
+        address: `dataflow` in the run's endpoints.json.
+        token: of the run, where its dataflow listens beyond loopback.
+
+    Raises:
+        ConfigError: there is no broker for that scheme.
+    """
+    if urlsplit(address).scheme not in ("http", "https"):
+        raise ConfigError(f"dataflow is {address!r} in endpoints.json: give an address that begins with http://")
+    headers = {"Content-Type": "application/msgpack", **bearer(token)}
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        yield HttpBroker(address.rstrip("/"), session)
+
+
+@dataclass(frozen=True)
+class HttpBroker:
+    """Posts each message to the dataflow's server (`flowjax.dataflow.server`)."""
+
+    url: str
+    session: aiohttp.ClientSession
+
+    async def call(self, name: str, message: Mapping[str, Any], *, away_s: float) -> Answer:
+        post = partial(self._post, name, pack(dict(message)))
+        return await until_answered(post, where=f"the dataflow at {self.url}", away_s=away_s)
+
+    async def _post(self, name: str, body: bytes) -> Answer:
+        try:
+            async with self.session.post(f"{self.url}/{name}", data=body) as response:
+                status, answer = response.status, await response.read()
+            if status == 200:
+                return unpack(answer)
+        except (aiohttp.ClientError, OSError, WireError) as error:  # TimeoutError is an OSError
+            raise Unanswered(f"{type(error).__name__}: {error}") from error
+        if status == _BUSY:
+            raise Busy(_reason(answer))
+        if status >= 500:
+            raise Unanswered(f"HTTP {status}: {_reason(answer)}")
+        raise DataflowError(f"the dataflow refuses /{name} (HTTP {status}): {_reason(answer)}")
+
+
+def _reason(answer: bytes) -> str:
+    try:
+        return unpack(answer)["error"]
+    except (WireError, KeyError, TypeError):
+        return "whoever answers there is no dataflow"
+
+
+async def until_answered(attempt: Callable[[], Awaitable[Answer]], *, where: str, away_s: float) -> Answer:
+    """The rule of all brokers for when a message is sent again.
+
+    Args:
+        attempt: sends it once. Raises `Busy` or `Unanswered` when it is to be sent again.
+        where: what is named as not answering.
+        away_s: how long there may be no answer.
+
+    Raises:
+        DataflowError: there was none for longer.
+    """
+    heard_s, pause_s = time.monotonic(), _FIRST_RETRY_S
+    while True:
+        try:
+            return await attempt()
+        except Busy:
+            heard_s = time.monotonic()
+        except Unanswered as error:
+            silent_s = time.monotonic() - heard_s
+            if silent_s > away_s:
+                problem = f"{where} has not answered for {silent_s:.0f} s ({error})"
+                raise DataflowError(f"{problem}: see logs/dataflow.log") from error
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_RETRY_S)

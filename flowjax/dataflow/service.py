@@ -1,0 +1,198 @@
+"""What the dataflow answers to each message, whatever carries it.
+
+    lease         {worker, slots, kind?, can?}         -> {leases, state: run | wait | done, retry_s}
+    renew         {worker, lease_ids}                  -> {lost}
+    episodes      {worker, items: [{lease_id, episode}]} -> {accepted, duplicate}
+    give_back     {worker, lease_ids, error}           -> {}
+    versions      {worker, policy, serving, in_use}    -> {oldest_needed}
+    batch         {policy, step} | {policies: {policy: step}}
+                                -> {state: run, policy, rows, totals, dropped} | {state: wait}
+    committed     {policy, version}                    -> {}
+
+`lease` and `batch` hold the answer back for a while when there is nothing to give, `episodes` while the trainers have
+more groups waiting than they may.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flowjax.broker import Answer, Busy
+from flowjax.dataflow import messages
+from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.workers import Can
+from flowjax.records import Lease, WireError
+
+NAMES = ("lease", "renew", "episodes", "give_back", "versions", "batch", "committed")
+HOLD_S = 1.0
+_PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
+_LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
+
+
+class DataflowService:
+    """Answers for a `Flow`. Everything runs on one event loop, so a message sees a settled state; only credit, which
+    may take seconds, is given in a thread.
+
+    Workers that wait for episodes stand in a queue: when something has changed, the first ones are served, until there
+    is nothing more.
+    """
+
+    def __init__(self, flow: Flow):
+        self._flow = flow
+        self._waiting: dict[Can, deque[_Waiting]] = {}  # by what they can play
+        self._changed = asyncio.Event()
+        self._crediting = asyncio.Lock()
+
+    async def answer(self, name: str, message: Any, *, hold_s: float = HOLD_S) -> Answer:
+        """The answer to the message of that name.
+
+        Leases that a cancelled call had got are given back; a batch may be asked for again.
+
+        Args:
+            hold_s: longest that the answer is held back.
+
+        Raises:
+            WireError: there is no message of that name, it has a field that cannot be, or names a version that has
+                never been made; nothing has changed.
+            Busy: there is no room for the episodes now; those of evaluations have been taken in.
+        """
+        match name:
+            case "lease":
+                return await self._lease(message, hold_s)
+            case "renew":
+                return {"lost": self._flow.renew(messages.lease_ids_of(message))}
+            case "episodes":
+                return await self._episodes(message, hold_s)
+            case "give_back":
+                return self._give_back(message)
+            case "versions":
+                return self._versions(message)
+            case "batch":
+                return await self._batch(message, hold_s)
+            case "committed":
+                return self._committed(message)
+        raise WireError(f"there is no message {name!r}: send one of {', '.join(NAMES)}")
+
+    async def _lease(self, message: Any, hold_s: float) -> Answer:
+        worker, slots, can = messages.worker_of(message), messages.slots_of(message), messages.can_of(message)
+        leases = self._flow.lease(worker, slots, can=can)  # whoever waits has been offered all that there was
+        if not leases and not self._flow.finished:
+            leases = await self._wait_for_leases(can, lambda: self._flow.lease(worker, slots, can=can), hold_s)
+        state = "run" if leases else "done" if self._flow.finished else "wait"
+        return {"leases": leases, "state": state, "retry_s": 1.0 if state == "done" else 0.0}
+
+    async def _wait_for_leases(self, can: Can, attempt: Callable[[], list[Lease]], hold_s: float) -> list[Lease]:
+        """Stand in the queue of those who can play the same, for a while."""
+        asked = _Waiting(attempt, asyncio.get_running_loop().create_future())
+        queue = self._waiting.setdefault(can, deque())
+        queue.append(asked)
+        try:
+            await asyncio.wait([asked.leases], timeout=hold_s)
+        except asyncio.CancelledError:  # the worker has gone
+            if asked.leases.done():
+                self._flow.give_back([lease.lease_id for lease in asked.leases.result()], "")
+                self._notify()
+            raise
+        finally:
+            if not asked.leases.done():
+                queue.remove(asked)
+            if not queue and self._waiting.get(can) is queue:
+                del self._waiting[can]
+        return asked.leases.result() if asked.leases.done() else []
+
+    def _serve_waiting(self) -> None:
+        """Give what there is to those who have waited longest; when the run is over, send all of them home."""
+        finished = any(self._waiting.values()) and self._flow.finished
+        for queue in self._waiting.values():
+            passed_over = 0
+            while passed_over < min(_PASSED_OVER, len(queue)):
+                asked = queue[0]
+                if (leases := asked.attempt()) or finished:
+                    asked.leases.set_result(leases)
+                    queue.popleft()
+                else:  # what there is may not be for this worker
+                    queue.rotate(-1)
+                    passed_over += 1
+
+    def _notify(self) -> None:
+        """Something has changed that may give the waiting what they wait for."""
+        self._serve_waiting()
+        self._changed.set()
+
+    async def _episodes(self, message: Any, hold_s: float) -> Answer:
+        played = messages.episodes_of(message, self._newest(), self._flow.needed_outcomes)
+        counted = []
+        if self._flow.full:
+            evaluation, played = self._flow.by_kind(played)
+            counted = self._flow.accept_all(evaluation)
+            until = time.monotonic() + hold_s
+            while played and self._flow.full:
+                if time.monotonic() > until:
+                    raise Busy("more groups than config.dataflow.max_ready_groups wait for the trainer: send it again")
+                await asyncio.sleep(_LATEST_S)
+        counted += self._flow.accept_all(played)
+        self._notify()
+        return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
+
+    def _give_back(self, message: Any) -> Answer:
+        lease_ids, (error,) = messages.lease_ids_of(message), messages.fields(message, error=str)
+        self._flow.give_back(lease_ids, error)
+        self._notify()
+        return {}
+
+    def _versions(self, message: Any) -> Answer:
+        policy, newest = self._policy(message)
+        serving = messages.version_of(message, "serving", oldest=0, newest=newest)
+        news = serving > self._flow.serving[policy]
+        oldest_needed = self._flow.report_serving(policy, serving)
+        if news:
+            self._notify()
+        return {"oldest_needed": oldest_needed}
+
+    async def _batch(self, message: Any, hold_s: float) -> Answer:
+        steps = messages.steps_of(message)
+        for policy, step in steps.items():
+            _, newest = self._policy({"policy": policy})
+            messages.version_of({"step": step}, "step", oldest=self._flow.oldest_kept(policy), newest=newest)
+        until = time.monotonic() + hold_s
+        while (taken := self._flow.take_first(steps)) is None and time.monotonic() < until:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                break
+            await asyncio.sleep(_LATEST_S)
+        if taken is None:
+            return {"state": "wait"}
+        self._notify()  # groups that are used or dropped make room for others
+        policy, (groups, dropped) = taken[0], (taken[1].groups, taken[1].dropped)
+        async with self._crediting:
+            batch = await asyncio.to_thread(self._flow.credit, policy, steps[policy], groups)
+        return {"state": "run", "policy": policy, "rows": batch.rows, "totals": batch.totals, "dropped": dropped}
+
+    def _committed(self, message: Any) -> Answer:
+        policy, newest = self._policy(message)
+        self._flow.commit(policy, messages.version_of(message, "version", oldest=0, newest=newest))
+        self._notify()
+        return {}
+
+    def _policy(self, message: Any) -> tuple[str, int]:
+        """The policy that a message is about, and the newest version that there can be of it."""
+        policy = messages.policy_of(message, dict.fromkeys(self._flow.policies, 0))
+        return policy, self._flow.newest_version(policy)
+
+    def _newest(self) -> dict[str, int]:
+        trained = {policy: self._flow.newest_version(policy) for policy in self._flow.policies}
+        return trained | dict.fromkeys(self._flow.frozen, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A worker that waits for episodes."""
+
+    attempt: Callable[[], list[Lease]]
+    leases: asyncio.Future[list[Lease]]
