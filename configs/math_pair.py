@@ -28,12 +28,10 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.agents = ConfigDict({"solver": "solver", "verifier": "verifier"})
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "grpo"
-    # Most answers are right: unbalanced, approving all of them pays. Groups of GRPO would lose the weights again.
+    # Most answers are right: unbalanced, approving all of them pays. The deviation of a group would undo the weights.
+    verdict = {"balanced": True, "most_weight": 4.0}
     config.policies.verifier = ConfigDict(
-        {
-            "reward": {"components": {"verdict": {"balanced": True}}},
-            "credit": {"name": "reinforce_plus_plus_baseline"},
-        }
+        {"reward": {"components": {"verdict": verdict}}, "credit": {"name": "dr_grpo"}}
     )
     recipes[arg](config)
     return config

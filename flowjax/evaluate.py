@@ -4,7 +4,7 @@
 
 Restores the adapter from Orbax, serves it, plays `config.eval.tasks` held-out tasks and prints success with its 95 %
 interval. What it did is kept beside the run, in `evaluations/<step>`. Of several policies, name a checkpoint each, with
-commas between them.
+commas between them; `--config.agents` may bind agents otherwise than in the run, such as to "base" as a fixed partner.
 
 Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to correct in what was asked for.
 """
@@ -39,7 +39,13 @@ from flowjax.monitor.screen import fixed, interval
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
 # Between the command and the checkpoint's run:
-_MUST_AGREE = ("model.path", "policy", "agents", "workflow", "env.module", "env.options")
+_MUST_AGREE = ("model.path", "policy", "workflow", "env.module", "env.options")
+_TOLD_ANYHOW = (
+    "success",
+    "turns",
+    "invalid_actions",
+    "env_return",
+)  # outcomes with rows of their own, or of no interest
 
 
 def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:
@@ -180,6 +186,8 @@ def _evaluate(config: ConfigDict, run_dir: Path, devices: Devices) -> int:
         table.add_row("held-out success", interval(entry))
         for policy, own in entry.get("policies", {}).items() if config.policies else ():
             table.add_row(f"success of {policy}", interval({**own, "episodes": own.get("trajectories")}))
+            more = {name: mean for name, mean in own.get("outcomes", {}).items() if name not in _TOLD_ANYHOW}
+            table.add_row(f"outcomes of {policy}", ", ".join(f"{name} {mean:.3f}" for name, mean in more.items()))
         table.add_row("turns an episode", fixed(number(entry, "turns_mean"), 1))
         table.add_row("env return", fixed(number(entry, "env_return_mean"), 2))
         table.add_row("seconds", fixed(number(entry, "seconds"), 1))
