@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from aiohttp.test_utils import TestServer
 from fake_engine import FakeEngine
 
-from flowjax.broker import connect
+from flowjax.broker import Connect, connect
 from flowjax.config import default_config, save_run
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
@@ -107,12 +108,16 @@ class RolloutRun:
             flow.close()
 
     @contextlib.asynccontextmanager
-    async def serving(self, servers: "Servers") -> AsyncIterator["Serving"]:
-        """A rollout service playing in this process; stopped in an orderly way at the end."""
+    async def serving(self, servers: "Servers", to_dataflow: Connect | None = None) -> AsyncIterator["Serving"]:
+        """A rollout service playing in this process; stopped in an orderly way at the end.
+
+        It reaches the dataflow by `to_dataflow`, or over HTTP.
+        """
         config = self.config
+        to_dataflow = to_dataflow or partial(connect, servers.dataflow_url)
         async with (
             bases_of_run(config, self.folder, {"base": servers.engine_urls, **servers.further_urls}) as bases,
-            connect(servers.dataflow_url) as broker,
+            to_dataflow() as broker,
             EnvPool(workers=1, step_timeout_s=config.env.step_timeout_s) as pool,
         ):
             dataflow = DataflowClient(broker, worker="test", away_s=config.dataflow.lease_s)

@@ -1,0 +1,76 @@
+"""A run without HTTP between its roles: the dataflow's service is called as it is, by another broker."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+from rollout_run import RolloutRun, until
+
+from flowjax.broker import Answer, Broker, DataflowError, until_answered
+from flowjax.dataflow.service import NAMES, DataflowService
+from flowjax.records import WireError, pack, unpack
+from flowjax.trainer.sources import DataflowSource
+
+STEPS = 3
+
+
+class InProcess:
+    """Calls the service on its own event loop, from whichever; `carried` counts what was answered."""
+
+    def __init__(self, service: DataflowService):
+        self._service, self._loop = service, asyncio.get_running_loop()
+        self.carried: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def connect(self) -> AsyncIterator[Broker]:
+        yield self
+
+    async def call(self, name: str, message: Mapping[str, Any], *, away_s: float) -> Answer:
+        async def attempt() -> Answer:
+            answering = self._service.answer(name, unpack(pack(dict(message))))
+            try:
+                answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answering, self._loop))
+            except WireError as error:
+                raise DataflowError(f"the dataflow refuses {name}: {error}") from error
+            self.carried[name] += 1
+            return unpack(pack(answer))
+
+        return await until_answered(attempt, where="the dataflow", away_s=away_s)
+
+
+def test_a_whole_run_goes_through_another_broker(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, trainer__steps=STEPS, eval__tasks=2)
+        async with run.servers() as servers:
+            await servers.dataflow.close()  # nothing listens
+            broker = InProcess(DataflowService(servers.flow))
+            trainer = DataflowSource(broker.connect, timeout_s=60.0)
+            async with run.serving(servers, broker.connect):
+                for step in range(STEPS):
+                    served = await asyncio.to_thread(trainer.batch, {"agent": step})
+                    assert served.policy == "agent" and served.totals["episodes"] == 8
+                    ages = {step - int(version) for row in served.rows for version in row.versions[row.sampled]}
+                    assert ages <= {0, 1}
+                    run.publish(step + 1)
+                    await asyncio.to_thread(trainer.committed, "agent", step + 1)
+                await until(lambda: servers.flow.finished)
+                with pytest.raises(DataflowError, match="refuses batch: field step is 99"):
+                    await asyncio.to_thread(trainer.batch, {"agent": 99})
+        trained = [episode for episode in servers.counted if episode.group_id.startswith("train")]
+        assert len({episode.episode_id for episode in trained}) == len(trained) == 8 * STEPS
+        assert not servers.refused
+        assert set(broker.carried) >= set(NAMES) - {"renew", "give_back"}
+
+    asyncio.run(scenario())
+
+
+def test_a_message_that_there_is_not_is_refused(tmp_path):
+    async def scenario():
+        service = DataflowService(RolloutRun(tmp_path).flow())
+        with pytest.raises(WireError, match="'lesae': send one of lease, renew"):
+            await service.answer("lesae", {})
+
+    asyncio.run(scenario())
