@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from absl import app, flags, logging
 
-from flowjax.config import load_run
+from flowjax.config import ConfigError, load_run
+from flowjax.dataflow.algorithms.chain import AlgorithmError
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.heap import return_freed_memory
 from flowjax.dataflow.server import serve
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
     return_freed_memory()
     try:
         asyncio.run(_main(Path(_RUN.value)))
-    except LedgerError as error:
+    except (AlgorithmError, ConfigError, LedgerError) as error:
         print(f"dataflow: {error}", file=sys.stderr, flush=True)
         sys.exit(_USER_MISTAKE)
 

@@ -7,8 +7,9 @@ import grain
 from ml_collections import ConfigDict
 
 from flowjax.config import policy_configs
-from flowjax.dataflow.algorithms.base import Algorithm, states_of
+from flowjax.dataflow.algorithms.chain import Chain
 from flowjax.dataflow.ledger import Ledger
+from flowjax.dataflow.selection import count_replayed
 from flowjax.dataflow.task_sources import episode_seed, task_at
 from flowjax.records import Task
 
@@ -31,7 +32,7 @@ class Admission:
         self,
         config: ConfigDict,
         ledger: Ledger,
-        algorithms: Mapping[str, Algorithm],
+        algorithms: Chain,
         tasks: grain.MapDataset[Task],
         *,
         serving: Mapping[str, int],
@@ -40,7 +41,6 @@ class Admission:
         self._config, self._configs = config, policy_configs(config)
         self._ledger, self._algorithms, self._tasks = ledger, algorithms, tasks
         self._serving, self._committed = serving, committed
-        self.passed_over = self.forced = 0  # tasks that an algorithm did not choose, and those played in spite of it
         self.starved: set[str] = set()  # policies whose trainer last asked in vain
 
     def open_next(self) -> bool:
@@ -49,33 +49,33 @@ class Admission:
         learning = self._learning()
         if config.eval.versions or not any(map(self._admits, learning)):
             return False
-        position, task = self._choose()
-        for algorithm in self._algorithms.values():
-            algorithm.chosen(task, position)
+        position, task, forced = self._choose()
+        self._algorithms.chosen(task, position)
         seeds = [episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
-        self._ledger.add_group(
-            f"train-{position:08d}",
-            task,
-            seeds,
-            kind="train",
-            position=position,
-            temperature=config.rollout.temperature,
-            policies=learning,
-            states=states_of(self._algorithms),
-        )
+        with self._algorithms.learnt() as learnt:
+            self._ledger.add_group(
+                f"train-{position:08d}",
+                task,
+                seeds,
+                kind="train",
+                position=position,
+                temperature=config.rollout.temperature,
+                policies=learning,
+                forced=forced,
+                learnt=learnt,
+            )
         return True
 
-    def _choose(self) -> tuple[int, Task]:
-        """The next task that every algorithm chooses, or the one after `MOST_PASSED_OVER` that some did not."""
+    def _choose(self) -> tuple[int, Task, bool]:
+        """The next task that every algorithm chooses, or the one after `MOST_PASSED_OVER` that some did not; and
+        whether it is that."""
         start = self._ledger.count_groups()
         for position in range(start, start + MOST_PASSED_OVER):
             task = task_at(self._tasks, position)
-            if all(algorithm.choose(task, position) for algorithm in self._algorithms.values()):
-                return position, task
-            self.passed_over += 1
-            self._ledger.add_group(f"train-{position:08d}", task, (), kind="train", position=position, policies=())
-        self.forced += 1
-        return start + MOST_PASSED_OVER, task_at(self._tasks, start + MOST_PASSED_OVER)
+            if self._algorithms.choose(task, position):
+                return position, task, False
+            self._ledger.pass_over(f"train-{position:08d}", task, position=position)
+        return start + MOST_PASSED_OVER, task_at(self._tasks, start + MOST_PASSED_OVER), True
 
     def _admits(self, policy: str) -> bool:
         config = self._configs[policy]
@@ -83,11 +83,11 @@ class Admission:
         unused = sum(streams.get(state, 0) for state in ("open", "settled", "ready"))
         made, serving = self._ledger.batches(policy), self._serving[policy]
         ahead = min(serving + config.dataflow.max_staleness + 1, config.trainer.steps) - made
-        fresh_share = math.prod(algorithm.fresh_share for algorithm in self._algorithms.values())
         groups = config.trainer.groups_per_step
-        admitted = ahead * math.ceil(groups * fresh_share)
-        if made <= serving and ahead > 0:  # the trainer waits: there may be nothing to replay yet
-            admitted = max(admitted, groups)
+        admitted = ahead * math.ceil(groups * self._algorithms.fresh_share)
+        if made <= serving and ahead > 0:  # the trainer waits: there may be less to replay than is asked for
+            used = self._ledger.streams(policy, "used")
+            admitted = max(admitted, groups - count_replayed(self._algorithms, used, step=made, groups=groups))
         if config.dataflow.max_ready_groups:
             admitted = min(admitted, self._most_ready(policy))
         return unused < admitted

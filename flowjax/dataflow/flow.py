@@ -14,12 +14,13 @@ from ml_collections import ConfigDict
 
 from flowjax.config import policy_configs
 from flowjax.dataflow.admission import Admission
-from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms, states_of
+from flowjax.dataflow.algorithms.base import Result, build_algorithms
+from flowjax.dataflow.algorithms.chain import Chain
 from flowjax.dataflow.evaluations import Evaluations
 from flowjax.dataflow.ledger import Ledger
-from flowjax.dataflow.ledger_queries import Kind, Stream
-from flowjax.dataflow.ledger_streams import Selection
+from flowjax.dataflow.ledger_queries import Kind
 from flowjax.dataflow.rows import CreditedBatch, credit_batch
+from flowjax.dataflow.selection import select
 from flowjax.dataflow.transcripts import write_transcripts
 from flowjax.dataflow.workers import ANYTHING, Can
 from flowjax.monitor.metrics import MetricsWriter
@@ -65,10 +66,8 @@ class Flow:
         self._metrics = MetricsWriter(run_dir)
         self._evaluations = Evaluations(config, self._ledger, self._metrics, held_out_tasks, clock)
         self._evaluations.write_finished()  # what a process before this one had no time for
-        self._algorithms = build_algorithms(config)
-        for name, state in self._ledger.states().items():
-            self._algorithms[name].restore(state)
-        self._trained_ages: dict[str, dict[str, int]] = {}  # of the newest batch's tokens, by policy
+        self._algorithms = Chain(build_algorithms(config), self._ledger.states())
+        self._trained_ages = {policy: self._newest_ages(policy) for policy in self._configs}
         self._told: dict[str, int] = {}  # the step of it
         self._speaking = (set(config.agents.values()) & set(self._configs)) or set(self._configs)
         self.needed_outcomes = {  # by policy, for its reward
@@ -169,11 +168,12 @@ class Flow:
         """Let the data algorithms decide on what has come in. All are told of it, also where one has refused."""
         for policy, group_id in self._ledger.settled():
             keep = True
-            if self._algorithms:
-                result = _result(self._ledger.group(group_id, policy), policy, self._configs[policy])
-                verdicts = [algorithm.keep(result) for algorithm in self._algorithms.values()]
-                keep = all(verdicts)
-            self._ledger.judge(policy, group_id, keep=keep, states=states_of(self._algorithms))
+            if self._algorithms.by_name:
+                keep = self._algorithms.keep(
+                    _result(self._ledger.group(group_id, policy), policy, self._configs[policy])
+                )
+            with self._algorithms.learnt() as learnt:
+                self._ledger.judge(policy, group_id, keep=keep, learnt=learnt)
 
     def batch(self, policy: str, step: int) -> tuple[CreditedBatch, int] | None:
         """What turns the policy's version `step` into `step + 1`, and how many groups were dropped as too old; None:
@@ -192,7 +192,9 @@ class Flow:
         """The groups of the policy's batch `step`; None: wait."""
         self._judge()
         dropped_before = self._ledger.count_dropped(policy)
-        group_ids = self._ledger.assign(policy, step, partial(self._select, policy, step))
+        config = self._configs[policy]
+        limits = {"groups": config.trainer.groups_per_step, "max_staleness": config.dataflow.max_staleness}
+        group_ids = self._ledger.assign(policy, step, partial(select, self._algorithms, step=step, **limits))
         if group_ids is None:
             self._admission.starved.add(policy)
             return None
@@ -222,6 +224,12 @@ class Flow:
             short_groups=counts.get("", {}).get("short_groups", 0),
         )
 
+    def _newest_ages(self, policy: str) -> dict[str, int]:
+        """Ages of the tokens of the newest batch that there is."""
+        step = self._ledger.batches(policy) - 1
+        groups = [self._ledger.group(group_id, policy) for group_id in self._ledger.batch(policy, step)]
+        return _token_ages(groups, step)
+
     def credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch:
         """The rows of a batch. Touches no state of the flow: it may run in a thread."""
         config = self._configs[policy]
@@ -237,32 +245,18 @@ class Flow:
 
     def _trained(self, group: Group, policy: str) -> np.ndarray:
         """Which of a group's trajectories the loss may have."""
-        if not self._algorithms:
+        if not self._algorithms.by_name:
             return np.ones(len(group.trajectories), bool)
-        result = _result(group, policy, self._configs[policy])
-        return np.all([algorithm.trains(result) for algorithm in self._algorithms.values()], axis=0)
-
-    def _select(self, policy: str, step: int, ready: list[Stream], used: list[Stream]) -> Selection:
-        """The groups of a batch, and those that are too old for any."""
-        config = self._configs[policy]
-        groups = config.trainer.groups_per_step
-        candidates, again = ([_candidate(stream, step) for stream in streams] for streams in (ready, used))
-        fresh = [each for each in candidates if each.age_versions <= config.dataflow.max_staleness]
-        stale = [each.group_id for each in candidates if each.age_versions > config.dataflow.max_staleness]
-        chosen: Sequence[Candidate] = fresh
-        for algorithm in self._algorithms.values():
-            chosen = algorithm.serve(chosen, again, groups)
-        return ([each.group_id for each in chosen[:groups]] if len(chosen) >= groups else None), stale
+        return self._algorithms.trains(_result(group, policy, self._configs[policy]))
 
     def commit(self, policy: str, version: int) -> None:
         """The policy's trainer has committed a checkpoint of `version`."""
         if version > self.committed[policy]:
-            for algorithm in self._algorithms.values():
-                algorithm.published(policy, version)
-            self._ledger.commit(policy, version, states=states_of(self._algorithms))
+            self._algorithms.published(policy, version)
+            with self._algorithms.learnt() as learnt:
+                self._ledger.commit(policy, version, learnt=learnt)
         self.committed[policy] = max(self.committed[policy], version)
-        asked_again = max((algorithm.keeps_used_versions for algorithm in self._algorithms.values()), default=0)
-        kept_versions = max(self._configs[policy].trainer.keep_checkpoints, asked_again)
+        kept_versions = max(self._configs[policy].trainer.keep_checkpoints, self._algorithms.keeps_used_versions)
         self._ledger.close_batches(policy, version - kept_versions)
 
     @property
@@ -286,9 +280,9 @@ class Flow:
             "short_groups": of_all.get("short_groups", 0),
             "failed": _under(of_all, "failed/"),
             "last_failures": self._ledger.last_failures(),
-            "passed_over_tasks": self._admission.passed_over,
-            "forced_tasks": self._admission.forced,
-            "algorithms": {name: algorithm.metrics() for name, algorithm in self._algorithms.items()},
+            "passed_over_tasks": of_all.get("passed_over", 0),
+            "forced_tasks": of_all.get("forced", 0),
+            "algorithms": self._algorithms.metrics(),
         }
 
     def _policy_status(self, policy: str, counts: Mapping[str, int]) -> dict[str, Any]:
@@ -302,7 +296,7 @@ class Flow:
             "dropped_groups": self._ledger.count_dropped(policy),
             "dropped": _under(counts, "dropped/"),
             "ages": {str(age): groups for age, groups in sorted(ages.items())},
-            "trained_ages": self._trained_ages.get(policy, {}),
+            "trained_ages": self._trained_ages[policy],
         }
 
     def _last_versions(self) -> dict[str, int]:
@@ -323,10 +317,6 @@ def _result(group: Group, policy: str, config: ConfigDict) -> Result:
     rewards, _ = trajectory_scores([group], config.reward.components.to_dict())
     longest = [max(len(turn.sampled_ids) for turn in trajectory.turns) for trajectory in group.trajectories]
     return Result(group.group_id, group.task, policy, np.asarray(rewards), np.array(longest))
-
-
-def _candidate(stream: Stream, step: int) -> Candidate:
-    return Candidate(stream.group_id, stream.arrival, step - stream.oldest_version, stream.batches)
 
 
 def _token_ages(groups: Sequence[Group], step: int) -> dict[str, int]:

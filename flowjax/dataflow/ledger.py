@@ -18,10 +18,11 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from flowjax.dataflow.algorithms.state import Learnt
 from flowjax.dataflow.ledger_queries import Kind, trajectories_of
-from flowjax.dataflow.ledger_streams import LedgerStreams
+from flowjax.dataflow.ledger_streams import NOTHING, LedgerStreams
 from flowjax.dataflow.tables import Transaction, lease_key, open_tables
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 
@@ -74,11 +75,13 @@ class Ledger(LedgerStreams):
         policies: Sequence[str] = (_EVALUATION,),
         evaluation: str = "",
         versions: Mapping[str, int] | None = None,
-        states: Mapping[str, Any] | None = None,
+        forced: bool = False,
+        learnt: Learnt = NOTHING,
     ) -> None:
         """Open a group with one waiting episode per seed and one stream for each of `policies`.
 
-        A group that exists already is left as it is. `states` of the data algorithms are kept with it.
+        A group that exists already is left as it is. One that is `forced`, chosen by no data algorithm, is
+        counted. What these have `learnt` is kept with it.
         """
         with Transaction(self._db):
             added = self._db.execute(
@@ -94,7 +97,14 @@ class Ledger(LedgerStreams):
                     "INSERT INTO streams (policy, group_id, position, state) VALUES (?, ?, ?, 'open')",
                     [(policy, group_id, position) for policy in policies],
                 )
-            self._keep_states(states or {})
+            self._count("forced", n=forced)
+            self._keep(learnt)
+
+    def pass_over(self, group_id: str, task: Task, *, position: int) -> None:
+        """Note that a task is not played: it has its place in the order of tasks, and is counted."""
+        with Transaction(self._db):
+            self.add_group(group_id, task, (), kind="train", position=position, policies=())
+            self._count("passed_over")
 
     def lease(
         self, worker: str, slots: int, kind: Kind | None = None, worlds: Collection[str] | None = None
@@ -276,11 +286,11 @@ class Ledger(LedgerStreams):
             if not parts:
                 self._drop(policy, [group_id], "silent")
                 continue
-            oldest_version = min((turn.version for part in parts for turn in part.turns), default=0)
+            versions = [turn.version for part in parts for turn in part.turns] or [0]
             self._db.execute(
-                "UPDATE streams SET state = ?, oldest_version = ?,"
+                "UPDATE streams SET state = ?, oldest_version = ?, newest_version = ?,"
                 " arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM streams) WHERE policy = ? AND group_id = ?",
-                ("ready" if policy == _EVALUATION else "settled", oldest_version, policy, group_id),
+                ("ready" if policy == _EVALUATION else "settled", min(versions), max(versions), policy, group_id),
             )
 
     def _sign(self, nonce: str, episode_id: str) -> str:

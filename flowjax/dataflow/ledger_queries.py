@@ -5,19 +5,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flowjax.dataflow.algorithms.state import Table
 from flowjax.records import Episode, Group, Task, Trajectory, unpack
 
 Kind = Literal["train", "eval"]
+_EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A policy's part of a group: the how-manieth to be settled, the version of its oldest token, and in how many
-    batches it has been."""
+    """A policy's part of a group: the how-manieth to be settled, the versions of its oldest and newest token, and in
+    how many batches it has been."""
 
     group_id: str
     arrival: int
     oldest_version: int
+    newest_version: int
     batches: int
 
 
@@ -55,12 +58,18 @@ class LedgerQueries:
 
     def states(self) -> dict[str, Any]:
         """What the data algorithms had learnt when it was last written down, by name."""
-        return {row["name"]: unpack(row["state"]) for row in self._db.execute("SELECT name, state FROM states")}
+        states = {row["name"]: unpack(row["state"]) for row in self._db.execute("SELECT name, state FROM states")}
+        tables: dict[tuple[str, str], dict[Any, Any]] = {}
+        for row in self._db.execute("SELECT name, attribute, key, value FROM state_rows"):
+            tables.setdefault((row["name"], row["attribute"]), {})[unpack(row["key"])] = unpack(row["value"])
+        for (name, attribute), rows in tables.items():
+            states[name][attribute] = Table(rows)
+        return states
 
     def streams(self, policy: str, state: Literal["ready", "used"]) -> list[Stream]:
         """The policy's streams of that state, in the order of tasks."""
         rows = self._db.execute(
-            "SELECT group_id, arrival, oldest_version, (SELECT COUNT(*) FROM batches"
+            "SELECT group_id, arrival, oldest_version, newest_version, (SELECT COUNT(*) FROM batches"
             " WHERE policy = streams.policy AND group_id = streams.group_id) AS batches"
             " FROM streams WHERE policy = ? AND state = ? ORDER BY position",
             (policy, state),
@@ -82,6 +91,13 @@ class LedgerQueries:
             "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE policy = ?", (policy,)
         ).fetchone()[0]
 
+    def batch(self, policy: str, step: int) -> list[str]:
+        """The groups that are written down for the policy's batch `step`."""
+        rows = self._db.execute(
+            "SELECT group_id FROM batches WHERE policy = ? AND step = ? ORDER BY place", (policy, step)
+        )
+        return [row["group_id"] for row in rows]
+
     def count_streams(self, policy: str) -> dict[str, int]:
         """The policy's streams by state, as far as they are still kept."""
         rows = self._db.execute("SELECT state, n FROM stream_counts WHERE policy = ? AND n > 0", (policy,))
@@ -95,7 +111,7 @@ class LedgerQueries:
     def count_episodes(self) -> dict[str, int]:
         """Episodes by state, as far as they are still kept."""
         rows = self._db.execute("SELECT state, COUNT(*) AS n FROM episodes GROUP BY state")
-        return {row["state"]: row["n"] for row in rows}
+        return dict.fromkeys(_EPISODE_STATES, 0) | {row["state"]: row["n"] for row in rows}
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Totals of what came to nothing by policy ("" for whole episodes) and name (see `flowjax.dataflow.tables`)."""

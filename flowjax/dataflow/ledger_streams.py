@@ -1,13 +1,14 @@
 """What becomes of streams once they are settled: kept or dropped, put into batches, used up and forgotten."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from flowjax.dataflow.algorithms.state import Learnt
 from flowjax.dataflow.ledger_queries import LedgerQueries, Stream
 from flowjax.dataflow.tables import Transaction
-from flowjax.records import pack
 
-Selection = tuple[list[str] | None, list[str]]  # groups of a batch, or None for none yet, and groups to drop
+Selection = tuple[list[str] | None, Mapping[str, Sequence[str]]]  # groups of a batch or None, and to drop, by cause
+
+NOTHING = Learnt()
 
 
 class LedgerStreams(LedgerQueries):
@@ -17,7 +18,7 @@ class LedgerStreams(LedgerQueries):
         """Everything or nothing of what is done inside."""
         return Transaction(self._db)
 
-    def judge(self, policy: str, group_id: str, *, keep: bool, states: Mapping[str, Any]) -> None:
+    def judge(self, policy: str, group_id: str, *, keep: bool, learnt: Learnt = NOTHING) -> None:
         """Make a settled stream ready, or drop it, together with what the data algorithms have learnt from it."""
         with Transaction(self._db):
             self._db.execute(
@@ -25,7 +26,7 @@ class LedgerStreams(LedgerQueries):
                 ("ready" if keep else "dropped", policy, group_id),
             )
             self._count("dropped/not_kept", policy, not keep)
-            self._keep_states(states)
+            self._keep(learnt)
 
     def assign(
         self, policy: str, step: int, select: Callable[[list[Stream], list[Stream]], Selection]
@@ -37,13 +38,11 @@ class LedgerStreams(LedgerQueries):
         """
         with Transaction(self._db):
             self._undo_after(policy, step)
-            rows = self._db.execute(
-                "SELECT group_id FROM batches WHERE policy = ? AND step = ? ORDER BY place", (policy, step)
-            ).fetchall()
-            if rows:
-                return [row["group_id"] for row in rows]
+            if written := self.batch(policy, step):
+                return written
             chosen, dropped = select(self.streams(policy, "ready"), self.streams(policy, "used"))
-            self._drop(policy, dropped, "too_old")
+            for cause, group_ids in dropped.items():
+                self._drop(policy, group_ids, cause)
             if chosen is None:
                 return None
             self._db.executemany(
@@ -69,11 +68,11 @@ class LedgerStreams(LedgerQueries):
         with self.transaction():
             self._drop(policy, group_ids, cause)
 
-    def commit(self, policy: str, version: int, *, states: Mapping[str, Any] | None = None) -> None:
+    def commit(self, policy: str, version: int, *, learnt: Learnt = NOTHING) -> None:
         """Note that the policy's trainer has committed `version`, and what the data algorithms make of it."""
         with Transaction(self._db):
             self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?)", (policy, version))
-            self._keep_states(states or {})
+            self._keep(learnt)
 
     def close_batches(self, policy: str, before_step: int) -> None:
         """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
@@ -131,7 +130,12 @@ class LedgerStreams(LedgerQueries):
                 (name, policy, int(n), last[:500]),
             )
 
-    def _keep_states(self, states: Mapping[str, Any]) -> None:
+    def _keep(self, learnt: Learnt) -> None:
+        self._db.executemany("INSERT OR REPLACE INTO states VALUES (?, ?)", list(learnt.whole.items()))
         self._db.executemany(
-            "INSERT OR REPLACE INTO states VALUES (?, ?)", [(name, pack(state)) for name, state in states.items()]
+            "INSERT OR REPLACE INTO state_rows VALUES (?, ?, ?, ?)", [row for row in learnt.rows if row[3] is not None]
+        )
+        self._db.executemany(
+            "DELETE FROM state_rows WHERE name = ? AND attribute = ? AND key = ?",
+            [row[:3] for row in learnt.rows if row[3] is None],
         )

@@ -4,7 +4,7 @@ import secrets
 import sqlite3
 from pathlib import Path
 
-_VERSION = 1  # of the tables
+_VERSION = 2  # of the tables
 _SCHEMA = f"""
 PRAGMA user_version = {_VERSION};
 CREATE TABLE IF NOT EXISTS groups (
@@ -26,6 +26,7 @@ CREATE TABLE IF NOT EXISTS streams (
     state TEXT NOT NULL,           -- open | settled | ready | used | closed | dropped
     arrival INTEGER,               -- place in the order in which streams were settled
     oldest_version INTEGER,        -- that sampled any of its tokens, once it is settled
+    newest_version INTEGER,        -- likewise
     PRIMARY KEY (policy, group_id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS streams_by_state ON streams (policy, state, position);
@@ -60,6 +61,13 @@ CREATE INDEX IF NOT EXISTS batches_by_group ON batches (policy, group_id);
 CREATE TABLE IF NOT EXISTS commits (policy TEXT PRIMARY KEY, version INTEGER NOT NULL);  -- newest of each
 CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, key BLOB NOT NULL);  -- that leases are signed with
 CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, state BLOB NOT NULL);  -- of the data algorithms
+CREATE TABLE IF NOT EXISTS state_rows (  -- what is in the tables of their states
+    name TEXT NOT NULL,
+    attribute TEXT NOT NULL,
+    key BLOB NOT NULL,
+    value BLOB NOT NULL,
+    PRIMARY KEY (name, attribute, key)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS episodes (
     episode_id TEXT PRIMARY KEY,
     group_id TEXT NOT NULL REFERENCES groups,
@@ -78,6 +86,7 @@ CREATE INDEX IF NOT EXISTS episodes_by_lease ON episodes (lease_id);
 CREATE INDEX IF NOT EXISTS episodes_by_worker ON episodes (worker, state);
 CREATE TABLE IF NOT EXISTS counts (  -- of what came to nothing, since the start of the run
     name TEXT NOT NULL,            -- failed/<cause> | quarantined | cancelled | short_groups | dropped/<cause>
+                                   -- | passed_over | forced (tasks, by the data algorithms)
     policy TEXT NOT NULL,          -- "" where it is about whole episodes
     n INTEGER NOT NULL,
     last TEXT NOT NULL,            -- the newest one, in words

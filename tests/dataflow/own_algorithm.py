@@ -32,3 +32,41 @@ class EveryOther(Algorithm):
 
     def state(self) -> dict[str, int]:
         return {"_told": self._told}
+
+
+class Raises(Algorithm):
+    """Fails at the group after some."""
+
+    def __init__(self, *, seed: int, after: int):
+        del seed
+        self._after, self._told = after, 0
+
+    def keep(self, result: Result) -> bool:
+        self._told += 1
+        if self._told > self._after:
+            return bool(result.task.payload["level"])
+        return True
+
+    def state(self) -> dict[str, int]:
+        return {"_told": self._told}
+
+
+class Refuses(Algorithm):
+    """Fails at the first task."""
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    def choose(self, task: Task, position: int) -> bool:
+        return bool(task.payload["level"])
+
+
+class Forgets(Algorithm):
+    """Has learnt what cannot be written down."""
+
+    def __init__(self, *, seed: int):
+        del seed
+        self._seen: set[str] = set()
+
+    def state(self) -> dict[str, set[str]]:
+        return {"_seen": self._seen}

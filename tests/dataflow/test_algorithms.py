@@ -113,10 +113,10 @@ def test_greso_wastes_fewer_rollouts(tmp_path):
 def test_greso_remembers_over_a_restart(tmp_path):
     population = Population(tmp_path, {"greso": {}, "dynamic_sampling": {}})
     population.informative_share(20)
-    before = {name: algorithm.state() for name, algorithm in population.flow._algorithms.items()}
+    before = {name: algorithm.state() for name, algorithm in population.flow._algorithms.by_name.items()}
     population.flow.close()
     population.open()
-    assert {name: algorithm.state() for name, algorithm in population.flow._algorithms.items()} == before
+    assert {name: algorithm.state() for name, algorithm in population.flow._algorithms.by_name.items()} == before
     assert population.flow.status()["algorithms"]["greso"]["streaks"] > 0
 
 
@@ -177,6 +177,18 @@ def test_replay_needs_fewer_rollouts_per_step(tmp_path):
             ages = [population.version - 1 - row.versions.max() for row in served.rows]
             assert max(ages) <= (2 if population is plain else 4)
     assert replay.rollouts < 0.65 * plain.rollouts
+
+
+@pytest.mark.parametrize("order", [["replay"], ["last_in_first_out", "replay"], ["replay", "earliest_deadline"]])
+def test_replay_saves_as_much_where_training_is_synchronous(tmp_path, order):
+    algorithms = {name: {"ratio": 0.5} if name == "replay" else {} for name in order}
+    population = Population(tmp_path, algorithms, max_staleness=0)
+    population.step()
+    assert population.rollouts == GROUPS * MEMBERS, "there is nothing to replay yet"
+    for _ in range(10):
+        assert len(population.step().rows) == GROUPS * MEMBERS
+    assert population.rollouts == (GROUPS + 10 * GROUPS / 2) * MEMBERS
+    assert population.flow.status()["policies"]["agent"]["dropped"] == {}
 
 
 def test_a_replayed_batch_is_the_same_after_a_restart(tmp_path):
@@ -241,6 +253,11 @@ def test_an_exhausted_source_does_not_stop_the_run(tmp_path):
         population.step()
     status = population.flow.status()
     assert status["passed_over_tasks"] > 0 < status["forced_tasks"]
+    population.flow.close()
+    population.open()
+    again = population.flow.status()
+    for count in ("passed_over_tasks", "forced_tasks"):
+        assert again[count] == status[count], "they go on where they were"
 
 
 def result(rewards, longest=None, **task) -> Result:

@@ -53,7 +53,7 @@ def test_the_example_of_a_data_algorithm_works(tmp_path):
     names: dict[str, Any] = {"Algorithm": Algorithm, "Result": Result, "task_name": task_name}
     exec(textwrap.dedent(PAGE[start : PAGE.index("\n## ", start)]), names)
     population = Population(tmp_path, {})
-    population.flow._algorithms["mine"] = names["OnlyHard"](seed=0, threshold=0.2)
+    population.flow._algorithms.by_name["mine"] = names["OnlyHard"](seed=0, threshold=0.2)
     for _ in range(15):
         population.step()
     early = dict(population.played)

@@ -6,6 +6,7 @@ from typing import Any
 import grain
 import pytest
 
+from flowjax.dataflow.algorithms.chain import AlgorithmError
 from flowjax.dataflow.algorithms.filters import DynamicSampling
 from flowjax.dataflow.flow import Flow
 from flowjax.monitor.metrics import read_metrics
@@ -142,8 +143,9 @@ def test_an_evaluation_is_opened_whole_or_not_at_all(tmp_path):
 
 
 def test_what_an_algorithm_stumbles_over_is_taken_in_all_the_same(tmp_path):
-    """The message is not played again, and counts once."""
-    flow = make_flow(tmp_path, configuration(algorithms={"dynamic_sampling": {}}))
+    """The message is not played again, and counts once; who has stumbled is asked again when the run goes on."""
+    config = configuration(algorithms={"dynamic_sampling": {}})
+    flow = make_flow(tmp_path, config)
     flow.report_serving("agent", 0)
     keep, keeping = DynamicSampling.keep, []
 
@@ -156,8 +158,12 @@ def test_what_an_algorithm_stumbles_over_is_taken_in_all_the_same(tmp_path):
     items = [(lease.lease_id, played(lease, version=0)) for lease in train_leases(flow)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicSampling, "keep", stumbles_once)
-        with pytest.raises(RuntimeError, match="no room"):
+        with pytest.raises(
+            AlgorithmError, match=r"config\.dataflow\.algorithms\.dynamic_sampling\.keep .*no room left"
+        ):
             flow.accept_all(items)
+        flow.close()
+        flow = make_flow(tmp_path, config)
         assert not any(flow.accept_all(items))
         assert flow.batch("agent", 0) is None, "nobody differs: nothing is kept"
     assert keeping == ["train-00000000", "train-00000001", "train-00000001", *keeping[3:]]

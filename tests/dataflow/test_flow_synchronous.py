@@ -1,6 +1,7 @@
 """With a staleness of 0 training is exactly synchronous, however eager the workers are."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -56,3 +57,30 @@ def test_ages_of_all_trained_tokens_are_told(tmp_path):
     assert (status["ages"], status["trained_ages"]) == ({"1": 3}, {"0": 18})
     assert flow.batch("agent", 1)
     assert flow.status()["policies"]["agent"]["trained_ages"] == {"0": 6, "1": 6}
+    flow.close()
+    flow = make_flow(tmp_path, configuration(max_staleness=2))
+    assert flow.status()["policies"]["agent"]["trained_ages"] == {"0": 6, "1": 6}
+
+
+@pytest.mark.parametrize("turns", [[3, 3], [1, 3]])
+def test_what_a_lost_version_has_played_is_not_trained_on(tmp_path, turns):
+    """The trainer has gone back to version 1: what version 3 did, also in a part of an episode, is nobody's future."""
+    config = configuration(max_staleness=3)
+    config.eval.tasks = 0
+    flow = make_flow(tmp_path, config)
+    flow.report_serving("agent", 0)
+    for step in range(3):
+        for lease in flow.lease("w", 6):
+            flow.accept(lease.lease_id, played(lease, version=step))
+        assert flow.batch("agent", step)
+        flow.commit("agent", step + 1)
+        flow.report_serving("agent", step + 1)
+    for lease in flow.lease("w", 6):
+        episode = played(lease, version=0, turns=2)
+        (part,) = episode.trajectories
+        parts = [replace(turn, version=version) for turn, version in zip(part.turns, turns, strict=True)]
+        assert flow.accept(lease.lease_id, replace(episode, trajectories=[replace(part, turns=parts)]))
+    served = flow.batch("agent", 1)
+    assert served and all((row.versions[row.sampled] <= 1).all() for row in served[0].rows)
+    assert flow.batch("agent", 2), "made of what version 2 played: that was batch 2, as it was"
+    assert flow.status()["policies"]["agent"]["dropped"] == {"lost_version": 3}

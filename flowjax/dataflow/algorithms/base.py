@@ -91,7 +91,8 @@ class Algorithm:
 
     def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
         """When a batch of `groups` is made: the groups to take it from, the first ones first. `fresh` are those never
-        trained on and within the bound on staleness, in the order of tasks; `used` those that were, of any age."""
+        trained on and within the bound on staleness, in the order of tasks; `used` those that were, of any age. Changes
+        nothing: it is also asked, with nothing fresh, how many used ones a batch will have."""
         del used, groups
         return fresh
 
@@ -102,17 +103,13 @@ class Algorithm:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What is to outlive the process, by attribute: numbers, strings, lists, and maps of them."""
+        """What is to outlive the process, by attribute: numbers, strings, lists, and maps of them. It is written down
+        after every group: as a whole, but of a `flowjax.dataflow.algorithms.state.Table` what has changed."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-
-
-def states_of(algorithms: Mapping[str, Algorithm]) -> dict[str, Any]:
-    """What is to outlive the process, by the algorithms' names."""
-    return {name: algorithm.state() for name, algorithm in algorithms.items()}
 
 
 def task_name(task: Task) -> str:
@@ -155,9 +152,14 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
         raise ConfigError(f"{field} is no data algorithm: use {', '.join(BUILT_IN)}, or give path=package.module:Class")
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{field}.path cannot be imported ({error}): give package.module:Class") from error
+    except Exception as error:  # a module of the user's own may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{field}.path cannot be imported ({reason}): give package.module:Class") from error
+    if not (isinstance(kind, type) and Algorithm in kind.__mro__):
+        raise ConfigError(f"{field}.path is {module}:{attribute}, which is no subclass of {__name__}.Algorithm")
     try:
         return kind(seed=seed, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{field} is {options}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{field} cannot be made with {options} ({type(error).__name__}: {error})") from error

@@ -4,11 +4,13 @@ What is learnt about a task is kept for each policy apart: no policy's results s
 when any of the policies that have spoken in it has a use for it.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from flowjax.dataflow.algorithms.base import Algorithm, Result, share_of, task_name
+from flowjax.dataflow.algorithms.state import Table
 from flowjax.records import Task
 
 EASY, HARD = "easy", "hard"
@@ -25,7 +27,7 @@ class SkipSolved(Algorithm):
         del seed
         _check_shares(decay=decay, threshold=threshold)
         self._decay, self._threshold, self._solved_above = decay, threshold, solved_above
-        self._averages: dict[str, dict[str, float]] = {}  # task -> policy -> s
+        self._averages: Table[str, dict[str, float]] = Table()  # task -> policy -> s
 
     def choose(self, task: Task, position: int) -> bool:
         del position
@@ -33,9 +35,11 @@ class SkipSolved(Algorithm):
         return not averages or min(averages.values()) < self._threshold
 
     def keep(self, result: Result) -> bool:
-        averages = self._averages.setdefault(task_name(result.task), {})
+        name = task_name(result.task)
+        averages = self._averages.get(name, {})
         now = result.share_above(self._solved_above)
-        averages[result.policy] = self._decay * averages.get(result.policy, 0.0) + (1 - self._decay) * now
+        average = self._decay * averages.get(result.policy, 0.0) + (1 - self._decay) * now
+        self._averages[name] = averages | {result.policy: average}
         return True
 
     def metrics(self) -> dict[str, float]:
@@ -60,7 +64,7 @@ class Difficulty(Algorithm):
         _check_shares(target=target, floor=floor, rate=rate)
         self._seed, self._target, self._floor, self._rate = seed, target, floor, rate
         self._solved_above = solved_above
-        self._averages: dict[str, dict[str, float]] = {}  # task -> policy -> p
+        self._averages: Table[str, dict[str, float]] = Table()  # task -> policy -> p
 
     def choose(self, task: Task, position: int) -> bool:
         averages = self._averages.get(task_name(task))
@@ -70,10 +74,11 @@ class Difficulty(Algorithm):
         return share_of(self._seed, "difficulty", position) < max(self._floor, 1 - off)
 
     def keep(self, result: Result) -> bool:
-        averages = self._averages.setdefault(task_name(result.task), {})
+        name = task_name(result.task)
+        averages = self._averages.get(name, {})
         now = result.share_above(self._solved_above)
         before = averages.get(result.policy, now)
-        averages[result.policy] = before + self._rate * (now - before)
+        self._averages[name] = averages | {result.policy: before + self._rate * (now - before)}
         return True
 
     def metrics(self) -> dict[str, float]:
@@ -118,7 +123,8 @@ class Greso(Algorithm):
         self._start = start
         self._targets = {EASY: target_easy, HARD: target_hard}
         self._floors = {EASY: floor_easy, HARD: floor_hard}
-        self._told: dict[str, dict[str, list[Any]]] = {}  # task -> policy -> [kind, z]
+        self._told: Table[str, dict[str, list[Any]]] = Table()  # task -> policy -> [kind, z]
+        self._streaks = 0  # tasks with z > 0 for some policy
         self._chances: dict[str, dict[str, float]] = {}  # policy -> kind -> p
         self._counts: dict[str, dict[str, int]] = {}  # policy -> kind -> groups of the window
 
@@ -134,13 +140,13 @@ class Greso(Algorithm):
 
     def keep(self, result: Result) -> bool:
         self._chances.setdefault(result.policy, {EASY: self._start, HARD: self._start})
-        told = self._told.setdefault(task_name(result.task), {})
+        name = task_name(result.task)
+        told = self._told.get(name, {})
         before = told.get(result.policy)
         kind = EASY if np.mean(result.rewards) > self._easy_above else HARD
-        if result.informative:
-            told[result.policy] = [kind, 0]
-        else:
-            told[result.policy] = [kind, before[1] + 1 if before and before[0] == kind else 1]
+        longer = before[1] + 1 if before and before[0] == kind else 1
+        self._told[name] = told | {result.policy: [kind, 0 if result.informative else longer]}
+        self._streaks += _has_streak(self._told[name]) - _has_streak(told)
         if before:
             self._count(result.policy, None if result.informative else kind)
         return True
@@ -165,11 +171,14 @@ class Greso(Algorithm):
             for policy, of_kind in self._chances.items()
             for kind, chance in of_kind.items()
         }
-        streaks = sum(any(streak for _, streak in told.values()) for told in self._told.values())
-        return {**chances, "streaks": streaks}
+        return {**chances, "streaks": self._streaks}
 
     def state(self) -> dict[str, Any]:
-        return {"_told": self._told, "_chances": self._chances, "_counts": self._counts}
+        return {name: getattr(self, name) for name in ("_told", "_streaks", "_chances", "_counts")}
+
+
+def _has_streak(told: Mapping[str, Sequence[Any]]) -> bool:
+    return any(streak for _, streak in told.values())
 
 
 def _check_shares(**options: float) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from flowjax.dataflow.algorithms.base import Algorithm, Result, share_of, task_name
+from flowjax.dataflow.algorithms.state import Table
 from flowjax.records import Task, state_key
 
 
@@ -85,7 +86,7 @@ class Deduplicate(Algorithm):
     def __init__(self, *, seed: int, fields: Sequence[str] = (), once: bool = False):
         del seed
         self._fields, self._once = tuple(fields), once
-        self._played: dict[int, int] = {}  # content -> name of the task
+        self._played: Table[int, int] = Table()  # content -> name of the task
 
     def choose(self, task: Task, position: int) -> bool:
         del position
@@ -100,7 +101,7 @@ class Deduplicate(Algorithm):
         content = {name: task.payload[name] for name in self._fields if name in task.payload} or task.payload
         return state_key(task.world, *_written(content or {"seed": task.seed, "source": task.source}))
 
-    def state(self) -> dict[str, dict[int, int]]:
+    def state(self) -> dict[str, Table[int, int]]:
         return {"_played": self._played}
 
     def metrics(self) -> dict[str, float]:

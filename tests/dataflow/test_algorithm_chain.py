@@ -1,0 +1,227 @@
+"""A data algorithm of the user's own that fails: what is said, and that nothing is lost by it."""
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowjax.config import default_config, save_run
+from flowjax.dataflow.algorithms.base import Algorithm, Result
+from flowjax.dataflow.algorithms.chain import AlgorithmError, Chain
+from flowjax.dataflow.algorithms.state import Table
+from flowjax.dataflow.server import serve
+from flowjax.records import Task, pack, unpack
+from tests.dataflow.test_algorithms import GROUPS, MEMBERS, Population
+
+RESULT = Result("g", Task("t", "toy", 0), "agent", np.zeros(4), np.full(4, 3))
+
+
+def own(name: str, **options) -> dict:
+    return {"path": f"tests.dataflow.own_algorithm:{name}", **options}
+
+
+def failing(hook: str, answer):
+    """An algorithm whose `hook` is so."""
+    return type("Failing", (Algorithm,), {hook: lambda self, *args: answer()})()
+
+
+def divide():
+    return 1 / 0
+
+
+HOOKS = [
+    ("choose", (RESULT.task, 0)),
+    ("chosen", (RESULT.task, 0)),
+    ("keep", (RESULT,)),
+    ("trains", (RESULT,)),
+    ("serve", ([], [], 4)),
+    ("published", ("agent", 1)),
+    ("metrics", ()),
+]
+
+
+@pytest.mark.parametrize(("hook", "args"), HOOKS)
+def test_an_algorithm_that_raises_is_named_and_so_for_ever(hook, args):
+    chain = Chain({"fine": Algorithm(), "mine": failing(hook, divide)})
+    message = f"config.dataflow.algorithms.mine.{hook} raised ZeroDivisionError: division by zero"
+    with pytest.raises(AlgorithmError, match=message):
+        getattr(chain, hook)(*args)
+    with pytest.raises(AlgorithmError, match=message):
+        chain.metrics()
+    with pytest.raises(AlgorithmError, match=message), chain.learnt():
+        pytest.fail("what others have learnt since is not to be written down")
+
+
+@pytest.mark.parametrize(
+    ("hook", "args", "answer", "message"),
+    [
+        ("trains", (RESULT,), [True, False], "trains raised ValueError: cannot reshape array of size 2"),
+        ("serve", ([], [], 4), ["a group"], "serve raised AttributeError: 'str' object has no attribute 'group_id'"),
+        ("serve", ([], [], 4), None, "serve raised TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_named(hook, args, answer, message):
+    with pytest.raises(AlgorithmError, match=f"config.dataflow.algorithms.mine.{message}"):
+        getattr(Chain({"mine": failing(hook, lambda: answer)}), hook)(*args)
+
+
+def test_a_state_that_cannot_be_written_down_is_named():
+    chain = Chain({"mine": failing("state", lambda: {"seen": set()})})
+    with pytest.raises(AlgorithmError, match=r"mine\.state raised TypeError: .*set"), chain.learnt():
+        pytest.fail("it cannot be written down")
+
+
+def test_a_failing_group_is_judged_again_when_the_algorithm_is_mended(tmp_path):
+    population = Population(tmp_path, {"dynamic_sampling": {}, "mine": own("Raises", after=3)})
+    with pytest.raises(AlgorithmError, match=r"config\.dataflow\.algorithms\.mine\.keep raised KeyError: 'level'"):
+        population.play()
+    with pytest.raises(AlgorithmError, match=r"mine\.keep"):
+        population.flow.status()
+    population.flow.close()
+    population.config.dataflow.algorithms.mine.after = 10**6
+    population.open()
+    while (served := population.flow.batch("agent", 0)) is None:
+        population.play()
+    assert len(served[0].rows) == GROUPS * MEMBERS
+    status = population.flow.status()
+    judged = status["policies"]["agent"]["dropped"]["not_kept"] + status["policies"]["agent"]["ready_groups"] + GROUPS
+    assert population.flow._algorithms.by_name["dynamic_sampling"].state()["seen"] == judged, "each group counts once"
+
+
+def test_the_service_ends_when_an_algorithm_has_failed(tmp_path):
+    population = Population(tmp_path, {"mine": own("Raises", after=0)})
+    with pytest.raises(AlgorithmError):
+        population.play()
+    run = serve(population.flow, tmp_path, config=population.config, port=0, stop=asyncio.Event())
+    with pytest.raises(AlgorithmError, match=r"mine\.keep raised KeyError"):
+        asyncio.run(asyncio.wait_for(run, 10))
+
+
+def start(folder: Path, algorithms: dict) -> tuple[subprocess.Popen[str], str]:
+    """A dataflow of its own, and its address."""
+    config = default_config()
+    config.env.module = "flowjax.envs.math"
+    config.reward.components = {"success": 1.0}
+    config.eval.tasks = 0
+    config.dataflow.algorithms = algorithms
+    save_run(config, folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    (folder / "endpoints.json").write_text(json.dumps({"dataflow": url}))
+    command = [sys.executable, "-m", "flowjax.dataflow", f"--run={folder}"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment), url
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("algorithms", "message"),
+    [
+        ({"greso": {"windw": 3}}, "config.dataflow.algorithms.greso is {'windw': 3}: .*'windw'"),
+        ({"mine": own("Refuses")}, "config.dataflow.algorithms.mine.choose raised KeyError: 'level'"),
+    ],
+)
+def test_the_role_says_so_in_its_last_line_and_is_not_to_be_started_again(tmp_path, algorithms, message):
+    role, url = start(tmp_path, algorithms)
+    try:
+        until_s = time.monotonic() + 30
+        while role.poll() is None and time.monotonic() < until_s:  # one with a mistake in its config never answers
+            for name, body in (("versions", {"policy": "agent", "serving": 0, "in_use": [0]}), ("lease", {"slots": 1})):
+                try:
+                    request = pack({"worker": "w", **body})
+                    with urllib.request.urlopen(f"{url}/{name}", request, timeout=5) as answer:
+                        unpack(answer.read())
+                except OSError:
+                    time.sleep(0.1)
+        _, errors = role.communicate(timeout=5)
+    finally:
+        role.kill()
+    assert role.returncode == 2
+    assert re.search(message, errors.strip().splitlines()[-1])
+
+
+def test_a_table_knows_what_has_changed():
+    table = Table({"a": 1, "b": 2})
+    assert not table.changed
+    table["a"] = 3
+    table.setdefault("c", 4)
+    table.pop("b")
+    assert table.changed == {"a", "b", "c"} and dict(table) == {"a": 3, "c": 4}
+
+
+class Remembers(Algorithm):
+    """Knows every task that it was asked about."""
+
+    def __init__(self):
+        self.table, self.small = Table(), 0
+
+    def state(self):
+        return {"table": self.table, "small": self.small}
+
+
+def test_only_what_has_changed_is_written_down():
+    algorithm = Remembers()
+    chain = Chain({"mine": algorithm})
+    algorithm.table.update({number: [number] for number in range(3)})
+    with chain.learnt() as learnt:
+        assert len(learnt.rows) == 3 and list(learnt.whole) == ["mine"]
+    algorithm.table[7] = [7]
+    del algorithm.table[0]
+    with chain.learnt() as learnt:
+        assert sorted((unpack(key), value and unpack(value)) for _, _, key, value in learnt.rows) == [
+            (0, None),
+            (7, [7]),
+        ]
+        assert not learnt.whole
+    with pytest.raises(OSError, match="full"), chain.learnt():
+        algorithm.table[8] = [8]
+        raise OSError("the disk is full")
+    algorithm.small = 1
+    with chain.learnt() as learnt:
+        assert [unpack(key) for _, _, key, _ in learnt.rows] == [8] and list(learnt.whole) == ["mine"]
+
+
+def test_a_table_is_not_to_be_replaced():
+    algorithm = Remembers()
+    chain = Chain({"mine": algorithm})
+    with chain.learnt():
+        algorithm.table = Table()
+    with pytest.raises(AlgorithmError, match=r"mine\.state raised ValueError: table is another Table"), chain.learnt():
+        pytest.fail("rows of the first one would stay")
+
+
+@pytest.mark.parametrize("name", ["deduplicate", "difficulty", "skip_solved", "greso"])
+def test_what_is_written_for_a_group_does_not_grow_with_the_tasks(tmp_path, name):
+    population = Population(tmp_path, {name: {}}, tasks=10_000)
+    (algorithm,) = population.flow._algorithms.by_name.values()
+    keep, written = population.flow._ledger._keep, []
+
+    def measured(learnt):
+        values = sum(len(key) + len(value) for _, _, key, value in learnt.rows)
+        written.append(values + sum(map(len, learnt.whole.values())))
+        keep(learnt)
+
+    population.flow._ledger._keep = measured
+    population.step()
+    few_known = max(written)
+    (table,) = [value for value in algorithm.state().values() if isinstance(value, Table)]
+    for number in range(2000):
+        table[10**9 + number if name == "deduplicate" else f"other-{number}"] = next(iter(table.values()))
+    population.step()
+    written.clear()
+    population.step()
+    assert 0 < max(written) <= 2 * few_known
+    population.flow.close()
+    before = algorithm.state()
+    population.open()
+    assert population.flow._algorithms.by_name[name].state() == before
