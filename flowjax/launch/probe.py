@@ -43,7 +43,9 @@ KNOWN_MODELS = {
 
 def inspect_run(config: ConfigDict, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
     """Problems, and the sizes that a plan shows. `checkpoints` is the folder that a resumed run goes on from."""
-    problems = [text for check in (_world, _workflow, _learning, _rules) for text in _messages(check, config)]
+    problems = [
+        text for check in (_world, _workflow, _data_algorithms, _learning, _rules) for text in _messages(check, config)
+    ]
     plan: dict[str, Any] = {}
     problems += _messages(_mesh, config, device_count, plan)
     problems += _messages(_bases, config, device_count, plan)
@@ -96,6 +98,14 @@ def _world(config: ConfigDict) -> Iterator[str]:
             "config.rollout.structured_outputs is True, but config.env.prompt is 'compact': the words of nano models "
             "carry no spaces, so that no grammar with spaces can be kept to; set one of them back"
         )
+
+
+def _data_algorithms(config: ConfigDict) -> Iterator[str]:
+    from flowjax.dataflow.algorithms.base import build_algorithms
+    from flowjax.dataflow.algorithms.chain import Chain
+
+    with Chain(build_algorithms(config)).learnt():  # what they learn must be of a kind that can be written down
+        yield from ()
 
 
 def _learning(config: ConfigDict) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """What is refused of the modules that a config names, for each policy."""
 
+import re
+
 import pytest
 
 from configs.math_pair import get_config
@@ -41,6 +43,24 @@ def test_what_one_policy_has_of_its_own_is_checked_under_its_name(section, value
     (found,) = inspect_run(config, 1, None)["problems"]
     assert message in found
     assert f"config.policies.verifier.{section}" in found
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "message"),
+    [
+        ({"greso": {"windw": 3}}, "config.dataflow.algorithms.greso is {'windw': 3}: .*'windw'"),
+        ({"gresso": {}}, "config.dataflow.algorithms.gresso is no data algorithm"),
+        ({"mine": {"path": "no.such:Thing"}}, "config.dataflow.algorithms.mine.path cannot be imported"),
+        (
+            {"mine": {"path": "json:JSONDecoder"}},
+            "config.dataflow.algorithms.mine.path is json:JSONDecoder, .*Algorithm",
+        ),
+        ({"mine": {"path": "tests.dataflow.own_algorithm:Forgets"}}, r"config.dataflow.algorithms.mine.state .*set"),
+    ],
+)
+def test_data_algorithms_that_cannot_be_made_are_refused(algorithms, message):
+    (found,) = problems(**{"dataflow.algorithms": algorithms})
+    assert re.search(message, found)
 
 
 def test_outcomes_of_another_workflow_are_not_there():
