@@ -14,7 +14,8 @@ from aiohttp.test_utils import TestServer
 
 from flowjax import records
 from flowjax.config import default_config
-from flowjax.dataflow.algorithms.base import BUILT_IN, Algorithm, Result, build_algorithms, task_name
+from flowjax.dataflow.algorithms.base import BUILT_IN, Algorithm, build_algorithms, task_name
+from flowjax.dataflow.algorithms.state import Table
 from flowjax.dataflow.server import Server
 from tests.dataflow.test_algorithms import PASS_RATES, Population
 from tests.dataflow.test_flow import configuration, make_flow
@@ -49,9 +50,9 @@ def test_all_fields_of_records_are_listed(name):
 
 
 def test_the_example_of_a_data_algorithm_works(tmp_path):
-    start = PAGE.index("    class OnlyHard(Algorithm)")
-    names: dict[str, Any] = {"Algorithm": Algorithm, "Result": Result, "task_name": task_name}
-    exec(textwrap.dedent(PAGE[start : PAGE.index("\n## ", start)]), names)
+    example = re.search(r"    class OnlyHard\(Algorithm\)(?:.+\n|\n+    )+", PAGE) or pytest.fail("no example")
+    names: dict[str, Any] = {"Algorithm": Algorithm, "Table": Table, "task_name": task_name}
+    exec(textwrap.dedent(example[0]), names)
     population = Population(tmp_path, {})
     population.flow._algorithms.by_name["mine"] = names["OnlyHard"](seed=0, threshold=0.2)
     for _ in range(15):

@@ -95,12 +95,13 @@ class Chain:
         for attribute, table in tables.items():
             if self._tables.setdefault((name, attribute), table) is not table:
                 raise ValueError(f"{attribute} is another Table than before: empty that one instead")
+        whole = {attribute: value for attribute, value in state.items() if attribute not in tables}
         rows = [
-            (name, attribute, pack(key), pack(table[key]) if key in table else None)
+            (name, attribute, _pack(key), _pack(table[key]) if key in table else None)
             for attribute, table in tables.items()
             for key in table.changed
         ]
-        return pack({attribute: value for attribute, value in state.items() if attribute not in tables}), rows
+        return _pack(whole), rows
 
     def _ask(self, name: str, hook: str, *args: Any, read: Callable[[Any], Any] | None = None) -> Any:
         """An algorithm's answer, read so that it can be used."""
@@ -112,6 +113,13 @@ class Chain:
         except Exception as error:
             self._failure = f"config.dataflow.algorithms.{name}.{hook} raised {type(error).__name__}: {error}"
             raise AlgorithmError(self._failure) from error
+
+
+def _pack(learnt: Any) -> bytes:
+    try:
+        return pack(learnt)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{error}: let it be numbers, strings, lists, and maps of them") from error
 
 
 def _mask(trajectories: int, mask: Any) -> np.ndarray:
