@@ -1,6 +1,7 @@
 """The data algorithms of a run, asked together."""
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -112,6 +113,7 @@ class Chain:
             return read(answer) if read else answer
         except Exception as error:
             self._failure = f"config.dataflow.algorithms.{name}.{hook} raised {type(error).__name__}: {error}"
+            logging.exception("%s", self._failure)
             raise AlgorithmError(self._failure) from error
 
 
