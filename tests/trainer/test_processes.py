@@ -19,6 +19,7 @@ from flowjax.weights.publish import committed_steps, read_adapter
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(600)
 def test_two_processes_train_as_one(tmp_path: Path):
     expected, _ = run(tmp_path / "one", settings(4, data=1, fsdp=1, tensor=1))
     with socket.socket() as probe:
