@@ -112,7 +112,8 @@ class Chain:
             answer = getattr(self.by_name[name], hook)(*args)
             return read(answer) if read else answer
         except Exception as error:
-            self._failure = f"config.dataflow.algorithms.{name}.{hook} raised {type(error).__name__}: {error}"
+            reason = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
+            self._failure = f"config.dataflow.algorithms.{name}.{hook} raised {reason}"
             logging.exception("%s", self._failure)
             raise AlgorithmError(self._failure) from error
 
