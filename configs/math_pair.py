@@ -29,7 +29,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "grpo"
     # Most answers are right: unbalanced, approving all of them pays. The deviation of a group would undo the weights.
-    verdict = {"balanced": True, "most_weight": 2.0}
+    verdict = {"balanced": True, "most_weight": 4.0}
     config.policies.verifier = ConfigDict(
         {"reward": {"components": {"verdict": verdict}}, "credit": {"name": "dr_grpo"}}
     )
