@@ -29,9 +29,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "grpo"
     # Most answers are right: unbalanced, approving all of them pays. The deviation of a group would undo the weights.
-    verdict = {"balanced": True, "most_weight": 4.0}
     config.policies.verifier = ConfigDict(
-        {"reward": {"components": {"verdict": verdict}}, "credit": {"name": "dr_grpo"}}
+        {"reward": {"components": {"verdict": {"balanced": True}}}, "credit": {"name": "dr_grpo"}}
     )
     recipes[arg](config)
     return config
@@ -52,7 +51,7 @@ def _nano(config: ConfigDict) -> None:
     config.rollout.max_new_tokens = 5
     config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
-    config.trainer.steps = 150
+    config.trainer.steps = 100
     config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 18
     config.trainer.micro_batch_rows = 128
