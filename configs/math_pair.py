@@ -9,9 +9,9 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """Two policies on one base: one answers sums, the other approves or rejects the answers.
 
     nano       2 CPU cores, 4 min     python -m flowjax.launch --config=configs/math_pair.py:nano
-               (about 6 min more for the base model, which is made once; how it was measured: docs/dataflow.md)
-               held out, solver 0.75 -> 0.85 [0.82, 0.88], verifier 0.71 -> 0.85 [0.82, 0.88];
-               other seeds 0.75 -> 0.85 and 0.69 -> 0.85, 0.76 -> 0.81 and 0.67 -> 0.85; the verifier gains by approving
+               (some minutes more for the base model, which is made once; how it was measured: docs/dataflow.md)
+               held out, solver 0.50 -> 0.97 [0.95, 0.98], verifier 0.67 -> 0.89 [0.86, 0.92];
+               other seeds 0.50 -> 0.95 and 0.66 -> 0.93, 0.46 -> 0.96 and 0.64 -> 0.92
     nano_two_bases    2 CPU cores     python -m flowjax.launch --config=configs/math_pair.py:nano_two_bases
                the verifier on a smaller base of its own, with engine and trainer of its own
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_pair.py:qwen3_8b \\
