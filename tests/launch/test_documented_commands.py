@@ -1,6 +1,7 @@
 """Every recipe, with the fields, that a page or a docstring tells one to launch can be launched so."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,12 @@ from flowjax.launch.__main__ import read_request
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "configs").glob("*.py"))]
-COMMAND = re.compile(r"--config=(configs/\w+\.py:\w+)((?:[ \\\n]+--config\.[\w.]+=[^\s`]+)*)")
+COMMAND = re.compile(r"--config=(configs/\w+\.py:\w+)((?:[ \\\n]+--config\.[\w.]+=(?:\"[^\"]*\"|[^\s`\"]+))*)")
 
 
 def documented() -> list[tuple[str, ...]]:
     found = {
-        (recipe, *fields.replace("\\", " ").split())
+        (recipe, *shlex.split(fields.replace("\\", " ")))
         for page in PAGES
         for recipe, fields in COMMAND.findall(page.read_text())
     }
