@@ -179,16 +179,16 @@ def play_out(env: Alfworld, task: Task, limit: int = 40) -> int:
     raise AssertionError(f"the expert loses {task}")
 
 
-def test_the_expert_wins_ten_games_of_each_kind():
+def test_the_expert_wins_four_games_of_each_kind():
     env = alfworld.make(path=GENERATED)
     kinds = Counter()
     splits: tuple[Split, ...] = ("train", "held_out")
     tasks = {split: GeneratedTasks(split, 1, Options(clutter=0.2)) for split in splits}
-    for index in range(60):
+    for index in range(24):
         task = tasks["held_out" if index % 12 < 6 else "train"](index)
         play_out(env, task)
         kinds[task.payload["task_type"]] += 1
-    assert kinds == dict.fromkeys(TASK_TYPES, 10)
+    assert kinds == dict.fromkeys(TASK_TYPES, 4)
 
 
 @pytest.mark.slow
