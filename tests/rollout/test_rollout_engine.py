@@ -262,6 +262,7 @@ def test_the_trainer_recomputes_what_the_engine_sampled(server, name):
         np.testing.assert_allclose(np.where(batch.mask, ours, 0.0), batch.behaviour_logprobs, atol=1e-4)
 
 
+@pytest.mark.slow  # test_versions_change_and_the_engine_dies_while_episodes_are_played kills one in every change
 def test_call_survives_a_killed_engine(server, reference):
     """The engine dies in mid-request and comes back on the same port without its adapters."""
     prompts, sampling = _prompts(48, seed=3), Sampling(1.0, max_new_tokens=60)
