@@ -13,7 +13,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
                held out, solver 0.50 -> 0.97 [0.95, 0.98], verifier 0.67 -> 0.89 [0.86, 0.92];
                other seeds 0.50 -> 0.95 and 0.66 -> 0.93, 0.46 -> 0.96 and 0.64 -> 0.92
     nano_two_bases    2 CPU cores     python -m flowjax.launch --config=configs/math_pair.py:nano_two_bases
-               the verifier on a smaller base of its own, with engine and trainer of its own
+               the verifier on a smaller base of its own, with engine and trainer of its own (run by us for 5 steps)
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_pair.py:qwen3_8b \\
                --config.env.options.path=deepscaler.json                                    (not run by us)
     """

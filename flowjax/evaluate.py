@@ -40,12 +40,8 @@ from flowjax.weights.publish import CheckpointError, committed_steps, read_adapt
 
 # Between the command and the checkpoint's run:
 _MUST_AGREE = ("model.path", "policy", "workflow", "env.module", "env.options")
-_TOLD_ANYHOW = (
-    "success",
-    "turns",
-    "invalid_actions",
-    "env_return",
-)  # outcomes with rows of their own, or of no interest
+# Outcomes with rows of their own, or that every world has:
+_TOLD_ANYHOW = ("success", "turns", "invalid_actions", "env_return")
 
 
 def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:

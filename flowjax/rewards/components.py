@@ -62,8 +62,8 @@ def verdict(success: Outcome, answer_right: Outcome, *, balanced: bool = False, 
     """A verifier's reward: 1 when its verdict agrees with the truth, else 1 - w.
 
     w is 1, or with `balanced` min(most_weight, 1/2 / share of answers that are as right or wrong as this one), shares
-    being those of the trajectories that are scored together. The mean is then the balanced accuracy: approving every
-    answer pays no more than guessing, however many of them are right.
+    being those of the trajectories that are scored together. While no w is bounded, the mean is the balanced accuracy:
+    approving every answer pays no more than guessing, however many of them are right.
     """
     right = answer_right > 0.5
     share = jnp.where(right, right.mean(), 1.0 - right.mean())
