@@ -17,7 +17,8 @@ from flowjax.rewards.scores import trajectory_scores
 class CreditedBatch:
     """The rows to train on, and sums over the batch for the log.
 
-    `totals`: episodes, turns, invalid_turns, reward, success, and one `reward/<component>` each.
+    `totals`: groups, groups_without_signal (all of whose rewards are equal), episodes, turns, invalid_turns, reward,
+    success, and one `reward/<component>` each.
     """
 
     rows: Sequence[TokenRow]
@@ -48,6 +49,8 @@ def credit_batch(
             rows += token_rows(trajectory, advantages[start : start + len(trajectory.turns)])
         start += len(trajectory.turns)
     totals = {
+        "groups": len(groups),
+        "groups_without_signal": _without_signal(groups, np.asarray(scores)),
         "episodes": len(trajectories),
         "turns": start,
         "invalid_turns": sum(not turn.valid for trajectory in trajectories for turn in trajectory.turns),
@@ -56,6 +59,12 @@ def credit_batch(
         **{f"reward/{name}": float(values.sum()) for name, values in parts.items()},
     }
     return CreditedBatch(rows, totals)
+
+
+def _without_signal(groups: Sequence[Group], scores: np.ndarray) -> int:
+    """Groups whose rewards are all equal: estimators that compare the members of a group learn nothing from them."""
+    ends = np.cumsum([len(group.trajectories) for group in groups])
+    return sum(bool(np.ptp(part) == 0) for part in np.split(scores, ends[:-1]) if len(part))
 
 
 def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray) -> list[TokenRow]:

@@ -49,7 +49,8 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
         roles.add_row(name, _state(states.get(name, {}), launched), seen, doing)
     policies = Table()
     for column in (
-        "policy", "step", "committed", "served", "lag", "ready groups", "open", "dropped", "ages", "oldest", "success",
+        "policy", "step", "committed", "served", "lag", "ready groups", "open", "dropped", "ages", "oldest",
+        "success", "invalid",
     ):  # fmt: skip
         policies.add_column(column)
     for name, own in policy_configs(config).items():
@@ -69,6 +70,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             _ages(counts.get("trained_ages", {})) or fixed(number(last, "staleness_mean"), 2),
             _shown(last.get("staleness_max")),
             percent(number(last, "success_rate")),
+            percent(number(last, "invalid_share")),
         )
     evaluations = Table(show_header=False)
     for entry in entries:

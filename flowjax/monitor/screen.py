@@ -37,6 +37,7 @@ class Screen:
         self.progress.update()  # what a resumed run did before is known, but not told again
         self._warm.update()
         self._warm_told = self._warm_tenths()
+        self._warned: set[str] = set()  # policies
         if console.is_terminal:
             self._live = Live(self.render(), console=console, auto_refresh=False, transient=True)
             self._live.start(refresh=True)
@@ -47,6 +48,10 @@ class Screen:
             if told and (line := plain_line(entry, self.progress, self._steps)):
                 self.say(line)
         self._warm.update()
+        for warning in self.progress.warnings():
+            if (policy := warning.partition(":")[0]) not in self._warned:
+                self._warned.add(policy)
+                self.say(f"warning: {warning}")
         if self._live is not None:
             self._live.update(self.render(), refresh=True)
         elif (tenths := self._warm_tenths()) > self._warm_told:
@@ -65,7 +70,8 @@ class Screen:
             self._live = None
 
     def render(self) -> RenderableType:
-        parts = [self._bar(), self._numbers(), self._roles()]
+        warnings = [Text(f"warning: {warning}", "bold yellow") for warning in self.progress.warnings()]
+        parts = [self._bar(), self._numbers(), *warnings, self._roles()]
         return Panel(Group(*parts), title=f"flowjax · {self._run_dir}", subtitle="Ctrl-C stops", padding=(0, 1))
 
     def _warm_tenths(self) -> int:
@@ -121,9 +127,11 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
     sampled, trained = number(rollout, "sampled_tokens_per_s"), progress.recent("tokens_per_s")
     lag, lag_most = progress.recent("staleness_mean"), progress.last("staleness_max")
     k3, most = progress.recent("mismatch_k3"), progress.last("mismatch_max")
+    no_signal = progress.recent("no_signal_share")
     return [
         ("success", f"{percent(progress.success())}  {sparkline(history, 24)}"),
-        ("reward", fixed(progress.recent("reward_mean"))),
+        ("reward", f"{fixed(progress.recent('reward_mean'))}, no signal in {percent(no_signal)} of groups"),
+        ("invalid replies", percent(progress.share("invalid_share"))),
         ("held out, before", interval(progress.eval_at(0))),
         ("held out, latest", interval(progress.eval_at(newest) if newest else None)),
         ("episodes/s", f"{fixed(number(rollout, 'episodes_per_s'), 1)}, {count(rollout, 'in_flight')} in flight"),
@@ -152,8 +160,10 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
         done = f"{entry.get('policy')}: step {step}" if progress.several else f"step {step}/{steps}"
         return (
             f"{done}  success {percent(number(entry, 'success_rate'))}"
-            f"  reward {fixed(number(entry, 'reward_mean'))}  staleness {fixed(number(entry, 'staleness_mean'), 2)}"
-            f"  k3 {scientific(number(entry, 'mismatch_k3'))}  {fixed(number(entry, 'total_s'), 1)} s"
+            f"  reward {fixed(number(entry, 'reward_mean'))}  invalid {percent(number(entry, 'invalid_share'))}"
+            f"  no signal {percent(number(entry, 'no_signal_share'))}"
+            f"  staleness {fixed(number(entry, 'staleness_mean'), 2)}  k3 {scientific(number(entry, 'mismatch_k3'))}"
+            f"  {fixed(number(entry, 'total_s'), 1)} s"
             f" (wait {fixed(number(entry, 'wait_s'), 1)}, step {fixed(number(entry, 'step_s'), 1)},"
             f" save {fixed(number(entry, 'save_s'), 2)})  {clock(progress.remaining_s(steps))} left"
         )
@@ -192,6 +202,12 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
     table.add_row("seconds per step", f"{spent_s / per_step:.2f} ({each})")
     for step, entry in sorted(progress.evals.items()):
         table.add_row(f"evaluation of version {step}", f"{fixed(number(entry, 'seconds'), 1)} s")
+    shares = [value for entry in progress.train if (value := number(entry, "no_signal_share")) is not None]
+    table.add_row("groups without signal", percent(sum(shares) / len(shares) if shares else None))
+    first, newest = progress.share("invalid_share", first=True), progress.share("invalid_share")
+    table.add_row("invalid replies", f"{percent(first)} in the first steps, {percent(newest)} in the last")
+    for warning in progress.warnings():
+        table.add_row("warning", warning)
     k3 = [value for entry in progress.train if (value := number(entry, "mismatch_k3")) is not None]
     table.add_row(
         "sampler-trainer mismatch, k3",

@@ -250,12 +250,13 @@ def _episode_metrics(served: Served) -> dict[str, float]:
     totals = dict(served.totals)
     if not totals:
         return {}
-    episodes, turns = totals.pop("episodes"), totals.pop("turns")
+    episodes, turns, groups = totals.pop("episodes"), totals.pop("turns"), totals.pop("groups", 0)
     means = {
         "reward_mean": totals.pop("reward") / episodes,
         "success_rate": totals.pop("success") / episodes,
         "invalid_share": totals.pop("invalid_turns") / turns,
         "turns_mean": turns / episodes,
+        "no_signal_share": totals.pop("groups_without_signal", 0) / max(groups, 1),
     }
     named = {name: value / episodes for name, value in totals.items()}
     return {"episodes": episodes, "turns": turns, "dropped_groups": served.dropped, **means, **named}

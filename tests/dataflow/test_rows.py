@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from flowjax.dataflow.rows import token_rows
-from flowjax.records import Trajectory, Turn
+from flowjax.dataflow.rows import credit_batch, token_rows
+from flowjax.records import Group, Task, Trajectory, Turn
 
 
 def turn(prompt: list[int], sampled: list[int], policy: str = "agent", version: int = 1) -> Turn:
@@ -48,3 +48,16 @@ def test_policies_keep_rows_of_their_own():
 def test_rows_know_how_many_tokens_their_trajectory_has():
     got = rows(turn([1], [2, 2], "a"), turn([1], [3], "b"), turn([9], [6], "a"), advantages=[1.0, 2.0, 3.0])
     assert sorted((row.policy, row.trajectory_tokens) for row in got) == [("a", 3), ("a", 3), ("b", 1)]
+
+
+def test_groups_whose_rewards_are_all_equal_are_counted():
+    def group(name: str, *successes: float) -> Group:
+        members = [
+            Trajectory(f"{name}{i}", name, name, 0, (turn([1], [2]),), {"success": value})
+            for i, value in enumerate(successes)
+        ]
+        return Group(name, Task(name, "w", 0), tuple(members))
+
+    groups = [group("a", 1, 1, 1), group("b", 0, 1), group("c", 0), group("d", 0, 1, 0)]
+    totals = credit_batch(groups, components={"success": 1.0}, estimator="grpo", options={}).totals
+    assert (totals["groups"], totals["groups_without_signal"]) == (4, 2)

@@ -92,8 +92,8 @@ def test_a_run_goes_through_warm_start_to_the_final_evaluation(tmp_path):
     lines = output.splitlines()
     told = [line.partition(")")[0] for line in lines if line.startswith(("step", "held"))]
     assert told == [
-        "step 1/2  success 50.0 %  reward -  staleness -  k3 -  0.1 s (wait -, step -, save -",
-        "step 2/2  success 50.0 %  reward -  staleness -  k3 -  0.1 s (wait -, step -, save -",
+        "step 1/2  success 50.0 %  reward -  invalid -  no signal -  staleness -  k3 -  0.1 s (wait -, step -, save -",
+        "step 2/2  success 50.0 %  reward -  invalid -  no signal -  staleness -  k3 -  0.1 s (wait -, step -, save -",
         "held out, version 2: success 50.0 % [20.0, 80.0] of 8",
     ]
     assert lines[-1] == "status 0"

@@ -48,12 +48,15 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
         (run / f"status-{role}.json").write_text(json.dumps(status))
     metrics = MetricsWriter(run)
     metrics.write("train", step=3, policy="verifier", success_rate=0.75, staleness_mean=0.5, staleness_max=1)
-    metrics.write("train", step=7, policy="solver", success_rate=0.25, staleness_mean=1.25, staleness_max=2)
+    metrics.write(
+        "train", step=7, policy="solver", success_rate=0.25, staleness_mean=1.25, staleness_max=2, invalid_share=0.125
+    )
     metrics.write("eval", step=0, versions={"solver": 0, "verifier": 0}, success_rate=0.5, low=0.4, high=0.6)
     lines = text(run, 1000.0).splitlines()
     (solver,) = [line for line in lines if line.startswith("│ solver")]
     assert [cell.strip() for cell in solver.strip("│").split("│")] == [
         "solver", "7/100", "7", "6", "1", "4", "", "1 (1 too old)", "0: 75 %, 1: 25 %", "2", "25.0 %",
+        "12.5 %",
     ]  # fmt: skip
     (verifier,) = [line for line in lines if line.startswith("│ verifier")]
     assert "3/40" in verifier and "75.0 %" in verifier

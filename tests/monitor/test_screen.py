@@ -18,6 +18,7 @@ def step_line(step, **more):
         "loss": 0.1,
         "reward_mean": 0.5,
         "success_rate": 0.25 if step % 2 else 0.75,
+        "no_signal_share": 0.4,
         "episodes": 10,
         "turns": 60,
         "trained_tokens": 120,
@@ -75,6 +76,7 @@ def test_screen_shows_what_is_known_and_a_dash_for_what_is_not(tmp_path, width):
     assert "1,403 sampled, 2,000 trained" in shown
     assert "0.50, at most 1" in shown
     assert "2.0e-08" in shown
+    assert "no signal in 40.0 % of groups" in shown
     assert "4.0 = wait 2.0 + step 1.5 + save 0.5" in shown
     assert "- groups, engine at version 3" in shown  # the dataflow has written nothing yet
     assert "● up" in shown
@@ -120,7 +122,9 @@ def test_without_a_terminal_each_step_is_one_line_told_once(tmp_path):
     screen.close()
     lines = console.export_text().splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("step 2/10  success 75.0 %  reward 0.500  staleness 0.50  k3 2.0e-08  4.0 s (wait 2.0")
+    assert lines[0].startswith(
+        "step 2/10  success 75.0 %  reward 0.500  invalid -  no signal 40.0 %  staleness 0.50  k3 2.0e-08  4.0 s"
+    )
     assert lines[1] == "engine: down killed by SIGKILL [out of memory?]"
     assert lines[2] == "held out, version 10: success 65.0 % [58.1, 71.3] of 200"
 
@@ -214,6 +218,7 @@ def test_summary_compares_before_and_after(tmp_path):
         "4.00 (wait for episodes 2.00, compute 1.50, save 0.50)",
         "2.0e-08 mean, 2.0e-08 worst",
         "restarts │ engine 1 │",
+        "groups without signal │ 40.0 %",
         "1:02:05",
     ):
         assert part in table, part
@@ -249,3 +254,45 @@ def test_several_policies_have_a_line_each_and_one_bar(tmp_path):
     assert plain_line({"kind": "train", **step_line(2, policy="solver")}, screen.progress, 8).startswith(
         "solver: step 2 "
     )
+
+
+def write_invalid(folder, policy, shares, **more):
+    writer = MetricsWriter(folder)
+    for step, share in enumerate(shares, 1):
+        writer.write("train", **step_line(step, policy=policy, invalid_share=share, **more))
+
+
+@pytest.mark.parametrize(
+    ("shares", "warned"),
+    [
+        ([0.13] * 10 + [0.84] * 10, "invalid replies have risen from 13.0 % (first 10 steps) to 84.0 % (last 10)"),
+        ([0.0] * 5 + [0.06] * 5, "from 0.0 % (first 5 steps) to 6.0 % (last 5)"),
+        ([0.5] * 10 + [0.7] * 10, ""),  # more than half as many again, it would have to be
+        ([0.02, 0.04] * 10, ""),
+        ([0.84] * 10 + [0.13] * 10, ""),
+        ([0.0] * 4 + [1.0] * 4, ""),  # too few to tell
+    ],
+)
+def test_a_rise_of_invalid_replies_is_said_in_words(tmp_path, shares, warned):
+    console = plain_console()
+    screen = Screen(tmp_path, steps=40, states={}, console=console)
+    write_invalid(tmp_path, "agent", shares)
+    screen.refresh()
+    screen.refresh()
+    told = [line for line in console.export_text().splitlines() if "warning" in line]
+    assert len(told) == bool(warned) and warned in "".join(told)
+    assert (warned in text_of(screen.render(), 240)) and (warned in text_of(summary(screen.progress, wall_s=1.0), 240))
+    assert bool(screen.progress.warnings()) == bool(warned)
+
+
+def test_each_policy_is_warned_of_by_its_own_steps_and_turns(tmp_path):
+    write_invalid(tmp_path, "solver", [0.1] * 20)
+    write_invalid(tmp_path, "verifier", [0.0] * 10 + [0.5] * 10)
+    progress = Progress(tmp_path)
+    progress.update()
+    (warning,) = progress.warnings()
+    assert warning.startswith("verifier: ")
+    MetricsWriter(tmp_path).write("train", **step_line(21, policy="solver", invalid_share=0.7, turns=60 * 9))
+    progress.update()
+    assert progress.share("invalid_share") == pytest.approx((9 * 0.5 * 60 + 0.7 * 540) / (9 * 60 + 540))
+    assert len(progress.warnings()) == 2, "the step with most of the turns counts most"
