@@ -14,8 +14,8 @@ from flowjax.config import ConfigError, load_run
 from flowjax.dataflow.algorithms.chain import AlgorithmError
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.heap import return_freed_memory
+from flowjax.dataflow.ledger import LedgerError
 from flowjax.dataflow.server import serve
-from flowjax.dataflow.tables import LedgerError
 from flowjax.dataflow.task_sources import held_out_tasks, train_tasks
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)

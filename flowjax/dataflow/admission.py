@@ -79,14 +79,14 @@ class Admission:
 
     def _admits(self, policy: str) -> bool:
         config = self._configs[policy]
-        streams = self._ledger.count_streams(policy)
-        unused = sum(streams.get(state, 0) for state in ("open", "settled", "ready"))
+        by_state = self._ledger.count_by_state(policy)
+        unused = sum(by_state.get(state, 0) for state in ("open", "complete", "ready"))
         made, serving = self._ledger.batches(policy), self._serving[policy]
         ahead = min(serving + config.dataflow.max_staleness + 1, config.trainer.steps) - made
         groups = config.trainer.groups_per_step
         admitted = ahead * math.ceil(groups * self._algorithms.fresh_share)
         if made <= serving and ahead > 0:  # the trainer waits: there may be less to replay than is asked for
-            used = self._ledger.streams(policy, "used")
+            used = self._ledger.groups(policy, "used")
             admitted = max(admitted, groups - count_replayed(self._algorithms, used, step=made, groups=groups))
         if config.dataflow.max_ready_groups:
             admitted = min(admitted, self._most_ready(policy))
@@ -95,16 +95,16 @@ class Admission:
     def shed(self) -> None:
         """Drop the oldest groups of a policy that has fallen far behind the others, for which groups are opened."""
         for policy in self._configs if len(self._configs) > 1 else ():
-            ready = sorted(self._ledger.streams(policy, "ready"), key=lambda stream: stream.arrival)
+            ready = sorted(self._ledger.groups(policy, "ready"), key=lambda group: group.arrival)
             oldest = ready[: max(len(ready) - self._most_ready(policy), 0)]
-            self._ledger.drop(policy, [stream.group_id for stream in oldest], "overflow")
+            self._ledger.drop(policy, [group.group_id for group in oldest], "overflow")
 
     @property
     def full(self) -> bool:
         """Whether every policy that still learns has more groups than it may have, and no trainer waits for one."""
         learning = self._learning()
         return bool(learning) and not any(
-            policy in self.starved or self._ledger.count_streams(policy).get("ready", 0) <= self._most_ready(policy)
+            policy in self.starved or self._ledger.count_by_state(policy).get("ready", 0) <= self._most_ready(policy)
             for policy in learning
         )
 

@@ -17,8 +17,7 @@ from flowjax.dataflow.admission import Admission
 from flowjax.dataflow.algorithms.base import Result, build_algorithms
 from flowjax.dataflow.algorithms.chain import Chain
 from flowjax.dataflow.evaluations import Evaluations
-from flowjax.dataflow.ledger import Ledger
-from flowjax.dataflow.ledger_queries import Kind
+from flowjax.dataflow.ledger import Kind, Ledger
 from flowjax.dataflow.rows import CreditedBatch, credit_batch
 from flowjax.dataflow.selection import select
 from flowjax.dataflow.transcripts import write_transcripts
@@ -41,7 +40,7 @@ class Flow:
 
     Staleness is bounded twice: at admission, and when a batch is served, where a group with an older token is dropped
     and counted, and another task is opened in its place. No policy waits for another: the groups that a slower one has
-    no use for in time are dropped from its stream alone.
+    no use for in time are dropped for it alone.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Flow:
 
     @property
     def frozen(self) -> Collection[str]:
-        """Models that speak in the run's episodes and are not trained: what they do belongs to no stream."""
+        """Models that speak in the run's episodes and are not trained: what they do is part of no group."""
         return set(self._config.agents.values()) - set(self._configs)
 
     def newest_version(self, policy: str) -> int:
@@ -143,7 +142,7 @@ class Flow:
         return self._ledger.renew(lease_ids)
 
     def give_back(self, lease_ids: Sequence[str], error: str) -> None:
-        self._settled(self._ledger.give_back(lease_ids, error, count_attempt=bool(error)))
+        self._completed(self._ledger.give_back(lease_ids, error, count_attempt=bool(error)))
 
     def accept(self, lease_id: str, episode: Episode) -> bool:
         """Take in a played episode; False when it does not count (a duplicate, or of another run)."""
@@ -153,7 +152,7 @@ class Flow:
         """Take in episodes with their leases, all of them or none."""
         with self._ledger.transaction():
             taken = [self._ledger.accept(lease_id, episode) for lease_id, episode in played]
-        self._settled([group_id for _, settled in taken for group_id in settled])
+        self._completed([group_id for _, complete in taken for group_id in complete])
         return [counted for counted, _ in taken]
 
     def by_kind(
@@ -164,16 +163,16 @@ class Flow:
         evaluation = [item for item, kind in zip(played, kinds, strict=True) if kind == "eval"]
         return evaluation, [item for item, kind in zip(played, kinds, strict=True) if kind != "eval"]
 
-    def _judge(self) -> None:
+    def _filter(self) -> None:
         """Let the data algorithms decide on what has come in. All are told of it, also where one has refused."""
-        for policy, group_id in self._ledger.settled():
+        for policy, group_id in self._ledger.complete_groups():
             keep = True
             if self._algorithms.by_name:
                 keep = self._algorithms.keep(
                     _result(self._ledger.group(group_id, policy), policy, self._configs[policy])
                 )
             with self._algorithms.learnt() as learnt:
-                self._ledger.judge(policy, group_id, keep=keep, learnt=learnt)
+                self._ledger.filter(policy, group_id, keep=keep, learnt=learnt)
 
     def batch(self, policy: str, step: int) -> tuple[CreditedBatch, int] | None:
         """What turns the policy's version `step` into `step + 1`, and how many groups were dropped as too old; None:
@@ -190,7 +189,7 @@ class Flow:
 
     def take(self, policy: str, step: int) -> "Taken | None":
         """The groups of the policy's batch `step`; None: wait."""
-        self._judge()
+        self._filter()
         dropped_before = self._ledger.count_dropped(policy)
         config = self._configs[policy]
         limits = {"groups": config.trainer.groups_per_step, "max_staleness": config.dataflow.max_staleness}
@@ -286,13 +285,13 @@ class Flow:
         }
 
     def _policy_status(self, policy: str, counts: Mapping[str, int]) -> dict[str, Any]:
-        streams, step = self._ledger.count_streams(policy), self._ledger.batches(policy)
-        ages = Counter(max(step - stream.oldest_version, 0) for stream in self._ledger.streams(policy, "ready"))
+        by_state, step = self._ledger.count_by_state(policy), self._ledger.batches(policy)
+        ages = Counter(max(step - group.oldest_version, 0) for group in self._ledger.groups(policy, "ready"))
         return {
             "version": self.serving[policy],
             "committed": self.committed[policy],
             "lag": max(self.committed[policy] - self.serving[policy], 0),
-            **{f"{state}_groups": streams.get(state, 0) for state in ("ready", "open")},
+            **{f"{state}_groups": by_state.get(state, 0) for state in ("ready", "open")},
             "dropped_groups": self._ledger.count_dropped(policy),
             "dropped": _under(counts, "dropped/"),
             "ages": {str(age): groups for age, groups in sorted(ages.items())},
@@ -303,12 +302,12 @@ class Flow:
         return {policy: config.trainer.steps for policy, config in self._configs.items()}
 
     def _expire(self) -> None:
-        self._settled(self._ledger.expire())
+        self._completed(self._ledger.expire())
 
-    def _settled(self, group_ids: Sequence[str]) -> None:
+    def _completed(self, group_ids: Sequence[str]) -> None:
         if not group_ids:
             return
-        self._judge()
+        self._filter()
         self._admission.shed()
         self._evaluations.write_finished()
 

@@ -1,13 +1,34 @@
-"""Every task, episode and batch of a run, in one SQLite file that survives any process dying.
+"""The ledger: every task, episode and batch of a run, in one SQLite file that survives any process dying.
 
-An episode moves waiting -> leased -> done, back to waiting when its lease runs out, or ends quarantined after too many
-attempts, or cancelled with its group. A group (one task, played `members` times) has a stream for each policy that
-learns from it, which moves open -> settled (its episodes are in) -> ready (the data algorithms keep it) -> used ->
-closed, or ends dropped: policies use up the same group at their own rates. Which groups a batch is made of is written
-down before it is served, so that a batch asked for twice is the same batch: the step number in the trainer's checkpoint
-is therefore the whole record of what it has consumed. An evaluation is a set of groups that share a name, each with the
-one stream "". What nobody can ask for any more is deleted, so that the file holds what a run may go back to, however
-long it is.
+A group is one task, played `members` times. Its life for one policy that learns from it (`policy_groups.state`):
+
+    add_group      accept (its last episode)    filter             assign          close_batches
+        |                   |                     |                  |                  |
+        v                   v                     v                  v                  v
+      open  ----------> complete  ----------->  ready  ---------->  used  ---------->  closed  -> deleted
+        |                   |                     | ^                |
+        |                   |                     | +--- undo -------+     its trainer went back to a checkpoint
+        v                   v                     v                        from before that batch
+     dropped             dropped               dropped
+     (failed, silent)    (not_kept)            (too_old, lost_version, overflow)
+
+Policies use up the same group at their own rates, each has a row of its own. `filter` waits for the data algorithms. A
+group of an evaluation has one row, of the policy "", that goes open -> ready -> closed.
+
+The life of an episode (`episodes.state`):
+
+      waiting  -- lease -->  leased  -- accept -->  done
+         ^                     |
+         +-- give_back, expire, accept (failed) --> quarantined, after too many attempts
+
+and `cancelled` where its whole group is given up.
+
+Which groups a batch is made of is written down before it is served, so that a batch asked for twice is the same batch:
+the step number in the trainer's checkpoint is therefore the whole record of what it has consumed. What nobody can ask
+for any more is deleted, so that the file holds what a run may go back to, however long it is.
+
+Every transition is one SQLite transaction: a process that dies within it leaves the state from before. The comment at
+each says what happens when somebody dies right before or right after it.
 """
 
 import hashlib
@@ -17,21 +38,174 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from flowjax.dataflow.algorithms.state import Learnt
-from flowjax.dataflow.ledger_queries import Kind, trajectories_of
-from flowjax.dataflow.ledger_streams import NOTHING, LedgerStreams
-from flowjax.dataflow.tables import Transaction, lease_key, open_tables
-from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
+from flowjax.dataflow.algorithms.state import Learnt, Table
+from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Task, Trajectory, pack, unpack
 
-_EVALUATION = ""  # the stream of an evaluation's group
+Kind = Literal["train", "eval"]
 Failed = Literal["retry", "short", "drop"]  # what becomes of a training episode that its world or workflow broke
+Selection = tuple[list[str] | None, Mapping[str, Sequence[str]]]  # groups of a batch or None, and to drop, by cause
+NOTHING = Learnt()
+_EVALUATION = ""  # the policy of an evaluation's group
 _BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
+_EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
+
+# --------------------------------------------------------------------------------------------------------------- schema
+_VERSION = 3  # of the tables
+_SCHEMA = f"""
+PRAGMA user_version = {_VERSION};
+CREATE TABLE IF NOT EXISTS groups (
+    group_id TEXT PRIMARY KEY,
+    kind TEXT NOT NULL,            -- train | eval
+    position INTEGER NOT NULL,     -- place in the order of tasks
+    evaluation TEXT NOT NULL,      -- name of the evaluation, "" for training
+    versions BLOB NOT NULL,        -- policy -> version, where they are fixed
+    temperature REAL NOT NULL,
+    world TEXT NOT NULL,           -- of the task
+    task BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS groups_by_position ON groups (kind, position);
+CREATE INDEX IF NOT EXISTS groups_by_evaluation ON groups (evaluation);
+CREATE TABLE IF NOT EXISTS policy_groups (  -- a policy's part of a group
+    policy TEXT NOT NULL,          -- "" for evaluation
+    group_id TEXT NOT NULL REFERENCES groups,
+    position INTEGER NOT NULL,
+    state TEXT NOT NULL,           -- open | complete | ready | used | closed | dropped
+    arrival INTEGER,               -- place in the order in which they became complete
+    oldest_version INTEGER,        -- that sampled any of its tokens, once it is complete
+    newest_version INTEGER,        -- likewise
+    PRIMARY KEY (policy, group_id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS policy_groups_by_state ON policy_groups (policy, state, position);
+CREATE INDEX IF NOT EXISTS policy_groups_by_group ON policy_groups (group_id);
+CREATE INDEX IF NOT EXISTS policy_groups_by_arrival ON policy_groups (arrival);
+CREATE INDEX IF NOT EXISTS policy_groups_complete ON policy_groups (arrival) WHERE state = 'complete';
+CREATE TABLE IF NOT EXISTS policy_group_counts (  -- kept by the triggers, so that nobody has to count
+    policy TEXT NOT NULL,
+    state TEXT NOT NULL,
+    n INTEGER NOT NULL,
+    PRIMARY KEY (policy, state)
+) WITHOUT ROWID;
+INSERT OR REPLACE INTO policy_group_counts SELECT policy, state, COUNT(*) FROM policy_groups GROUP BY policy, state;
+CREATE TRIGGER IF NOT EXISTS policy_group_added AFTER INSERT ON policy_groups BEGIN
+    INSERT INTO policy_group_counts VALUES (new.policy, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+END;
+CREATE TRIGGER IF NOT EXISTS policy_group_moved AFTER UPDATE OF state ON policy_groups WHEN old.state != new.state BEGIN
+    UPDATE policy_group_counts SET n = n - 1 WHERE policy = old.policy AND state = old.state;
+    INSERT INTO policy_group_counts VALUES (new.policy, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+END;
+CREATE TRIGGER IF NOT EXISTS policy_group_removed AFTER DELETE ON policy_groups BEGIN
+    UPDATE policy_group_counts SET n = n - 1 WHERE policy = old.policy AND state = old.state;
+END;
+CREATE TABLE IF NOT EXISTS episodes (
+    episode_id TEXT PRIMARY KEY,
+    group_id TEXT NOT NULL REFERENCES groups,
+    seed INTEGER NOT NULL,
+    state TEXT NOT NULL,           -- waiting | leased | done | quarantined | cancelled
+    attempts INTEGER NOT NULL DEFAULT 0,
+    lease_id TEXT,
+    worker TEXT,                   -- who holds it, or failed at it last
+    deadline_s REAL,               -- of the lease; of a waiting one, until when `worker` should not have it again
+    episode BLOB,
+    error TEXT NOT NULL DEFAULT ''
+);
+CREATE INDEX IF NOT EXISTS episodes_by_group ON episodes (group_id);
+CREATE INDEX IF NOT EXISTS episodes_by_state ON episodes (state, deadline_s);
+CREATE INDEX IF NOT EXISTS episodes_by_lease ON episodes (lease_id);
+CREATE INDEX IF NOT EXISTS episodes_by_worker ON episodes (worker, state);
+CREATE TABLE IF NOT EXISTS batches (  -- place for place, which groups a step is trained on
+    policy TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    place INTEGER NOT NULL,
+    group_id TEXT NOT NULL,
+    PRIMARY KEY (policy, step, place)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS batches_by_group ON batches (policy, group_id);
+CREATE TABLE IF NOT EXISTS commits (policy TEXT PRIMARY KEY, version INTEGER NOT NULL);  -- newest of each
+CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, key BLOB NOT NULL);  -- that leases are signed with
+CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, state BLOB NOT NULL);  -- of the data algorithms
+CREATE TABLE IF NOT EXISTS state_rows (  -- what is in the tables of their states
+    name TEXT NOT NULL,
+    attribute TEXT NOT NULL,
+    key BLOB NOT NULL,
+    value BLOB NOT NULL,
+    PRIMARY KEY (name, attribute, key)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS counts (  -- of what came to nothing, since the start of the run
+    name TEXT NOT NULL,            -- failed/<cause> | quarantined | cancelled | short_groups | dropped/<cause>
+                                   -- | passed_over | forced (tasks, by the data algorithms)
+    policy TEXT NOT NULL,          -- "" where it is about whole episodes
+    n INTEGER NOT NULL,
+    last TEXT NOT NULL,            -- the newest one, in words
+    PRIMARY KEY (name, policy)
+) WITHOUT ROWID;
+"""
+_TABLES = "SELECT COUNT(*) FROM sqlite_master WHERE type = 'table'"
 
 
-class Ledger(LedgerStreams):
+class LedgerError(ValueError):
+    """A file that cannot be gone on with; the message says why."""
+
+
+def open_tables(path: Path | str) -> sqlite3.Connection:
+    """The database at `path`, made when it is missing.
+
+    Raises:
+        LedgerError: its tables are those of another version of flowjax.
+    """
+    db = sqlite3.connect(path, isolation_level=None)
+    db.row_factory = sqlite3.Row
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=NORMAL")
+    (version,), (tables,) = db.execute("PRAGMA user_version").fetchone(), db.execute(_TABLES).fetchone()
+    if tables and version != _VERSION:
+        db.close()
+        raise LedgerError(
+            f"{path} has tables of version {version}, this flowjax writes version {_VERSION}: resume the run with the "
+            "flowjax that began it, or start a new one"
+        )
+    db.executescript(_SCHEMA)
+    return db
+
+
+def lease_key(db: sqlite3.Connection) -> bytes:
+    """What the run's leases are signed with; made with the tables."""
+    db.execute("INSERT OR IGNORE INTO keys VALUES ('lease', ?)", (secrets.token_bytes(32),))
+    return db.execute("SELECT key FROM keys WHERE name = 'lease'").fetchone()[0]
+
+
+class Transaction:
+    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the body raises; a part of the one around it where there is one."""
+
+    def __init__(self, db: sqlite3.Connection):
+        self._db, self._outermost = db, False
+
+    def __enter__(self) -> None:
+        self._outermost = not self._db.in_transaction
+        if self._outermost:
+            self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if self._outermost:
+            self._db.execute("ROLLBACK" if kind else "COMMIT")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyGroup:
+    """A policy's part of a group: its place in the order of completion, the versions of its oldest and newest token,
+    and in how many batches it has been."""
+
+    group_id: str
+    arrival: int
+    oldest_version: int
+    newest_version: int
+    batches: int
+
+
+class Ledger:
     """The tables and their transitions. Not thread-safe: one event loop owns it.
 
     Args:
@@ -63,6 +237,12 @@ class Ledger(LedgerStreams):
     def close(self) -> None:
         self._db.close()
 
+    def transaction(self) -> Transaction:
+        """Everything or nothing of what is done inside."""
+        return Transaction(self._db)
+
+    # ------------------------------------------------------------------------------------------------- nothing -> open
+
     def add_group(
         self,
         group_id: str,
@@ -78,12 +258,14 @@ class Ledger(LedgerStreams):
         forced: bool = False,
         learnt: Learnt = NOTHING,
     ) -> None:
-        """Open a group with one waiting episode per seed and one stream for each of `policies`.
+        """Open a group with one waiting episode per seed, for each of `policies`.
 
         A group that exists already is left as it is. One that is `forced`, chosen by no data algorithm, is
         counted. What these have `learnt` is kept with it.
         """
         with Transaction(self._db):
+            # The next position is one more than the highest: who dies before this opens the same task again, under the
+            # same id; who dies after it goes on behind it. What the algorithms learnt by choosing it is in or out too.
             added = self._db.execute(
                 "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (group_id, kind, position, evaluation, pack(dict(versions or {})), temperature, task.world, pack(task)),
@@ -94,7 +276,7 @@ class Ledger(LedgerStreams):
                     [(f"{group_id}/{member:03d}", group_id, seed) for member, seed in enumerate(seeds)],
                 )
                 self._db.executemany(
-                    "INSERT INTO streams (policy, group_id, position, state) VALUES (?, ?, ?, 'open')",
+                    "INSERT INTO policy_groups (policy, group_id, position, state) VALUES (?, ?, ?, 'open')",
                     [(policy, group_id, position) for policy in policies],
                 )
             self._count("forced", n=forced)
@@ -105,6 +287,8 @@ class Ledger(LedgerStreams):
         with Transaction(self._db):
             self.add_group(group_id, task, (), kind="train", position=position, policies=())
             self._count("passed_over")
+
+    # --------------------------------------------------------------------------------------- episode: waiting -> leased
 
     def lease(
         self, worker: str, slots: int, kind: Kind | None = None, worlds: Collection[str] | None = None
@@ -142,6 +326,9 @@ class Ledger(LedgerStreams):
                     temperature=row["temperature"],
                     versions=unpack(row["versions"]),
                 )
+                # Written down before it is answered: when the answer is lost, or the worker dies, the deadline brings
+                # the episode back. When this is lost with the power, the episode is waiting again, and whoever plays it
+                # first counts: a lease is known by its signature, not by this row.
                 self._db.execute(
                     "UPDATE episodes SET state = 'leased', attempts = attempts + 1, lease_id = ?, worker = ?,"
                     " deadline_s = ? WHERE episode_id = ?",
@@ -158,15 +345,6 @@ class Ledger(LedgerStreams):
             del self._asked_s[first]
         return len(self._asked_s) == 1
 
-    def held(self, worker: str) -> dict[str, int]:
-        """Episodes that a worker has leased, by kind."""
-        rows = self._db.execute(
-            "SELECT kind, COUNT(*) AS n FROM episodes JOIN groups USING (group_id)"
-            " WHERE episodes.state = 'leased' AND worker = ? GROUP BY kind",
-            (worker,),
-        )
-        return {row["kind"]: row["n"] for row in rows}
-
     def renew(self, lease_ids: Iterable[str]) -> list[str]:
         """Put the deadlines off; returns the leases that are no longer held."""
         deadline_s, lost = self._clock() + self._lease_s, []
@@ -179,9 +357,13 @@ class Ledger(LedgerStreams):
                     lost.append(lease_id)
         return lost
 
+    # ------------------------------------------------------- episode: leased -> waiting again, quarantined or cancelled
+
     def give_back(self, lease_ids: Iterable[str], error: str, *, count_attempt: bool) -> list[str]:
-        """Return episodes unplayed. Returns the groups that are settled by it."""
+        """Return episodes unplayed. Returns the groups that are complete by it."""
         with Transaction(self._db):
+            # Only what is still leased under this very id: a late copy of the message cannot take the episode from
+            # the worker that has it by now.
             rows = [
                 self._db.execute(
                     "SELECT episode_id, group_id FROM episodes WHERE lease_id = ? AND state = 'leased'", (lease_id,)
@@ -191,37 +373,13 @@ class Ledger(LedgerStreams):
             return self._release([row for row in rows if row], "given_back" if count_attempt else None, error)
 
     def expire(self) -> list[str]:
-        """Take back the leases whose deadline has passed. Returns the groups that are settled by it."""
+        """Take back the leases whose deadline has passed. Returns the groups that are complete by it."""
         overdue = "SELECT episode_id, group_id FROM episodes WHERE state = 'leased' AND deadline_s < ?"
         rows = self._db.execute(overdue, (self._clock(),)).fetchall()
         if not rows:
             return []
         with Transaction(self._db):
             return self._release(rows, "lease_ran_out", "lease ran out")
-
-    def accept(self, lease_id: str, episode: Episode) -> tuple[bool, list[str]]:
-        """Take in a played episode: True and the groups settled by it, or (False, []) for one that does not count.
-
-        An episode counts once, whoever sends it, under whichever lease was ever given for it. One that failed for a
-        cause outside the policies (`env_error`, `timeout`, `cancelled`) does not: see `failed` of the constructor.
-        """
-        with Transaction(self._db):
-            row = self._db.execute(
-                "SELECT episode_id, group_id, state, lease_id FROM episodes WHERE episode_id = ?", (episode.episode_id,)
-            ).fetchone()
-            if row is None or row["state"] in ("done", "quarantined", "cancelled"):
-                return False, []
-            if not self._granted(lease_id, episode):
-                return False, []
-            if episode.status not in COUNTED_STATUSES:
-                if row["lease_id"] != lease_id:
-                    return False, []
-                return True, self._release([row], episode.status, f"{episode.episode_id}: {episode.error}")
-            self._db.execute(
-                "UPDATE episodes SET state = 'done', episode = ?, lease_id = NULL WHERE episode_id = ?",
-                (pack(episode), episode.episode_id),
-            )
-            return True, self._settle([row["group_id"]])
 
     def _release(self, rows: Sequence[sqlite3.Row], cause: str | None, error: str) -> list[str]:
         """Take leased episodes back: without a cause as if they had never been leased."""
@@ -237,6 +395,8 @@ class Ledger(LedgerStreams):
             self._count(f"failed/{cause}", last=error)
             kind = self._db.execute("SELECT kind FROM groups WHERE group_id = ?", (row["group_id"],)).fetchone()[0]
             retried = self._failed == "retry" or kind == "eval" or cause not in _BROKEN
+            # The lease's id goes, its signature stays good: a worker that was only slow, and whose lease has run out,
+            # may still hand in what it played, as long as nobody else has (see `accept`).
             state = self._db.execute(
                 "UPDATE episodes SET lease_id = NULL, error = ?, deadline_s = ?,"
                 " state = CASE WHEN ? AND attempts < ? THEN 'waiting' ELSE 'quarantined' END WHERE episode_id = ?"
@@ -251,35 +411,63 @@ class Ledger(LedgerStreams):
                     (row["group_id"],),
                 )
                 self._count("cancelled", n=cancelled.rowcount)
-        return self._settle(group_ids)
+        return self._complete(group_ids)
 
-    def _settle(self, group_ids: Iterable[str]) -> list[str]:
-        """Close open groups whose episodes have all ended: each stream is settled with what its policy did in them, or
-        dropped when that is nothing or the group is not to be used. An evaluation's stream is ready, or dropped when no
+    # ----------------------------------------------------------------- episode: leased -> done; group: open -> complete
+
+    def accept(self, lease_id: str, episode: Episode) -> tuple[bool, list[str]]:
+        """Take in a played episode: True and the groups complete by it, or (False, []) for one that does not count.
+
+        An episode counts once, whoever sends it, under whichever lease was ever given for it. One that failed for a
+        cause outside the policies (`env_error`, `timeout`, `cancelled`) does not: see `failed` of the constructor.
+        """
+        with Transaction(self._db):
+            row = self._db.execute(
+                "SELECT episode_id, group_id, state, lease_id FROM episodes WHERE episode_id = ?", (episode.episode_id,)
+            ).fetchone()
+            if row is None or row["state"] in ("done", "quarantined", "cancelled"):
+                return False, []
+            if not self._granted(lease_id, episode):
+                return False, []
+            if episode.status not in COUNTED_STATUSES:
+                if row["lease_id"] != lease_id:  # a failure ends only its own lease: another worker may be playing
+                    return False, []
+                return True, self._release([row], episode.status, f"{episode.episode_id}: {episode.error}")
+            # State and content in one row: there is no moment at which the episode is done and not kept. A worker
+            # that gets no answer because somebody died sends it again, and that copy is a duplicate or the first.
+            self._db.execute(
+                "UPDATE episodes SET state = 'done', episode = ?, lease_id = NULL WHERE episode_id = ?",
+                (pack(episode), episode.episode_id),
+            )
+            return True, self._complete([row["group_id"]])
+
+    def _complete(self, group_ids: Iterable[str]) -> list[str]:
+        """Complete open groups whose episodes have all ended, with what each policy did in them; a policy's part is
+        dropped when that is nothing or the group is not to be used. An evaluation's group is ready, or dropped when no
         episode is in."""
-        settled = []
+        complete = []
         for group_id in group_ids:
             states = self._db.execute(
                 "SELECT state, COUNT(*) AS n FROM episodes WHERE group_id = ? GROUP BY state", (group_id,)
             ).fetchall()
             ended = {row["state"]: row["n"] for row in states}
-            open_streams = self._db.execute(
-                "SELECT policy FROM streams WHERE group_id = ? AND state = 'open'", (group_id,)
+            still_open = self._db.execute(
+                "SELECT policy FROM policy_groups WHERE group_id = ? AND state = 'open'", (group_id,)
             ).fetchall()
-            if ended.keys() & {"waiting", "leased"} or not open_streams:
+            if ended.keys() & {"waiting", "leased"} or not still_open:
                 continue
             done, lost = ended.get("done", 0), ended.get("quarantined", 0)
-            training = open_streams[0]["policy"] != _EVALUATION
+            training = still_open[0]["policy"] != _EVALUATION
             if lost and training and (self._failed == "drop" or done < self._min_group_size):
-                for (policy,) in open_streams:
+                for (policy,) in still_open:
                     self._drop(policy, [group_id], "failed")
             else:
                 self._count("short_groups", n=lost > 0 and training)
-                self._settle_streams(group_id, [policy for (policy,) in open_streams])
-            settled.append(group_id)
-        return settled
+                self._complete_for(group_id, [policy for (policy,) in still_open])
+            complete.append(group_id)
+        return complete
 
-    def _settle_streams(self, group_id: str, policies: Sequence[str]) -> None:
+    def _complete_for(self, group_id: str, policies: Sequence[str]) -> None:
         episodes = self.episodes(group_id)
         for policy in policies:
             parts = episodes if policy == _EVALUATION else trajectories_of(episodes, policy)
@@ -287,11 +475,155 @@ class Ledger(LedgerStreams):
                 self._drop(policy, [group_id], "silent")
                 continue
             versions = [turn.version for part in parts for turn in part.turns] or [0]
+            # In the transaction of the last episode: who dies before the data algorithms are asked finds the group
+            # complete and asks them then.
             self._db.execute(
-                "UPDATE streams SET state = ?, oldest_version = ?, newest_version = ?,"
-                " arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM streams) WHERE policy = ? AND group_id = ?",
-                ("ready" if policy == _EVALUATION else "settled", min(versions), max(versions), policy, group_id),
+                "UPDATE policy_groups SET state = ?, oldest_version = ?, newest_version = ?,"
+                " arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM policy_groups)"
+                " WHERE policy = ? AND group_id = ?",
+                ("ready" if policy == _EVALUATION else "complete", min(versions), max(versions), policy, group_id),
             )
+
+    # ------------------------------------------------------------------------------------ complete -> ready, or dropped
+
+    def filter(self, policy: str, group_id: str, *, keep: bool, learnt: Learnt = NOTHING) -> None:
+        """Make a policy's complete group ready, or drop it, together with what the data algorithms learnt from it."""
+        with Transaction(self._db):
+            # Verdict and what was learnt in one: who dies in between would ask the algorithms about it twice, and they
+            # would count it twice.
+            self._db.execute(
+                "UPDATE policy_groups SET state = ? WHERE policy = ? AND group_id = ? AND state = 'complete'",
+                ("ready" if keep else "dropped", policy, group_id),
+            )
+            self._count("dropped/not_kept", policy, not keep)
+            self._keep(learnt)
+
+    def drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
+        """Drop a policy's part of these groups."""
+        with Transaction(self._db):
+            self._drop(policy, group_ids, cause)
+
+    def _drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
+        self._db.executemany(
+            "UPDATE policy_groups SET state = 'dropped' WHERE policy = ? AND group_id = ?",
+            [(policy, g) for g in group_ids],
+        )
+        self._count(f"dropped/{cause}", policy, len(group_ids))
+
+    # ---------------------------------------------------------------------------------------------------- ready -> used
+
+    def assign(
+        self, policy: str, step: int, select: Callable[[list[PolicyGroup], list[PolicyGroup]], Selection]
+    ) -> list[str] | None:
+        """The groups of the policy's batch `step`: those written down for it, or else what `select` makes of the ready
+        groups and of those used before; None when it chooses nothing.
+
+        Batches of later steps are undone: the trainer has lost the checkpoints that consumed them.
+        """
+        with Transaction(self._db):
+            self._undo_after(policy, step)
+            if written := self.batch(policy, step):
+                return written
+            chosen, dropped = select(self.groups(policy, "ready"), self.groups(policy, "used"))
+            for cause, group_ids in dropped.items():
+                self._drop(policy, group_ids, cause)
+            if chosen is None:
+                return None
+            # Written down before it is served: when the trainer, or the answer, is lost, the same step gets the same
+            # groups again, and no other step gets any of them.
+            self._db.executemany(
+                "UPDATE policy_groups SET state = 'used' WHERE policy = ? AND group_id = ?",
+                [(policy, g) for g in chosen],
+            )
+            self._db.executemany(
+                "INSERT INTO batches VALUES (?, ?, ?, ?)", [(policy, step, i, g) for i, g in enumerate(chosen)]
+            )
+            return chosen
+
+    def _undo_after(self, policy: str, step: int) -> None:
+        """Used -> ready: the trainer died with what it had learnt from the later batches."""
+        if self.batches(policy) <= step + 1:
+            return
+        self._db.execute("DELETE FROM batches WHERE policy = ? AND step > ?", (policy, step))
+        self._db.execute(
+            "UPDATE policy_groups SET state = 'ready' WHERE policy = ? AND state = 'used' AND NOT EXISTS"
+            " (SELECT 1 FROM batches WHERE policy = policy_groups.policy AND group_id = policy_groups.group_id)",
+            (policy,),
+        )
+
+    # ---------------------------------------------------------------------------------------- used -> closed -> deleted
+
+    def commit(self, policy: str, version: int, *, learnt: Learnt = NOTHING) -> None:
+        """Note that the policy's trainer has committed `version`, and what the data algorithms make of it."""
+        with Transaction(self._db):
+            self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?)", (policy, version))
+            self._keep(learnt)
+
+    def close_batches(self, policy: str, before_step: int) -> None:
+        """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
+        with Transaction(self._db):
+            # After the commit that makes them needless, never with it in mind only: who dies in between keeps some
+            # batches too many, and the next commit closes them.
+            self._db.execute(
+                "UPDATE policy_groups SET state = 'closed' WHERE policy = ? AND state = 'used' AND ? >"
+                " (SELECT MAX(step) FROM batches"
+                " WHERE policy = policy_groups.policy AND group_id = policy_groups.group_id)",
+                (policy, before_step),
+            )
+            self._db.execute(
+                "DELETE FROM batches WHERE policy = ? AND step < ? AND NOT EXISTS (SELECT 1 FROM policy_groups"
+                " WHERE policy = batches.policy AND group_id = batches.group_id AND state = 'used')",
+                (policy, before_step),
+            )
+            self._forget()
+
+    def close_evaluation(self, name: str) -> None:
+        """Forget the episodes of a finished evaluation, after its line is in the log: who dies in between writes the
+        line again."""
+        with Transaction(self._db):
+            self._db.execute(
+                "UPDATE policy_groups SET state = 'closed' WHERE policy = ''"
+                " AND group_id IN (SELECT group_id FROM groups WHERE evaluation = ?)",
+                (name,),
+            )
+            self._forget()
+
+    def _forget(self) -> None:
+        """Delete what is over: episodes that no policy will ask for again, their parts and groups. The newest
+        training group stays, which says how many there were, and the first one of each evaluation."""
+        over = "state IN ('closed', 'dropped')"
+        self._db.execute(
+            "DELETE FROM episodes WHERE state IN ('done', 'quarantined', 'cancelled') AND NOT EXISTS"
+            f" (SELECT 1 FROM policy_groups WHERE group_id = episodes.group_id AND NOT {over})"
+        )
+        self._db.execute(
+            f"DELETE FROM policy_groups WHERE {over} AND (policy != '' OR position > 0)"
+            " AND NOT EXISTS (SELECT 1 FROM episodes WHERE group_id = policy_groups.group_id)"
+        )
+        self._db.execute(
+            "DELETE FROM groups WHERE NOT EXISTS (SELECT 1 FROM policy_groups WHERE group_id = groups.group_id)"
+            " AND (kind = 'eval' OR position < (SELECT MAX(position) FROM groups WHERE kind = 'train'))"
+        )
+
+    # ------------------------------------------------------------------------------- written down with every transition
+
+    def _count(self, name: str, policy: str = "", n: int = 1, last: str = "") -> None:
+        if n:
+            self._db.execute(
+                "INSERT INTO counts VALUES (?, ?, ?, ?)"
+                " ON CONFLICT DO UPDATE SET n = n + excluded.n, last = excluded.last",
+                (name, policy, int(n), last[:500]),
+            )
+
+    def _keep(self, learnt: Learnt) -> None:
+        self._db.executemany("INSERT OR REPLACE INTO states VALUES (?, ?)", list(learnt.whole.items()))
+        self._db.executemany(
+            "INSERT OR REPLACE INTO state_rows VALUES (?, ?, ?, ?)", [row for row in learnt.rows if row[3] is not None]
+        )
+        self._db.executemany(
+            "DELETE FROM state_rows WHERE name = ? AND attribute = ? AND key = ?",
+            [row[:3] for row in learnt.rows if row[3] is None],
+        )
 
     def _sign(self, nonce: str, episode_id: str) -> str:
         """A lease's id: nobody can make up one for an episode, and it is known again without being stored."""
@@ -300,3 +632,134 @@ class Ledger(LedgerStreams):
 
     def _granted(self, lease_id: str, episode: Episode) -> bool:
         return hmac.compare_digest(lease_id.encode(), self._sign(lease_id[:16], episode.episode_id).encode())
+
+    # --------------------------------------------------------------------------------- questions, which change nothing
+
+    def held(self, worker: str) -> dict[str, int]:
+        """Episodes that a worker has leased, by kind."""
+        rows = self._db.execute(
+            "SELECT kind, COUNT(*) AS n FROM episodes JOIN groups USING (group_id)"
+            " WHERE episodes.state = 'leased' AND worker = ? GROUP BY kind",
+            (worker,),
+        )
+        return {row["kind"]: row["n"] for row in rows}
+
+    def episodes(self, group_id: str) -> list[Episode]:
+        """The episodes of a group that are in, members in order."""
+        rows = self._db.execute(
+            "SELECT episode FROM episodes WHERE group_id = ? AND state = 'done' ORDER BY episode_id", (group_id,)
+        )
+        return [unpack(row["episode"]) for row in rows]
+
+    def group(self, group_id: str, policy: str) -> Group:
+        """What `policy` did in the episodes of a group that are in."""
+        row = self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+        return Group(group_id, unpack(row["task"]), tuple(trajectories_of(self.episodes(group_id), policy)))
+
+    def kind_of(self, episode_id: str) -> Kind | None:
+        """Kind of an episode; None of one that the run has not."""
+        row = self._db.execute(
+            "SELECT kind FROM episodes JOIN groups USING (group_id) WHERE episode_id = ?", (episode_id,)
+        ).fetchone()
+        return row and row["kind"]
+
+    def task(self, group_id: str) -> Task:
+        return unpack(self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0])
+
+    def complete_groups(self) -> list[tuple[str, str]]:
+        """Policy and group of what the data algorithms have not filtered yet, in the order of arrival."""
+        rows = self._db.execute("SELECT policy, group_id FROM policy_groups WHERE state = 'complete' ORDER BY arrival")
+        return [(row["policy"], row["group_id"]) for row in rows]
+
+    def states(self) -> dict[str, Any]:
+        """What the data algorithms had learnt when it was last written down, by name."""
+        states = {row["name"]: unpack(row["state"]) for row in self._db.execute("SELECT name, state FROM states")}
+        tables: dict[tuple[str, str], dict[Any, Any]] = {}
+        for row in self._db.execute("SELECT name, attribute, key, value FROM state_rows"):
+            tables.setdefault((row["name"], row["attribute"]), {})[unpack(row["key"])] = unpack(row["value"])
+        for (name, attribute), rows in tables.items():
+            states[name][attribute] = Table(rows)
+        return states
+
+    def groups(self, policy: str, state: Literal["ready", "used"]) -> list[PolicyGroup]:
+        """The policy's groups of that state, in the order of tasks."""
+        rows = self._db.execute(
+            "SELECT group_id, arrival, oldest_version, newest_version, (SELECT COUNT(*) FROM batches"
+            " WHERE policy = policy_groups.policy AND group_id = policy_groups.group_id) AS batches"
+            " FROM policy_groups WHERE policy = ? AND state = ? ORDER BY position",
+            (policy, state),
+        )
+        return [PolicyGroup(*row) for row in rows]
+
+    def commits(self) -> dict[str, int]:
+        """Newest committed version of each policy that has one."""
+        return {row["policy"]: row["version"] for row in self._db.execute("SELECT policy, version FROM commits")}
+
+    def count_groups(self) -> int:
+        """Training groups ever opened."""
+        latest = "SELECT COALESCE(MAX(position) + 1, 0) FROM groups WHERE kind = 'train'"  # positions have no gaps
+        return self._db.execute(latest).fetchone()[0]
+
+    def batches(self, policy: str) -> int:
+        """Batches that the policy's trainer has been given, those that it has lost again left out."""
+        return self._db.execute(
+            "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE policy = ?", (policy,)
+        ).fetchone()[0]
+
+    def batch(self, policy: str, step: int) -> list[str]:
+        """The groups that are written down for the policy's batch `step`."""
+        rows = self._db.execute(
+            "SELECT group_id FROM batches WHERE policy = ? AND step = ? ORDER BY place", (policy, step)
+        )
+        return [row["group_id"] for row in rows]
+
+    def count_by_state(self, policy: str) -> dict[str, int]:
+        """The policy's groups by state, as far as they are still kept."""
+        rows = self._db.execute("SELECT state, n FROM policy_group_counts WHERE policy = ? AND n > 0", (policy,))
+        return {row["state"]: row["n"] for row in rows}
+
+    def count_dropped(self, policy: str) -> int:
+        """The policy's groups that were ever dropped."""
+        dropped = "SELECT COALESCE(SUM(n), 0) FROM counts WHERE policy = ? AND name LIKE 'dropped/%'"
+        return self._db.execute(dropped, (policy,)).fetchone()[0]
+
+    def count_episodes(self) -> dict[str, int]:
+        """Episodes by state, as far as they are still kept."""
+        rows = self._db.execute("SELECT state, COUNT(*) AS n FROM episodes GROUP BY state")
+        return dict.fromkeys(_EPISODE_STATES, 0) | {row["state"]: row["n"] for row in rows}
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Totals of what came to nothing by policy ("" for whole episodes) and name (see the table `counts`)."""
+        totals: dict[str, dict[str, int]] = {}
+        for row in self._db.execute("SELECT policy, name, n FROM counts"):
+            totals.setdefault(row["policy"], {})[row["name"]] = row["n"]
+        return totals
+
+    def last_failures(self) -> dict[str, str]:
+        """The newest failed episode of each cause, in words."""
+        rows = self._db.execute("SELECT name, last FROM counts WHERE name LIKE 'failed/%'")
+        return {row["name"].removeprefix("failed/"): row["last"] for row in rows}
+
+    def evaluations(self, state: str | None = None) -> dict[str, dict[str, int]]:
+        """Versions of the policies in every evaluation, by its name; with `state`, of those with groups in it."""
+        wanted = "policy = ''" + (" AND state = :state" if state else "")
+        rows = self._db.execute(
+            f"SELECT evaluation, versions FROM policy_groups CROSS JOIN groups USING (group_id) WHERE {wanted}"
+            " GROUP BY evaluation ORDER BY MIN(groups.rowid)",
+            {"state": state},
+        )
+        return {row["evaluation"]: unpack(row["versions"]) for row in rows}
+
+    def evaluated(self, name: str) -> list[str]:
+        """Groups of an evaluation that are in."""
+        rows = self._db.execute(
+            "SELECT group_id FROM groups JOIN policy_groups USING (group_id)"
+            " WHERE evaluation = ? AND state = 'ready' ORDER BY groups.position",
+            (name,),
+        )
+        return [row["group_id"] for row in rows]
+
+
+def trajectories_of(episodes: Iterable[Episode], policy: str) -> list[Trajectory]:
+    """What a policy did in them; parts without a turn say nothing."""
+    return [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]

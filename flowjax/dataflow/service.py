@@ -33,8 +33,8 @@ _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
 
 class DataflowService:
-    """Answers for a `Flow`. Everything runs on one event loop, so a message sees a settled state; only credit, which
-    may take seconds, is given in a thread.
+    """Answers for a `Flow`. Everything runs on one event loop, so no message sees a half-made
+    transition; only credit, which may take seconds, is given in a thread.
 
     Workers that wait for episodes stand in a queue: when something has changed, the first ones are served, until there
     is nothing more.

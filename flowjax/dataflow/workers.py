@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from flowjax.dataflow.ledger_queries import Kind
+from flowjax.dataflow.ledger import Kind
 
 KINDS: frozenset[Kind] = frozenset({"train", "eval"})
 

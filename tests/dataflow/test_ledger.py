@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from flowjax.dataflow.ledger import Ledger
-from flowjax.dataflow.tables import LedgerError
+from flowjax.dataflow.ledger import Ledger, LedgerError
 from flowjax.records import Episode, Status, Task, Trajectory, Turn
 
 NONE = dict.fromkeys(("waiting", "leased", "done", "quarantined", "cancelled"), 0)  # episodes by state
@@ -57,7 +56,7 @@ def first(groups: int, usable=lambda group_id: True):
     """Selects the first ready groups; drops what is not usable."""
 
     def select(ready, used):
-        names = [stream.group_id for stream in ready]
+        names = [group.group_id for group in ready]
         good = [name for name in names if usable(name)]
         dropped = {"too_old": [name for name in names if not usable(name)]}
         return (good[:groups] if len(good) >= groups else None), dropped
@@ -65,24 +64,24 @@ def first(groups: int, usable=lambda group_id: True):
     return select
 
 
-def judged(ledger: Ledger) -> None:
-    for policy, group_id in ledger.settled():
-        ledger.judge(policy, group_id, keep=True)
+def filter_all(ledger: Ledger) -> None:
+    for policy, group_id in ledger.complete_groups():
+        ledger.filter(policy, group_id, keep=True)
 
 
 def ready(ledger: Ledger, policy: str) -> list[str]:
-    return [stream.group_id for stream in ledger.streams(policy, "ready")]
+    return [group.group_id for group in ledger.groups(policy, "ready")]
 
 
 def play_all(ledger: Ledger) -> list[str]:
-    settled = []
+    complete = []
     for lease in ledger.lease("w", 1000):
-        settled += ledger.accept(lease.lease_id, played(lease))[1]
-    judged(ledger)
-    return settled
+        complete += ledger.accept(lease.lease_id, played(lease))[1]
+    filter_all(ledger)
+    return complete
 
 
-def test_a_group_is_settled_when_its_last_episode_is_in(ledger):
+def test_a_group_is_complete_when_its_last_episode_is_in(ledger):
     group_id = add(ledger, 0, members=3)
     leases = ledger.lease("w", 10)
     assert [lease.seed for lease in leases] == [0, 1, 2]
@@ -150,12 +149,12 @@ def test_a_failure_reported_under_a_lost_lease_does_not_end_the_new_one(ledger, 
 
 def test_a_group_without_any_trajectory_is_dropped(ledger):
     group_id = add(ledger, 0, members=1)
-    settled = []
+    complete = []
     for _ in range(2):
         lease = ledger.lease("w", 1)[0]
-        settled += ledger.accept(lease.lease_id, played(lease, status="env_error"))[1]
-    assert settled == [group_id]
-    assert ledger.count_streams("agent") == {"dropped": 1}
+        complete += ledger.accept(lease.lease_id, played(lease, status="env_error"))[1]
+    assert complete == [group_id]
+    assert ledger.count_by_state("agent") == {"dropped": 1}
 
 
 def test_giving_back_does_not_use_up_an_attempt_unless_it_failed(ledger):
@@ -203,7 +202,7 @@ def test_unusable_groups_are_dropped_not_served(ledger):
         "train-00000001",
         "train-00000002",
     ]
-    assert ledger.count_streams("agent") == {"used": 2, "dropped": 1}
+    assert ledger.count_by_state("agent") == {"used": 2, "dropped": 1}
 
 
 def test_closing_batches_forgets_only_older_ones(ledger):
@@ -213,7 +212,7 @@ def test_closing_batches_forgets_only_older_ones(ledger):
     ledger.assign("agent", 0, first(1))
     ledger.assign("agent", 1, first(1))
     ledger.close_batches("agent", 1)
-    assert ledger.count_streams("agent") == {"used": 1}
+    assert ledger.count_by_state("agent") == {"used": 1}
     assert ledger.episodes("train-00000000") == []
     assert len(ledger.group("train-00000001", "agent").trajectories) == 2
 
@@ -250,11 +249,11 @@ def test_a_long_run_keeps_what_it_may_go_back_to_and_no_more(ledger, tmp_path, c
     assert rows(ledger) == early
     assert early["batches"] == 3 and early["episodes"] == 6
     assert ledger.count_dropped("agent") == 40
-    assert ledger.streams("agent", "used")[0].group_id == "train-00000111", "batch 37 may be asked for again"
+    assert ledger.groups("agent", "used")[0].group_id == "train-00000111", "batch 37 may be asked for again"
     ledger.close()
     reopened = Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
     assert (reopened.count_groups(), reopened.batches("agent"), reopened.count_dropped("agent")) == (120, 40, 40)
-    assert reopened.count_streams("agent") == {"used": 3}
+    assert reopened.count_by_state("agent") == {"used": 3}
     assert reopened.assign("agent", 38, first(1)) == ["train-00000114"]
 
 
@@ -265,7 +264,7 @@ def test_of_a_finished_evaluation_its_name_and_versions_stay(ledger):
         ledger.close_evaluation(name)
     expected = {f"agent@{version}": {"agent": version} for version in range(10)}
     assert ledger.evaluations() == ledger.evaluations("closed") == expected
-    assert (rows(ledger)["groups"], rows(ledger)["streams"], rows(ledger)["episodes"]) == (10, 10, 0)
+    assert (rows(ledger)["groups"], rows(ledger)["policy_groups"], rows(ledger)["episodes"]) == (10, 10, 0)
 
 
 def test_an_evaluation_of_which_nothing_came_in_is_finished_too(ledger):
@@ -301,7 +300,7 @@ def test_a_failing_transaction_leaves_no_trace(ledger):
     play_all(ledger)
     with pytest.raises(RuntimeError, match="credit failed"):
         ledger.assign("agent", 0, first(1, broken))
-    assert ledger.count_streams("agent") == {"ready": 1}
+    assert ledger.count_by_state("agent") == {"ready": 1}
 
 
 def test_policies_use_up_the_same_groups_at_their_own_rates(ledger):
@@ -310,13 +309,13 @@ def test_policies_use_up_the_same_groups_at_their_own_rates(ledger):
         add(ledger, position, policies=both)
     for lease in ledger.lease("w", 100):
         ledger.accept(lease.lease_id, played(lease, policies=both))
-    judged(ledger)
+    filter_all(ledger)
     one, second = "train-00000000", "train-00000001"
     assert ledger.assign("solver", 0, first(1)) == [one]
     assert ledger.assign("solver", 1, first(1)) == [second]
     assert ledger.assign("verifier", 0, first(2, lambda name: name != one)) == [second, "train-00000002"]
-    assert ledger.count_streams("solver") == {"used": 2, "ready": 2}
-    assert ledger.count_streams("verifier") == {"used": 2, "dropped": 1, "ready": 1}
+    assert ledger.count_by_state("solver") == {"used": 2, "ready": 2}
+    assert ledger.count_by_state("verifier") == {"used": 2, "dropped": 1, "ready": 1}
     assert {part.policy for part in ledger.group(one, "verifier").trajectories} == {"verifier"}
     ledger.close_batches("solver", 2)
     assert not ledger.episodes(one), "no policy needs them any more"
@@ -327,9 +326,9 @@ def test_a_policy_that_did_not_speak_in_a_group_gets_none_of_it(ledger):
     add(ledger, 0, policies=("solver", "verifier"))
     for lease in ledger.lease("w", 100):
         ledger.accept(lease.lease_id, played(lease, policies=("solver",)))
-    judged(ledger)
+    filter_all(ledger)
     assert (ready(ledger, "solver"), ready(ledger, "verifier")) == (["train-00000000"], [])
-    assert ledger.count_streams("verifier") == {"dropped": 1}
+    assert ledger.count_by_state("verifier") == {"dropped": 1}
 
 
 def test_a_file_of_another_version_is_refused(ledger, tmp_path, clock):

@@ -154,11 +154,13 @@ class ChaosRun:
 
     def _assert_tasks_ended(self) -> None:
         with sqlite3.connect(self.folder / "dataflow.sqlite") as db:
-            states = dict(db.execute("SELECT state, COUNT(*) FROM streams GROUP BY state"))
+            states = dict(db.execute("SELECT state, COUNT(*) FROM policy_groups GROUP BY state"))
             batches = db.execute("SELECT step, group_id FROM batches").fetchall()
             played = dict(db.execute("SELECT state, COUNT(*) FROM episodes GROUP BY state"))
-            trained = {group_id for (group_id,) in db.execute("SELECT group_id FROM streams WHERE state != 'dropped'")}
-        assert not states.keys() & {"open", "settled", "ready"}, states
+            trained = {
+                group_id for (group_id,) in db.execute("SELECT group_id FROM policy_groups WHERE state != 'dropped'")
+            }
+        assert not states.keys() & {"open", "complete", "ready"}, states
         assert not played.keys() & {"waiting", "leased"}, played
         assert Counter(step for step, _ in batches) == dict.fromkeys(range(self.steps), GROUPS)
         assert len(batches) == len({group_id for _, group_id in batches}), "a group is in two batches"

@@ -39,18 +39,18 @@ def assert_tasks_ended(run_dir: Path) -> None:
     config = load_run(run_dir)
     with sqlite3.connect(run_dir / "dataflow.sqlite") as db:
         batches = db.execute("SELECT policy, step, group_id FROM batches").fetchall()
-        streams = db.execute("SELECT policy, group_id, state FROM streams WHERE policy != ''").fetchall()
+        policy_groups = db.execute("SELECT policy, group_id, state FROM policy_groups WHERE policy != ''").fetchall()
         leased = db.execute("SELECT COUNT(*) FROM episodes WHERE state = 'leased'").fetchone()[0]
     assert not leased, f"{leased} episodes are still leased"
     for policy, own in policy_configs(config).items():
         taken = [(step, group_id) for name, step, group_id in batches if name == policy]
         groups, steps = own.trainer.groups_per_step, Counter(step for step, _ in taken)
         assert steps == dict.fromkeys(range(min(steps), own.trainer.steps), groups), policy
-        states = {group_id: state for name, group_id, state in streams if name == policy}
+        states = {group_id: state for name, group_id, state in policy_groups if name == policy}
         assert {group_id for _, group_id in taken} >= {
             group_id for group_id, state in states.items() if state == "used"
         }
-        left = [group_id for group_id, state in states.items() if state in ("open", "settled", "ready")]
+        left = [group_id for group_id, state in states.items() if state in ("open", "complete", "ready")]
         assert len(left) <= 2 * (config.dataflow.max_staleness + 1) * groups, f"{policy}: {left}"
 
 

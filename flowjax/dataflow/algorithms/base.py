@@ -48,8 +48,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A group that a batch may take. `arrival` counts groups in the order in which they were settled; `age_versions` is
-    how many versions its oldest token lags."""
+    """A group that a batch may take. `arrival` counts groups in the order in which they became complete; `age_versions`
+    is how many versions its oldest token lags."""
 
     group_id: str
     arrival: int
