@@ -116,7 +116,7 @@ class World(Protocol):
     def parse_action(self, reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
         """The action that a reply names, None where it is unreadable or not legal.
 
-        `reference` keeps the behaviour of the published system, faults included.
+        `reference` executes what the published system would, faults included.
         """
         ...
 
@@ -128,6 +128,13 @@ class Constrained(Protocol):
     def structured_outputs(self, style: Style, **options: Any) -> Mapping[str, Any]:
         """What vLLM's `structured_outputs` takes, so that it samples nothing else."""
         ...
+
+
+@runtime_checkable
+class Formatted(Protocol):
+    """A world whose published system asks a format of valid replies, and executes the others all the same."""
+
+    def published_format(self, reply: str) -> bool: ...
 
 
 _OFFERED = (
@@ -163,6 +170,12 @@ def load_world(module: str) -> World:
     if missing:
         raise WorldError(f"env.module is {module!r}, which lacks {', '.join(missing)}: a world module offers them all")
     return cast(World, world)
+
+
+def read_reply(world: World, reply: str, legal: tuple[str, ...], *, reference: bool) -> tuple[str, bool]:
+    """The action that a reply names ("" for none), and whether the turn may count as valid once it is taken."""
+    action = world.parse_action(reply, legal, reference=reference) or ""
+    return action, not reference or not isinstance(world, Formatted) or world.published_format(reply)
 
 
 def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:

@@ -8,11 +8,12 @@ compact prompts its reasoning is its own answer.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import Context, EnvDied, Message, Observation, Session, Step, Style, World
+from flowjax.envs.base import Context, EnvDied, Message, Observation, Session, Step, Style, World, read_reply
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows.agent import Agent, Part, Played, record_turn
@@ -89,9 +90,10 @@ async def _attempt(
     observation = await env.reset(task, seed)
     reply = await solver.act(_asked(options.world, observation, options.prompt, rejected, review))
     legal = observation.legal_actions
-    action = options.world.parse_action(reply.text, legal, reference=options.reference_parsing) or ""
+    action, valid = read_reply(options.world, reply.text, legal, reference=options.reference_parsing)
     started_s = time.perf_counter()
     step = await env.step(action)
+    step = replace(step, valid=step.valid and valid)
     turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s)
     right = step.outcome.get("success", 0.0)
     parts.append(Part(SOLVER, [turn], {**step.outcome, **_counts(step.valid, step.reward)}))

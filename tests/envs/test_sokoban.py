@@ -9,7 +9,7 @@ from plain_sokoban import PlainSokoban, shortest
 from two_processes import printed_in_two_processes
 
 from flowjax.envs import sokoban
-from flowjax.envs.base import Past, Split, WorldError
+from flowjax.envs.base import Past, Split, WorldError, load_world, read_reply
 from flowjax.envs.sokoban.rooms import DIRECTIONS, key, parse, room_key
 from flowjax.envs.sokoban.solver import moves_to_go
 from flowjax.records import Task
@@ -155,19 +155,35 @@ def test_in_a_lost_position_the_expert_still_moves():
     assert sokoban.expert(env) in env.effective_actions()
 
 
-def test_published_parsing_finds_directions_inside_words_and_wants_thoughts():
+GOLDEN = [  # reply, then what the published projection makes of it: its action (0: none) and whether it counts as valid
+    ("<think>a</think><action>up</action>", 1, True),
+    ("<think>a</think><action>right, then downwards</action>", 2, True),
+    ("<think>a</think><action>left</action><action>up</action>", 3, True),
+    ("<action>RIGHT</action>", 4, False),
+    ("<THINK>a</THINK><action>upwards</action>", 1, False),
+    ("<think>a</think>up", 0, False),
+]
+
+
+@pytest.mark.parametrize(("reply", "number", "valid"), GOLDEN)
+def test_published_parsing_executes_what_the_published_projection_does(reply: str, number: int, valid: bool):
+    action, counts = read_reply(load_world("flowjax.envs.sokoban"), reply, DIRECTIONS, reference=True)
+    assert action == ("", "up", "down", "left", "right")[number]
+    assert (counts and action != "") == valid
+
+
+def test_our_own_parsing_takes_whole_words_and_needs_no_thoughts():
     cases = {
-        "<think>a</think><action>up</action>": ("up", "up"),
-        "<think>a</think><action>push it upwards</action>": (None, "up"),
-        "<think>a</think><action>right, then up</action>": (None, "up"),
-        "<think>a</think><action>left</action><action>up</action>": ("up", "left"),
-        "<think>a</think><action>still</action>": (None, None),
-        "<action>up</action>": ("up", None),
-        "up": ("up", None),
+        "<think>a</think><action>up</action>": "up",
+        "<think>a</think><action>push it upwards</action>": None,
+        "<think>a</think><action>left</action><action>up</action>": "up",
+        "<think>a</think><action>still</action>": None,
+        "<action>up</action>": "up",
+        "up": "up",
     }
-    for text, (ours, published) in cases.items():
-        assert sokoban.parse_action(text, DIRECTIONS) == ours
-        assert sokoban.parse_action(text, DIRECTIONS, reference=True) == published
+    for text, action in cases.items():
+        assert sokoban.parse_action(text, DIRECTIONS) == action
+        assert read_reply(load_world("flowjax.envs.sokoban"), text, DIRECTIONS, reference=False) == (action or "", True)
 
 
 def test_ten_thousand_replies_without_sense():

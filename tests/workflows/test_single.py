@@ -123,6 +123,34 @@ def test_what_a_turn_records(folder: Path):
     assert played.turns[-1].next_state_key == key(*parse("#######\n#___P√#\n#######"))
 
 
+def test_published_parsing_makes_the_move_of_a_reply_without_thoughts_and_counts_it_invalid(folder: Path):
+    replies = {"moves": "<action>right</action>", "thinks": "<think>a</think><action>right</action>"}
+
+    class Words:
+        """A tokenizer of whole replies."""
+
+        def encode(self, messages) -> list[int]:
+            return [0]
+
+        def decode(self, ids) -> str:
+            return list(replies.values())[ids[0]]
+
+        encode_after = within_limit = None
+
+    def played(number: int, reference: bool) -> list[tuple[bool, bool]]:
+        async def generate(prompt_ids: list[int]) -> Scripted:
+            return Scripted([number], [-0.5])
+
+        options = Options(WORLD, 2, reference_parsing=reference)
+        agents = {"agent": Agent(Words(), generate)}  # pyright: ignore[reportArgumentType]
+        found = asyncio.run(play(CORRIDOR, seed=0, env=LocalSession(), agents=agents, options=options))
+        assert found.outcome["invalid_actions"] == sum(not turn.valid for turn in found.turns)
+        return [(turn.valid, turn.state_key != turn.next_state_key) for turn in found.turns]
+
+    assert played(0, reference=True) == [(False, True)] * 2
+    assert played(1, reference=True) == played(0, reference=False) == [(True, True)] * 2
+
+
 def test_success_on_the_last_allowed_turn_counts(folder: Path):
     played = episode(folder, ["right"] * 3, max_turns=3)
     assert (played.outcome["success"], played.outcome["turns"], played.turns[-1].terminal) == (1.0, 3.0, True)

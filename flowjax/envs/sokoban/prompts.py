@@ -53,15 +53,21 @@ def _compact(text: str) -> str:
 def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
     """The action that a reply names.
 
-    With `reference`, as RewardFlow reads replies: the first of up, down, left, right, still that occurs anywhere in the
-    first `<action>` pair, be it inside another word, and only beside a `<think>` pair.
+    With `reference`, as RewardFlow executes replies: the first of up, down, left, right, still that occurs anywhere
+    between the first `<action>` and the first `</action>`, be it inside another word. `published_format` says which of
+    those replies it then counts as valid.
     """
     if not reference:
         return tagged_action(reply, legal)
     text = reply.lower()
-    _, opened, inside = text.partition("<action>")
-    inside, closed, _ = inside.partition("</action>")
-    if not (opened and closed and "<think>" in reply and "</think>" in reply):
+    start, end = text.find("<action>"), text.find("</action>")
+    if min(start, end) < 0:
         return None
+    inside = text[start + len("<action>") : end]
     found = next((name for name in (*DIRECTIONS, "still") if name in inside), None)
     return found if found in legal else None
+
+
+def published_format(reply: str) -> bool:
+    """Whether RewardFlow may count the reply as valid: only beside a `<think>` pair, which it looks for as written."""
+    return "<think>" in reply and "</think>" in reply
