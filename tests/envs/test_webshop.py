@@ -268,7 +268,7 @@ def test_the_data_seed_alone_decides_tasks():
         assert task_of(one, 0) != task_of(other, 0)
 
 
-def test_the_index_split_cuts_the_shuffled_list():
+def test_the_index_split_holds_out_single_goals():
     both = split_goals(None, 120, 0, "synthetic", 0, 50, "index")
     by_content = split_goals(None, 120, 0, "synthetic", 0, 50, "content")
     assert len(both["held_out"]) == 50
@@ -302,7 +302,7 @@ def test_episodes_are_the_same_in_every_process():
     [
         ({"product": 6}, "product'.*WebShop are path"),
         ({"goals": "all"}, "goals='all'"),
-        ({"split": "none"}, "split='none'"),
+        ({"split_by": "none"}, "split_by='none'"),
         ({"products": 0}, "products=0"),
         ({"path": "/nowhere"}, "lacks items_shuffle.json"),
     ],

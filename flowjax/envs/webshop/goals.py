@@ -1,4 +1,4 @@
-"""Goals of a catalog, priced, shuffled and split by one data seed."""
+"""Goals of a catalog: priced and shuffled by the data seed, split by what they say."""
 
 import itertools
 import random
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from flowjax.envs.base import Split
 from flowjax.envs.webshop.catalog import Catalog, Product, load_catalog
 from flowjax.envs.webshop.reward import Goal
+from flowjax.records import state_key
 
 GoalKind = Literal["synthetic", "human"]
 SplitBy = Literal["content", "index"]
@@ -68,17 +69,19 @@ def _content(goal: Goal) -> tuple[Any, ...]:
 def split_goals(
     path: str | None, products: int, seed: int, kind: GoalKind, data_seed: int, held_out: int, by: SplitBy
 ) -> Mapping[Split, tuple[Goal, ...]]:
-    """Both splits after one shuffle: the first `held_out` contents (at most a fifth of all) are held out.
+    """Both splits, each in an order that the data seed draws: `held_out` contents are held out, a fifth of all at most.
 
-    By content, goals that say the same lie on the same side. By index they may not, as in the published split.
+    Which ones is decided by a hash of the content, so that no data seed trains on what another holds out; the data seed
+    changes the order and the prices only. By content, goals that say the same lie on the same side. By index they may
+    not, as in the published split: there a goal's content is its place in the catalog.
     """
     found = goals(load_catalog(path, products, seed, kind == "human"), kind, data_seed)
-    random.Random(f"split {data_seed}").shuffle(found)
     keys = [_content(goal) if by == "content" else (number,) for number, goal in enumerate(found)]
-    distinct = list(dict.fromkeys(keys))
-    kept = set(distinct[: min(held_out, len(distinct) // 5)])
-    first = [key in kept for key in keys]
-    return {
-        "held_out": tuple(goal for goal, held in zip(found, first, strict=True) if held),
-        "train": tuple(goal for goal, held in zip(found, first, strict=True) if not held),
-    }
+    ranked = sorted(set(keys), key=lambda key: (state_key("webshop", repr(key)), key))
+    kept = set(ranked[: min(held_out, len(ranked) // 5)])
+    both: dict[Split, list[Goal]] = {"held_out": [], "train": []}
+    for goal, key in zip(found, keys, strict=True):
+        both["held_out" if key in kept else "train"].append(goal)
+    for split, chosen in both.items():
+        random.Random(f"order {data_seed} {split}").shuffle(chosen)
+    return {split: tuple(chosen) for split, chosen in both.items()}

@@ -14,8 +14,8 @@ from flowjax.envs.webshop.goals import GoalKind, SplitBy
 class Options:
     """The catalog is the first `products` of the files at `path`, or generated from `seed` where that is empty.
 
-    `held_out` different goals are held out, a fifth of all at most; `goals` is synthetic or human, `split` by content
-    or, as published, by index.
+    `held_out` different goals are held out, a fifth of all at most; `goals` is synthetic or human, `split_by` content
+    or, as published, index.
     """
 
     path: str | None = None
@@ -23,11 +23,11 @@ class Options:
     seed: int = 0
     goals: GoalKind = "synthetic"
     held_out: int = 500
-    split: SplitBy = "content"
+    split_by: SplitBy = "content"
     show_attributes: bool = False
 
     def __post_init__(self):
-        for name, allowed in (("goals", get_args(GoalKind)), ("split", get_args(SplitBy))):
+        for name, allowed in (("goals", get_args(GoalKind)), ("split_by", get_args(SplitBy))):
             if getattr(self, name) not in allowed:
                 raise WorldError(f"env.options {name}={getattr(self, name)!r}: give {' or '.join(allowed)}")
         for name in ("products", "held_out"):

@@ -113,7 +113,7 @@ def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Tas
 
     check_split(split)
     read = read_options(options)
-    both = split_goals(read.path or None, read.products, read.seed, read.goals, data_seed, read.held_out, read.split)
+    both = split_goals(read.path or None, read.products, read.seed, read.goals, data_seed, read.held_out, read.split_by)
     if not both[split]:
         raise WorldError(f"env.options products={read.products} leaves no {split} goals: raise it")
     name = f"{read.goals}-{split}-{data_seed}"

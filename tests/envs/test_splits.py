@@ -1,0 +1,58 @@
+"""What is held out under one data seed is not trained on under any other, in every world."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from flowjax.envs.base import load_world
+from flowjax.envs.code.generated import PROBES, Recipe
+from flowjax.envs.sokoban.rooms import parse, room_key
+
+SEEDS = range(5)
+TASKS = 150  # of each split and seed, fewer where there are fewer
+
+
+def computed(payload: Mapping[str, Any]) -> tuple[str, ...]:
+    """A function by what it gives on probes, however it is worded."""
+    recipe = Recipe(payload["kind"], tuple(tuple(step) for step in payload["steps"]))
+    return (recipe.kind, *(repr(recipe.value(x)) for x in PROBES[recipe.kind]))
+
+
+def wanted(payload: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A purchase without its price."""
+    goal = payload["goal"]
+    words = goal["instruction"].split(", and price")[0].lower()
+    return words, tuple(sorted(goal["attributes"])), tuple(sorted(goal["options"]))
+
+
+CASES: list[tuple[str, dict[str, Any], Callable[[Mapping[str, Any]], Any]]] = [
+    ("alfworld", {"path": "generated"}, lambda p: p["scene"]),
+    (
+        "alfworld",
+        {"path": "generated", "held_out": "seen"},
+        lambda p: (p["scene"], p["task_type"], p["object"], p["target"]),
+    ),
+    ("canvas", {}, lambda p: p["text"]),
+    ("code", {}, computed),
+    ("math", {}, lambda p: p["question"]),
+    ("search", {"hops": (1, 2)}, lambda p: p["question"]),
+    ("search", {"documents": 300}, lambda p: p["chain"][-1]),  # nor does an answer come back
+    ("sokoban", {}, lambda p: room_key(parse(p["level"])[0])),
+    ("webshop", {"products": 300}, wanted),
+    ("webshop", {"products": 300, "goals": "human"}, wanted),
+    ("webshop", {"products": 100, "split_by": "index"}, lambda p: (p["goal"]["asin"], tuple(p["goal"]["options"]))),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "content"), CASES)
+def test_no_seed_trains_on_what_another_holds_out(name: str, options: dict[str, Any], content: Callable):
+    world = load_world(f"flowjax.envs.{name}")
+    seen: dict[str, list[set[Any]]] = {"train": [], "held_out": []}
+    for split, contents in seen.items():
+        for seed in SEEDS:
+            tasks = world.tasks(split, seed, **options)  # pyright: ignore[reportArgumentType] (a split)
+            found = [tasks[index] for index in range(min(TASKS, len(tasks)))]
+            contents.append({content(task.payload) for task in found if task})
+            assert len(contents[-1]) > 1
+    assert not set().union(*seen["train"]) & set().union(*seen["held_out"])
