@@ -5,14 +5,19 @@ LaTeX, since it reads plain formulas such as 2*sqrt(2) only in part. math-verify
 from a main thread, or through `flowjax.grading.processes`.
 """
 
+import math
 import re
 from fractions import Fraction
+from typing import Any
 
 MAX_CHARACTERS = 1000  # of an answer; a longer one is wrong
 MAX_OPEN_BOXES = 16  # that are begun and not ended, before the search is given up
-MAX_EXPONENT = 1000  # of a number; sympy would compute the power
+MAX_EXPONENT = 1000  # of a number in a whole reply; see `anywhere`
 MAX_FACTORIAL = 200
 MAX_DIGITS = 500
+MAX_TOWER = 100  # powers of powers without braces
+MAX_BITS = 1 << 15  # of a number in a formula; a larger one is not computed
+MAX_TERMS = 200  # of a power of a sum, multiplied out
 DECIMALS = 6  # to which decimal fractions are rounded, as math-verify does
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
@@ -23,6 +28,9 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
 _CHAIN = re.compile(r"([^<>=]+)(<=|<)([a-zA-Z])(<=|<)([^<>=]+)")
 _ONE_SIDED = re.compile(r"([a-zA-Z])(<=|<|>=|>)([^<>=]+)")
+_LARGE_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(?:\d{5}|[^{}]*\^)")  # what is computed while it is read
+_POWER = r"(\w+|\{[^{}]*\}|[\ue000-\uf8ff])"
+_TOWER = re.compile(rf"\^{_POWER}\^{_POWER}(?!\^)")
 _INTERVAL = re.compile(r"[\[(][^\[\]]*,[^\[\]]*[\])]")
 _FUNCTIONS = (
     "arcsin",
@@ -85,7 +93,7 @@ def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
         return any(_same(a, b) for a in numbers[0] for b in numbers[1])
     if _WORDS.fullmatch(said) or _WORDS.fullmatch(true):
         return False
-    if _explodes(said) or _explodes(true):
+    if _LARGE_BINOMIAL.search(said) or _LARGE_BINOMIAL.search(true):
         return False
     if _INTERVAL.fullmatch(true):
         said = _as_interval(said)
@@ -121,7 +129,9 @@ def anywhere(reply: str, gold: str, timeout_s: int = 5) -> bool:
         return False
     true = parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()], parsing_timeout=timeout_s)
     said = parse(reply, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=timeout_s)
-    return bool(true and said) and verify(true, said, float_rounding=DECIMALS, timeout_seconds=timeout_s)
+    if not true or not said or any(_bits(tree) > MAX_BITS for tree in (*true, *said)):
+        return False
+    return verify(true, said, float_rounding=DECIMALS, timeout_seconds=timeout_s)
 
 
 def _verified(said: str, true: str, timeout_s: int) -> bool:
@@ -131,7 +141,54 @@ def _verified(said: str, true: str, timeout_s: int) -> bool:
     parsed = [
         parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=timeout_s) for text in (true, said)
     ]
-    return all(parsed) and verify(*parsed, float_rounding=DECIMALS, timeout_seconds=timeout_s)
+    if not all(parsed):
+        return False
+    if any(_bits(tree) > MAX_BITS for trees in parsed for tree in trees):
+        return parsed[0][0] == parsed[1][0]  # the same formula, written otherwise
+    return verify(*parsed, float_rounding=DECIMALS, timeout_seconds=timeout_s)
+
+
+def _bits(tree: Any) -> float:
+    """Upper bound on the bits of the numbers that come up where a formula is computed; infinite beyond all reason.
+
+    Reading a formula computes no power (sympy's `evaluate=False`), so what computing it would cost is known before.
+    A power of a sum with variables counts as too large where it has more than `MAX_TERMS` terms.
+    """
+    if not getattr(tree, "args", ()):
+        return _bits_of_leaf(tree)
+    parts = [_bits(part) for part in tree.args]
+    kind = type(tree).__name__
+    if max(parts) > MAX_BITS:
+        return math.inf
+    if kind == "Pow":
+        base, exponent = tree.args
+        times = _most(exponent, parts[1])
+        if base.is_Add and base.free_symbols and exponent.is_number and times > 1:
+            terms = math.comb(int(min(times, MAX_TERMS)) + len(base.args) - 1, len(base.args) - 1)
+            if terms > MAX_TERMS:
+                return math.inf
+        return max(1.0, parts[0]) * max(1.0, times) if exponent.is_number else sum(parts)
+    if kind in ("factorial", "factorial2", "gamma", "loggamma", "subfactorial", "RisingFactorial", "FallingFactorial"):
+        most = _most(tree.args[0], parts[0])
+        return most * math.log2(most + 2)
+    if kind == "binomial":
+        return _most(tree.args[0], parts[0])
+    return sum(parts) if kind == "Mul" else max(parts) + math.log2(len(parts) + 1)
+
+
+def _bits_of_leaf(leaf: Any) -> float:
+    if getattr(leaf, "is_Rational", False):
+        return float(int(leaf.p).bit_length() + int(leaf.q).bit_length())
+    if getattr(leaf, "is_Float", False):
+        return float(leaf._prec) + abs(math.log2(abs(leaf) or 1))
+    return 2.0  # pi, e, a variable
+
+
+def _most(exponent: Any, bits: float) -> float:
+    """Upper bound on the magnitude of a number of so many bits."""
+    if getattr(exponent, "is_Number", False) and exponent.is_finite:
+        return float(abs(exponent)) if bits < 1000 else math.inf
+    return 2.0**bits if bits < 1000 else math.inf
 
 
 def _bare(text: str) -> str:
@@ -185,7 +242,7 @@ def _same(a: Fraction | float, b: Fraction | float) -> bool:
 
 
 def _explodes(text: str) -> bool:
-    """Whether computing the powers and factorials in a text could take for ever."""
+    """Whether reading the plain formulas in a text could take for ever: unlike LaTeX, those are computed as read."""
     if re.search(r"!\s*[)}]*\s*!|(?:\^|\*\*)[^,;=]{0,40}!|\d{31}", text):
         return True
     if any(int(n) > MAX_EXPONENT for n in re.findall(r"(?:\^|\*\*)\s*[{(]?\s*[-+]?(\d+)", text)):
@@ -214,12 +271,24 @@ def _as_interval(text: str) -> str:
 def _latex(text: str) -> str:
     """A formula as LaTeX: what a programmer or a calculator writes is put into its commands."""
     text = _braced(text.replace("**", "^"), "^")
+    text = _right_associative(text)
     text = _braced(re.sub(r"(?<![\\a-zA-Z])sqrt\s*(?=\()", r"\\sqrt", text), r"\sqrt")
     text = re.sub(rf"(?<![\\a-zA-Z])({'|'.join(_FUNCTIONS)})(?![a-zA-Z])", r"\\\1", text)
     text = re.sub(r"(?<![\\a-zA-Z])(pi|infty|infinity|oo|inf)(?![a-zA-Z])", _constant, text)
     text = re.sub(r"(?<=\d)\s*\*\s*(?=\d)", r" \\cdot ", text)
     text = text.replace("*", " ").replace("<=", r"\le ").replace(">=", r"\ge ").replace("%", r"\%")
     return re.sub(r"^\s*(\{?)\s*|\s+$", r"\1", text)
+
+
+def _right_associative(text: str) -> str:
+    """`2^3^4` as `2^{3^4}`, from the top, as Python reads it; LaTeX has no such form."""
+    upper: list[str] = []  # the powers that were put together, each held by one character meanwhile
+    while len(upper) < MAX_TOWER and (found := _TOWER.search(text)):
+        text = f"{text[: found.start()]}^{chr(0xE000 + len(upper))}{text[found.end() :]}"
+        upper.append(f"{{{found[1]}^{found[2]}}}")
+    for number in reversed(range(len(upper))):
+        text = text.replace(chr(0xE000 + number), upper[number])
+    return text
 
 
 def _constant(match: re.Match[str]) -> str:

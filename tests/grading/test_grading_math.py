@@ -84,6 +84,46 @@ def test_answers_that_would_take_for_ever_are_wrong_at_once(bomb: str):
     assert time.process_time() - started < 3
 
 
+TOWER = "2^{2^{2^{2^{2^2}}}}"
+BOMBS = [
+    TOWER,
+    rf"\sqrt{{{TOWER}}}",
+    rf"\frac{{1}}{{{TOWER}}}",
+    rf"\log_2{{{TOWER}}}",
+    rf"x^{{{TOWER}}}",
+    "2^{-2^{2^{2^{2^2}}}}",
+    "2**2**2**2**2**2",
+    "3^{3^{3^{3}}}",
+    "((2^{999})^{999})^{999}",
+    "(999^{999})^{999}",
+    r"2^{1000\cdot1000\cdot 1000}",
+    r"10^{12!}",
+    r"\Gamma(10^{8})",
+    r"\binom{10000000}{5000000}",
+    "(x+1)^{1000}",
+    "(1+x+y+z)^{100}",
+    r"\pi^{\pi^{\pi^{\pi}}}",
+    "0.5^{0.5^{-100}}",
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_numbers_too_large_to_compute_cost_milliseconds(bomb: str):
+    equal("x^{2}+1", r"1+\frac{x^{3}}{x}")  # imports, and the tables of the reader
+    equal(bomb, "17")
+    started = time.process_time()
+    assert not equal(bomb, "17") and not equal("17", bomb)
+    assert not equal(bomb, "y+5")
+    assert time.process_time() - started < 0.6  # of three comparisons; computing one took 3 s and more
+
+
+def test_towers_and_large_powers_are_compared():
+    assert equal("2**2**2**2**2**2", TOWER) and equal("2^(2^(2^(2^(2^2))))", rf"\boxed{{{TOWER}}}")
+    assert not equal("2^{2^{2^{2^{2^3}}}}", TOWER)
+    for answer, gold in [("2^{1001}", r"2\cdot 2^{1000}"), ("2**3**2", "512"), ("20!", "2432902008176640000")]:
+        assert equal(answer, gold)
+
+
 @given(
     value=st.fractions(max_denominator=10_000),
     noise=st.sampled_from(["{}", "${}$", r"\boxed{{{}}}", r"\({}\)", " {}. "]),
