@@ -3,13 +3,11 @@
 from flowjax.canvas.backends.config import backends_from_config
 from flowjax.canvas.budget import Budget
 from flowjax.canvas.cache import Cache
-from flowjax.canvas.drawing import svg
-from flowjax.canvas.drawing_mermaid import mermaid
+from flowjax.canvas.draw import mermaid, svg
 from flowjax.canvas.graph import Call, Conditional, Loop, Parallel, Sequence, Workflow
-from flowjax.canvas.interpreter import run
 from flowjax.canvas.operators.registry import load_operators
-from flowjax.canvas.text import parse
-from flowjax.canvas.text_printing import show
+from flowjax.canvas.run import run
+from flowjax.canvas.text import parse, show
 from flowjax.canvas.values import Problem
 
 __all__ = [

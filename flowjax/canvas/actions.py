@@ -1,60 +1,726 @@
-"""Actions of a policy on the canvas: read from its responses, carried out on a workflow, written for demonstrations.
+"""Actions of a policy on the canvas: what they are, the two ways to write them, and what each does to a workflow.
 
-The grammar is in `flowjax.canvas.actions_grammar`. A response may start with thinking (`<think>...</think>`) and plain
-text; then comes exactly one action, and nothing after it. Whatever else comes gives an `Unreadable` with a reason for
-the policy. Reading takes time linear in the response's length.
+A response may start with thinking (`<think>...</think>`) and plain text; then comes exactly one action, and nothing
+after it. Whatever else comes gives an `Unreadable` with a reason for the policy; `flowjax.canvas.repair` reads more.
+Actions are written with tags, as the table `FORMS` has them, from which the reader, the writer and the grammar for
+sampling are made:
+
+<action>add</action><operator>Custom</operator><prompt>Solve it by hand.</prompt>
+<action>add</action><structure>parallel</structure><operators>Custom, Programmer</operators>
+<action>add</action><structure>conditional</structure><condition>Test</condition><true>done</true><false>Revise</false>
+<action>add</action><structure>loop</structure><operators>Review, Revise</operators><count>2</count>
+<action>add</action><workflow>[Custom, Custom] -> ScEnsemble</workflow><into>n4.false</into><position>0</position>
+<action>delete</action><target>n3</target>
+<action>modify</action><target>n2</target><operator>Programmer</operator>
+<action>set_prompt</action><target>n2</target><prompt>Name the units.</prompt>
+<action>finish</action>
+
+or on one line, for models that know few words; spaces are free in what `add` takes:
+
+    add Custom        add [ Custom , Custom ]        add Verify ? done : Revise        add ( Review -> Revise ) * 2
+    add Custom at 0   add Custom into n4.true        add Custom into n4.true at 0
+    delete n3         modify n2 Programmer           modify n2 @small                  modify n5 * 3
+    prompt n2 Name the units.                        finish                            finish 42
 """
 
-from collections.abc import Collection, Mapping
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
 
-from flowjax.canvas.actions_compact import parse_compact, show_compact
-from flowjax.canvas.actions_grammar import GrammarError
-from flowjax.canvas.actions_kinds import Action, Add, Delete, Finish, Modify, SetPrompt, Unreadable
-from flowjax.canvas.actions_reading import read
-from flowjax.canvas.actions_repair import needs_repair, repaired
-from flowjax.canvas.actions_schema import schema
-from flowjax.canvas.actions_writing import show
-from flowjax.canvas.checks import problems, unknown_name
-from flowjax.canvas.edits import EditError, add, delete, modify, set_instruction
-from flowjax.canvas.graph import Call, Workflow, walk
+from flowjax.canvas.checks import nearest, problems, unknown_name
+from flowjax.canvas.edits import PARTS, EditError, add, delete, modify, set_instruction
+from flowjax.canvas.graph import (
+    MAX_LOOP_COUNT,
+    Call,
+    Conditional,
+    Loop,
+    Node,
+    Parallel,
+    Sequence,
+    Workflow,
+    WorkflowError,
+    children,
+    in_sequence,
+    walk,
+    with_children,
+)
 from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.text import BACKEND_NAME, NAME, parse_piece, tokens
+from flowjax.canvas.text import show as text_of
 
-__all__ = [
-    "Action",
-    "Add",
-    "Delete",
-    "Finish",
-    "Modify",
-    "SetPrompt",
-    "Unreadable",
-    "apply",
-    "parse",
-    "parse_compact",
-    "schema",
-    "show",
-    "show_compact",
-]
-
+DEFAULT_LOOP_COUNT = 3  # of an added loop that names none
+MAX_POSITION = 999
 _TOLD_FAULTS = 3
+_EXAMPLE = "`<action>add</action><operator>Custom</operator>`"
+
+# ---------------------------------------------------------------------------------------------------------- actions
 
 
-def parse(text: str, *, lenient: bool = False, operators: Collection[str] = ()) -> Action | Unreadable:
-    """The action of a response.
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A piece into a place (`flowjax.canvas.edits.add`): `into` a node, "" at the top, at a position, None the end."""
 
-    Strict reading takes the grammar and nothing else; whether names and ids exist is found out by `apply`. Lenient
-    reading takes what is probably meant, with names put right to those of `operators`, and says in the action's
-    `repairs` what it had to mend (`flowjax.canvas.actions_repair`).
+    piece: Node
+    into: str = ""
+    position: int | None = None
+    repairs: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """A node, at any depth."""
+
+    target: str
+    repairs: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Modify:
+    """A call's operator and backend, or a loop's count; "" and None leave as is. `prompt` is for the new operator."""
+
+    target: str
+    operator: str = ""
+    backend: str = ""
+    count: int | None = None
+    prompt: str = ""
+    repairs: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SetPrompt:
+    """A call's instruction."""
+
+    target: str
+    prompt: str
+    repairs: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The canvas is done. `answer` is what the policy believes; what counts is the run's."""
+
+    answer: str = ""
+    repairs: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A response that is no action. `reason` says what is wrong and what would be right."""
+
+    reason: str
+
+
+Action = Add | Delete | Modify | SetPrompt | Finish
+
+
+# ------------------------------------------------------------------------------------------------- the table of forms
+
+Often = Literal["one", "optional", "many"]
+Elements = Listed[tuple[str, str]]  # tag and value, as they stand
+PLACE_NAME = re.compile(rf"{NAME.pattern}(?:\.(?:{'|'.join(PARTS)}))?")
+_NUMBER = re.compile(r"[0-9]{1,3}")
+_SEPARATED = re.compile(r"\s*,\s*")
+
+
+class GrammarError(ValueError):
+    """Tags or values that are no action; the message says what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """What may stand in a tag: a check of it, the words for a message, and its rule in the grammar for sampling."""
+
+    rule: str
+    fits: Callable[[str], object] = bool
+    wanted: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tag of a form, and how often it stands there."""
+
+    tag: str
+    often: Often = "one"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to write an action. The form is meant where its `key` is among the tags, with the value if it has one."""
+
+    action: str
+    key: str
+    value: str
+    parts: tuple[Part, ...]
+
+
+def operator_names(value: str) -> list[str]:
+    """The names in a list of operators."""
+    return _SEPARATED.split(value)
+
+
+def _is_count(value: str) -> bool:
+    return bool(_NUMBER.fullmatch(value)) and 1 <= int(value) <= MAX_LOOP_COUNT
+
+
+_ONE_OPERATOR = "one operator's name"
+_BRANCH = Tag("operator", NAME.fullmatch, f"{_ONE_OPERATOR}; more than that is written as `<workflow>`")
+TAGS: Mapping[str, Tag] = {
+    "action": Tag(""),
+    "structure": Tag(""),
+    "operators": Tag(
+        "operator",
+        lambda value: all(NAME.fullmatch(name) for name in operator_names(value)),
+        "operators' names with commas between them, such as Custom, Programmer",
+    ),
+    "into": Tag("place", PLACE_NAME.fullmatch, "a node's id, such as n3, or n3.true of a conditional"),
+    "position": Tag("number", _NUMBER.fullmatch, f"a number from 0 to {MAX_POSITION}"),
+    "prompt": Tag("text", bool, "an instruction in words"),
+    "condition": _BRANCH,
+    "true": _BRANCH,
+    "false": _BRANCH,
+    "count": Tag("count", _is_count, f"a number from 1 to {MAX_LOOP_COUNT}"),
+    "workflow": Tag("sequence"),
+    "operator": Tag("operator", NAME.fullmatch, _ONE_OPERATOR),
+    "backend": Tag("backend", BACKEND_NAME.fullmatch, "a backend's name"),
+    "target": Tag("id", NAME.fullmatch, "a node's id, such as n3"),
+    "answer": Tag("text?"),
+}
+_PLACE = (Part("into", "optional"), Part("position", "optional"))
+_STRUCTURED = (*_PLACE, Part("prompt", "many"))  # one prompt for each operator, or none
+_BACKEND, _PROMPT = Part("backend", "optional"), Part("prompt", "optional")
+_BRANCHES = (Part("condition"), Part("true"), Part("false", "optional"))
+FORMS = (
+    Form("add", "structure", "parallel", (Part("structure"), Part("operators"), *_STRUCTURED)),
+    Form("add", "structure", "conditional", (Part("structure"), *_BRANCHES, *_STRUCTURED)),
+    Form("add", "structure", "loop", (Part("structure"), Part("operators"), Part("count", "optional"), *_STRUCTURED)),
+    Form("add", "workflow", "", (Part("workflow"), *_PLACE)),
+    Form("add", "operator", "", (Part("operator"), _BACKEND, *_PLACE, _PROMPT)),
+    Form("delete", "target", "", (Part("target"),)),
+    Form("modify", "operator", "", (Part("target"), Part("operator"), _BACKEND, _PROMPT)),
+    Form("modify", "backend", "", (Part("target"), Part("backend"))),
+    Form("modify", "count", "", (Part("target"), Part("count"))),
+    Form("set_prompt", "prompt", "", (Part("target"), Part("prompt"))),
+    Form("finish", "action", "", (Part("answer", "optional"),)),
+)
+ACTIONS = tuple(dict.fromkeys(form.action for form in FORMS))
+STRUCTURES = tuple(form.value for form in FORMS if form.key == "structure")
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+_OPENING = re.compile(r"<([A-Za-z_]{1,30})>")
+_ANY_TAG = re.compile(rf"</?(?:{'|'.join(TAGS)})>")
+_SPACE = re.compile(r"\s*")
+
+
+def parse(text: str) -> Action | Unreadable:
+    """The action of a response, which takes the forms and nothing else, in time linear in the response's length.
+
+    Whether names and ids exist is found out by `apply`.
     """
     try:
-        action = read(text)
-    except GrammarError as error:
-        action = Unreadable(str(error))
-    if not lenient or not (isinstance(action, Unreadable) or needs_repair(action, operators)):
-        return action
-    try:
-        return repaired(text, operators)
+        elements = _elements(after_thinking(text))
+        form = form_of(elements)
+        check_order(form, [tag for tag, _ in elements[1:]])
+        return action_of(form, elements)
     except GrammarError as error:
         return Unreadable(str(error))
+
+
+def after_thinking(text: str) -> str:
+    """What comes after the thinking, if there is any.
+
+    Raises:
+        GrammarError: the thinking has no end.
+    """
+    before, closing, after = text.partition("</think>")
+    if not closing and "<think>" in before:
+        raise GrammarError("The thinking has no end: close it with `</think>`, and then write one action.")
+    return after if closing else before
+
+
+def unescaped(value: str) -> str:
+    """What a value between tags says, without the space around it."""
+    value = value.strip()
+    for name, character in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&apos;", "'"), ("&amp;", "&")):
+        value = value.replace(name, character)
+    return value
+
+
+def _elements(text: str) -> Elements:
+    start = text.find("<action>")
+    if start < 0:
+        raise GrammarError(_no_action(text))
+    if stray := _ANY_TAG.search(text, 0, start):
+        raise GrammarError(f"`{stray[0]}` stands before `<action>`: start with `<action>`, as in {_EXAMPLE}.")
+    elements: list[tuple[str, str]] = []
+    at = start
+    while (at := _after_space(text, at)) < len(text):
+        opening = _OPENING.match(text, at)
+        if opening is None:
+            last = f"</{elements[-1][0]}>"
+            raise GrammarError(f"Nothing may come after the action: end with `{last}`, without `{text[at : at + 30]}`.")
+        tag = opening[1]
+        if tag not in TAGS:
+            near = nearest(tag, TAGS)
+            raise GrammarError(f"There is no tag `<{tag}>`{f': did you mean `<{near}>`?' if near else '.'}")
+        if tag == "action" and elements:
+            raise GrammarError("There are several actions: write exactly one per turn, and wait for what it brings.")
+        end, closing = text.find("</", opening.end()), f"</{tag}>"
+        if end < 0 or not text.startswith(closing, end):
+            found = f" before `{text[end : end + 30]}`" if end >= 0 else ""
+            raise GrammarError(f"`<{tag}>` is not closed: write `{closing}`{found}.")
+        value = text[opening.end() : end]
+        if value.endswith("<"):
+            raise GrammarError(f"`<{tag}>` ends with `<`: write it as `&lt;`.")
+        elements.append((tag, unescaped(value)))
+        at = end + len(closing)
+    return elements
+
+
+def _no_action(text: str) -> str:
+    if not text.strip():
+        return f"The response is empty: write one action, such as {_EXAMPLE}."
+    if "[action]" in text.lower():
+        return f"Tags have angle brackets, not square ones: write {_EXAMPLE}."
+    if "<action" in text.lower():
+        return f"The tag is `<action>`, in lower case and with nothing else inside it: write {_EXAMPLE}."
+    return f"There is no action: write exactly one, such as {_EXAMPLE}, or `<action>finish</action>`."
+
+
+def _after_space(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return space.end() if space else at
+
+
+def form_of(elements: Elements) -> Form:
+    """Which way of writing an action the tags mean.
+
+    Raises:
+        GrammarError: none.
+    """
+    values = dict(reversed(elements))
+    action = values["action"]
+    if action not in ACTIONS:
+        raise GrammarError(f"There is no action `{action[:60]}`: use {_listed(ACTIONS)}.")
+    forms = [form for form in FORMS if form.action == action]
+    for form in forms:
+        if form.key in values and form.value in ("", values[form.key]):
+            return form
+    if "structure" in values and action == "add":
+        raise GrammarError(
+            f"There is no structure `{values['structure'][:60]}`: use {_listed(STRUCTURES)}; steps one after the other "
+            "are `<workflow>A -> B</workflow>`."
+        )
+    if len(forms) == 1:
+        return forms[0]
+    keys = tuple(dict.fromkeys(f"`<{form.key}>`" for form in forms))
+    raise GrammarError(f"`{action}` needs {_listed(keys)}.")
+
+
+def check_order(form: Form, tags: Listed[str]) -> None:
+    """That the tags after `<action>` are the form's, in order.
+
+    Raises:
+        GrammarError: they are not.
+    """
+    at = 0
+    for part in form.parts:
+        if at < len(tags) and tags[at] == part.tag:
+            at += 1
+            while part.often == "many" and at < len(tags) and tags[at] == part.tag:
+                at += 1
+        elif part.often == "one":
+            raise GrammarError(f"`<{part.tag}>` is missing{_instead(tags, at)}: write {_written(form)}.")
+    if at < len(tags):
+        raise GrammarError(f"`<{tags[at]}>` is one too many or in the wrong place: write {_written(form)}.")
+
+
+def action_of(form: Form, elements: Elements) -> Action:
+    """The action that the values of a form make.
+
+    Raises:
+        GrammarError: a value is not of its tag's kind.
+    """
+    values = dict(reversed(elements))
+    prompts = [value for tag, value in elements if tag == "prompt"]
+    for tag, value in elements:
+        _check_value(tag, value)
+    match form.action:
+        case "add":
+            position = int(values["position"]) if "position" in values else None
+            return Add(_piece(form, values, prompts), values.get("into", ""), position)
+        case "delete":
+            return Delete(values["target"])
+        case "modify":
+            count = int(values["count"]) if "count" in values else None
+            prompt = values.get("prompt", "")
+            return Modify(values["target"], values.get("operator", ""), values.get("backend", ""), count, prompt)
+        case "set_prompt":
+            return SetPrompt(values["target"], values["prompt"])
+    return Finish(values.get("answer", ""))
+
+
+def with_instructions(piece: Node, prompts: Listed[str]) -> Node:
+    """The piece with instructions for its calls, in reading order; those beyond the last prompt keep their own."""
+    rest = iter(prompts)
+
+    def through(node: Node) -> Node:
+        if isinstance(node, Call):
+            return Call(node.operator, next(rest, node.instruction), node.backend, node.inputs, node.id)
+        return with_children(node, tuple(map(through, children(node))))
+
+    return through(piece)
+
+
+def _piece(form: Form, values: dict[str, str], prompts: Listed[str]) -> Node:
+    if form.key == "workflow":
+        try:
+            return parse_piece(values["workflow"])
+        except WorkflowError as error:
+            raise GrammarError(f"In `<workflow>`: {error}") from error
+    if form.key == "operator":
+        piece: Node = Call(values["operator"], backend=values.get("backend", ""))
+    elif form.value == "conditional":
+        then, otherwise = (values.get(tag, "done") for tag in ("true", "false"))
+        piece = Conditional(Call(values["condition"]), _branch(then), _branch(otherwise))
+    else:
+        calls = [Call(name) for name in operator_names(values["operators"])]
+        if form.value == "parallel":
+            piece = Parallel(tuple(calls))
+        else:
+            body = in_sequence(calls)
+            assert body is not None
+            piece = Loop(body, int(values.get("count", DEFAULT_LOOP_COUNT)))
+    calls = [node for node in walk(piece) if isinstance(node, Call)]
+    if prompts and len(prompts) != len(calls):
+        names = ", ".join(call.operator for call in calls)
+        raise GrammarError(
+            f"{len(prompts)} `<prompt>` for {len(calls)} operators ({names}): write one for each, or none."
+        )
+    return with_instructions(piece, prompts)
+
+
+def _branch(name: str) -> Call | None:
+    return None if name == "done" else Call(name)
+
+
+def _check_value(tag: str, value: str) -> None:
+    wanted = TAGS[tag].wanted
+    if wanted and not TAGS[tag].fits(value):
+        raise GrammarError(f"`<{tag}>` takes {wanted}, not `{value[:60]}`.")
+
+
+def _written(form: Form) -> str:
+    """The form with its tags, for a message."""
+    required, optional = ([part.tag for part in form.parts if (part.often == "one") == one] for one in (True, False))
+    values = {form.key: form.value} if form.value else {}
+    tags = "".join(f"<{tag}>{values.get(tag, '...')}</{tag}>" for tag in required)
+    then = f", then if wanted {', '.join(f'`<{tag}>`' for tag in optional)}" if optional else ""
+    return f"`<action>{form.action}</action>{tags}`{then}"
+
+
+def _instead(tags: Listed[str], at: int) -> str:
+    return f" where `<{tags[at]}>` stands" if at < len(tags) else ""
+
+
+def _listed(names: Listed[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def show(action: Action) -> str:
+    """The action as its form has it; space around prompts and answers is not kept."""
+    form, values = _form_and_values(action)
+    written = [("action", form.action)]
+    for part in form.parts:
+        written += [(part.tag, value) for value in values.get(part.tag, ())]
+    return "".join(f"<{tag}>{_escaped(value)}</{tag}>" for tag, value in written)
+
+
+def _form_and_values(action: Action) -> tuple[Form, Mapping[str, Listed[str]]]:
+    """The form that says the action, and what stands in its tags."""
+    match action:
+        case Add(piece, into, position):
+            form, values = _piece_form(piece)
+            place = {"into": into, "position": "" if position is None else str(position)}
+            return form, {**values, **_given(place)}
+        case Delete(target):
+            return _form("delete", "target"), {"target": [target]}
+        case Modify(target, operator, backend, count, prompt):
+            key = "operator" if operator else "backend" if backend else "count"
+            number = "" if count is None else str(count)
+            said = {"target": target, "operator": operator, "backend": backend, "count": number, "prompt": prompt}
+            return _form("modify", key), _given(said)
+        case SetPrompt(target, prompt):
+            return _form("set_prompt", "prompt"), {"target": [target], "prompt": [prompt]}
+        case Finish(answer):
+            return _form("finish", "action"), _given({"answer": answer})
+
+
+def _piece_form(piece: Node) -> tuple[Form, dict[str, list[str]]]:
+    """As an operator or a structure where that says all of the piece, else as a workflow."""
+    inner = children(piece.body) or (piece.body,) if isinstance(piece, Loop) else children(piece)
+    calls = [node for node in inner if isinstance(node, Call)]
+    told = [call.instruction.strip() for call in calls]
+    plain = len(calls) == len(inner) and not any(call.inputs or call.backend for call in calls)
+    plain = plain and (all(told) or not any(told))  # prompts are for all of a structure's operators or for none
+    prompts = told if any(told) else []
+    names = ", ".join(call.operator for call in calls)
+    match piece:
+        case Call(operator, instruction, backend, ()) if not backend or BACKEND_NAME.fullmatch(backend):
+            prompt = instruction if instruction.strip() else ""
+            return _form("add", "operator"), _given({"operator": operator, "backend": backend, "prompt": prompt})
+        case Parallel() if plain and len(calls) > 1:
+            return _form("add", "structure", "parallel"), {
+                "structure": ["parallel"],
+                "operators": [names],
+                "prompt": prompts,
+            }
+        case Conditional() if plain:
+            parts = (("condition", piece.condition), ("true", piece.then), ("false", piece.otherwise))
+            named = {tag: [part.operator if isinstance(part, Call) else "done"] for tag, part in parts}
+            return _form("add", "structure", "conditional"), {"structure": ["conditional"], **named, "prompt": prompts}
+        case Loop(Call() | Sequence(), count) if plain:
+            how_often = {"operators": [names], "count": [str(count)]}
+            return _form("add", "structure", "loop"), {"structure": ["loop"], **how_often, "prompt": prompts}
+    return _form("add", "workflow"), {"workflow": [text_of(piece)]}
+
+
+def _form(action: str, key: str, value: str = "") -> Form:
+    return next(form for form in FORMS if (form.action, form.key, form.value) == (action, key, value))
+
+
+def _given(values: Mapping[str, str]) -> dict[str, list[str]]:
+    return {tag: [value] for tag, value in values.items() if value}
+
+
+def _escaped(value: str) -> str:
+    """A value that may stand between tags."""
+    return value.replace("&", "&amp;").replace("<", "&lt;")
+
+
+# -------------------------------------------------------------------------------------------- the grammar for sampling
+
+_TEXT_FORM = """
+sequence ::= step (space "->" space step)*
+step ::= unit | conditional
+conditional ::= unit space "?" space (unit space ":" space branch | "done" space ":" space unit)
+branch ::= "done" | unit
+unit ::= single | repeated
+single ::= call | "(" space sequence space ")" | parallel
+repeated ::= single space "*" space count
+parallel ::= "[" space member (space "," space member)+ space "]"
+member ::= member_call | parallel | repeated | conditional | step (space "->" space step)+
+call ::= operator details
+member_call ::= member_operator details
+space ::= " "?
+count ::= [1-9] | "10"
+id ::= [A-Za-z_] [A-Za-z0-9_]*
+place ::= id | id ".condition" | id ".true" | id ".false"
+number ::= [0-9] | [1-9] [0-9] | [1-9] [0-9] [0-9]
+"""
+_TAGGED_TEXT = """
+prompt ::= "<prompt>" text "</prompt>"
+text ::= [^ \\t\\r\\n<] ([^<] | "<"+ [^<\\/])* | "<"+ [^<\\/] ([^<] | "<"+ [^<\\/])*
+quoted ::= "\\"" ([^"\\\\<&\\r\\n\\t] | "&amp;" | "&lt;" | "&gt;" | "\\\\" ["\\\\nrt])* "\\""
+"""
+_COMPACT = """
+root ::= add | delete | modify | prompt | finish
+add ::= "add " sequence (" into " place)? (" at " number)?
+delete ::= "delete " id
+modify ::= "modify " id " " (call | "* " count{or_backend})
+prompt ::= "prompt " id " " text
+finish ::= "finish" (" " text)?
+text ::= [^ \\t\\r\\n] [^\\r\\n]*
+quoted ::= "\\"" ([^"\\\\\\r\\n\\t] | "\\\\" ["\\\\nrt])* "\\""
+"""
+# A conditional's branches: the rule in `<true>` and in `<false>`, whether the second may be left out, and the prompts.
+_WAYS = (("operator", "operator", False, 3), ("operator", '"done"', True, 2), ('"done"', "operator", False, 2))
+
+
+def schema(
+    operators: Mapping[str, type[Operator]], backends: Collection[str] = (), *, compact: bool = False
+) -> dict[str, str]:
+    """A grammar that holds a model to valid actions while it samples, for vLLM (xgrammar's EBNF).
+
+    What a request's `structured_outputs` takes: `extra_body={"structured_outputs": schema(operators)}`.
+
+    The grammar has the action alone, without thinking or text before it (with a reasoning parser, vLLM applies it after
+    the thinking), and no needless white space. All it lets through is read by strict parsing and has operators that
+    exist, no combiner as a branch and no loop out of bounds; whether ids exist depends on the canvas. `compact` is the
+    one-line form. Brackets may be deeper than what is read.
+    """
+    others = [name for name, operator in operators.items() if operator.role != "combiner"]
+    named = f'"@" ({_choice(backends)})'
+    if compact:
+        form = _COMPACT.format(or_backend=f" | {named}" if backends else "")
+    else:
+        form = "\n".join([*_tagged_rules(bool(backends)), _TAGGED_TEXT.strip()])
+    rules = [
+        form,
+        _TEXT_FORM,
+        f"operator ::= {_choice(operators)}",
+        f"member_operator ::= {_choice(others or operators)}",
+        f'details ::= (space "{{" space quoted space "}}")? {f"(space {named})?" if backends else ""}',
+    ]
+    if backends and not compact:
+        rules.append(f"backend ::= {_choice(backends)}")
+    return {"grammar": "\n".join(rule.strip() for rule in rules) + "\n"}
+
+
+def _tagged_rules(backends: bool) -> Iterator[str]:
+    """A rule for each form, and the root that chooses one."""
+    forms = [form for form in FORMS if backends or form.key != "backend"]
+    names = [f"{form.action}_{form.value or form.key}" for form in forms]
+    yield f"root ::= {' | '.join(names)}"
+    for name, form in zip(names, forms, strict=True):
+        parts = [part for part in form.parts if backends or part.tag != "backend"]
+        opening = f'"<action>{form.action}</action>"'
+        if parts[-1].often != "many":
+            yield " ".join([f"{name} ::= {opening}", *(_rule_of(part) for part in parts)])
+            continue
+        opening += f' "<structure>{form.value}</structure>"'
+        rest = [part for part in parts[1:-1] if part.tag not in ("operators", "condition", "true", "false")]
+        after = " ".join(_rule_of(part) for part in rest)
+        if form.value == "conditional":
+            yield _conditional(name, opening, after)
+        else:
+            yield from _listing(name, opening, after, side_by_side=form.value == "parallel")
+
+
+def _listing(name: str, opening: str, after: str, *, side_by_side: bool) -> Iterator[str]:
+    """A list of operators, two at least where they stand side by side, with as many prompts as operators or none."""
+    operator, first, its_prompt = (
+        ("member_operator", 'member_operator ", " ', " prompt") if side_by_side else ("operator", "", "")
+    )
+    yield f'{name} ::= {opening} "<operators>" {first}({name}_untold | {name}_told{its_prompt})'
+    yield f'{name}_untold ::= ({operator} ", ")* {operator} "</operators>" {after}'
+    # One more prompt with each further operator: that is how the grammar counts.
+    yield f'{name}_told ::= {operator} "</operators>" {after} prompt | {operator} ", " {name}_told prompt'
+
+
+def _conditional(name: str, opening: str, after: str) -> str:
+    ways = []
+    for then, otherwise, may_lack, prompts in _WAYS:
+        second = f'"<false>" {otherwise} "</false>"'
+        second = f"({second})?" if may_lack else second
+        ways.append(f'"<true>" {then} "</true>" {second} {after} ({" ".join(["prompt"] * prompts)})?')
+    return f'{name} ::= {opening} "<condition>" operator "</condition>" ({" | ".join(ways)})'
+
+
+def _rule_of(part: Part) -> str:
+    rule = f'"<{part.tag}>" {TAGS[part.tag].rule} "</{part.tag}>"'
+    return f"({rule})?" if part.often == "optional" else rule
+
+
+def _choice(names: Collection[str]) -> str:
+    return " | ".join(json.dumps(name) for name in sorted(names))
+
+
+# --------------------------------------------------------------------------------------------------------- on one line
+
+WORDS = ("add", "delete", "modify", "prompt", "finish")
+
+
+def parse_compact(text: str) -> Action | Unreadable:
+    """The action of a response that is one line, after thinking if there is any."""
+    try:
+        return _read_line(after_thinking(text).strip())
+    except (GrammarError, WorkflowError) as error:
+        return Unreadable(str(error))
+
+
+def show_compact(action: Action, *, spaced: bool = False) -> str:
+    """The action on one line. `spaced` puts white space around every sign, so that each is a word of its own."""
+    match action:
+        case Add(piece, into, position):
+            place = (f" into {into}" if into else "") + (f" at {position}" if position is not None else "")
+            text = text_of(piece)
+            return f"add {' '.join(_words(text)) if spaced else text}{place}"
+        case Delete(target):
+            return f"delete {target}"
+        case Modify(target, operator, backend, count, prompt):
+            what = text_of(Call(operator, prompt, backend)) if operator else f"@{backend}" if backend else f"* {count}"
+            return f"modify {target} {what}"
+        case SetPrompt(target, prompt):
+            return f"prompt {target} {' '.join(prompt.split())}"
+        case Finish(answer):
+            return f"finish {' '.join(answer.split())}".strip()
+
+
+def _words(text: str) -> Listed[str]:
+    found = tokens(text)
+    return [text[token.start : after.start].strip() for token, after in pairwise(found)]
+
+
+def _read_line(line: str) -> Action:
+    word, *rest = line.split(maxsplit=1) or [""]
+    argument = rest[0] if rest else ""
+    if "\n" in line:
+        raise GrammarError("There are several lines: write one action on one line.")
+    match word:
+        case "add":
+            return _add_line(argument)
+        case "delete":
+            return Delete(_id("delete", argument))
+        case "modify":
+            return _modify_line(argument)
+        case "prompt":
+            target, _, prompt = argument.partition(" ")
+            if not prompt.strip():
+                raise GrammarError("`prompt` takes a node's id and an instruction: `prompt n2 Name the units.`")
+            return SetPrompt(_id("prompt", target), prompt.strip())
+        case "finish":
+            return Finish(argument)
+    near = nearest(word, WORDS)
+    guess = f"did you mean `{near}`?" if near else f"start with {', '.join(WORDS[:-1])} or {WORDS[-1]}."
+    raise GrammarError(f"There is no action `{word[:60]}`: {guess}" if word else f"The response is empty: {guess}")
+
+
+def _add_line(argument: str) -> Add:
+    into, position = "", None
+    words = argument.rsplit(maxsplit=2)
+    if len(words) == 3 and words[1] == "at" and '"' not in words[2]:
+        if not _NUMBER.fullmatch(words[2]):
+            raise GrammarError(f"`at` takes a number from 0 to {MAX_POSITION}, not `{words[2][:60]}`.")
+        argument, position = words[0], int(words[2])
+        words = argument.rsplit(maxsplit=2)
+    if len(words) == 3 and words[1] == "into" and '"' not in words[2]:
+        if not PLACE_NAME.fullmatch(words[2]):
+            raise GrammarError(f"`into` takes a node's id, such as n3, or n3.true, not `{words[2][:60]}`.")
+        argument, into = words[0], words[2]
+    return Add(parse_piece(argument), into, position)
+
+
+def _modify_line(argument: str) -> Modify:
+    target, _, what = argument.partition(" ")
+    target, what = _id("modify", target), what.strip()
+    if what.startswith("@") and BACKEND_NAME.fullmatch(what[1:]):
+        return Modify(target, backend=what[1:])
+    if what.startswith("*") and _NUMBER.fullmatch(what[1:].strip()):
+        return Modify(target, count=int(what[1:]))
+    piece = parse_piece(what) if what and what[0] not in "@*" else None
+    if not isinstance(piece, Call) or piece.inputs or piece.id:
+        raise GrammarError(
+            "`modify` takes a node's id and an operator, a backend or a count: `modify n2 Programmer`, "
+            "`modify n2 @small`, `modify n5 * 3`."
+        )
+    return Modify(target, piece.operator, piece.backend, prompt=piece.instruction)
+
+
+def _id(word: str, argument: str) -> str:
+    if not NAME.fullmatch(argument):
+        raise GrammarError(f"`{word}` takes a node's id, such as n3, not `{argument[:60]}`.")
+    return argument
+
+
+# ---------------------------------------------------------------------------------------------------------- carried out
 
 
 def apply(

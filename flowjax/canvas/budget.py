@@ -4,7 +4,7 @@ import asyncio
 import math
 from dataclasses import dataclass, fields
 
-from flowjax.canvas.trace import Usage
+from flowjax.canvas.values import Usage
 
 
 class BudgetSpent(Exception):

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowjax.canvas.backends.base import Backend, Message, Request
+from flowjax.canvas.backends.base import Backend, Request
 from flowjax.canvas.budget import BudgetSpent, Meter
-from flowjax.canvas.trace import Usage
-from flowjax.canvas.values import Problem, State, Value
+from flowjax.canvas.values import Message, Problem, State, Usage, Value
 from flowjax.grading import code, sandbox
 from flowjax.grading.code import JUDGE_LIMITS, Suite, Verdict
 from flowjax.grading.sandbox import Isolation, Limits, Result

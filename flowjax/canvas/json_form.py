@@ -14,18 +14,8 @@ What is empty may be left out; `next_number` too, and is then the first that no 
 from collections.abc import Mapping
 from typing import Any
 
-from flowjax.canvas.graph import (
-    MAX_DEPTH,
-    Call,
-    Conditional,
-    Loop,
-    Node,
-    Parallel,
-    Sequence,
-    Workflow,
-    WorkflowError,
-)
-from flowjax.canvas.text_tokens import NAME
+from flowjax.canvas.graph import MAX_DEPTH, Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, WorkflowError
+from flowjax.canvas.text import NAME
 
 _FIELDS = {
     "call": {"operator", "instruction", "backend", "inputs"},

@@ -13,8 +13,10 @@
 The published form of workflows runs the first branch where the check *fails*; `reference=True` reads and writes that.
 """
 
+import json
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flowjax.canvas.graph import (
     MAX_DEPTH,
@@ -29,11 +31,93 @@ from flowjax.canvas.graph import (
     depth,
     in_sequence,
     steps_of,
+    walk,
 )
-from flowjax.canvas.text_printing import show
-from flowjax.canvas.text_tokens import Token, error, tokens, unquoted
 
-__all__ = ["parse", "parse_piece", "show"]
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # of operators, fields and ids
+BACKEND_NAME = re.compile(r"[A-Za-z0-9_]+(?:[./-][A-Za-z0-9_]+)*")  # any other backend's name is written as a string
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+        (?P<arrow>->)
+      | (?P<mark>[\[\](){},?:*=])
+      | (?P<string>"(?:[^"\\]|\\.)*")
+      | (?P<backend>@(?:[A-Za-z0-9_]+(?:[./-][A-Za-z0-9_]+)*)?)
+      | (?P<id>\#[A-Za-z_][A-Za-z0-9_]*)
+      | (?P<name>[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)?)
+      | (?P<number>[0-9]+)
+      | (?P<end>\Z)
+    )""",
+    re.VERBOSE | re.DOTALL | re.ASCII,
+)
+_SPACE = re.compile(r"\s*", re.ASCII)
+_EXCERPT_CHARACTERS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A word of the text. `kind` is a group's name above, or the mark itself."""
+
+    kind: str
+    text: str
+    start: int
+
+
+def tokens(source: str) -> list[Token]:
+    """The words, with one of kind `end` last.
+
+    Raises:
+        WorkflowError: something in the text is no word.
+    """
+    found, position = [], 0
+    while True:
+        match = _TOKEN.match(source, position)
+        if match is None:
+            space = _SPACE.match(source, position)
+            position = space.end() if space else position
+            raise error(source, position, _remedy(source[position]))
+        kind, text = str(match.lastgroup), match[str(match.lastgroup)]
+        found.append(Token(text if kind == "mark" else kind, text, match.start(kind)))
+        if kind == "end":
+            return found
+        position = match.end()
+
+
+def unquoted(source: str, token: Token) -> str:
+    """What a string says; line breaks may stand in it as they are.
+
+    Raises:
+        WorkflowError: a backslash with no meaning, or half of a surrogate pair.
+    """
+    try:
+        text = json.loads(token.text, strict=False)
+        text.encode()
+    except json.JSONDecodeError as bad:
+        remedy = f'{bad.msg}: write strings as in JSON, \\" for a quote and \\\\ for a backslash'
+        raise error(source, token.start + bad.pos, remedy) from bad
+    except UnicodeEncodeError as bad:
+        raise error(source, token.start, "the string has half of a surrogate pair: write the character itself") from bad
+    return text
+
+
+def error(source: str, position: int, what: str) -> WorkflowError:
+    """The error, with where it is."""
+    rest = source[position : position + _EXCERPT_CHARACTERS]
+    where = f"before `{rest}`" if rest else "at the end"
+    return WorkflowError(f"Character {position + 1}, {where}: {what}.")
+
+
+def _remedy(character: str) -> str:
+    if character == '"':
+        return 'the string has no end: close it with `"`'
+    if character in "→⇒>-":
+        return "steps are joined with `->`"
+    if character == "#":
+        return "after `#` comes an id, such as `#n3`"
+    return (
+        f"`{character}` has no meaning here: write operators joined with `->`, `[A, B]`, `C ? T : E` and `(A -> B) * 2`"
+    )
+
 
 _MAX_COUNT_DIGITS = 9  # what is more is no count; which counts are allowed is for the checks to say
 
@@ -208,3 +292,60 @@ class _Parser:
 
     def error(self, what: str, token: Token | None = None) -> WorkflowError:
         return error(self.source, (token or self.here).start, what)
+
+
+def show(piece: Node | Workflow, *, ids: bool = False, instructions: bool = True, reference: bool = False) -> str:
+    """The text of a workflow or of a part of it. `parse(show(workflow))` is the workflow again.
+
+    `ids` writes every node's; without it only those are written that other nodes' inputs name. `instructions=False`
+    leaves instructions and bindings out, for a short outline.
+    """
+    node = piece.root if isinstance(piece, Workflow) else piece
+    named = {source.partition(".")[0] for call in walk(node) if isinstance(call, Call) for _, source in call.inputs}
+    printer = _Printer({step.id for step in walk(node)} if ids else named, instructions, reference)
+    return printer.steps(node)
+
+
+class _Printer:
+    def __init__(self, shown_ids: set[str], instructions: bool, reference: bool):
+        self.shown_ids, self.instructions, self.reference = shown_ids - {""}, instructions, reference
+
+    def steps(self, node: Node) -> str:
+        """Where anything may stand: at the top, inside parentheses, as a branch of a parallel."""
+        if isinstance(node, Sequence) and node.id not in self.shown_ids:
+            one, *more = node.steps or (None,)
+            return self.steps(one) if one and not more else " -> ".join(map(self.unit, node.steps))
+        if isinstance(node, Conditional) and node.id not in self.shown_ids:
+            return self.conditional(node)
+        return self.unit(node)
+
+    def unit(self, node: Node) -> str:
+        """Where a single step stands, so that sequences and conditionals need parentheses."""
+        match node:
+            case Call():
+                return self.call(node)
+            case Parallel(branches):
+                text = f"[{', '.join(map(self.steps, branches))}]"
+            case Loop(body, count):
+                text = f"({self.steps(body)}) * {count}"
+            case Sequence(steps):
+                text = f"({' -> '.join(map(self.unit, steps))})"
+            case Conditional():
+                text = f"({self.conditional(node)})"
+        return text + self.id(node)
+
+    def conditional(self, node: Conditional) -> str:
+        branches = (node.otherwise, node.then) if self.reference else (node.then, node.otherwise)
+        first, second = ("done" if branch is None else self.unit(branch) for branch in branches)
+        return f"{self.unit(node.condition)} ? {first} : {second}"
+
+    def call(self, node: Call) -> str:
+        details = [json.dumps(node.instruction, ensure_ascii=False)] if node.instruction else []
+        details += [f"{field}={source}" for field, source in node.inputs]
+        inside = f"{{{', '.join(details)}}}" if details and self.instructions else ""
+        plain = BACKEND_NAME.fullmatch(node.backend)
+        backend = f"@{node.backend if plain else json.dumps(node.backend)}" if node.backend else ""
+        return node.operator + inside + backend + self.id(node)
+
+    def id(self, node: Node) -> str:
+        return f"#{node.id}" if node.id in self.shown_ids else ""

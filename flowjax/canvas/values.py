@@ -7,6 +7,8 @@ Fields that operators share by name; an operator may add others of its own:
     answer       text   the newest answer                           code         code   the newest program
     candidates   texts  one answer (program) per branch             thought      text   the reasoning behind the answer
     passed       flag   what the newest check found                 feedback     text   why, for whoever revises
+
+Beside them, what a run leaves behind: its answer, and what every node was given, gave, cost and took.
 """
 
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from typing import Literal
 Value = str | bool | tuple[str, ...]
 State = Mapping[str, Value]  # field name -> newest value
 Kind = Literal["text", "code", "flag", "texts"]  # the Python types: str, str, bool, tuple of str
+Message = Mapping[str, str]  # of a chat: {"role": ..., "content": ...}
 ProblemKind = Literal["math", "qa", "code", "choice", "general"]
 
 
@@ -43,3 +46,62 @@ class Problem:
     options: Mapping[str, str] = field(default_factory=dict)
     entry_point: str = ""
     public_tests: tuple[str, ...] = ()
+
+
+NodeStatus = Literal["ok", "error", "budget"]
+RunStatus = Literal["ok", "error", "budget", "empty"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What was spent. `cost` is in the currency of the backend's price list; cached answers cost nothing."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    cost: float = 0.0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.sampled_tokens + other.sampled_tokens,
+            self.cost + other.cost,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRun:
+    """One run of one call. `turn` counts its runs from 1, as a loop repeats it; `cached` ones were not run again.
+
+    "budget": it was cut short, or would have been. `error` says why it did not come to a good end.
+    """
+
+    node_id: str
+    operator: str
+    status: NodeStatus
+    turn: int = 1
+    cached: bool = False
+    inputs: State = field(default_factory=dict)
+    outputs: State = field(default_factory=dict)
+    usage: Usage = Usage()
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run. `answer` is the state's newest answer (its newest code for a code problem), "" if there is none.
+
+    `status` is "error" when a node outside a parallel failed, "budget" when a limit ended the run; the answer is then
+    the last there was, and `error` says what happened. "empty" is a workflow without calls. `trace` has the calls that
+    were reached, in reading order; those that were not are not in it.
+    """
+
+    answer: str
+    status: RunStatus
+    state: State
+    trace: tuple[NodeRun, ...]
+    usage: Usage
+    seconds: float
+    error: str = ""

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowjax.canvas.backends.base import Message
 from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.operators.registry import load_operators
-from flowjax.canvas.values import Problem, State, Value
+from flowjax.canvas.values import Message, Problem, State, Value
 from flowjax.grading.code import Suite, Verdict, judge
 from flowjax.grading.sandbox import Limits, Result, run
 

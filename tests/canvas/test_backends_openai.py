@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from flowjax.canvas.backends.base import Backend, BackendError, Request
-from flowjax.canvas.backends.limits import Limiter, Limits
-from flowjax.canvas.backends.metering import Prices
-from flowjax.canvas.backends.openai import OpenAIBackend, Patience, retry_after_s
+from flowjax.canvas.backends.base import Backend, BackendError, Prices, Request
+from flowjax.canvas.backends.openai import Limiter, Limits, OpenAIBackend, Patience, retry_after_s
 from flowjax.canvas.budget import Budget
 from tests.canvas.chat_server import ChatServer, Reply, chat, refusal, serving
 from tests.canvas.toy_operators import Ask, going

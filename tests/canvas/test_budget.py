@@ -7,7 +7,7 @@ import pytest
 
 from flowjax.canvas.budget import Budget
 from flowjax.canvas.cache import Cache
-from flowjax.canvas.trace import Usage
+from flowjax.canvas.values import Usage
 from tests.canvas.toy_operators import Ask, Echo, appending, go, going, merging, operator, order, step, text_in
 
 A, MERGE = appending("A", "a"), merging()

@@ -79,26 +79,26 @@ CANVAS = {
     "only top-level nodes can be deleted": "canvas/test_edits.py: test_delete_at_any_depth",
     "an inline prompt is ignored": "canvas/test_actions.py: test_an_inline_prompt_is_the_instruction",
     "conditionals run the other branch": (
-        "canvas/test_interpreter_faults.py: test_conditional_runs_the_first_branch_where_the_check_passes; "
+        "canvas/test_run_faults.py: test_conditional_runs_the_first_branch_where_the_check_passes; "
         "canvas/test_text.py: test_published_workflows_keep_their_meaning"
     ),
     "loops are unrolled, deduplicated and cut": (
-        "canvas/test_interpreter_faults.py: test_loops_are_true_loops_of_any_count, test_equal_neighbours_both_run, "
+        "canvas/test_run_faults.py: test_loops_are_true_loops_of_any_count, test_equal_neighbours_both_run, "
         "test_loops_end_when_a_check_passes; canvas/test_text.py: test_loops_and_repetitions_stay_whole"
     ),
-    "Aggregate overrides later steps": "canvas/test_interpreter_faults.py: test_steps_after_an_aggregate_count",
+    "Aggregate overrides later steps": "canvas/test_run_faults.py: test_steps_after_an_aggregate_count",
     "the second branch is not there": (
-        "canvas/test_interpreter_faults.py: test_an_operator_used_only_in_the_second_branch_exists"
+        "canvas/test_run_faults.py: test_an_operator_used_only_in_the_second_branch_exists"
     ),
     "a conditional over programs fails or returns the wrong one": (
-        "canvas/test_interpreter_faults.py: test_the_program_fixed_in_a_conditional_is_the_answer"
+        "canvas/test_run_faults.py: test_the_program_fixed_in_a_conditional_is_the_answer"
     ),
     "stale results after a new instruction": (
-        "canvas/test_interpreter_faults.py: test_a_new_instruction_runs_the_operator_again; "
+        "canvas/test_run_faults.py: test_a_new_instruction_runs_the_operator_again; "
         "canvas/test_cache.py: test_after_an_edit_only_what_changed_runs_again"
     ),
     "instructions are mangled or ignored": (
-        "canvas/test_interpreter_faults.py: test_instructions_arrive_as_they_were_written; "
+        "canvas/test_run_faults.py: test_instructions_arrive_as_they_were_written; "
         "canvas/test_operators.py: test_the_instruction_reaches_every_operator"
     ),
     "ordinary problems pass for multiple choice and lose Programmer": (
@@ -106,16 +106,16 @@ CANVAS = {
         "envs/test_canvas_published_data.py: test_no_choice_is_made_of_a_letter"
     ),
     "prose that speaks of errors is an error": (
-        "canvas/test_interpreter_faults.py: test_an_answer_that_speaks_of_errors_is_an_answer"
+        "canvas/test_run_faults.py: test_an_answer_that_speaks_of_errors_is_an_answer"
     ),
     "errors are reported as success": (
-        "canvas/test_interpreter_faults.py: test_a_failed_run_says_so; "
+        "canvas/test_run_faults.py: test_a_failed_run_says_so; "
         "envs/test_canvas.py: test_a_failing_step_is_named_and_can_be_deleted"
     ),
     "no nesting": "canvas/test_actions.py: test_workflows_are_added_nested_and_anywhere",
-    "one backend for all": "canvas/test_interpreter_faults.py: test_every_node_can_have_its_own_backend",
+    "one backend for all": "canvas/test_run_faults.py: test_every_node_can_have_its_own_backend",
     "a missing backend becomes another": "canvas/test_doctor.py: test_each_backend_is_asked",
-    "cost is always 0": "canvas/test_interpreter_faults.py: test_cost_is_what_was_paid",
+    "cost is always 0": "canvas/test_run_faults.py: test_cost_is_what_was_paid",
     "Test is dropped for mathematics": (
         "canvas/test_operators_programs.py: test_programs_for_mathematics_are_tested_too"
     ),

@@ -14,11 +14,10 @@ from operator_context import use
 
 from flowjax.canvas.backends.base import Completion, Request
 from flowjax.canvas.graph import Call, Parallel, Sequence, Workflow
-from flowjax.canvas.interpreter import run
-from flowjax.canvas.operators.prompted import load_descriptions, prompted
+from flowjax.canvas.operators.described import load_descriptions, prompted
 from flowjax.canvas.operators.registry import ADVERTISED, HIDDEN, OperatorRegistryError, describe, load_operators
-from flowjax.canvas.trace import Usage
-from flowjax.canvas.values import Field, Problem
+from flowjax.canvas.run import run
+from flowjax.canvas.values import Field, Problem, Usage
 
 OWN = """
 from flowjax.canvas.operators.base import Operator
@@ -94,7 +93,7 @@ def test_an_installed_package_offers_operators(own_module: Path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('name = "Shout"', 'name = "Custom"', "the name 'Custom' is taken by flowjax.canvas.operators.custom:Custom"),
+        ('name = "Shout"', 'name = "Custom"', "the name 'Custom' is taken by flowjax.canvas.operators.prompted:Custom"),
         ('name = "Shout"', 'name = "Shout it"', "Shout.name is 'Shout it': give one word"),
         ('    name = "Shout"\n', "", "Shout.name is missing"),
         ('    role = "formatter"\n', "", "Shout.role is missing: one of planner, solver"),

@@ -8,10 +8,9 @@ from typing import Any
 
 from flowjax.canvas import text
 from flowjax.canvas.backends.base import BackendError, Completion, Request
-from flowjax.canvas.interpreter import run
 from flowjax.canvas.operators.base import Context, Operator, OperatorError, Role
-from flowjax.canvas.trace import NodeRun, Run, Usage
-from flowjax.canvas.values import Field, Problem, State, Value
+from flowjax.canvas.run import run
+from flowjax.canvas.values import Field, NodeRun, Problem, Run, State, Usage, Value
 
 PROBLEM = Problem("What is 6 times 7?", "math")
 Work = Callable[[State, Context], Mapping[str, Value]]

@@ -9,8 +9,8 @@ import pytest
 
 from data.canvas.build import build, row
 from flowjax.canvas.backends.base import BackendError, Request
-from flowjax.canvas.interpreter import run
 from flowjax.canvas.operators.registry import load_operators
+from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
 from flowjax.canvas.values import Problem
 from flowjax.envs import canvas

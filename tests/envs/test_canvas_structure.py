@@ -7,11 +7,10 @@ import pytest
 
 from flowjax.canvas.backends.offline import OfflineBackend, Rule
 from flowjax.canvas.graph import Workflow
-from flowjax.canvas.interpreter import run
 from flowjax.canvas.operators.registry import load_operators
+from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
-from flowjax.canvas.trace import Run
-from flowjax.canvas.values import Problem
+from flowjax.canvas.values import Problem, Run
 from flowjax.envs.canvas.published import structure_parts
 from flowjax.envs.canvas.structure import Structure, measure
 

@@ -15,11 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from flowjax.canvas.backends.base import Backend
-from flowjax.canvas.backends.limits import Limits
-from flowjax.canvas.backends.metering import Prices
+from flowjax.canvas.backends.base import Backend, Prices
 from flowjax.canvas.backends.offline import OfflineBackend, Rule
-from flowjax.canvas.backends.openai import OpenAIBackend, Patience
+from flowjax.canvas.backends.openai import Limits, OpenAIBackend, Patience
 
 Options = dict[str, Any]
 

@@ -16,9 +16,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flowjax.canvas.backends.base import BackendError, Completion, Request
-from flowjax.canvas.backends.metering import Prices
-from flowjax.canvas.trace import Usage
+from flowjax.canvas.backends.base import BackendError, Completion, Prices, Request
+from flowjax.canvas.values import Usage
 
 _FREE = Prices()
 _numbers = itertools.count()

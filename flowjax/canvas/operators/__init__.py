@@ -1,1 +1,1 @@
-"""The operators that workflows are made of, one module each, and the registry that finds them."""
+"""The operators that workflows are made of, by how they work, and the registry that finds them."""

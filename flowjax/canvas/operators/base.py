@@ -4,8 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
-from flowjax.canvas.backends.base import Message
-from flowjax.canvas.values import Field, Problem, State, Value
+from flowjax.canvas.values import Field, Message, Problem, State, Value
 from flowjax.grading.code import Suite, Verdict
 from flowjax.grading.sandbox import Result
 

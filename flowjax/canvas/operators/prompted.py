@@ -1,149 +1,220 @@
-"""Operators that are descriptions only, in the published `operator.json`: name -> description and interface.
+"""Operators that are prompts only: what one is asked, and which field its reply becomes."""
 
-    {"Merge": {"description": "Merges.", "interface": "merge(solutions: List[str]) -> dict with key 'response'"}}
-
-A name that is known keeps its work and gets the description; an unknown one becomes an operator that asks a backend
-for the outputs that its interface names.
-"""
-
-import json
-import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
 
-from flowjax.canvas.operators.base import Context, Operator, OperatorError, Role
-from flowjax.canvas.operators.prompts import PROBLEM, SOLUTION, prompt, solution_form
-from flowjax.canvas.operators.registry import SHARED_KINDS, OperatorRegistryError, check
-from flowjax.canvas.operators.replies import ask_object, ask_solution, object_form, object_schema, visible
-from flowjax.canvas.values import Field, Kind, State, Value
-
-_INTERFACE = re.compile(r"\s*\w+\s*\((?P<arguments>.*)\)\s*(?:->(?P<outputs>.*))?", re.DOTALL)
-_ARGUMENT = re.compile(r"(?:^|,)\s*(\w+)\s*(?::\s*([^,=\[\]]*(?:\[[^\]]*\])?))?(\s*=)?")
-_QUOTED = re.compile(r"['\"`](\w+)['\"`]")
-# The published fields by ours; "" are those that the context gives, or nobody needs.
-_SAME = {
-    "input": "problem",
-    "question": "problem",
-    "solution": "answer",
-    "response": "answer",
-    "output": "answer",
-    "aggregated_answer": "answer",
-    "solutions": "candidates",
-    "sub_answers": "candidates",
-    "sub_problems": "subproblems",
-    "analysis": "plan",
-    "result": "passed",
-    "review_result": "passed",
-    "is_correct": "passed",
-    "instruction": "",
-    "entry_point": "",
-    "test": "",
-    "mode": "",
-}
-_TYPES: Mapping[Kind, Mapping[str, Any]] = {
-    "text": {"type": "string"},
-    "code": {"type": "string"},
-    "flag": {"type": "boolean"},
-    "texts": {"type": "array", "items": {"type": "string"}},
-}
+from flowjax.canvas.operators.base import Context, Operator, OperatorError
+from flowjax.canvas.operators.prompts import (
+    CHECKED,
+    HINTS,
+    PROBLEM,
+    SOLUTION,
+    VERDICT,
+    VERDICT_SCHEMA,
+    answer_form,
+    answer_of,
+    ask_object,
+    ask_solution,
+    code_form,
+    object_form,
+    object_schema,
+    program_of,
+    prompt,
+    require_solution,
+    same,
+    solution_form,
+    visible,
+)
+from flowjax.canvas.values import Field, Problem, State, Value
+from flowjax.grading.math import is_number
+from flowjax.grading.multiple_choice import chosen
 
 
-def load_descriptions(path: str | Path, known: Mapping[str, type[Operator]]) -> dict[str, type[Operator]]:
-    """`known`, with descriptions from the file, and the operators that only the file has.
-
-    Raises:
-        OperatorRegistryError: the file cannot be read, or an entry of it makes no operator.
-    """
-    try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OperatorRegistryError(f"{path} cannot be read ({error}): give a JSON file of operators") from error
-    if not isinstance(entries, Mapping):
-        raise OperatorRegistryError(f"{path} holds a {type(entries).__name__}: give an object, name -> description")
-    found = dict(known)
-    for name, entry in entries.items():
-        origin = f"{path}, operator {name}"
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("description"), str):
-            raise OperatorRegistryError(f'{origin} is {entry!r}: give {{"description": ..., "interface": ...}}')
-        description = " ".join(entry["description"].split())
-        if name in known:
-            found[name] = type(name, (known[name],), {"description": description, "__module__": known[name].__module__})
-        else:
-            found[name] = prompted(name, description, str(entry.get("interface", "")))
-        check(found[name], origin)
-    return found
-
-
-def prompted(name: str, description: str, interface: str) -> type[Operator]:
-    """An operator that asks a backend for its outputs, made from a line such as `f(problem: str) -> 'answer'`.
-
-    Raises:
-        OperatorRegistryError: the interface cannot be read.
-    """
-    read = _INTERFACE.fullmatch(interface)
-    if read is None:
-        raise OperatorRegistryError(
-            f"operator {name} has the interface {interface!r}: give name(field: str, ...) -> dict with key 'field'"
-        )
-    arguments = [(argument, kind, bool(default)) for argument, kind, default in _ARGUMENT.findall(read["arguments"])]
-    inputs = {PROBLEM.name: PROBLEM}
-    for argument, kind, optional in arguments:
-        if (field := _field(argument, kind, required=not optional)) is not None:
-            inputs.setdefault(field.name, field)
-    outputs: dict[str, Field] = {}
-    for key in _QUOTED.findall(read["outputs"] or "") or ["answer"]:
-        if (field := _field(key, "")) is not None:
-            outputs.setdefault(field.name, field)
-    if outputs.keys() & {"answer", "code"}:
-        outputs |= {field.name: field for field in SOLUTION}
-    return type(
-        name,
-        (_Prompted,),
-        {
-            "name": name,
-            "description": description,
-            "role": _role(set(inputs), set(outputs)),
-            "inputs": tuple(inputs.values()),
-            "outputs": tuple(outputs.values()),
-            "instruction": description,
-            "__module__": __name__,
-            "__doc__": description,
-        },
+class Plan(Operator):
+    name = "Plan"
+    description = "thinks out how to go about the problem, step by step, without solving it"
+    role = "planner"
+    inputs = (PROBLEM, *(field for field in HINTS if field.name not in ("plan", "candidates")))
+    outputs = (Field("plan", "text", "all steps of the plan"),)
+    instruction = (
+        "Plan how to solve this problem: name what is asked, what is given and what is easily overlooked, and then "
+        "list numbered steps that lead to the answer. Do not carry them out."
     )
 
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        plan = visible(await context.ask(prompt(context, inputs)))
+        if not plan:
+            raise OperatorError("the backend's plan is empty")
+        return {"plan": plan}
 
-class _Prompted(Operator):
-    outputs: ClassVar[tuple[Field, ...]]
+
+_SCHEMA = object_schema(subproblems={"type": "array", "items": {"type": "string"}})
+
+
+class Decompose(Operator):
+    name = "Decompose"
+    description = "splits the problem into smaller ones whose answers together give the answer"
+    role = "planner"
+    inputs = (PROBLEM, HINTS[0])
+    outputs = (Field("subproblems", "texts", "what to solve first, in order"),)
+    instruction = (
+        "Split this problem into two to five smaller ones, each a question that can be answered by itself or from the "
+        "answers before it, the last of which answers the whole. Do not answer them."
+    )
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        fields: dict[str, Kind] = {field.name: field.kind for field in self.outputs}
-        if fields.keys() <= {"thought", "answer", "code"}:
-            found = await ask_solution(context, prompt(context, inputs, solution_form(context.problem)))
-            return {name: value for name, value in found.items() if name in fields}
-        if len(fields) == 1 and "text" in fields.values():
-            text = visible(await context.ask(prompt(context, inputs)))
-            if not text:
-                raise OperatorError("the backend's reply is empty")
-            return dict.fromkeys(fields, text)
-        schema = object_schema(**{name: _TYPES[kind] for name, kind in fields.items()})
-        found = await ask_object(context, prompt(context, inputs, object_form(schema)), schema)
-        return {name: tuple(found[name]) if kind == "texts" else found[name] for name, kind in fields.items()}
+        found = await ask_object(context, prompt(context, inputs, object_form(_SCHEMA)), _SCHEMA)
+        subproblems = tuple(text.strip() for text in found["subproblems"] if text.strip())
+        if not subproblems:
+            raise OperatorError("the backend found no subproblems")
+        return {"subproblems": subproblems}
 
 
-def _field(name: str, kind: str, *, required: bool = True) -> Field | None:
-    ours = _SAME.get(name, name)
-    if not ours:
-        return None
-    told: Kind = "texts" if kind.strip().lower().startswith(("list", "sequence", "tuple")) else "text"
-    return Field(ours, SHARED_KINDS.get(ours, "flag" if kind.strip() == "bool" else told), required=required)
+class Custom(Operator):
+    name = "Custom"
+    description = "does what its instruction says, with all that is known so far; the most flexible one"
+    role = "solver"
+    inputs = (PROBLEM, *HINTS)
+    outputs = SOLUTION
+    instruction = "Solve this problem carefully, step by step."
+
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        """The reply's answer line or program; where there is none, the instruction asked for text, and that it is."""
+        reply = visible(await context.ask(prompt(context, inputs, solution_form(context.problem))))
+        if not reply:
+            raise OperatorError("the backend's reply is empty")
+        if context.problem.kind == "code" and (program := program_of(reply)) is not None:
+            return {"code": program}
+        return {"answer": answer_of(reply) or reply}
 
 
-def _role(inputs: set[str], outputs: set[str]) -> Role:
-    if "passed" in outputs:
-        return "checker"
-    if "candidates" in inputs:
-        return "combiner"
-    if outputs & {"plan", "subproblems"}:
-        return "planner"
-    return "reviser" if "feedback" in inputs else "solver"
+class AnswerGenerate(Operator):
+    name = "AnswerGenerate"
+    description = "reasons aloud and then states a short answer"
+    role = "solver"
+    inputs = (PROBLEM, *HINTS)
+    outputs = (Field("thought", "text", "the reasoning", required=False), *SOLUTION)
+    instruction = "Think about this problem step by step, and then state the answer as shortly as you can."
+
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        return await ask_solution(context, prompt(context, inputs, solution_form(context.problem)))
+
+
+class CustomCodeGenerate(Operator):
+    name = "CustomCodeGenerate"
+    description = "writes a program as its instruction says, and does not run it"
+    role = "solver"
+    inputs = (PROBLEM, *HINTS)
+    outputs = (Field("code", "code", "the program"),)
+    instruction = "Write a Python program that solves this problem."
+
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        reply = await context.ask(prompt(context, inputs, code_form(context.problem)))
+        program = program_of(reply)
+        if program is None:
+            raise OperatorError("the reply has no program in a ```python block")
+        return {"code": program}
+
+
+class Review(Operator):
+    name = "Review"
+    description = "reads the newest answer or program critically and says what is wrong with it"
+    role = "checker"
+    inputs = (PROBLEM, Field("plan", "text", "how it was to be done", required=False), *CHECKED)
+    outputs = VERDICT
+    instruction = (
+        "Read the answer (or the program) below critically: does it answer what was asked, and is every step right? "
+        "Let it pass unless you find a definite mistake; if you do, say what it is and how to mend it."
+    )
+
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        require_solution(inputs)
+        messages = prompt(context, inputs, object_form(VERDICT_SCHEMA))
+        found = await ask_object(context, messages, VERDICT_SCHEMA)
+        return {"passed": found["passed"], "feedback": found["feedback"]}
+
+
+class Verify(Operator):
+    name = "Verify"
+    description = "solves the problem anew without seeing the newest solution, then says whether that one holds"
+    role = "checker"
+    inputs = (PROBLEM, *CHECKED)
+    outputs = VERDICT
+    instruction = "Check by an independent solution of your own."
+
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        """One call where the independent answer is the same, two where they have to be compared."""
+        require_solution(inputs)
+        problem = context.problem
+        alone = {"problem": inputs.get("problem", problem.text)}
+        reply = visible(await context.ask(prompt(context, alone, solution_form(problem))))
+        result = (program_of if problem.kind == "code" else answer_of)(reply)
+        proposed = inputs.get("code" if problem.kind == "code" else "answer")
+        if result and isinstance(proposed, str) and same(proposed, result, problem):
+            return {"passed": True, "feedback": "An independent solution gives the same."}
+        form = (
+            "The solution above is proposed. An independent one, which may be wrong itself, gives:\n\n"
+            f"{reply}\n\nFind out where they differ and which is right, by the problem alone. "
+            f"passed: whether the proposed one is right; feedback: why.\n{object_form(VERDICT_SCHEMA)}"
+        )
+        found = await ask_object(context, prompt(context, inputs, form), VERDICT_SCHEMA)
+        return {"passed": found["passed"], "feedback": found["feedback"]}
+
+
+class Revise(Operator):
+    name = "Revise"
+    description = "mends the newest answer or program as the feedback of a check says"
+    role = "reviser"
+    inputs = (PROBLEM, *CHECKED, Field("feedback", "text", "what a check found", required=False))
+    outputs = (Field("thought", "text", "the reasoning", required=False), *SOLUTION)
+    instruction = (
+        "Mend the solution below: put right what the feedback names, keep what is right, and where there is no "
+        "feedback, look for the mistakes yourself."
+    )
+
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        require_solution(inputs)
+        return await ask_solution(context, prompt(context, inputs, solution_form(context.problem)))
+
+
+class Format(Operator):
+    name = "Format"
+    description = "reduces the newest answer to the bare final answer: a value, a few words, a letter, a program"
+    role = "formatter"
+    inputs = (
+        PROBLEM,
+        Field("answer", "text", "the answer in whatever words", required=False),
+        Field("code", "code", "the program, for a code problem", required=False),
+    )
+    outputs = SOLUTION
+    instruction = "Copy the final answer out of the solution below. Do not solve the problem again."
+
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        """No call where the answer is bare already: a number, an option, a program."""
+        problem = context.problem
+        if problem.kind == "code":
+            return {"code": _program(inputs)}
+        answer = str(inputs.get("answer", ""))
+        if not answer.strip():
+            raise OperatorError("there is no answer yet: put a solving operator before this one")
+        if (bare := _bare(answer, problem)) is not None:
+            return {"answer": bare}
+        form = f"One line: Answer: {answer_form(problem)}"
+        reply = await context.ask(prompt(context, {**inputs, "code": ""}, form))
+        text = answer_of(reply) or visible(reply)
+        if not text or "\n" in text:
+            raise OperatorError(f"the backend's final answer is not one line: {text[:200]!r}")
+        return {"answer": chosen(text, problem.options) or text}
+
+
+def _program(inputs: State) -> str:
+    for name in ("code", "answer"):
+        text = str(inputs.get(name, ""))
+        if text and (program := program_of(text) or (text if name == "code" else None)):
+            return program
+    raise OperatorError("there is no program yet: put an operator that writes code before this one")
+
+
+def _bare(answer: str, problem: Problem) -> str | None:
+    if problem.kind == "choice":
+        return chosen(answer, problem.options)
+    return answer.strip() if is_number(answer) else None

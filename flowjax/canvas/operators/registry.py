@@ -9,21 +9,20 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from flowjax.canvas.operators.aggregate import Aggregate
-from flowjax.canvas.operators.answer_generate import AnswerGenerate
 from flowjax.canvas.operators.base import Operator, Role
-from flowjax.canvas.operators.custom import Custom
-from flowjax.canvas.operators.custom_code_generate import CustomCodeGenerate
-from flowjax.canvas.operators.decompose import Decompose
-from flowjax.canvas.operators.format import Format
-from flowjax.canvas.operators.md_ensemble import MdEnsemble
-from flowjax.canvas.operators.plan import Plan
-from flowjax.canvas.operators.programmer import Programmer
-from flowjax.canvas.operators.review import Review
-from flowjax.canvas.operators.revise import Revise
-from flowjax.canvas.operators.sc_ensemble import ScEnsemble
-from flowjax.canvas.operators.test import Test
-from flowjax.canvas.operators.verify import Verify
+from flowjax.canvas.operators.ensembles import Aggregate, MdEnsemble, ScEnsemble
+from flowjax.canvas.operators.programs import Programmer, Test
+from flowjax.canvas.operators.prompted import (
+    AnswerGenerate,
+    Custom,
+    CustomCodeGenerate,
+    Decompose,
+    Format,
+    Plan,
+    Review,
+    Revise,
+    Verify,
+)
 from flowjax.canvas.values import Field, Kind
 
 ADVERTISED: tuple[type[Operator], ...] = (

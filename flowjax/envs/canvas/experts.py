@@ -7,7 +7,7 @@ import numpy as np
 from flowjax.canvas.graph import Call, Node, Workflow, walk
 from flowjax.canvas.operators.registry import ADVERTISED
 from flowjax.canvas.text import parse, show
-from flowjax.canvas.trace import Run
+from flowjax.canvas.values import Run
 from flowjax.envs.canvas.exercises import read
 from flowjax.records import state_key
 

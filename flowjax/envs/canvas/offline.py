@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowjax.canvas.backends.base import BackendError, Completion, Request
-from flowjax.canvas.trace import Usage
+from flowjax.canvas.values import Usage
 from flowjax.envs.canvas.exercises import NAMES, Reading, read
 from flowjax.envs.canvas.programs import FAULTS, program
 from flowjax.records import state_key

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from flowjax.canvas.graph import Workflow
 from flowjax.canvas.text import show
-from flowjax.canvas.trace import NodeRun, Run, Usage
-from flowjax.canvas.values import Problem, Value
+from flowjax.canvas.values import NodeRun, Problem, Run, Usage, Value
 
 TEMPLATES = (
     "add <workflow>",

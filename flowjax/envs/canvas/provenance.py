@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow
-from flowjax.canvas.trace import Run
+from flowjax.canvas.values import Run
 
 Places = frozenset[int]  # of runs in the trace
 Sources = Mapping[str, Places]  # field of the state -> the runs that its newest value came from

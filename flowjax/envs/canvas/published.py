@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from flowjax.canvas.actions import Action, Add
 from flowjax.canvas.graph import Call, Parallel, Workflow, walk
-from flowjax.canvas.trace import Run
-from flowjax.canvas.values import ProblemKind
+from flowjax.canvas.values import ProblemKind, Run
 
 OPERATORS = (
     "Custom", "Plan", "Programmer", "Review", "Revise", "Verify", "Decompose", "Aggregate", "AnswerGenerate", "Format",

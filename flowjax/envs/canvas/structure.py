@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flowjax.canvas.graph import Call, Loop, Node, Parallel, Sequence, Workflow, children, walk
-from flowjax.canvas.trace import Run
+from flowjax.canvas.values import Run
 from flowjax.envs.canvas.provenance import Provenance
 
 

@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.canvas import actions
+from flowjax.canvas import actions, repair
 from flowjax.canvas.actions import Action, Finish, Unreadable
 from flowjax.canvas.budget import Budget
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.edits import EditError
 from flowjax.canvas.graph import Call, Workflow
 from flowjax.canvas.graph import Sequence as Steps
-from flowjax.canvas.interpreter import run as run_workflow
 from flowjax.canvas.operators.registry import describe
+from flowjax.canvas.run import run as run_workflow
 from flowjax.canvas.text import show
-from flowjax.canvas.trace import Run, Usage
-from flowjax.canvas.values import Problem
+from flowjax.canvas.values import Problem, Run, Usage
 from flowjax.envs.base import Observation, Step
 from flowjax.envs.canvas import experts
 from flowjax.envs.canvas.grading import RememberingSandbox, scored
@@ -102,7 +101,7 @@ class Canvas:
     def _read(self, text: str) -> Action | Unreadable:
         read = read_action(text)
         if isinstance(read, Unreadable) and self._options.lenient:
-            mended = actions.parse(text, lenient=True, operators=self._operators)
+            mended = repair.parse(text, self._operators)
             if not isinstance(mended, Unreadable):
                 self._repaired += 1
                 return mended

@@ -7,8 +7,8 @@ import pytest
 
 from flowjax.canvas.context import Sandbox
 from flowjax.canvas.graph import Call, Parallel, Sequence, Workflow
-from flowjax.canvas.interpreter import run
 from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.run import run
 from flowjax.canvas.values import Field, Problem, Value
 from flowjax.grading.sandbox import Limits
 from tests.canvas.toy_operators import (

@@ -5,18 +5,14 @@ arrow back at the side of a loop says how often. Calls have the colour of their 
 stripe for how it went.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from flowjax.canvas.drawing_mermaid import mermaid
-from flowjax.canvas.drawing_notes import note, shortened
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, steps_of
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators.base import Operator, Role
 from flowjax.canvas.operators.registry import load_operators
-from flowjax.canvas.trace import Run
-
-__all__ = ["mermaid", "svg"]
+from flowjax.canvas.values import NodeRun, Run, State, Usage
 
 ROLE_COLOURS = {
     "planner": "#e6e0f8",
@@ -225,3 +221,147 @@ def _line(start: tuple[float, float], end: tuple[float, float], arrow: bool = Fa
 
 def _text(x: float, y: float, text: str, style: str) -> str:
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>' if text else ""
+
+
+# ------------------------------------------------------------------------------------------------------------- Mermaid
+
+_CLASSES = {
+    "ok": "stroke:#2e8b57,stroke-width:3px",
+    "error": "stroke:#c0392b,stroke-width:3px",
+    "budget": "stroke:#d68910,stroke-width:3px",
+    "not_run": "stroke:#9e9e9e,stroke-dasharray:4 3",
+}
+_CHART_CHARACTERS = 40
+
+_Exit = tuple[str, str]  # a box, and the label of the line that leaves it
+
+
+def mermaid(workflow: Workflow, run: Run | None = None, operators: Mapping[str, type[Operator]] | None = None) -> str:
+    """The text of a flowchart, with how it went after a run. `operators` give the roles; the registry's if None."""
+    chart = _Chart(load_operators(entry_points=False) if operators is None else operators, run)
+    exits = chart.through(workflow.root, [(chart.box("([problem])"), "")])
+    answer = f"answer: {shortened(run.answer, _CHART_CHARACTERS)}" if run and run.answer else "answer"
+    chart.join(exits, chart.box(f'(["{_escaped(answer)}"])'))
+    used = {line.rpartition(":::")[2] for line in chart.lines if ":::" in line}
+    styles = [f"    classDef {name} {style}" for name, style in _CLASSES.items() if name in used]
+    return "\n".join(["flowchart TD", *chart.lines, *styles]) + "\n"
+
+
+class _Chart:
+    def __init__(self, operators: Mapping[str, type[Operator]], run: Run | None):
+        self.operators, self.run = operators, run
+        self.lines: list[str] = []
+        self.boxes = 0
+
+    def box(self, shape: str) -> str:
+        """A new box; its name in the chart."""
+        self.boxes += 1
+        self.lines.append(f"    b{self.boxes}{shape}")
+        return f"b{self.boxes}"
+
+    def join(self, exits: list[_Exit], box: str) -> None:
+        self.lines += [f"    {source} -->{f'|{label}|' if label else ''} {box}" for source, label in exits]
+
+    def through(self, node: Node, entries: list[_Exit]) -> list[_Exit]:
+        """Draws a node that is reached from `entries`; where it is left."""
+        match node:
+            case Call():
+                box = self.call(node)
+                self.join(entries, box)
+                return [(box, "")]
+            case Sequence(steps):
+                for step in steps:
+                    entries = self.through(step, entries)
+                return entries
+            case Parallel(branches):
+                fork = self.box(f'{{{{"{len(branches)} branches"}}}}')
+                self.join(entries, fork)
+                return [exit for branch in branches for exit in self.through(branch, [(fork, "")])]
+            case Conditional(condition, then, otherwise):
+                passed = self.box('{"passed?"}')
+                self.join(self.through(condition, entries), passed)
+                ways = [((passed, "pass"), then), ((passed, "fail"), otherwise)]
+                return [exit for way, branch in ways for exit in (self.through(branch, [way]) if branch else [way])]
+            case Loop(body, count):
+                start = self.box('(("loop"))')
+                self.join(entries, start)
+                exits = self.through(body, [(start, "")])
+                self.lines += [f'    {box} -.->|"again, at most {count} times"| {start}' for box, _ in exits]
+                return exits
+
+    def call(self, call: Call) -> str:
+        said = note(call, self.operators, self.run)
+        role = f"<i>{said.role}</i>" if said.role else ""
+        texts = [said.title, said.told, said.how, said.gave]
+        title, *rest = (_escaped(shortened(text, _CHART_CHARACTERS)) for text in texts)
+        label = "<br/>".join(part for part in (f"<b>{title}</b> {call.id}".strip(), role, *rest) if part)
+        status = f":::{said.status.replace(' ', '_')}" if said.status else ""
+        return self.box(f'["{label}"]{status}')
+
+
+def _escaped(text: str) -> str:
+    """The text inside a quoted label: what Mermaid or HTML would read otherwise, as entities."""
+    return "".join(c if c.isalnum() or c in " ,()='·…" else f"#{ord(c)};" for c in text)
+
+
+# ------------------------------------------------------------------------------------------------- words beside a call
+
+_SHOWN_FIELDS = ("answer", "code", "feedback", "plan", "subproblems")  # of what a call wrote, the first there is
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Lines of text beside a call. `status` is the worst of its runs, "not run", or "" where nothing was run."""
+
+    title: str
+    role: Role | None
+    told: str
+    status: str
+    how: str
+    gave: str
+
+
+def note(call: Call, operators: Mapping[str, type[Operator]], run: Run | None) -> Note:
+    """What to say about a call, after a run if there was one."""
+    role = operators[call.operator].role if call.operator in operators else None
+    title = call.operator + (f" @{call.backend}" if call.backend else "")
+    if run is None:
+        return Note(title, role, call.instruction, "", "", "")
+    runs = [each for each in run.trace if each.node_id == call.id]
+    if not runs:
+        return Note(title, role, call.instruction, "not run", "not run", "")
+    gave = runs[-1].error or output_text(runs[-1].outputs)
+    return Note(title, role, call.instruction, _worst(runs), _how(runs), gave)
+
+
+def output_text(outputs: State) -> str:
+    """The most telling of what a call wrote."""
+    verdict = {True: "passed", False: "failed"}.get(outputs["passed"] is True) if "passed" in outputs else None
+    field = next((name for name in (*_SHOWN_FIELDS, *outputs) if name in outputs and name != "passed"), None)
+    value = outputs[field] if field else ""
+    text = "; ".join(value) if isinstance(value, tuple) else str(value)
+    return ": ".join(part for part in (verdict, text) if part)
+
+
+def shortened(text: str, most: int) -> str:
+    """One line of at most so many characters, with none that XML does not allow."""
+    plain = " ".join("".join(c if c.isprintable() else " " for c in text[: 10 * most]).split())
+    return plain if len(plain) <= most else plain[: most - 1] + "…"
+
+
+def _worst(runs: Iterable[NodeRun]) -> str:
+    return min((run.status for run in runs), key=("error", "budget", "ok").index)
+
+
+def _how(runs: list[NodeRun]) -> str:
+    usage = sum((run.usage for run in runs), Usage())
+    tokens = usage.prompt_tokens + usage.sampled_tokens
+    cached = sum(run.cached for run in runs)
+    parts = [
+        {"budget": "over budget"}.get(_worst(runs), _worst(runs)),
+        f"{len(runs)} runs" if len(runs) > 1 else "",
+        "cached" if cached == len(runs) else f"{cached} cached" if cached else "",
+        f"{tokens} tokens" if tokens else "",
+        f"cost {usage.cost:.2g}" if usage.cost else "",
+    ]
+    return " · ".join(part for part in parts if part)

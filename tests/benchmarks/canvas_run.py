@@ -1,4 +1,4 @@
-"""What running a workflow costs beside its operators: python -m tests.benchmarks.canvas_interpreter
+"""What running a workflow costs beside its operators: python -m tests.benchmarks.canvas_run
 
 Six calls, three of them in a parallel, with a backend that answers at once; the baseline awaits the same operators one
 after the other in plain Python. Prints microseconds per call, the median of several rounds.
@@ -17,7 +17,7 @@ from flowjax.canvas.backends.offline import OfflineBackend, Rule
 from flowjax.canvas.budget import UNLIMITED, Meter
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.context import CallContext, Sampling, Sandbox
-from flowjax.canvas.interpreter import run
+from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
 from flowjax.canvas.values import Problem, Value
 from tests.canvas.toy_operators import Ask, Plan, merging

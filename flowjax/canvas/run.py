@@ -13,22 +13,35 @@ the calls that were reached, in reading order, whatever the concurrency.
 """
 
 import asyncio
+import dataclasses
+import functools
+import hashlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from flowjax.canvas.backends.base import Backend, BackendError
-from flowjax.canvas.bindings import Operators, fault_of, read_inputs
 from flowjax.canvas.budget import UNLIMITED, Budget, BudgetSpent, Meter
 from flowjax.canvas.cache import Cache, Outcome, key_of, problem_digest
 from flowjax.canvas.context import CallContext, Sampling, Sandbox
-from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow
+from flowjax.canvas.graph import (
+    Call,
+    Conditional,
+    Loop,
+    Node,
+    Parallel,
+    Sequence,
+    Workflow,
+    children,
+    walk,
+    with_children,
+)
 from flowjax.canvas.operators.base import Operator, OperatorError
-from flowjax.canvas.seeds import branch_seeds
-from flowjax.canvas.trace import NodeRun, NodeStatus, Run, RunStatus, Usage
-from flowjax.canvas.values import Problem, State, Value
+from flowjax.canvas.values import Field, Kind, NodeRun, NodeStatus, Problem, Run, RunStatus, State, Usage, Value
 
+Outputs = Mapping[str, State]  # node id -> what its newest run gave
+Operators = Mapping[str, type[Operator]]
 _log = logging.getLogger(__name__)
 _SANDBOX = Sandbox()
 
@@ -107,9 +120,9 @@ class _Scope:
     outputs: dict[str, State]  # node id -> what its newest run gave
     seed: int
     level: int = 0  # how many parallels are around it
-    written: set[str] = field(default_factory=set)
-    checks: list[bool] = field(default_factory=list)  # every `passed` written here, in order
-    trace: list[NodeRun] = field(default_factory=list)
+    written: set[str] = dataclasses.field(default_factory=set)
+    checks: list[bool] = dataclasses.field(default_factory=list)  # every `passed` written here, in order
+    trace: list[NodeRun] = dataclasses.field(default_factory=list)
 
     def branch(self, seed: int) -> "_Scope":
         """A scope of its own on a copy of the state."""
@@ -319,3 +332,147 @@ class _Interpreter:
 
 def _answer_field(problem: Problem) -> str:
     return "code" if problem.kind == "code" else "answer"
+
+
+# -------------------------------------------------------------------------------- what a call reads and writes
+
+
+def read_inputs(call: Call, operators: Operators, state: State, outputs: Outputs) -> dict[str, Value]:
+    """The call's inputs by name. Optional ones that nobody has written yet are left out.
+
+    An input of kind texts can be bound several times: the values are put one after the other.
+
+    Raises:
+        OperatorError: a required input is missing, of another kind, or a binding makes no sense.
+    """
+    declared = operators[call.operator].inputs
+    bound: dict[str, list[str]] = {}
+    for name, reference in call.inputs:
+        bound.setdefault(name, []).append(reference)
+    if unknown := bound.keys() - {field.name for field in declared}:
+        raise OperatorError(
+            f"{call.operator} has no input {', '.join(sorted(unknown))} to bind; it reads {_names(declared)}"
+        )
+    inputs: dict[str, Value] = {}
+    for field in declared:
+        references = bound.get(field.name, [])
+        value = _bound(call, field, references, outputs) if references else state.get(field.name)
+        if value is None:
+            if field.required:
+                raise OperatorError(_missing(call, field, references, operators))
+        elif not is_of(field.kind, value):
+            raise OperatorError(f"{call.operator} reads {field.name} as {field.kind}, but it is {_kind(value)}")
+        else:
+            inputs[field.name] = value
+    return inputs
+
+
+def fault_of(operator: type[Operator], outputs: object) -> str:
+    """What is wrong with an operator's outputs, "" if they are as declared."""
+    if not isinstance(outputs, Mapping):
+        return f"{operator.name} gave {_kind(outputs)} instead of a mapping of {_names(operator.outputs)}"
+    declared = {field.name: field for field in operator.outputs}
+    for name, value in outputs.items():
+        if name not in declared:
+            return f"{operator.name} gave {name!r}, but declares {_names(operator.outputs)}"
+        if not is_of(declared[name].kind, value):
+            return f"{operator.name} declares {name} as {declared[name].kind}, but gave {_kind(value)}"
+    for field in operator.outputs:
+        if field.required and field.name not in outputs:
+            return f"{operator.name} did not give {field.name}, which it declares"
+    return ""
+
+
+def is_of(kind: Kind, value: object) -> bool:
+    """Whether the value is of the kind; programs are texts and texts may be programs."""
+    match kind:
+        case "text" | "code":
+            return isinstance(value, str)
+        case "flag":
+            return isinstance(value, bool)
+        case "texts":
+            return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+
+
+def _bound(call: Call, field: Field, references: list[str], outputs: Outputs) -> Value | None:
+    """The value that bindings give, None where no node that is named has written it yet."""
+    values: list[Value] = []
+    for reference in references:
+        node_id, _, name = reference.rpartition(".")
+        if (value := outputs.get(node_id, {}).get(name)) is not None:
+            values.append(value)
+    if field.kind != "texts":
+        if len(references) > 1:
+            raise OperatorError(
+                f"{call.operator}'s input {field.name} is bound {len(references)} times; only one of kind texts can be"
+            )
+        return values[0] if values else None
+    texts: list[str] = []
+    for value in values:
+        if isinstance(value, bool):
+            raise OperatorError(f"{call.operator}'s input {field.name} takes texts, but is bound to a flag")
+        texts += [value] if isinstance(value, str) else value
+    return tuple(texts) if values else None
+
+
+def _missing(call: Call, field: Field, references: list[str], operators: Operators) -> str:
+    if references:
+        return f"{call.operator} needs {field.name}, but {' and '.join(references)} was not written before it"
+    writers = sorted(name for name, other in operators.items() if field.name in {out.name for out in other.outputs})
+    if field.name == "candidates":
+        writers.append("a parallel, one for each branch that gives an answer")
+    written_by = f"it is written by {', '.join(writers)}" if writers else "no operator writes it"
+    return f"{call.operator} needs {field.name}, which no step before it has written: {written_by}"
+
+
+def _names(declared: tuple[Field, ...]) -> str:
+    return ", ".join(field.name for field in declared) or "nothing"
+
+
+def _kind(value: object) -> str:
+    names = {str: "text", bool: "flag"}
+    if is_of("texts", value):
+        return "texts"
+    return names.get(type(value), f"a Python {type(value).__name__}")
+
+
+# ------------------------------------------------------------------------------------------ seeds of branches
+
+
+def branch_seeds(parallel: Parallel, seed: int, level: int) -> tuple[int, ...]:
+    """One seed per branch: `seed` itself, but another one for each further branch that equals an earlier one.
+
+    So three equal branches give three samples, and adding a branch changes none of the others. `level` is how many
+    parallels are around this one: their branches must not get the seeds of its own.
+    """
+    return tuple(seed if index == 0 else _derived(seed, level, index) for index in _equals_before(parallel))
+
+
+@functools.lru_cache(maxsize=4096)
+def _equals_before(parallel: Parallel) -> tuple[int, ...]:
+    """For each branch, how many of those before it are equal to it."""
+    shapes = [_shape(branch) for branch in parallel.branches]
+    return tuple(shapes[:index].count(shape) for index, shape in enumerate(shapes))
+
+
+def _shape(branch: Node) -> Node:
+    """The branch with ids that count from its own start, so that equal branches are equal values."""
+    names = {node.id: f"#{index}" for index, node in enumerate(walk(branch)) if node.id}
+
+    def rename(node: Node) -> Node:
+        if isinstance(node, Call):
+            return replace(node, id="", inputs=tuple((field, _renamed(source, names)) for field, source in node.inputs))
+        return replace(with_children(node, tuple(rename(child) for child in children(node))), id="")
+
+    return rename(branch)
+
+
+def _renamed(reference: str, names: dict[str, str]) -> str:
+    node_id, _, field = reference.rpartition(".")
+    return f"{names.get(node_id, node_id)}.{field}"
+
+
+def _derived(seed: int, level: int, index: int) -> int:
+    """A number of 31 bits, which every endpoint takes as a seed."""
+    digest = hashlib.blake2b(f"{seed}/{level}/{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow
-from flowjax.canvas.interpreter import run
 from flowjax.canvas.operators.base import Context, Operator, OperatorError
-from flowjax.canvas.trace import Run
-from flowjax.canvas.values import Field, Kind, Problem, State, Value
+from flowjax.canvas.run import run
+from flowjax.canvas.values import Field, Kind, Problem, Run, State, Value
 from tests.canvas.toy_operators import Echo
 
 PROBLEMS = {"math": Problem("What is 6 times 7?", "math"), "code": Problem("Write a program.", "code")}

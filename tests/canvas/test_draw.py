@@ -4,11 +4,10 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 
-from flowjax.canvas.drawing import ROLE_COLOURS, STATUS_COLOURS, mermaid, svg
-from flowjax.canvas.drawing_notes import note, output_text, shortened
+from flowjax.canvas.draw import ROLE_COLOURS, STATUS_COLOURS, mermaid, note, output_text, shortened, svg
 from flowjax.canvas.graph import Call, Sequence, Workflow
 from flowjax.canvas.text import parse
-from flowjax.canvas.trace import NodeRun, Run, Usage
+from flowjax.canvas.values import NodeRun, Run, Usage
 from tests.canvas.graphs import LIBRARY, WORKFLOWS
 
 WHOLE = parse('Plan{"a < b & c"}@small -> [Custom, Programmer] -> ScEnsemble -> (Verify ? done : (Revise) * 4)')

@@ -16,21 +16,26 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from flowjax.canvas.actions_grammar import (
+from flowjax.canvas import actions
+from flowjax.canvas.actions import (
     ACTIONS,
     MAX_POSITION,
     STRUCTURES,
     TAGS,
+    Action,
+    Add,
+    Finish,
     Form,
     GrammarError,
+    Modify,
     Part,
+    Unreadable,
     action_of,
     check_order,
     form_of,
+    unescaped,
     with_instructions,
 )
-from flowjax.canvas.actions_kinds import Action, Add, Finish, Modify
-from flowjax.canvas.actions_reading import unescaped
 from flowjax.canvas.checks import nearest
 from flowjax.canvas.graph import MAX_LOOP_COUNT, Call, Loop, Node, WorkflowError, children, walk, with_children
 from flowjax.canvas.text import parse_piece
@@ -49,16 +54,21 @@ _QUOTES = "`'\"*. \t\r\n"
 _MAX_CORRECTED_NAMES = 200  # comparing names is the slow part; nobody means that many operators
 
 
-def repaired(text: str, operators: Collection[str]) -> Action:
-    """The action that a response means, with what was repaired in `repairs`.
+def parse(text: str, operators: Collection[str]) -> Action | Unreadable:
+    """The action of a response as `flowjax.canvas.actions.parse` reads it, or else what is probably meant.
 
-    Raises:
-        GrammarError: nobody can tell.
+    Names are put right to those of `operators`; what had to be mended is in the action's `repairs`.
     """
-    return _Repair(text, operators).action()
+    action = actions.parse(text)
+    if not (isinstance(action, Unreadable) or _needs_repair(action, operators)):
+        return action
+    try:
+        return _Repair(text, operators).action()
+    except GrammarError as error:
+        return Unreadable(str(error))
 
 
-def needs_repair(action: Action, operators: Collection[str]) -> bool:
+def _needs_repair(action: Action, operators: Collection[str]) -> bool:
     """Whether an action that keeps to the grammar names operators that do not exist, or a count out of bounds."""
     pieces = walk(action.piece) if isinstance(action, Add) else ()
     if isinstance(action, Modify) and action.operator:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from flowjax.canvas.actions import Action, Add, Delete, Finish, Modify, SetPrompt, Unreadable, parse
+from flowjax.canvas import repair
+from flowjax.canvas.actions import Action, Add, Delete, Finish, Modify, SetPrompt, Unreadable
 from flowjax.canvas.graph import Call, Conditional, Loop, Parallel, Sequence
 from tests.canvas.graphs import LIBRARY
 
@@ -80,7 +81,7 @@ ADD = "<action>add</action><operator>Custom</operator>"
     ],
 )
 def test_repairs(text: str, action: Action, repairs: tuple[str, ...]):
-    result = parse(text, lenient=True, operators=LIBRARY)
+    result = repair.parse(text, LIBRARY)
     assert not isinstance(result, Unreadable), result.reason
     assert result == action
     assert result.repairs == repairs
@@ -99,6 +100,6 @@ def test_repairs(text: str, action: Action, repairs: tuple[str, ...]):
     ],
 )
 def test_what_nobody_can_repair(text: str, says: str):
-    result = parse(text, lenient=True, operators=LIBRARY)
+    result = repair.parse(text, LIBRARY)
     assert isinstance(result, Unreadable)
     assert says in result.reason
