@@ -97,6 +97,8 @@ class Evaluations:
 
     def write_finished(self) -> None:
         """Write the line of each evaluation whose episodes have all ended."""
+        if not self._unwritten:
+            return
         for name in self._unwritten.keys() - self._under_way().keys():
             self._write(name, self._unwritten[name])
             self._ledger.close_evaluation(name)

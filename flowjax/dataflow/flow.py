@@ -206,7 +206,6 @@ class Flow:
 
     def _tell(self, policy: str, step: int, groups: Sequence[Group]) -> None:
         """Write down what a batch is made of, and what has come to nothing so far."""
-        self._told[policy] = step
         self._trained_ages[policy] = _token_ages(groups, step)
         counts = self._ledger.counts()
         self._metrics.write(
@@ -222,6 +221,7 @@ class Flow:
             quarantined=counts.get("", {}).get("quarantined", 0),
             short_groups=counts.get("", {}).get("short_groups", 0),
         )
+        self._told[policy] = step  # last: a line that a full disk refused is written when the batch is asked for again
 
     def _newest_ages(self, policy: str) -> dict[str, int]:
         """Ages of the tokens of the newest batch that there is."""
@@ -303,6 +303,7 @@ class Flow:
 
     def _expire(self) -> None:
         self._completed(self._ledger.expire())
+        self._evaluations.write_finished()  # a full disk may have refused its line when the last episode came in
 
     def _completed(self, group_ids: Sequence[str]) -> None:
         if not group_ids:

@@ -189,8 +189,16 @@ class Transaction:
             self._db.execute("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if self._outermost:
-            self._db.execute("ROLLBACK" if kind else "COMMIT")
+        if not self._outermost:
+            return
+        try:
+            if kind is None:
+                self._db.execute("COMMIT")
+        finally:
+            # Also where the commit itself has failed, as on a full disk: what came next would else be a part of this
+            # one, and never be committed. SQLite may have rolled back already.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,8 @@ async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, sto
     await web.TCPSite(runner, host, port).start()
     try:
         while not stop.is_set():
-            write_status(run_dir, "dataflow", flow.status())
+            with contextlib.suppress(OSError):  # on a full disk messages are told to wait; who asks is not sent away
+                write_status(run_dir, "dataflow", flow.status())
             try:
                 await asyncio.wait_for(stop.wait(), timeout=1.0)
             except TimeoutError:

@@ -14,6 +14,7 @@ more groups waiting than they may.
 """
 
 import asyncio
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from flowjax.broker import Answer, Busy
 from flowjax.dataflow import messages
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.workers import Can
+from flowjax.monitor.trouble import unwritable
 from flowjax.records import Lease, WireError
 
 NAMES = ("lease", "renew", "episodes", "give_back", "versions", "batch", "committed")
@@ -57,8 +59,17 @@ class DataflowService:
         Raises:
             WireError: there is no message of that name, it has a field that cannot be, or names a version that has
                 never been made; nothing has changed.
-            Busy: there is no room for the episodes now; those of evaluations have been taken in.
+            Busy: there is no room for the episodes now; those of evaluations have been taken in. Or the disk of the run
+                is full or read-only: nothing has changed, and who asks waits until it can be written.
         """
+        try:
+            return await self._answer(name, message, hold_s)
+        except (sqlite3.Error, OSError) as error:
+            if problem := unwritable(error):
+                raise Busy(f"the dataflow cannot write to the run's folder: {problem}") from error
+            raise
+
+    async def _answer(self, name: str, message: Any, hold_s: float) -> Answer:
         match name:
             case "lease":
                 return await self._lease(message, hold_s)

@@ -1,6 +1,10 @@
 """Whether a role that serves HTTP is well."""
 
 import asyncio
+import errno
+
+# What the asker itself lacks: it says nothing of the role.
+_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EAGAIN)
 
 
 class Unwell(Exception):
@@ -13,6 +17,7 @@ async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bo
 
     Raises:
         Unwell: connections are refused or broken off, or the status is 400 or more.
+        OSError: this process cannot ask (it has too many files open); the role may be well.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -26,6 +31,8 @@ async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bo
     except TimeoutError:
         return False
     except OSError as error:
+        if error.errno in _OWN:
+            raise
         raise Unwell("refused connections") from error
     if len(status) < 2 or not status[1].isdigit():
         raise Unwell("broke connections off")

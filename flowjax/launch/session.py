@@ -15,10 +15,12 @@ from flowjax.launch.targets import write_targets
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.progress import Progress, write_status
 from flowjax.monitor.screen import Screen
+from flowjax.monitor.trouble import explain, probe
 
 OK, ROLE_FAILED = 0, 1
 _REFRESH_S = 0.4
-_TOLD = ("down", "restart", "failed", "kill")  # events worth a line that stays; the screen shows the others
+_PROBE_EVERY_S = 2.0
+_TOLD = ("down", "paused", "restart", "failed", "kill")  # events worth a line that stays; the screen shows the others
 
 
 class Session:
@@ -59,7 +61,7 @@ class Session:
             console=self._console,
         )
         work = asyncio.create_task(supervisor.until(self._work(supervisor, roles, done, first)))
-        refresh = asyncio.create_task(self._refresh())
+        beside = [asyncio.create_task(self._refresh()), asyncio.create_task(self._watch_folder())]
         self._listen(supervisor, work)
         failure: RoleFailed | None = None
         try:
@@ -67,13 +69,15 @@ class Session:
         except RoleFailed as error:
             failure = error
         except asyncio.CancelledError:
-            self.screen.say("stopping; press Ctrl-C again to stop at once")
+            self._say("stopping; press Ctrl-C again to stop at once")
         finally:
             await supervisor.stop(*self._stop_order)
-            refresh.cancel()
-            await asyncio.gather(refresh, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
             self._write_status()
-            self.screen.close()
+            with contextlib.suppress(OSError):
+                self.screen.close()
         if failure is not None:
             self._console.print(failure.report(), markup=False, highlight=False, soft_wrap=True)
             return ROLE_FAILED
@@ -94,12 +98,34 @@ class Session:
         await done(supervisor, self.screen.progress)
 
     async def _refresh(self) -> None:
+        """Redraw the screen again and again; what it cannot read now is said once, and read the next time."""
+        said = ""
         while True:
-            self.screen.refresh()
+            try:
+                self.screen.refresh()
+            except Exception as error:
+                if (problem := explain(error) or f"{type(error).__name__}: {error}") != said:
+                    self._say(f"the screen could not be brought up to date: {problem}")
+                said = problem
             self._write_status()
             with contextlib.suppress(OSError):
                 write_targets(self._run_dir)
             await asyncio.sleep(_REFRESH_S)
+
+    async def _watch_folder(self) -> None:
+        """Say when the run's folder cannot be written, which holds all roles up, and when it can again."""
+        said = ""
+        while True:
+            if (problem := probe(self._run_dir)) and not said:
+                self._say(f"paused: {problem}; the run goes on by itself then")
+            elif said and not problem:
+                self._say(f"goes on: {self._run_dir} can be written again")
+            said = problem
+            await asyncio.sleep(_PROBE_EVERY_S)
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # who listens may be a file on the full disk
+            self.screen.say(text)
 
     def _write_status(self) -> None:
         """`status-launch.json`: what `--status` knows of the roles, those that are down among them."""
@@ -119,7 +145,10 @@ class Session:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
     def _on_event(self, role: str, event: str, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end the supervision
+        told = self._console.is_terminal  # elsewhere the screen tells what is in the metrics
+        try:
             self._metrics.write("run", role=role, event=event, text=text)
-        if event in _TOLD and self._console.is_terminal:
-            self.screen.say(f"{role}: {event} {text}".rstrip())
+        except OSError:  # a full disk must not end the supervision, nor silence it
+            told = True
+        if event in _TOLD and told:
+            self._say(f"{role}: {event} {text}".rstrip())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import BinaryIO
 
 from flowjax.launch.health import Unwell
 from flowjax.monitor.roles import RoleState
+from flowjax.monitor.trouble import explain, probe, unwritable_in, write_whole
 
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
@@ -22,6 +24,8 @@ _SETTLED_S = 30.0  # a role that cannot be asked counts as up once it has lived 
 _DEAF_S = 120.0  # a role that was up and has not answered for this long is killed
 _UNWELL_S = 10.0  # so is one that has refused for this long: busy is silent, refusing is no server any more
 _FORGIVEN_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
+_PAUSE_S = 3600.0  # a disk may be full for this long: then the run ends
+_ERROR_LINE = re.compile(r"(?:[\w.]*(?:Error|Exception|Refused)|trainer|rollout|dataflow|warm_start)\b.*: .")
 USER_MISTAKE = 2  # exit status of a role that its config does not allow to run: starting it again changes nothing
 
 
@@ -68,10 +72,11 @@ class Supervisor:
         deaf_s: float = _DEAF_S,
         unwell_s: float = _UNWELL_S,
         forgiven_s: float = _FORGIVEN_S,
+        pause_s: float = _PAUSE_S,
     ):
         self._logs, self._on_event = logs, on_event
         self._backoff_s, self._settled_s, self._deaf_s = backoff_s, settled_s, deaf_s
-        self._unwell_s, self._forgiven_s = unwell_s, forgiven_s
+        self._unwell_s, self._forgiven_s, self._pause_s = unwell_s, forgiven_s, pause_s
         self.states: dict[str, RoleState] = {}
         self._children: dict[str, _Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -139,15 +144,19 @@ class Supervisor:
             self._on_event(name, "stopped", "")
 
     async def _keep(self, role: Role) -> None:
-        state = self.states[role.name]
-        log = self._logs / f"{role.name}.log"
+        """Keep a role up. Whatever goes wrong here ends the run: nobody waits for this task's result."""
+        try:
+            await self._keep_up(role)
+        except Exception as error:
+            self._fail(role, 1, f"the launcher failed over it ({type(error).__name__}: {error})")
+
+    async def _keep_up(self, role: Role) -> None:
+        state, log = self.states[role.name], self._log(role)
         ever_up = False
         restarted_s: list[float] = []  # when, as far as it still counts
+        paused_s, said = None, ""  # since when the machine, and not the role, is what is wrong; in words
         while True:
-            child = self._children[role.name] = _Child(role, log)
-            state.phase, state.pid, state.started_s = "starting", child.pid, time.time()
-            self._on_event(role.name, "restart" if state.restarts else "start", f"process {child.pid}")
-            status, reason = await self._watch(role, child, state)
+            status, reason, trouble = await self._live(role, state)
             ever_up = ever_up or state.phase == "up"
             if role.name in self._stopping:
                 return
@@ -155,22 +164,65 @@ class Supervisor:
                 state.phase = "done"
                 self._on_event(role.name, "done", "")
                 return
+            if trouble:  # is not held against the role
+                lived_s = time.time() - state.started_s if state.phase == "up" else 0.0
+                paused_s = time.monotonic() if paused_s is None or lived_s > self._settled_s else paused_s
+                state.phase, state.detail = "paused", f"{reason}: {trouble}"
+                if state.detail != said:
+                    self._on_event(role.name, "paused", f"{state.detail}; it goes on by itself then")
+                said = state.detail
+                if await self._writable(until_s=paused_s + self._pause_s):
+                    continue
+                self._fail(role, status, f"{reason}: {trouble}, for {self._pause_s / 60:.0f} min")
+                return
+            paused_s, said = None, ""
             # What has never come up is unlikely to come up at the third attempt.
             allowed = role.restarts if ever_up else min(role.restarts, 1)
             restarted_s = [at_s for at_s in restarted_s if time.monotonic() - at_s < self._forgiven_s]
             if status == USER_MISTAKE or len(restarted_s) >= allowed:
                 if n := len(restarted_s):
                     reason += f", after {n} restart{'s' * (n != 1)} within {self._forgiven_s / 60:.0f} min"
-                state.phase, state.detail = "failed", reason
-                self._on_event(role.name, "failed", reason)
-                if not self._failed.done():
-                    self._failed.set_result(RoleFailed(role.name, status, log, reason))
+                self._fail(role, status, reason)
                 return
+            cause = _error_line(log, state.log_start_bytes)
             state.phase, state.detail = "waiting", reason
-            self._on_event(role.name, "down", reason)
+            self._on_event(role.name, "down", f"{reason} ({cause})" if cause else reason)
             await asyncio.sleep(min(self._backoff_s * 2 ** len(restarted_s), 30.0))
             state.restarts += 1
             restarted_s.append(time.monotonic())
+
+    async def _live(self, role: Role, state: RoleState) -> tuple[int, str, str]:
+        """One life of a role: its exit status, why it ended, and what was wrong with the machine ("": nothing)."""
+        log = self._log(role)
+        state.phase, state.log_start_bytes = "starting", _size_bytes(log)
+        try:
+            child = self._children[role.name] = _Child(role, log)
+        except OSError as error:
+            return 1, "cannot be started", explain(error) or str(error)
+        state.pid, state.started_s = child.pid, time.time()
+        self._on_event(role.name, "restart" if state.restarts else "start", f"process {child.pid}")
+        status, reason = await self._watch(role, child, state)
+        if status == 0 and role.finite:
+            return status, reason, ""
+        said = unwritable_in("\n".join(_tail(log, 40, since_bytes=state.log_start_bytes)))
+        return status, reason, said or probe(self._logs)
+
+    async def _writable(self, *, until_s: float) -> bool:
+        """Wait until the run's folder can be written; False when it could not be until then."""
+        await asyncio.sleep(self._backoff_s)
+        while time.monotonic() < until_s and probe(self._logs):
+            await asyncio.sleep(min(self._backoff_s, 1.0))
+        return time.monotonic() < until_s
+
+    def _fail(self, role: Role, status: int, reason: str) -> None:
+        state = self.states[role.name]
+        state.phase, state.detail = "failed", reason
+        if not self._failed.done():
+            self._failed.set_result(RoleFailed(role.name, status, self._log(role), reason))
+        self._on_event(role.name, "failed", reason)
+
+    def _log(self, role: Role) -> Path:
+        return self._logs / f"{role.name}.log"
 
     async def _watch(self, role: Role, child: "_Child", state: RoleState) -> tuple[int, str]:
         """Follow one process to its end. Returns its exit status and why it ended, in words."""
@@ -190,7 +242,11 @@ class Supervisor:
             if now < next_check or cause:
                 continue
             next_check = now + (_HEALTH_EVERY_S if state.phase == "up" else _HEALTH_EVERY_S / 4)
-            well, problem = await _ask(role.health)
+            try:
+                well, problem = await _ask(role.health)
+            except OSError:  # the launcher itself is short of something: the role may be well
+                heard, unwell_since = now, None
+                continue
             unwell_since = (unwell_since or now) if problem else None
             if well:
                 heard = now
@@ -213,9 +269,9 @@ class _Child:
 
     def __init__(self, role: Role, log: Path):
         watched, self._pipe = os.pipe()
-        with log.open("ab", buffering=0) as output:
-            _write_header(output, role)
-            try:
+        try:
+            with log.open("ab", buffering=0) as output:
+                _write_header(output, role)
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_GUARD), str(watched), *role.argv],
                     stdin=subprocess.DEVNULL,
@@ -225,8 +281,11 @@ class _Child:
                     pass_fds=(watched,),
                     start_new_session=True,
                 )
-            finally:
-                os.close(watched)
+        except BaseException:
+            self._close_pipe()
+            raise
+        finally:
+            os.close(watched)
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -287,7 +346,7 @@ def describe_status(status: int) -> str:
 
 def _write_header(output: BinaryIO, role: Role) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    output.write(f"--- {stamp} starting {role.name}: {' '.join(role.argv)}\n".encode())
+    write_whole(output.fileno(), f"--- {stamp} starting {role.name}: {' '.join(role.argv)}\n".encode())
 
 
 def _written_s(path: Path) -> float:
@@ -298,10 +357,23 @@ def _written_s(path: Path) -> float:
         return 0.0
 
 
-def _tail(path: Path, lines: int, most_bytes: int = 64 * 1024) -> list[str]:
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _error_line(log: Path, since_bytes: int) -> str:
+    """The last line that a role has written which looks like the error that ended it."""
+    lines = _tail(log, 40, since_bytes=since_bytes)
+    return next((line.strip()[:300] for line in reversed(lines) if _ERROR_LINE.match(line)), "")
+
+
+def _tail(path: Path, lines: int, most_bytes: int = 64 * 1024, since_bytes: int = 0) -> list[str]:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+            file.seek(max(since_bytes, file.seek(0, os.SEEK_END) - most_bytes, 0))
             return file.read().decode(errors="replace").splitlines()[-lines:]
     except OSError as error:
         return [f"({error})"]

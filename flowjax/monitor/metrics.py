@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from flowjax.monitor.trouble import write_whole
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -43,7 +45,13 @@ class MetricsWriter:
         with _locked(self._path), self._path.open("ab", buffering=0) as file:
             if _torn(self._path):
                 line = "\n" + line
-            file.write(line.encode())
+            end = file.seek(0, os.SEEK_END)
+            try:
+                write_whole(file.fileno(), line.encode())
+            except OSError:  # half a line would be no line, and in the way of the next
+                with contextlib.suppress(OSError):
+                    file.truncate(end)
+                raise
         if self._board is not None and step is not None:
             for name, value in plain.items():
                 if isinstance(value, int | float):

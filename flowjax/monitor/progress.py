@@ -1,5 +1,6 @@
 """What is known of a run's progress: its metrics file and status files, read again and again as they grow."""
 
+import contextlib
 import json
 import os
 import statistics
@@ -138,8 +139,13 @@ def write_status(run_dir: Path, role: str, status: Mapping[str, Any]) -> None:
     """Replace `status-<role>.json` in one step, with the time, so that who reads it never sees half of it."""
     path = run_dir / f"status-{role}.json"
     partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    partial.write_text(json.dumps({**status, "time_s": time.time()}))
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps({**status, "time_s": time.time()}))
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def number(entry: Mapping[str, Any], name: str) -> float | None:

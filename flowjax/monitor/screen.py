@@ -15,7 +15,14 @@ from rich.text import Text
 from flowjax.monitor.progress import Progress, number, read_status
 from flowjax.monitor.roles import RoleState
 
-_COLOURS = {"up": "green", "done": "green", "starting": "yellow", "waiting": "yellow", "failed": "bold red"}
+_COLOURS = {
+    "up": "green",
+    "done": "green",
+    "starting": "yellow",
+    "waiting": "yellow",
+    "paused": "bold yellow",
+    "failed": "bold red",
+}
 _WIDE = 120  # columns of a terminal that has room for two figures side by side
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -372,3 +373,127 @@ def test_a_role_that_is_not_healthy_in_time_is_given_up(tmp_path):
             await supervisor.until(asyncio.sleep(60))
 
     asyncio.run(main())
+
+
+WORKER = """
+started = Path(os.environ["HERE"]) / "started"
+started.write_text(started.read_text() + "x" if started.exists() else "x")
+"""
+
+
+def test_a_role_whose_log_cannot_be_written_waits_with_a_line_until_it_can(tmp_path):
+    events = []
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.05)
+        log = tmp_path / "logs" / "worker.log"
+        log.symlink_to("/dev/full")  # every write there finds the disk full
+        supervisor.start(role(tmp_path, "worker", WORKER, finite=True))
+        await wait_until(lambda: events)
+        await asyncio.sleep(0.3)  # several attempts, one line
+        assert events == [("worker", "paused", events[0][2])]
+        assert events[0][2].startswith("cannot be started: No space left on device: make room")
+        assert supervisor.states["worker"].phase == "paused"
+        log.unlink()
+        await supervisor.until(supervisor.ended("worker"))
+        assert supervisor.states["worker"].restarts == 0
+
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    asyncio.run(main())
+    assert (tmp_path / "started").read_text() == "x"
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
+
+
+def test_a_role_that_dies_of_a_full_disk_is_not_held_to_its_restarts(tmp_path):
+    events = []
+    body = (
+        WORKER
+        + """
+if len(started.read_text()) < 5:
+    raise OSError(28, "No space left on device", "checkpoint")
+"""
+    )
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.01)
+        supervisor.start(role(tmp_path, "trainer", body, finite=True, restarts=1))
+        await supervisor.until(supervisor.ended("trainer"))
+        assert supervisor.states["trainer"].restarts == 0
+
+    asyncio.run(main())
+    assert [event for _, event, _ in events].count("start") == 5
+    paused = [text for _, event, text in events if event == "paused"]
+    assert paused[0].startswith("exit status 1: No space left on device: make room")
+
+
+def test_a_full_disk_ends_the_run_when_nobody_makes_room(tmp_path):
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, pause_s=0.5)
+        (tmp_path / "logs" / "worker.log").symlink_to("/dev/full")
+        supervisor.start(role(tmp_path, "worker", WORKER, finite=True))
+        with pytest.raises(RoleFailed, match=r"worker: cannot be started: No space left on device: make room .*, for"):
+            await supervisor.until(asyncio.sleep(60))
+
+    asyncio.run(main())
+
+
+def test_a_supervisor_with_too_many_files_open_waits_and_leaves_its_roles_alone(tmp_path):
+    events, asked = [], []
+
+    async def healthy():
+        asked.append(True)
+        os.close(os.dup(0))  # as a connection would take one
+        return True
+
+    async def main():
+        supervisor = Supervisor(
+            tmp_path / "logs",
+            on_event=lambda *event: events.append(event),
+            backoff_s=0.05,
+            unwell_s=0.0,
+            deaf_s=0.0,
+        )
+        supervisor.start(role(tmp_path, "engine", FOREVER, health=healthy))
+        await wait_until(lambda: supervisor.states["engine"].phase == "up")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        seen, worker = len(asked), role(tmp_path, "worker", WORKER, finite=True)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            supervisor.start(worker)
+            await wait_until(lambda: len(asked) > seen + 1 and supervisor.states["worker"].phase == "paused")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await supervisor.until(supervisor.ended("worker"))
+        assert supervisor.states["engine"].phase == "up"
+        await supervisor.stop(grace_s=10)
+
+    asyncio.run(main())
+    (paused,) = [text for _, event, text in events if event == "paused"]
+    assert "Too many open files: raise the limit of open files (ulimit -n)" in paused
+
+
+def test_whatever_goes_wrong_in_a_keeper_ends_the_run_with_a_line(tmp_path):
+    async def broken():
+        raise ValueError("a fault of the launcher's own")
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs")
+        supervisor.start(role(tmp_path, "engine", FOREVER, health=broken))
+        with pytest.raises(RoleFailed, match=r"launcher failed over it \(ValueError: a fault of the launcher's own\)"):
+            await supervisor.until(asyncio.sleep(60))
+        await supervisor.stop(grace_s=10)
+
+    asyncio.run(main())
+
+
+def test_what_a_role_died_of_is_in_its_line(tmp_path):
+    events = []
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.01)
+        body = WORKER + "assert len(started.read_text()) > 1, 'first'"
+        supervisor.start(role(tmp_path, "rollout", body, finite=True, restarts=1))
+        await supervisor.until(supervisor.ended("rollout"))
+
+    asyncio.run(main())
+    assert ("rollout", "down", "exit status 1 (AssertionError: first)") in events

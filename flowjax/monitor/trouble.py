@@ -1,0 +1,101 @@
+"""Faults of the machine in words: a full disk, a folder that may not be written, too many open files.
+
+A run waits for those that may pass (`unwritable`): whoever makes room finds it going on.
+"""
+
+import contextlib
+import errno
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOM = "make room on its disk"
+_WRITABLE = "see that its disk works and is mounted for writing"
+_REMEDIES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EROFS: _WRITABLE,
+    errno.EIO: "the disk may be broken: see dmesg",
+    errno.EACCES: "give its owner the right to read and write it",
+    errno.EPERM: "give its owner the right to read and write it",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "the whole machine has too many files open: close some",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), or end some",
+    errno.ENOMEM: "the machine is out of memory: end something",
+}
+_OF_FOLDERS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_OF_SQLITE = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS, sqlite3.SQLITE_IOERR: errno.EIO}
+# As Python, SQLite, Orbax and vLLM word them in their logs.
+_WORDINGS = {
+    "no space left on device": errno.ENOSPC,
+    "database or disk is full": errno.ENOSPC,
+    "disk quota exceeded": errno.EDQUOT,
+    "read-only file system": errno.EROFS,
+    "attempt to write a readonly database": errno.EROFS,
+}
+_PROBE_BYTES = 64 * 1024
+
+
+def explain(error: BaseException) -> str:
+    """Cause and remedy of a fault of the machine; "" for any other error. Looks through what it was raised from."""
+    number = _number(error)
+    return f"{os.strerror(number)}: {_REMEDIES[number]}" if number in _REMEDIES else ""
+
+
+def unwritable(error: BaseException) -> str:
+    """Cause and remedy where a disk is full or read-only, which may pass; "" for any other error."""
+    return explain(error) if _number(error) in _OF_FOLDERS else ""
+
+
+def unwritable_in(text: str) -> str:
+    """The same of the words in which a process has ended."""
+    found = next((number for wording, number in _WORDINGS.items() if wording in text.lower()), None)
+    return "" if found is None else f"{os.strerror(found)}: {_REMEDIES[found]}"
+
+
+def probe(folder: Path) -> str:
+    """Cause and remedy where `folder` cannot be written now, "" where it can."""
+    path = folder / f".probe-{os.getpid()}-{threading.get_ident()}"
+    try:
+        try:
+            with path.open("wb", buffering=0) as file:
+                write_whole(file.fileno(), bytes(_PROBE_BYTES))
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    except OSError as error:
+        # One that has too many files open knows nothing of the folder.
+        return "" if error.errno in (errno.EMFILE, errno.ENFILE) else f"{folder}: {explain(error) or error}"
+    return ""
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Write all of `data`: on a disk that fills up, the system writes a part of it and says so only at the next call.
+
+    Raises:
+        OSError: as `os.write`.
+    """
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number of the first fault of the machine among an error and its causes."""
+    return next((number for cause in _causes(error) if (number := _own_number(cause)) in _REMEDIES), None)
+
+
+def _own_number(error: BaseException) -> int | None:
+    if isinstance(error, sqlite3.Error):
+        return _OF_SQLITE.get((getattr(error, "sqlite_errorcode", None) or 0) & 0xFF)  # the rest tells sub-causes
+    return error.errno if isinstance(error, OSError) else None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
