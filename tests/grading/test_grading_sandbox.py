@@ -18,6 +18,7 @@ from flowjax.grading import sandbox
 from flowjax.grading.code import Call, Check, Lines, Suite, judge
 from flowjax.grading.sandbox import Isolation, IsolationError, Limits, isolation, require_isolation, run
 from flowjax.grading.sandbox_commands import OWN_UIDS, PROGRAM, interpreters
+from flowjax.grading.sandbox_seccomp import ARCHITECTURES, allowed, instructions
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
 TIGHT = Limits(wall_s=0.4, cpu_s=1.0, memory_bytes=192 << 20, processes=8, disk_bytes=16 << 20, file_bytes=8 << 20)
@@ -166,6 +167,45 @@ def test_greedy_programs_that_read_input_are_ended(name: str):
 @pytest.mark.parametrize("name", ["loop_in_call", "loop_that_catches", "loop_without_alarm", "memory_string"])
 def test_greedy_programs_that_tests_call_are_ended(name: str):
     contained(GREEDY[name], SUITES["checks"])
+
+
+def _filtered(machine: str, number: int, *arguments: int) -> int:
+    """What the filter's program answers to a call: an interpreter of the instructions that it uses."""
+    fields = {0: number, 4: ARCHITECTURES[machine][1]} | {16 + 8 * i: value for i, value in enumerate(arguments)}
+    program, place, value = instructions(machine), 0, 0
+    while True:
+        operation, true, false, constant = program[place]
+        place += 1
+        if operation == 0x06:
+            return constant
+        if operation == 0x20:
+            value = fields.get(constant, 0)
+        else:
+            holds = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[operation]
+            place += true if holds else false
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_the_filter_allows_its_list_and_nothing_else(machine: str):
+    allow, refuse, unknown, family = 0x7FFF0000, 0x50001, 0x50026, 0x50061
+    column = list(ARCHITECTURES).index(machine)
+    socket_, pair, fcntl, setsockopt, clone, clone3 = (
+        numbers[column] for numbers in ((41, 198), (53, 199), (72, 25), (54, 208), (56, 220), (435, 435))
+    )
+    listed = set(allowed(machine).values())
+    for number in range(1100):
+        if number in (socket_, pair, fcntl, setsockopt, clone, clone3):
+            continue
+        wanted = allow if number in listed else refuse if number <= 467 else unknown
+        assert _filtered(machine, number) == wanted, number
+    for number in (socket_, pair):
+        assert [_filtered(machine, number, n) for n in range(50)] == [allow if n == 1 else family for n in range(50)]
+    assert _filtered(machine, fcntl, 3, 1031) == refuse and _filtered(machine, fcntl, 3, 1030) == allow
+    assert [_filtered(machine, setsockopt, 3, 1, n) for n in (6, 7, 8, 9, 32, 33)] == [allow, *[refuse] * 2, allow] + [
+        refuse
+    ] * 2
+    assert _filtered(machine, clone, 0x1200011) == allow and _filtered(machine, clone, 0x10000011) == refuse
+    assert _filtered(machine, clone3) == _filtered(machine, 0x40000000) == unknown
 
 
 def test_after_a_fork_bomb_others_still_run():
