@@ -82,6 +82,7 @@ def default_config() -> ConfigDict:
     config.rollout.temperature = 1.0
     config.rollout.max_prompt_tokens = 1024
     config.rollout.max_new_tokens = 256
+    config.rollout.max_episode_turns = 0  # turns of all agents in one episode; 0: 4 x env.max_turns for each agent
     config.rollout.structured_outputs = False  # hold replies to the world's grammar of actions while they are sampled
     config.rollout.episode_timeout_s = 300.0
     config.engine = ConfigDict()

@@ -2,11 +2,20 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from flowjax.records import Episode, Status, Trajectory, Turn, WireError
+
+_LONGEST_NAME = 500  # characters
+_LONGEST_ERROR = 10_000
+_MOST_OUTCOMES = 1000  # names in one outcome
+_LARGEST_NUMBER = 1e9  # of rewards and outcomes: their squares and sums stay finite in float32
+_LOGPROB_SLACK = 1e-3  # above 0, for a sampler's rounding
+_LEAST_LOGPROB = -1000.0  # of a token that can have been sampled; its square and differences stay finite in float32
 
 _TEXT, _INTEGER, _NUMBER, _FLAG = str, (int, np.integer), (int, float, np.number), (bool, np.bool_)
 _TURN_FIELDS = {
@@ -22,10 +31,46 @@ _TURN_FIELDS = {
     "env_s": _NUMBER,
 }
 _NAMES = {"group_id": _TEXT, "task_id": _TEXT, "seed": _INTEGER, "status": _TEXT, "error": _TEXT}
-_KINDS = {_TEXT: "a string", _INTEGER: "a whole number", _NUMBER: "a finite number", _FLAG: "true or false"}
+_SIZE = f"at most {_LARGEST_NUMBER:g} from 0"
+_KINDS = {
+    _TEXT: "a string",
+    _INTEGER: "a whole number",
+    _NUMBER: f"a finite number, {_SIZE}",
+    _FLAG: "true or false",
+}
 
 
-def check_episode(episode: Episode, *, newest: Mapping[str, int], where: str = "episode") -> None:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most that an episode of a run may hold: tokens of a prompt and of a reply, turns of all agents together.
+
+    `vocabulary` is the number of tokens of each policy's model (and of each model that is not trained), where it is
+    known. A row of training is one prompt and one reply at most, so these bound what a trainer has to fit.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    turns: int
+    vocabulary: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(cls, config: ConfigDict, vocabulary: Mapping[str, int] | None = None) -> "Bounds":
+        rollout = config.rollout
+        turns = rollout.max_episode_turns or 4 * config.env.max_turns * max(len(config.agents), 1)
+        return cls(rollout.max_prompt_tokens, rollout.max_new_tokens, turns, vocabulary or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """What an episode was leased as. `versions` holds the policies whose version is fixed."""
+
+    group_id: str
+    task_id: str
+    seed: int
+    versions: Mapping[str, int]
+
+
+def check_episode(episode: Episode, *, newest: Mapping[str, int], bounds: Bounds, where: str = "episode") -> None:
     """Check every field of an episode.
 
     Args:
@@ -33,24 +78,85 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], where: str = "
         where: name of the episode in messages.
 
     Raises:
-        WireError: a field is of another kind, no finite number, or names a policy or version that the run has not.
+        WireError: a field is of another kind, no number that can be, beyond `bounds`, or names a policy or version
+            that the run has not.
     """
     _check_fields(episode, {"episode_id": _TEXT, **_NAMES}, where)
     _check_status(episode.status, where)
     _check_outcome(episode.outcome, where)
-    for index, trajectory in enumerate(_sequence(episode.trajectories, Trajectory, f"{where}.trajectories")):
+    trajectories = _sequence(episode.trajectories, Trajectory, f"{where}.trajectories")
+    _check_turns(trajectories, bounds, where)
+    known_ids: set[str] = set()
+    for index, trajectory in enumerate(trajectories):
         place = f"{where}.trajectories[{index}]"
         _check_fields(trajectory, {"trajectory_id": _TEXT, "policy": _TEXT, **_NAMES}, place)
         _check_status(trajectory.status, place)
         _check_outcome(trajectory.outcome, place)
         _check_policy(trajectory.policy, newest, place)
+        _check_trajectory_id(trajectory.trajectory_id, episode.episode_id, known_ids, place)
         for name in ("group_id", "task_id", "seed"):
             if getattr(trajectory, name) != getattr(episode, name):
                 raise WireError(f"field {place}.{name} differs from the episode's")
-        for number, turn in enumerate(_sequence(trajectory.turns, Turn, f"{place}.turns")):
+        for number, turn in enumerate(trajectory.turns):
             _check_turn(turn, newest, f"{place}.turns[{number}]")
+            _check_tokens(turn, bounds, f"{place}.turns[{number}]")
             if turn.policy != trajectory.policy:
                 raise WireError(f"field {place}.turns[{number}].policy differs from the trajectory's")
+
+
+def check_lease(episode: Episode, leased: Leased, *, where: str = "episode") -> None:
+    """Check an episode, whose fields are sound, against its lease.
+
+    Raises:
+        WireError: it is of another group, task or seed, or was played with another version than the lease names.
+    """
+    for name in ("group_id", "task_id", "seed"):
+        found, wanted = getattr(episode, name), getattr(leased, name)
+        if found != wanted:
+            told = f"field {where}.{name} is {_short(found)}, but its lease says {_short(wanted)}"
+            raise WireError(f"{told}: send what was leased")
+    for index, trajectory in enumerate(episode.trajectories):
+        for number, turn in enumerate(trajectory.turns):
+            wanted = leased.versions.get(turn.policy, turn.version)
+            if turn.version != wanted:
+                place = f"{where}.trajectories[{index}].turns[{number}].version"
+                raise WireError(f"field {place} is {turn.version}, but its lease says {wanted}: play that version")
+
+
+def _check_turns(trajectories: Sequence[Trajectory], bounds: Bounds, where: str) -> None:
+    """Each part has a turn, but for one that ended before its first."""
+    turns = 0
+    for index, trajectory in enumerate(trajectories):
+        turns += max(len(_sequence(trajectory.turns, Turn, f"{where}.trajectories[{index}].turns")), 1)
+    if turns > bounds.turns:
+        remedy = "send fewer, or raise config.rollout.max_episode_turns"
+        raise WireError(f"field {where}.trajectories holds {turns} turns, the run allows {bounds.turns}: {remedy}")
+
+
+def _check_trajectory_id(trajectory_id: str, episode_id: str, known: set[str], where: str) -> None:
+    if trajectory_id != episode_id and not trajectory_id.startswith(f"{episode_id}/"):
+        wanted = "it is the episode's id, or that with '/' and more behind it"
+        raise WireError(f"field {where}.trajectory_id is {_short(trajectory_id)}: {wanted}")
+    if trajectory_id in known:
+        raise WireError(f"field {where}.trajectory_id is {_short(trajectory_id)}, as an earlier one's: number them")
+    known.add(trajectory_id)
+
+
+def _check_tokens(turn: Turn, bounds: Bounds, where: str) -> None:
+    """A reply needs a token before it: the first of a row is predicted from nothing."""
+    if not len(turn.prompt_ids):
+        raise WireError(f"field {where}.prompt_ids is empty: send the whole prompt, one token at least")
+    limits = {"prompt_ids": ("max_prompt_tokens", bounds.prompt_tokens)}
+    limits["sampled_ids"] = ("max_new_tokens", bounds.new_tokens)
+    vocabulary = bounds.vocabulary.get(turn.policy)
+    for name, (field_name, most) in limits.items():
+        ids = getattr(turn, name)
+        if len(ids) > most:
+            remedy = f"config.rollout.{field_name} is {most}: cut it, or raise that"
+            raise WireError(f"field {where}.{name} has {len(ids)} tokens, but {remedy}")
+        if vocabulary is not None and len(ids) and ids.max() >= vocabulary:
+            told = f"field {where}.{name} has token {ids.max()}, but the model of {turn.policy} has {vocabulary}"
+            raise WireError(f"{told}: send its own tokenizer's ids")
 
 
 def _check_turn(turn: Turn, newest: Mapping[str, int], where: str) -> None:
@@ -71,14 +177,23 @@ def _check_turn(turn: Turn, newest: Mapping[str, int], where: str) -> None:
         raise WireError(f"field {where}.logprobs has {len(logprobs)} values for {len(turn.sampled_ids)} sampled tokens")
     if not np.isfinite(logprobs).all():
         raise WireError(f"field {where}.logprobs has values that are not finite")
+    if len(logprobs) and not (logprobs.max() <= _LOGPROB_SLACK and logprobs.min() >= _LEAST_LOGPROB):
+        reached = f"field {where}.logprobs reaches from {logprobs.min():g} to {logprobs.max():g}"
+        raise WireError(f"{reached}: send natural logarithms of probabilities, from {_LEAST_LOGPROB:g} to 0")
 
 
 def _check_fields(record: Any, kinds: Mapping[str, Any], where: str) -> None:
     for name, kind in kinds.items():
         value = getattr(record, name)
         fits = isinstance(value, kind) and isinstance(value, _FLAG) == (kind is _FLAG)
-        if not fits or (kind is _NUMBER and not math.isfinite(value)):
+        if not fits or (kind is _NUMBER and not _usable(value)):
             raise WireError(f"field {where}.{name} is {_short(value)}: it is {_KINDS[kind]}")
+        if kind is _TEXT and len(value) > (_LONGEST_ERROR if name == "error" else _LONGEST_NAME):
+            raise WireError(f"field {where}.{name} has {len(value)} characters: cut it")
+
+
+def _usable(value: Any) -> bool:
+    return math.isfinite(value) and abs(value) <= _LARGEST_NUMBER
 
 
 def _check_status(status: str, where: str) -> None:
@@ -93,11 +208,14 @@ def _check_policy(policy: str, newest: Mapping[str, int], where: str) -> None:
 
 def _check_outcome(outcome: Any, where: str) -> None:
     if not isinstance(outcome, Mapping):
-        raise WireError(f"field {where}.outcome is {_short(outcome)}: it is a map of finite numbers")
+        raise WireError(f"field {where}.outcome is {_short(outcome)}: it is a map of finite numbers, {_SIZE}")
+    if len(outcome) > _MOST_OUTCOMES:
+        raise WireError(f"field {where}.outcome has {len(outcome)} names: send {_MOST_OUTCOMES} at most")
     for name, value in outcome.items():
-        if not isinstance(name, str) or not isinstance(value, (*_NUMBER, *_FLAG)) or not math.isfinite(value):
+        named = isinstance(name, str) and len(name) <= _LONGEST_NAME
+        if not named or not isinstance(value, (*_NUMBER, *_FLAG)) or not _usable(value):
             shown = f"{_short(name)} = {_short(value)}"
-            raise WireError(f"field {where}.outcome has {shown}: it is a map of finite numbers")
+            raise WireError(f"field {where}.outcome has {shown}: it is a map of finite numbers, {_SIZE}")
 
 
 def _sequence(values: Any, kind: type, where: str) -> Sequence[Any]:

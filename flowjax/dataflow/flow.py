@@ -22,7 +22,9 @@ from flowjax.dataflow.rows import CreditedBatch, credit_batch
 from flowjax.dataflow.selection import select
 from flowjax.dataflow.transcripts import write_transcripts
 from flowjax.dataflow.workers import ANYTHING, Can
+from flowjax.models.config import vocabulary_sizes
 from flowjax.monitor.metrics import MetricsWriter
+from flowjax.record_checks import Bounds, Leased
 from flowjax.records import Episode, Group, Lease, Task
 from flowjax.rewards.scores import required_outcomes, trajectory_scores
 
@@ -72,6 +74,7 @@ class Flow:
         self.needed_outcomes = {  # by policy, for its reward
             policy: required_outcomes(own.reward.components.to_dict()) for policy, own in self._configs.items()
         }
+        self.bounds = Bounds.of_run(config, vocabulary_sizes(config))
         self.serving = dict.fromkeys(self._configs, -1)  # newest versions that the engine serves; -1 before version 0
         self.committed = dict.fromkeys(self._configs, -1) | self._ledger.commits()  # newest ones, by the trainers
         self._admission = Admission(
@@ -143,6 +146,10 @@ class Flow:
 
     def give_back(self, lease_ids: Sequence[str], error: str) -> None:
         self._completed(self._ledger.give_back(lease_ids, error, count_attempt=bool(error)))
+
+    def leased(self, lease_id: str, episode_id: str) -> Leased | None:
+        """See `Ledger.leased`."""
+        return self._ledger.leased(lease_id, episode_id)
 
     def accept(self, lease_id: str, episode: Episode) -> bool:
         """Take in a played episode; False when it does not count (a duplicate, or of another run)."""

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowjax.dataflow.algorithms.state import Learnt, Table
+from flowjax.record_checks import Leased
 from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Task, Trajectory, pack, unpack
 
 Kind = Literal["train", "eval"]
@@ -435,7 +436,7 @@ class Ledger:
             ).fetchone()
             if row is None or row["state"] in ("done", "quarantined", "cancelled"):
                 return False, []
-            if not self._granted(lease_id, episode):
+            if not self._granted(lease_id, episode.episode_id):
                 return False, []
             if episode.status not in COUNTED_STATUSES:
                 if row["lease_id"] != lease_id:  # a failure ends only its own lease: another worker may be playing
@@ -638,10 +639,20 @@ class Ledger:
         signature = hashlib.blake2b(f"{nonce} {episode_id}".encode(), key=self._lease_key, digest_size=8)
         return nonce + signature.hexdigest()
 
-    def _granted(self, lease_id: str, episode: Episode) -> bool:
-        return hmac.compare_digest(lease_id.encode(), self._sign(lease_id[:16], episode.episode_id).encode())
+    def _granted(self, lease_id: str, episode_id: str) -> bool:
+        return hmac.compare_digest(lease_id.encode(), self._sign(lease_id[:16], episode_id).encode())
 
     # --------------------------------------------------------------------------------- questions, which change nothing
+
+    def leased(self, lease_id: str, episode_id: str) -> Leased | None:
+        """What that lease says; None when it was never given for this episode, or that is forgotten by now."""
+        row = self._db.execute(
+            "SELECT group_id, seed, versions, task FROM episodes JOIN groups USING (group_id) WHERE episode_id = ?",
+            (episode_id,),
+        ).fetchone()
+        if row is None or not self._granted(lease_id, episode_id):
+            return None
+        return Leased(row["group_id"], unpack(row["task"]).task_id, row["seed"], unpack(row["versions"]))
 
     def held(self, worker: str) -> dict[str, int]:
         """Episodes that a worker has leased, by kind."""

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from flowjax.dataflow.workers import KINDS, Can
-from flowjax.record_checks import check_episode
+from flowjax.record_checks import Bounds, check_episode
 from flowjax.records import COUNTED_STATUSES, Episode, WireError
 
 MOST_SLOTS = 100_000  # episodes asked for, or leases named, in one message
@@ -97,7 +97,7 @@ def version_of(message: Any, name: str, *, oldest: int, newest: int) -> int:
 
 
 def episodes_of(
-    message: Any, newest: Mapping[str, int], needed: Mapping[str, Collection[str]]
+    message: Any, newest: Mapping[str, int], needed: Mapping[str, Collection[str]], bounds: Bounds
 ) -> list[tuple[str, Episode]]:
     """Leases and what was played under them; one bad item refuses the whole message. `newest` versions and `needed`
     outcomes are by policy."""
@@ -105,7 +105,7 @@ def episodes_of(
     played = []
     for index, item in enumerate(items):
         lease_id, episode = fields(item, lease_id=str, episode=Episode)
-        check_episode(episode, newest=newest, where=f"items[{index}].episode")
+        check_episode(episode, newest=newest, bounds=bounds, where=f"items[{index}].episode")
         if episode.status in COUNTED_STATUSES:
             _check_outcomes(episode, needed, f"items[{index}].episode")
         played.append((lease_id, episode))

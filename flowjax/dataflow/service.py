@@ -26,6 +26,7 @@ from flowjax.dataflow import messages
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.workers import Can
 from flowjax.monitor.trouble import unwritable
+from flowjax.record_checks import check_lease
 from flowjax.records import Lease, WireError
 
 NAMES = ("lease", "renew", "episodes", "give_back", "versions", "batch", "committed")
@@ -134,7 +135,10 @@ class DataflowService:
         self._changed.set()
 
     async def _episodes(self, message: Any, hold_s: float) -> Answer:
-        played = messages.episodes_of(message, self._newest(), self._flow.needed_outcomes)
+        played = messages.episodes_of(message, self._newest(), self._flow.needed_outcomes, self._flow.bounds)
+        for index, (lease_id, episode) in enumerate(played):
+            if leased := self._flow.leased(lease_id, episode.episode_id):
+                check_lease(episode, leased, where=f"items[{index}].episode")
         counted = []
         if self._flow.full:
             evaluation, played = self._flow.by_kind(played)

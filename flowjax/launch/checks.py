@@ -23,6 +23,7 @@ _AT_LEAST = {
     "rollout.temperature": 1e-6,
     "rollout.max_prompt_tokens": 1,
     "rollout.max_new_tokens": 1,
+    "rollout.max_episode_turns": 0,
     "rollout.episode_timeout_s": 0.001,
     "rollout.min_concurrent_episodes": 0,
     "engine.replicas": 1,

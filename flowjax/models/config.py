@@ -1,11 +1,15 @@
 """Hugging Face's config.json <-> the shape of a decoder, family by family."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
+from flowjax.config import base_configs, policy_configs
 from flowjax.models.shape import AnyScaling as AnyScaling
 from flowjax.models.shape import Experts as Experts
 from flowjax.models.shape import LinearScaling as LinearScaling
@@ -90,6 +94,19 @@ def read_config(folder: str | Path) -> ModelConfig:
     except (OSError, json.JSONDecodeError) as error:
         raise ModelError(f"{path} cannot be read ({error}): download the model again") from error
     return parse_config(raw, source=str(path))
+
+
+def vocabulary_sizes(config: ConfigDict) -> dict[str, int]:
+    """Tokens that each policy's model has, and each base model by its own name; without those whose folder is not
+    here, as where engines and trainers run elsewhere."""
+    sizes: dict[str, int] = {}
+    for base, own in base_configs(config).items():
+        with contextlib.suppress(ModelError):
+            sizes[base] = read_config(own.model.path).vocab_size
+    by_policy = {
+        name: sizes[own.policy.base] for name, own in policy_configs(config).items() if own.policy.base in sizes
+    }
+    return sizes | by_policy
 
 
 def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:

@@ -14,7 +14,8 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError, task_options
 from flowjax.envs.base import Constrained, World, load_world
 from flowjax.envs.pool import EnvPool
-from flowjax.record_checks import check_episode
+from flowjax.models.config import vocabulary_sizes
+from flowjax.record_checks import Bounds, check_episode
 from flowjax.records import Episode, Lease, Trajectory, WireError
 from flowjax.rollout.bases import Base
 from flowjax.rollout.client import EngineError
@@ -22,6 +23,8 @@ from flowjax.rollout.completions import Completion, Sampling
 from flowjax.rollout.names import speakers
 from flowjax.workflows.agent import UNVERSIONED, Agent, Generate, Played
 from flowjax.workflows.single import Options
+
+_LONGEST_ERROR = 2000  # characters of a world's fault that are passed on
 
 
 class Play(Protocol):
@@ -59,6 +62,7 @@ class Player:
     workflow: Play
     speakers: Mapping[str, str]  # agent -> policy, or base model
     config: ConfigDict
+    bounds: Bounds
     structured_outputs: str = ""  # see `Sampling`
 
     @classmethod
@@ -72,7 +76,8 @@ class Player:
         held = ""
         if config.rollout.structured_outputs and isinstance(world, Constrained):
             held = json.dumps(world.structured_outputs(config.env.prompt, **config.env.options.to_dict()))
-        return cls(bases, pool, world, load_workflow(config.workflow), speakers(config), config, held)
+        bounds = Bounds.of_run(config, vocabulary_sizes(config))
+        return cls(bases, pool, world, load_workflow(config.workflow), speakers(config), config, bounds, held)
 
     async def play(self, lease: Lease) -> Episode:
         """Play to the end. What goes wrong inside the episode is its status.
@@ -91,12 +96,12 @@ class Player:
                 raise EngineError(f"the engine was away for longer than the {limit_s} s of an episode") from error
             played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
         except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
-            played = Played([], {}, "env_error", f"{type(error).__name__}: {error}")
+            played = Played([], {}, "env_error", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
         episode = self._episode(lease, played)
         try:
             trained = {policy for base in self.bases for policy in base.policies}
             newest = {name: sys.maxsize if name in trained else UNVERSIONED for name in self.speakers.values()}
-            check_episode(episode, newest=newest)
+            check_episode(episode, newest=newest, bounds=self.bounds)
         except WireError as error:  # a world whose reward is not a number, say: the dataflow would refuse it
             episode = self._episode(lease, Played([], {}, "env_error", str(error)))
         return episode

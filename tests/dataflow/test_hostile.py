@@ -1,6 +1,7 @@
 """Whatever is sent to a dataflow: it answers with 4xx and a reason and is as before, or it was a fair message."""
 
 import asyncio
+import json
 import os
 import sqlite3
 import struct
@@ -20,9 +21,11 @@ from hypothesis import strategies as st
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
+from flowjax.models.config import hf_config
+from flowjax.models.nano import nano_config
 from flowjax.records import Task
 
-GROUPS, MEMBERS, STEPS = 2, 2, 4
+GROUPS, MEMBERS, STEPS, VOCABULARY = 2, 2, 4, 64
 Message = dict[str, Any]
 
 
@@ -36,6 +39,9 @@ class Dataflow:
         config.agents = {"player": "agent", "judge": "base"}
         config.eval.tasks = 0
         config.reward.components = {"success": 1.0}
+        config.model.path = str(folder / "model")
+        (folder / "model").mkdir(exist_ok=True)
+        (folder / "model" / "config.json").write_text(json.dumps(hf_config(nano_config(VOCABULARY), "float32")))
         tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
         self.flow = Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
         self.server = TestServer(Server(self.flow, **options).application())
@@ -165,6 +171,16 @@ BAD_PARTS = [
     ((*TURN, "version"), 1, "0 to 0"),
     ((*TURN, "policy"), "stranger", "this run has agent"),
     ((*TURN, "env_reward"), float("inf"), "finite number"),
+    ((*TURN, "env_reward"), 1e30, "finite number"),
+    ((*TURN, "prompt_ids"), array("<i4", 0), "prompt_ids is empty: send the whole prompt"),
+    ((*TURN, "prompt_ids"), array("<i4", 5000), "config.rollout.max_prompt_tokens is 1024"),
+    ((*TURN, "prompt_ids"), array("<i4", 1, struct.pack("<i", VOCABULARY)), "the model of agent has 64"),
+    ((*TURN, "sampled_ids"), array("<i4", 2, struct.pack("<ii", 3, 10**9)), "has token 1000000000"),
+    ((*TURN, "logprobs"), array("<f4", 2, struct.pack("<ff", 0.5, -1.0)), "from -1 to 0.5"),
+    ((*TURN, "logprobs"), array("<f4", 2, struct.pack("<ff", -3e38, -1.0)), "natural logarithms"),
+    ((*TURN[:5], "trajectory_id"), "another's", "it is the episode's id"),
+    ((*TURN[:5], "outcome"), {"success": 1e300}, "finite numbers"),
+    ((*TURN[:3], "error"), "x" * 50_000, "50000 characters"),
     ((*TURN, "valid"), 1, "true or false"),
     ((*TURN[:5], "policy"), "stranger", "this run has agent"),
     ((*TURN[:5], "policy"), "base", "policy differs from the trajectory's"),
@@ -186,6 +202,67 @@ def test_one_bad_item_refuses_the_whole_message(tmp_path, place, value, reason):
         told = await refused(dataflow, "/episodes", on_the_wire(changed(message, place, value)))
         assert reason in told
         assert (await dataflow.post("/episodes", **message))[1] == {"accepted": 2, "duplicate": 0}
+
+    run(tmp_path, scenario)
+
+
+def of_another(lease: Message, field: str) -> Message:
+    """An episode that is sound in itself, with another `field` throughout than its lease has."""
+    if field == "task_id":
+        return episode({**lease, "task": {**lease["task"], "task_id": "task-99"}})
+    return episode({**lease, field: "train-00000099" if field == "group_id" else 99})
+
+
+@pytest.mark.parametrize("field", ["task_id", "group_id", "seed"])
+def test_an_episode_is_held_to_its_lease(tmp_path, field):
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        first, second = dataflow.leases[:2]
+        items = [
+            {"lease_id": second["lease_id"], "episode": episode(second)},
+            {"lease_id": first["lease_id"], "episode": of_another(first, field)},
+        ]
+        told = await refused(dataflow, "/episodes", on_the_wire({"worker": "w", "items": items}))
+        assert f"items[1].episode.{field}" in told and "its lease says" in told
+        items[1]["episode"] = episode(first)
+        assert (await dataflow.post("/episodes", worker="w", items=items))[1] == {"accepted": 2, "duplicate": 0}
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(("parts", "turns", "reason"), [(500, 1, "500 turns"), (500, 0, "500 turns"), (2, 900, "1800")])
+def test_an_episode_has_no_more_turns_than_the_run_allows(tmp_path, parts, turns, reason):
+    async def scenario(dataflow: Dataflow) -> None:
+        await dataflow.lease()
+        whole = episode(dataflow.leases[0])
+        (part,) = whole["trajectories"]
+        whole["trajectories"] = [
+            {**part, "trajectory_id": f"{whole['episode_id']}/{index}", "turns": part["turns"] * turns}
+            for index in range(parts)
+        ]
+        items = [{"lease_id": dataflow.leases[0]["lease_id"], "episode": whole}]
+        told = await refused(dataflow, "/episodes", on_the_wire({"worker": "w", "items": items}))
+        assert reason in told and "config.rollout.max_episode_turns" in told
+        whole["trajectories"] = [part, part]
+        told = await refused(dataflow, "/episodes", on_the_wire({"worker": "w", "items": items}))
+        assert "as an earlier one's" in told
+
+    run(tmp_path, scenario)
+
+
+def test_an_evaluation_is_played_with_the_versions_that_its_lease_names(tmp_path):
+    async def scenario(dataflow: Dataflow) -> None:
+        dataflow.flow._config.eval.tasks = 1
+        await dataflow.lease()
+        (held_out,) = (lease for lease in dataflow.leases if lease["kind"] == "eval")
+        train = [lease for lease in dataflow.leases if lease["kind"] == "train"]
+        items = [{"lease_id": lease["lease_id"], "episode": episode(lease)} for lease in train]
+        assert (await dataflow.post("/episodes", worker="w", items=items))[0] == 200
+        assert (await dataflow.post("/batch", policy="agent", step=0))[1]["state"] == "run"  # version 1 may exist now
+        newer = changed(episode(held_out), ("trajectories", 0, "turns", 0, "version"), 1)
+        items = [{"lease_id": held_out["lease_id"], "episode": newer}]
+        told = await refused(dataflow, "/episodes", on_the_wire({"worker": "w", "items": items}))
+        assert "version is 1, but its lease says 0" in told
 
     run(tmp_path, scenario)
 
@@ -269,7 +346,7 @@ def test_strange_leases_change_nothing(tmp_path):
         for lease_id in ("", "x", "0" * 32, second["lease_id"], first["lease_id"][:-1], "é" * 16):
             items = [{"lease_id": lease_id, "episode": episode(first)}]
             assert await dataflow.post("/episodes", worker="w", items=items) == (200, {"accepted": 0, "duplicate": 1})
-        elsewhere = episode(first, episode_id="train-00000099/000")
+        elsewhere = episode({**first, "episode_id": "train-00000099/000"})
         items = [{"lease_id": first["lease_id"], "episode": elsewhere}]
         assert (await dataflow.post("/episodes", worker="w", items=items))[1]["accepted"] == 0
         assert (await dataflow.post("/renew", worker="w", lease_ids=["x", ""]))[1] == {"lost": ["x", ""]}
