@@ -1,1 +1,1 @@
-"""The trainer: one visible loop (`loop.py`) over batches of token rows."""
+"""The trainer: a whole run in `train.py`, a whole step in `update.py`."""

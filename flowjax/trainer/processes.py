@@ -1,8 +1,9 @@
-"""One trainer over several processes (hosts): how they find each other and how a batch is laid over their devices."""
+"""A trainer's processes, one for each host: their programs on disk, how they meet, and a batch on all their devices."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,19 @@ from flowjax.records import pack, unpack
 from flowjax.trainer.sources import Ahead, Served, Source
 
 NUMBER_VARIABLE = "FLOWJAX_PROCESS"
+_WORTH_KEEPING_S = 0.2  # seconds of compilation
+
+
+def use_compile_cache(folder: str) -> None:
+    """Keep compiled programs in `folder`, for the next start of this run or one like it.
+
+    "auto" is ~/.cache/flowjax/xla, "" is nowhere.
+    """
+    if not folder:
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flowjax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(cache if folder == "auto" else Path(folder).absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
 
 
 def join(config: ConfigDict) -> None:

@@ -27,9 +27,9 @@ from flowjax.models.nano import create_nano
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import TokenRow
-from flowjax.trainer.compile_cache import use_compile_cache
-from flowjax.trainer.loop import train
+from flowjax.trainer.processes import use_compile_cache
 from flowjax.trainer.sources import FixedSource
+from flowjax.trainer.train import train_one
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.imitation import base_words, expert_conversations
 
@@ -55,7 +55,7 @@ def build_base(config: ConfigDict, run_dir: Path, base: str = BASE_NAME) -> None
     settings = _supervised(config)
     settings.policy.name = base  # in the metrics, where several are made one after the other
     batches = _batches(config, world, Codec(partial))
-    trained = train(
+    trained = train_one(
         settings,
         model,
         FixedSource(batches),

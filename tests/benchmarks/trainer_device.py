@@ -6,7 +6,7 @@ Rank 64 on all seven linear maps, bfloat16, AdamW; one row of so many tokens, pa
 half of each prompt. Every measurement is a process of its own (memory is counted from its start), with the least
 recomputation that fits: `remat` none, then dots, then layer. It needs jax, flax, optax and msgpack, and no peers.
 
-MFU is `flowjax.trainer.numbers.step_flops` (no recomputation, causal attention within each sequence, head at sampled
+MFU is `flowjax.trainer.cost.step_flops` (no recomputation, causal attention within each sequence, head at sampled
 tokens) over step time and the device's dense bfloat16 peak.
 """
 
@@ -94,35 +94,28 @@ def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]
     from flowjax.models.lora import Lora, LoraParam
     from flowjax.models.shape import ModelConfig
     from flowjax.trainer.batch import pack
-    from flowjax.trainer.numbers import memory_metrics, peak_flops, step_flops
-    from flowjax.trainer.step import Anchor, make_update
+    from flowjax.trainer.cost import memory_metrics, peak_flops, step_flops
+    from flowjax.trainer.update import Objective, PolicyState, apply, gradient_of
 
     config, lora = ModelConfig(**{**_COMMON, **SHAPES[shape]}), Lora(rank=RANK, alpha=float(RANK))
     model = Decoder(config, lora=lora, dtype=jnp.bfloat16, remat=remat, key=jax.random.key(0))
     graph, trained, frozen = nnx.split(model, LoraParam, ...)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, weight_decay=0.0))
-    update = make_update(
-        graph,
-        optimizer,
-        kind="ppo",
-        options={"clip_low": 0.2, "clip_high": 0.28},
-        kl_coefficient=0.0,
-        entropy_coefficient=0.0,
-        temperature=1.0,
-        chunk_tokens=1024,
-    )
+    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(trained))
+    objective = Objective(graph, dtypes, kind="ppo", options=(("clip_low", 0.2), ("clip_high", 0.28)))
     rows = sequence_rows(tokens, config.vocab_size)
     batches = [jax.device_put(batch) for batch in pack(rows, row_tokens=tokens, micro_batch_rows=1)]
-    moments = optimizer.init(trained)
+    state = PolicyState(0, trained, optimizer.init(trained), frozen)
     seconds: list[float] = []
     metrics: dict[str, Any] = {}
     for _ in range(steps + 2):  # the first compiles, the second settles
         started_s = time.perf_counter()
-        sums = None
+        total = None
         for batch in batches:
-            sums = update.add(trained, frozen, batch, Anchor(), sums)
-        trained, moments, metrics = update.apply(trained, moments, sums)
-        jax.block_until_ready((trained, moments, metrics))
+            total = gradient_of(objective, state, batch, total=total)
+        assert total is not None
+        state, metrics = apply(optimizer, state, total)
+        jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - started_s)
     device = jax.devices()[0]
     platform = "cuda" if device.platform == "gpu" else device.platform

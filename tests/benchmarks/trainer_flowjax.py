@@ -14,7 +14,7 @@ from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import pack
 from flowjax.trainer.optimizer import make_optimizer
-from flowjax.trainer.step import make_update
+from flowjax.trainer.update import Objective, PolicyState, apply, first_pass, gradient_of
 from tests.benchmarks.trainer_case import (
     CLIP,
     CLIP_NORM,
@@ -57,26 +57,21 @@ def make(folder: Path) -> Trainer:
     options = {"name": "adamw", "learning_rate": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0}
     schedule = {"schedule": "constant", "warmup_steps": 0, "clip_norm": CLIP_NORM}
     optimizer = make_optimizer(ConfigDict({**options, **schedule}), 1000)
-    update = make_update(
-        graph,
-        optimizer,
-        kind="ppo",
-        options={"clip_low": CLIP, "clip_high": CLIP},
-        kl_coefficient=0.0,
-        entropy_coefficient=0.0,
-        temperature=1.0,
-        chunk_tokens=256,
-    )
+    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(trained))
+    clip = (("clip_low", CLIP), ("clip_high", CLIP))
+    objective = Objective(graph, dtypes, kind="ppo", options=clip, chunk_tokens=256)
     rows = token_rows(case)
-    state = {"trained": trained, "optimizer": optimizer.init(trained)}
+    state = PolicyState(0, trained, optimizer.init(trained), frozen)
 
     def step() -> tuple[float, float]:
-        sums = None
+        nonlocal state
+        total = None
         batches = pack(rows, row_tokens=max(case.lengths), micro_batch_rows=len(case.lengths), tight=True)
         batches = [jax.device_put(batch) for batch in batches]
-        for batch, anchor in zip(batches, update.anchors(trained, state["trained"], frozen, batches), strict=True):
-            sums = update.add(state["trained"], frozen, batch, anchor, sums)
-        state["trained"], state["optimizer"], metrics = update.apply(state["trained"], state["optimizer"], sums)
+        for batch, known in zip(batches, first_pass(objective, state, batches, start=None), strict=True):
+            total = gradient_of(objective, state, batch, known, total=total)
+        assert total is not None
+        state, metrics = apply(optimizer, state, total)
         jax.block_until_ready(state)
         return float(metrics["loss"]), float(metrics["gradient_norm"])
 

@@ -10,7 +10,7 @@ TESTS = Path(__file__).parents[1]
 
 LEARNING = {
     "no ratio, no clip": "losses/test_policy_loss.py: test_value_and_gradient, test_clip_regions",
-    "no KL to the base": "trainer/test_step.py: test_the_base_is_the_reference_policy",
+    "no KL to the base": "trainer/test_update.py: test_the_base_is_the_reference_policy",
     "no entropy": "losses/test_policy_loss.py: test_entropy_and_aggregate_are_sums_and_denominators",
     "averages over a trajectory are cut and spliced": (
         "losses/test_policy_loss.py: test_a_trajectory_counts_once_however_its_tokens_are_spread; "
@@ -30,7 +30,7 @@ LEARNING = {
         "workflows/test_single.py: test_append_mode_is_one_conversation_token_by_token"
     ),
     "the step size does not depend on advantages, half precision without scaling": (
-        "trainer/test_step.py: test_layout_changes_neither_gradient_nor_metrics, "
+        "trainer/test_update.py: test_layout_changes_neither_gradient_nor_metrics, "
         "test_a_non_finite_gradient_changes_nothing_and_is_counted"
     ),
     "finishing, turns and cost have no effect on the reward": (

@@ -23,7 +23,7 @@ from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import ALL_TARGETS, Lora, peft_config, peft_tensors
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch, pack
-from flowjax.trainer.step import sampled_logprobs
+from flowjax.trainer.update import sampled_logprobs
 
 TEMPERATURE = 0.8
 LLAMA3 = {

@@ -14,7 +14,7 @@ from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.shape import ModelConfig
 from flowjax.trainer.batch import MicroBatch
-from flowjax.trainer.step import sampled_logprobs
+from flowjax.trainer.update import sampled_logprobs
 
 VOCABULARY, HIDDEN, ROWS, TOKENS, SAMPLED, CHUNK = 4999, 32, 4, 64, 32, 16
 CONFIG = ModelConfig(VOCABULARY, HIDDEN, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_size=48)

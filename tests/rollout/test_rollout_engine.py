@@ -27,7 +27,7 @@ from flowjax.records import TokenRow
 from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
 from flowjax.rollout.sidecar import EngineHealth, engine_command
 from flowjax.trainer.batch import pack
-from flowjax.trainer.step import sampled_logprobs
+from flowjax.trainer.update import sampled_logprobs
 
 pytestmark = pytest.mark.integration
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from test_loop import SeededSource
+from test_train import SeededSource
 
 from flowjax.config import ConfigError, default_config, policy_configs
 from flowjax.models.decoder import Decoder
@@ -17,10 +17,9 @@ from flowjax.models.lora import LoraParam
 from flowjax.models.nano import nano_config
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
-from flowjax.trainer.learner import Learner
-from flowjax.trainer.loop import train_policies
-from flowjax.trainer.policies import make_models
+from flowjax.trainer import train as training
 from flowjax.trainer.sources import Served
+from flowjax.trainer.train import make_models, start, trained_model
 from flowjax.weights.publish import Checkpoints, committed_steps
 
 MODEL = nano_config(40, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
@@ -70,12 +69,12 @@ def train(folder: Path, config, source: InOrder, names: list[str]):
     mesh = make_mesh(data=1, fsdp=1)
     models, configs = make_models(config, mesh), policy_configs(config)
     opened = {name: Checkpoints(folder / "checkpoints" / name, keep=9) for name in names}
-    learners = {name: Learner(name, configs[name], models[name], opened[name]) for name in names}
-    steps = {name: learner.step for name, learner in learners.items()}
-    trained = train_policies(learners, source, mesh=mesh, metrics=MetricsWriter(folder, resume_step=steps))
+    policies = {name: start(name, configs[name], models[name], opened[name]) for name in names}
+    steps = {name: policy.state.step for name, policy in policies.items()}
+    training.train(policies, source, mesh=mesh, metrics=MetricsWriter(folder, resume_step=steps))
     for checkpoints in opened.values():
         checkpoints.close()
-    return {name: nnx.state(model, LoraParam) for name, model in trained.items()}
+    return {name: nnx.state(trained_model(policy), LoraParam) for name, policy in policies.items()}
 
 
 def test_policies_in_turn_train_as_each_alone(config, tmp_path: Path):

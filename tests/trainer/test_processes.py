@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_loop import run, settings
+from test_train import run, settings
 
 from flowjax.config import ConfigError, default_config
 from flowjax.monitor.metrics import read_metrics
 from flowjax.trainer import processes
-from flowjax.trainer.compile_cache import use_compile_cache
+from flowjax.trainer.processes import use_compile_cache
 from flowjax.weights.publish import committed_steps, read_adapter
 
 

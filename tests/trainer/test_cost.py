@@ -10,7 +10,7 @@ from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora
 from flowjax.models.nano import nano_config
 from flowjax.records import TokenRow
-from flowjax.trainer.numbers import memory_metrics, peak_flops, step_flops
+from flowjax.trainer.cost import memory_metrics, peak_flops, step_flops
 
 MODEL = nano_config(300, hidden_size=256, layers=2, heads=4, kv_heads=2, head_dim=64, ffn_size=512)
 

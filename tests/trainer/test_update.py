@@ -12,7 +12,7 @@ from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import pack
-from flowjax.trainer.step import Anchor, make_update
+from flowjax.trainer.update import Objective, PolicyState, apply, first_pass, gradient_of, logprobs_of
 
 CONFIG = nano_config(40, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 LORA = Lora(rank=4, alpha=8.0, rslora=False, targets=("q_proj", "v_proj", "down_proj"))
@@ -43,27 +43,36 @@ def rows(count: int = 12) -> list[TokenRow]:
     return made
 
 
-def functions(graph, **changes):
+SGD = optax.sgd(1.0)
+
+
+def objective_of(graph, *, options=(("clip_low", 0.2), ("clip_high", 0.28)), **changes) -> Objective:
     settings = {
         "kind": "ppo",
-        "options": {"clip_low": 0.2, "clip_high": 0.28},
         "kl_coefficient": 0.1,
         "entropy_coefficient": 0.01,
         "temperature": 1.3,
         "chunk_tokens": 16,
     }
-    return make_update(graph, optax.sgd(1.0), **(settings | changes))
+    dtypes = (np.dtype(np.float32),) * (2 * len(LORA.targets))
+    return Objective(graph, dtypes, options=tuple(options), **(settings | changes))
+
+
+def state_of(trained, frozen) -> PolicyState:
+    """A state whose trained arrays an update may take over."""
+    return PolicyState(0, jax.tree.map(jnp.copy, trained), SGD.init(trained), frozen)
 
 
 def gradient(split, *, row_tokens: int, micro_batch_rows: int, **changes):
     graph, trained, frozen = split
-    update, sums = functions(graph, **changes), None
+    objective, state, total = objective_of(graph, **changes), state_of(trained, frozen), None
     start = jax.tree.map(lambda leaf: leaf * 0.9, trained)
     batches = pack(rows(), row_tokens=row_tokens, micro_batch_rows=micro_batch_rows)
-    for batch, anchor in zip(batches, update.anchors(start, trained, frozen, batches), strict=True):
-        sums = update.add(trained, frozen, batch, anchor, sums)
-    stepped, _, metrics = update.apply(jax.tree.map(jnp.copy, trained), optax.sgd(1.0).init(trained), sums)
-    moved = jax.tree.map(lambda before, after: before - after, trained, stepped)
+    for batch, known in zip(batches, first_pass(objective, state, batches, start=start), strict=True):
+        total = gradient_of(objective, state, batch, known, total=total)
+    assert total is not None
+    stepped, metrics = apply(SGD, state, total)
+    moved = jax.tree.map(lambda before, after: before - after, trained, stepped.trained)
     return moved, jax.device_get(metrics)
 
 
@@ -92,7 +101,7 @@ OBJECTIVES = [
 
 @pytest.mark.parametrize(("kind", "options"), OBJECTIVES)
 def test_layout_does_not_change_objectives_that_look_beyond_a_token(split, kind, options):
-    changes = {"kind": kind, "options": options, "kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+    changes = {"kind": kind, "options": options.items(), "kl_coefficient": 0.0, "entropy_coefficient": 0.0}
     expected = gradient(split, row_tokens=16, micro_batch_rows=16, **changes)
     got = gradient(split, row_tokens=64, micro_batch_rows=1, **changes)
     assert_close(got[0], expected[0])
@@ -108,9 +117,9 @@ def test_chunks_of_log_probs_change_nothing(split, chunk_tokens):
 
 def test_log_probs_match_an_unpacked_full_softmax(split):
     graph, trained, frozen = split
-    model, update = nnx.merge(graph, trained, frozen), functions(graph)
+    model, objective, state = nnx.merge(graph, trained, frozen), objective_of(graph), state_of(trained, frozen)
     for batch in pack(rows(4), row_tokens=64, micro_batch_rows=2):
-        got = np.asarray(update.logprobs(trained, frozen, batch))
+        got = np.asarray(logprobs_of(objective, state, batch))
         for index in range(len(batch.tokens)):
             for segment in range(1, batch.segments[index].max() + 1):
                 where = np.flatnonzero(batch.segments[index] == segment)
@@ -128,13 +137,13 @@ def test_log_probs_match_an_unpacked_full_softmax(split):
 
 def test_a_non_finite_gradient_changes_nothing_and_is_counted(split):
     graph, trained, frozen = split
-    update, optimizer = functions(graph), optax.sgd(1.0)
     broken = rows(3)
     broken[0].advantages[broken[0].sampled] = np.nan
-    sums = update.add(trained, frozen, pack(broken, row_tokens=16, micro_batch_rows=4)[0], Anchor(), None)
-    stepped, _, metrics = update.apply(jax.tree.map(jnp.copy, trained), optimizer.init(trained), sums)
+    state = state_of(trained, frozen)
+    total = gradient_of(objective_of(graph), state, pack(broken, row_tokens=16, micro_batch_rows=4)[0])
+    stepped, metrics = apply(SGD, state, total)
     assert metrics["skipped"] == 1.0
-    assert_close(stepped, trained, atol=0)
+    assert_close(stepped.trained, trained, atol=0)
 
 
 def test_the_base_is_the_reference_policy(split):
@@ -142,8 +151,9 @@ def test_the_base_is_the_reference_policy(split):
     graph, trained, frozen = split
     zeros = jax.tree.map(jnp.zeros_like, trained)
     batch = pack(rows(), row_tokens=16, micro_batch_rows=16)[0]
-    update = functions(graph)
-    assert float(update.add(zeros, frozen, batch, Anchor(), None).values["reference_kl"]) == pytest.approx(
-        0.0, abs=1e-6
-    )
-    assert float(update.add(trained, frozen, batch, Anchor(), None).values["reference_kl"]) > 1e-4
+    kl = {
+        name: float(gradient_of(objective_of(graph), state_of(arrays, frozen), batch).sums["reference_kl"])
+        for name, arrays in (("base", zeros), ("noisy", trained))
+    }
+    assert kl["base"] == pytest.approx(0.0, abs=1e-6)
+    assert kl["noisy"] > 1e-4

@@ -3,7 +3,7 @@
 import urllib.request
 
 from flowjax.monitor.progress import read_status
-from flowjax.trainer.status import TrainerStatus
+from flowjax.trainer.log import TrainerStatus
 
 
 def test_each_policys_newest_step_is_told(tmp_path):

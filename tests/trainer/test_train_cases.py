@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_loop import SeededSource, losses, run, settings
+from test_train import SeededSource, losses, run, settings
 
 from flowjax.config import ConfigError
 from flowjax.models.decoder import Decoder
 from flowjax.models.nano import nano_config
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
-from flowjax.trainer.loop import train
 from flowjax.trainer.optimizer import OptimizerMemory
 from flowjax.trainer.sources import Served
+from flowjax.trainer.train import train_one
 from flowjax.weights.publish import Checkpoints, read_adapter
 
 TINY = nano_config(40, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
@@ -62,9 +62,9 @@ def full(folder: Path, steps: int, *, dtype: str = "float32", save: bool = True)
     before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
     metrics = MetricsWriter(folder)
     if not save:
-        return before, train(config, model, SeededSource(), mesh=mesh, metrics=metrics)
+        return before, train_one(config, model, SeededSource(), mesh=mesh, metrics=metrics)
     with Checkpoints(folder / "checkpoints", keep=20) as checkpoints:
-        return before, train(config, model, SeededSource(), mesh=mesh, metrics=metrics, checkpoints=checkpoints)
+        return before, train_one(config, model, SeededSource(), mesh=mesh, metrics=metrics, checkpoints=checkpoints)
 
 
 def test_full_training_keeps_what_bfloat16_would_lose(tmp_path: Path):
@@ -90,7 +90,7 @@ def test_steps_run_ahead_of_their_lines_and_all_lines_are_written(tmp_path: Path
 def test_full_training_with_a_kl_to_a_base_that_is_gone_is_refused(tmp_path: Path):
     model = Decoder(TINY, dtype=jnp.float32, key=jax.random.key(0))
     with pytest.raises(ConfigError, match=r"config\.loss\.kl_coefficient is 0\.1, .*set it to 0, or train 'lora'"):
-        train(settings(2), model, SeededSource(), mesh=make_mesh(data=1, fsdp=1), metrics=None)
+        train_one(settings(2), model, SeededSource(), mesh=make_mesh(data=1, fsdp=1), metrics=None)
 
 
 def test_an_optimiser_on_the_host_takes_the_same_steps(tmp_path: Path):
@@ -114,6 +114,6 @@ def test_the_line_tells_speed_and_padding(tmp_path: Path):
     assert line["tokens_per_s"] == pytest.approx(line["row_tokens"] / line["step_s"], rel=1e-3)
     assert line["flops_per_s"] > line["tokens_per_s"] and line["host_peak_bytes"] > 1e8
     assert "flops_utilisation" not in line, "no peak is known for a CPU"
-    assert {"wait_s", "pack_s", "agreement_s", "save_s", "step_s", "compile_count"} <= line.keys()
+    assert {"wait_s", "pack_s", "mismatch_s", "save_s", "step_s", "compile_count"} <= line.keys()
     first = next(line for line in read_metrics(tmp_path) if line["kind"] == "train")
     assert line["compile_count"] == first["compile_count"], "the second step needs no program of its own"

@@ -21,8 +21,8 @@ from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import BatchError
-from flowjax.trainer.loop import train
 from flowjax.trainer.sources import Served
+from flowjax.trainer.train import train_one
 from flowjax.weights.publish import Checkpoints
 
 MODEL = nano_config(40, hidden_size=32, layers=2, heads=4, kv_heads=4, head_dim=8, ffn_size=64)
@@ -84,9 +84,9 @@ def run(
     model = Decoder(MODEL, lora=lora, dtype=jnp.float32, remat="none", key=jax.random.key(0), mesh=mesh)
     metrics = MetricsWriter(folder) if logs else None
     if not save:
-        return nnx.state(train(config, model, source, mesh=mesh, metrics=metrics), LoraParam), source
+        return nnx.state(train_one(config, model, source, mesh=mesh, metrics=metrics), LoraParam), source
     with Checkpoints(folder / "checkpoints", keep=20) as checkpoints:
-        model = train(config, model, source, mesh=mesh, metrics=metrics, checkpoints=checkpoints)
+        model = train_one(config, model, source, mesh=mesh, metrics=metrics, checkpoints=checkpoints)
     return nnx.state(model, LoraParam), source
 
 

@@ -1,0 +1,153 @@
+"""The line that each step writes (metrics of updates, episodes and rows, seconds, speed), and the trainer's status."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from flowjax.monitor.endpoint import MetricsEndpoint
+from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.progress import write_status
+from flowjax.records import TokenRow
+from flowjax.trainer.batch import MicroBatch
+from flowjax.trainer.cost import memory_metrics, peak_flops
+from flowjax.trainer.sources import Served
+from flowjax.trainer.update import Metrics
+
+OnStep = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Counters:
+    """Numbers of one policy that a checkpoint keeps."""
+
+    skipped_updates: int = 0  # whose gradient was not finite
+    empty_updates: int = 0  # without a sampled token
+
+
+@dataclass
+class StepResult:
+    """A dispatched step, whose results may still be on their way."""
+
+    policy: str
+    step: int
+    counters: Counters
+    updates: list[Metrics]  # of its updates, on the devices
+    line: dict[str, float]  # what is known on the host
+    started_s: float
+    flops: float
+
+
+class StepLog:
+    """Writes the line of each step once its results are there, in the order in which steps were dispatched."""
+
+    def __init__(self, metrics: MetricsWriter | None, on_step: OnStep):
+        self._metrics, self._on_step = metrics, on_step
+        self._in_flight: deque[StepResult] = deque()
+        self._devices_idle_s = 0.0  # when the newest results came: no later step can have begun before
+
+    def add(self, result: StepResult) -> None:
+        self._in_flight.append(result)
+
+    def write(self, *, in_flight: int) -> None:
+        """Wait until at most so many steps are without their line."""
+        while len(self._in_flight) > in_flight:
+            line = self._line_of(self._in_flight.popleft())
+            if self._metrics is not None:
+                self._metrics.write("train", **line)
+                self._on_step(line)
+
+    def _line_of(self, result: StepResult) -> dict[str, Any]:
+        updates = jax.device_get(result.updates)  # waits for the devices
+        now_s = time.perf_counter()
+        step_s = now_s - max(result.started_s, self._devices_idle_s)
+        self._devices_idle_s = now_s
+        skipped = int(sum(values["skipped"] for values in updates))
+        result.counters.skipped_updates += skipped
+        if skipped:
+            logging.warning("%s, step %d: %d updates skipped, not finite", result.policy, result.step, skipped)
+        line = {
+            "policy": result.policy,
+            "step": result.step,
+            **_update_metrics(updates),
+            **result.line,
+            "skipped_updates": result.counters.skipped_updates,
+            "empty_updates": result.counters.empty_updates,
+            "step_s": step_s,
+            "total_s": result.line["wait_s"] + step_s + result.line["save_s"],
+            "tokens_per_s": result.line["row_tokens"] / step_s,
+            "flops_per_s": result.flops / step_s,
+            **memory_metrics(),
+        }
+        if peak := peak_flops(jax.devices()[0].device_kind):
+            line["flops_utilisation"] = line["flops_per_s"] / (peak * jax.device_count())
+        return line
+
+
+def _update_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of the updates of a step: means, but the counts added up."""
+    if not updates:
+        return {"trained_tokens": 0.0}
+    values = {name: float(np.mean([update[name] for update in updates])) for name in updates[0]}
+    values["trained_tokens"] = float(sum(update["trained_tokens"] for update in updates))
+    shown = {"ratio": "ratio_mean", "clipped": "clip_share"}
+    hidden = ("skipped", "tokens", "denominator", "clipped_low", "clipped_high")
+    return {shown.get(name, name): value for name, value in values.items() if name not in hidden}
+
+
+def episode_metrics(served: Served) -> dict[str, float]:
+    """Means over the batch's episodes and turns."""
+    totals = dict(served.totals)
+    if not totals:
+        return {}
+    episodes, turns, groups = totals.pop("episodes"), totals.pop("turns"), totals.pop("groups", 0)
+    means = {
+        "reward_mean": totals.pop("reward") / episodes,
+        "success_rate": totals.pop("success") / episodes,
+        "invalid_share": totals.pop("invalid_turns") / turns,
+        "turns_mean": turns / episodes,
+        "no_signal_share": totals.pop("groups_without_signal", 0) / max(groups, 1),
+    }
+    named = {name: value / episodes for name, value in totals.items()}
+    return {"episodes": episodes, "turns": turns, "dropped_groups": served.dropped, **means, **named}
+
+
+def row_metrics(rows: Sequence[TokenRow], packed: Sequence[Sequence[MicroBatch]], *, version: int) -> dict[str, float]:
+    """Real tokens, share of padding, and how many versions the trained tokens lag."""
+    found: dict[str, float] = {"row_tokens": sum(len(row.tokens) for row in rows)}
+    if slots := sum(batch.tokens.size for part in packed for batch in part):
+        filled = sum(int((batch.segments > 0).sum()) for part in packed for batch in part)
+        lag = version - np.concatenate([row.versions[row.sampled] for row in rows])
+        found |= {
+            "padding_share": 1.0 - filled / slots,
+            "staleness_mean": float(lag.mean()),
+            "staleness_max": int(lag.max()),
+        }
+    return found
+
+
+class TrainerStatus:
+    """The newest line of each policy, in `status-<role>.json` and at a `/metrics` of its own."""
+
+    def __init__(self, run_dir: Path, role: str, steps: Mapping[str, int]):
+        self._run_dir, self._role = run_dir, role
+        self._policies: dict[str, Mapping[str, Any]] = {policy: {"step": step} for policy, step in steps.items()}
+        self.endpoint = MetricsEndpoint(lambda: {"policies": dict(self._policies)}, role="trainer")
+        self._write()
+
+    def update(self, line: Mapping[str, Any]) -> None:
+        logging.info("%s: step %d loss %.4f", line["policy"], line["step"], line.get("loss", float("nan")))
+        self._policies[line["policy"]] = {name: value for name, value in line.items() if name != "policy"}
+        self._write()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk stops the next checkpoint, whose message is the better one
+            steps = {policy: {"step": line["step"]} for policy, line in self._policies.items()}
+            write_status(self._run_dir, self._role, {"policies": steps, "metrics_url": self.endpoint.url})

@@ -1,0 +1,489 @@
+"""A whole training run, top to bottom.
+
+`run` is what a trainer process does: config, mesh, models, and for each policy its objective, optimiser and restored
+state (`start`). `train` compiles and loops: batch, pack, mismatch, update, log, publish. The step's arithmetic is
+`update.py`; rows are packed by `batch.py`; losses and models are rooms of their own.
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from flowjax.broker import connect
+from flowjax.config import ConfigError, base_configs, load_run, policies_on, policy_configs
+from flowjax.losses.mismatch import mismatch_metrics
+from flowjax.models.decoder import Decoder, with_adapter
+from flowjax.models.hf import load_decoder
+from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.shape import ModelConfig
+from flowjax.models.sharding import ROW_AXES, make_mesh
+from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.token import known_token
+from flowjax.records import TokenRow
+from flowjax.trainer.batch import MicroBatch, pack
+from flowjax.trainer.cost import step_flops
+from flowjax.trainer.log import Counters, OnStep, StepLog, StepResult, TrainerStatus, episode_metrics, row_metrics
+from flowjax.trainer.optimizer import OptimizerMemory, learning_rate_schedule, make_optimizer
+from flowjax.trainer.processes import Shared, is_first, join, on_mesh, place, use_compile_cache
+from flowjax.trainer.sources import DataflowSource, Source
+from flowjax.trainer.update import (
+    Arrays,
+    DropoutSeed,
+    GradientSum,
+    Metrics,
+    Objective,
+    PolicyState,
+    apply,
+    compile_count,
+    first_pass,
+    gradient_of,
+    logprobs_of,
+)
+from flowjax.weights.publish import Checkpoints
+
+
+def run(run_dir: Path, only: str = "") -> None:
+    """Train the policies of a run, or `only` one of them, from their newest checkpoints to `config.trainer.steps`.
+
+    Raises:
+        ConfigError, ModelError, CheckpointError: something does not fit; nothing was trained.
+        BatchError, DataflowError, SourceError: no batch could be had, or it cannot be trained on.
+    """
+    # ---------------------------------------------------------------------------------------------------------- config
+    config = load_run(run_dir)
+    configs = {name: own for name, own in policy_configs(config).items() if only in ("", name)}
+    if not configs:
+        raise ConfigError(f"--policy is {only!r}: the run has {', '.join(policy_configs(config))}")
+
+    # ------------------------------------------------------------------------------------------------------------ mesh
+    use_compile_cache(config.trainer.compile_cache)
+    join(config)  # before anything else touches a device
+    mesh = make_mesh(**config.mesh.to_dict())
+
+    # -------------------------------------------------------------------------------------- models, optimiser, restore
+    decoders = make_models(config, mesh, configs)
+    with contextlib.ExitStack() as opened:
+        policies = {}
+        for name, own in configs.items():
+            kept = {"keep": own.trainer.keep_checkpoints, "keep_every": own.trainer.keep_every_steps}
+            checkpoints = opened.enter_context(Checkpoints(run_dir / "checkpoints" / name, **kept))
+            policies[name] = start(name, own, decoders.pop(name), checkpoints)
+        steps = {name: policy.state.step for name, policy in policies.items()}
+
+        # ------------------------------------------------------------------------------------- where data and lines go
+        endpoints = json.loads((run_dir / "endpoints.json").read_text())
+        to_dataflow = partial(connect, endpoints["dataflow"], token=known_token(run_dir))
+        source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s)
+        metrics, on_step = None, _nothing
+        if is_first():
+            metrics = MetricsWriter(run_dir, tensorboard=config.trainer.tensorboard, resume_step=steps)
+            status = TrainerStatus(run_dir, f"trainer-{only}" if only else "trainer", steps)
+            opened.enter_context(status.endpoint)
+            on_step = status.update
+
+        # ------------------------------------------------------------------------------------------ compile, then loop
+        train(policies, source, mesh=mesh, metrics=metrics, on_step=on_step)
+
+
+def _nothing(line: Mapping[str, object]) -> None:
+    del line
+
+
+# ============================================================================================================== models
+
+
+def make_models(config: ConfigDict, mesh: Mesh, trained: Collection[str] | None = None) -> dict[str, Decoder]:
+    """The models of the policies that are trained here (None: all), an adapter each on the base that they share.
+
+    Raises:
+        ConfigError: policies share a base that one of them trains itself, or they have several.
+        ModelError: the model's folder, its adapter or the mesh does not fit.
+    """
+    configs = {name: own for name, own in policy_configs(config).items() if trained is None or name in trained}
+    bases = list(dict.fromkeys(own.policy.base for own in configs.values()))
+    if len(bases) > 1:
+        raise ConfigError(
+            f"policies {', '.join(configs)} are on the base models {', '.join(bases)}, but a trainer holds one: set "
+            "config.separate_trainers to True"
+        )
+    (base,) = bases
+    sharing = policies_on(config, base)
+    full = [name for name, own in sharing.items() if own.policy.train == "full"]
+    if full and len(sharing) > 1:
+        raise ConfigError(
+            f"config.policies.{full[0]} trains 'full' weights, but {len(sharing)} policies share the base: "
+            "set policy.train to 'lora'"
+        )
+    model = base_configs(config)[base].model
+    if full and model.quantize:
+        raise ConfigError(
+            f"config.model.quantize is {model.quantize!r}, but config.policy.train is 'full', and quantised "
+            "weights cannot be trained: set it to '' or train 'lora'"
+        )
+    decoder = load_decoder(
+        Path(model.path),
+        dtype=model.dtype,
+        mesh=mesh,
+        remat=model.remat,
+        attention=model.attention,
+        quantize=model.quantize,
+        key=jax.random.key(config.seed),
+    )
+    if full:
+        return {full[0]: decoder}
+    return {
+        name: with_adapter(decoder, Lora(**own.policy.lora.to_dict()), jax.random.key(own.seed))
+        for name, own in configs.items()
+    }
+
+
+# =========================================================================== one policy: objective, optimiser, restore
+
+
+@dataclass
+class Policy:
+    """One policy in training: its arrays, what acts on them, and its counters.
+
+    config: the whole config, as this policy alone would have it.
+    recent: trained arrays of the versions that a batch may have been sampled from, by version; the newest is a copy
+        of those in `state`, which the next update takes over.
+    """
+
+    name: str
+    config: ConfigDict
+    model: ModelConfig
+    lora: Lora | None
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    memory: OptimizerMemory
+    checkpoints: Checkpoints | None
+    state: PolicyState
+    recent: dict[int, Arrays]
+    counters: Counters = field(default_factory=Counters)
+    save_s: float = 0.0  # of the newest checkpoint
+
+    @property
+    def uses_dropout(self) -> bool:
+        return self.lora is not None and self.lora.dropout > 0
+
+
+def start(name: str, config: ConfigDict, decoder: Decoder, checkpoints: Checkpoints | None) -> Policy:
+    """A policy as its newest checkpoint left it; if there is none, version 0 is published at once.
+
+    Args:
+        name: of the policy.
+        config: the whole config, as this policy alone would have it.
+        decoder: with the policy's own adapter, or without one to train all of it. Several policies may share its base.
+        checkpoints: where versions are published; None publishes nothing.
+
+    Raises:
+        ConfigError: an objective or optimiser that does not fit the model.
+        CheckpointError: the newest checkpoint is of another shape.
+    """
+    if decoder.lora is None and config.loss.kl_coefficient:
+        raise ConfigError(
+            f"config.loss.kl_coefficient is {config.loss.kl_coefficient}, but with config.policy.train 'full' no "
+            "copy of the base is kept to compare with: set it to 0, or train 'lora'"
+        )
+
+    # ------------------------------------------------------------------------------------------------------- objective
+    graph, trained, frozen = nnx.split(decoder, LoraParam if decoder.lora else nnx.Param, ...)
+    objective = Objective(
+        graph,
+        dtypes=tuple(leaf.dtype for leaf in jax.tree.leaves(trained)),
+        kind=config.loss.kind,
+        options=tuple(sorted(config.loss.options.to_dict().items())),
+        kl_coefficient=config.loss.kl_coefficient,
+        entropy_coefficient=config.loss.entropy_coefficient,
+        temperature=config.rollout.temperature,
+        chunk_tokens=config.trainer.logprob_chunk_tokens,
+    )
+    # Small steps would be lost in bfloat16: what is trained is kept in float32 and cast for each pass.
+    trained = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
+
+    # ------------------------------------------------------------------------------------------------------- optimiser
+    updates = config.trainer.steps * config.trainer.updates_per_step
+    optimizer = make_optimizer(config.optimizer, updates, trained)
+    optimizer_state = optimizer.init(trained)
+    if decoder.placement is not None:
+        # Counters come on one device. Left there, the first update and the later ones would be two programs.
+        mesh = decoder.placement.mesh
+        optimizer_state = jax.tree.map(lambda leaf: on_mesh(leaf, mesh), optimizer_state)
+    memory = OptimizerMemory(config.trainer.offload_optimizer)
+
+    # --------------------------------------------------------------------------------------------------------- restore
+    step, counters = 0, Counters()
+    latest = checkpoints.latest() if checkpoints is not None else None
+    if checkpoints is not None and latest is not None:
+        saved = checkpoints.restore(latest, adapter=trained, optimizer=optimizer_state)
+        step, trained, optimizer_state = latest, saved.adapter, saved.optimizer
+        counters = Counters(saved.data["skipped"], saved.data.get("empty", 0))
+    policy = Policy(
+        name=name,
+        config=config,
+        model=decoder.config,
+        lora=decoder.lora,
+        objective=objective,
+        optimizer=optimizer,
+        schedule=learning_rate_schedule(config.optimizer, updates),
+        memory=memory,
+        checkpoints=checkpoints,
+        state=PolicyState(step, trained, memory.to_host(optimizer_state), frozen),
+        recent={},
+        counters=counters,
+    )
+    if latest is None:
+        publish(policy)  # engines serve version 0, so that the first batch has a version like any other
+    if checkpoints is not None:
+        # A resumed run still gets rows of these versions, and compares log-probs under each.
+        oldest = step - config.dataflow.max_staleness
+        known = [version for version in checkpoints.committed_steps() if oldest <= version < step]
+        policy.recent |= {version: checkpoints.restore_adapter(version, trained) for version in known}
+    policy.recent[step] = _copied(trained)
+    return policy
+
+
+def publish(policy: Policy) -> None:
+    """Save a checkpoint. It is written in the background, and its commit marker is the publication of the version."""
+    if policy.checkpoints is not None:
+        counters = {"skipped": policy.counters.skipped_updates, "empty": policy.counters.empty_updates}
+        policy.checkpoints.save(policy.state.step, policy.state.trained, policy.state.optimizer, counters)
+
+
+def trained_model(policy: Policy) -> Decoder:
+    """The model as trained, in the precision that it computes in."""
+    leaves, structure = jax.tree.flatten(policy.state.trained)
+    cast = [leaf.astype(dtype) for leaf, dtype in zip(leaves, policy.objective.dtypes, strict=True)]
+    return nnx.merge(policy.objective.graph, jax.tree.unflatten(structure, cast), policy.state.frozen)
+
+
+def _copied(arrays: Arrays) -> Arrays:
+    return jax.tree.map(jnp.copy, arrays)
+
+
+# =============================================================================================================== train
+
+
+def train_one(
+    config: ConfigDict,
+    decoder: Decoder,
+    source: Source,
+    *,
+    mesh: Mesh,
+    metrics: MetricsWriter | None,
+    checkpoints: Checkpoints | None = None,
+    on_step: OnStep = _nothing,
+) -> Decoder:
+    """Train the one policy `config.policy.name`, see `train`; returns the model as trained."""
+    policy = start(config.policy.name, config, decoder, checkpoints)
+    train({policy.name: policy}, source, mesh=mesh, metrics=metrics, on_step=on_step)
+    return trained_model(policy)
+
+
+def train(
+    policies: Mapping[str, Policy],
+    source: Source,
+    *,
+    mesh: Mesh,
+    metrics: MetricsWriter | None,
+    on_step: OnStep = _nothing,
+) -> None:
+    """Train every policy until its own `config.trainer.steps`, in the order in which their batches come.
+
+    With checkpoints, every step is saved, which publishes it. Without, nothing is saved (the warm start exports the
+    trained model instead), and steps are dispatched ahead of their results. `metrics` is None in all processes but
+    the first.
+    """
+    # --------------------------------------------------------------------------------------------------------- compile
+    for policy in policies.values():  # while the engine starts and the first episodes are played
+        _compile(policy, place(_longest_micro_batch(policy.config), mesh))
+
+    # ------------------------------------------------------------------------------------------------------------ loop
+    log = StepLog(metrics, on_step)
+    batches = Shared(source)
+    batches.ask(_unfinished(policies))
+    while _unfinished(policies):
+        # batch: wait for it; say which version has reached the disk meanwhile
+        started_s = time.perf_counter()
+        served = batches.take()
+        policy = policies[served.policy]
+        _tell_committed(policy, source)
+
+        # pack: shuffle its rows, split them into updates, lay each out in rows of fixed length
+        waited_s = time.perf_counter()
+        trainer, step = policy.config.trainer, policy.state.step
+        updates = _split(served.rows, trainer.updates_per_step, seed=policy.config.seed, step=step)
+        packed = [_packed(rows, policy.config, mesh) for rows in updates]
+        on_devices = [[place(micro_batch, mesh) for micro_batch in micro_batches] for micro_batches in packed]
+        packed_s = time.perf_counter()
+
+        # mismatch: the engine's log-probs against ours, under the very version that sampled them
+        mismatch = {}
+        if policy.checkpoints is not None and packed:
+            mismatch = _mismatch(policy, packed[0][0], on_devices[0][0], mesh)
+        compared_s = time.perf_counter()
+
+        # update: add up the gradients of its micro-batches, divide once, take the optimiser's step
+        results: list[Metrics] = []
+        for update, micro_batches in enumerate(on_devices):
+            # With dropout the pass that is differentiated is not the policy that sampled, even in the first update.
+            at_start = policy.recent[step] if update or policy.uses_dropout else None
+            known = first_pass(policy.objective, policy.state, micro_batches, start=at_start)
+            total = None
+            for index, (micro_batch, found) in enumerate(zip(micro_batches, known, strict=True)):
+                seed = _dropout_seed(policy, update, index)
+                total = gradient_of(policy.objective, policy.state, micro_batch, found, dropout_seed=seed, total=total)
+            assert total is not None  # an update without rows was left out
+            results.append(_apply_update(policy, total))
+        policy.counters.empty_updates += trainer.updates_per_step - len(updates)
+        if not updates:
+            logging.warning("%s, step %d: no row has a sampled token, nothing is trained", policy.name, step)
+        policy.state = replace(policy.state, step=step + 1)  # also when nothing was trained: the batch is used up
+        _remember(policy)
+        batches.ask(_unfinished(policies))  # the next batch comes while the devices work
+
+        # log: before the checkpoint, so that a committed step always has its line
+        line = {
+            **mismatch,
+            **episode_metrics(served),
+            **row_metrics(served.rows, packed, version=step),
+            "learning_rate": float(np.asarray(policy.schedule((step + 1) * trainer.updates_per_step - 1))),
+            "compile_count": compile_count(),
+            "wait_s": waited_s - started_s,
+            "pack_s": packed_s - waited_s,
+            "mismatch_s": compared_s - packed_s,
+            "save_s": policy.save_s,  # of the step before
+        }
+        flops = step_flops(policy.model, policy.lora, served.rows)
+        log.add(StepResult(policy.name, step + 1, policy.counters, results, line, waited_s, flops))
+        log.write(in_flight=0 if policy.checkpoints else trainer.steps_in_flight)
+
+        # publish: the checkpoint's commit marker is the publication
+        logged_s = time.perf_counter()
+        publish(policy)
+        policy.save_s = time.perf_counter() - logged_s
+
+    # ------------------------------------------------------------------------------------------------------------- end
+    log.write(in_flight=0)
+    for policy in policies.values():
+        if policy.checkpoints is not None:
+            policy.checkpoints.wait()
+            _tell_committed(policy, source)
+
+
+# ----------------------------------------------------------------------------------------------- pieces of the compile
+
+
+def _longest_micro_batch(config: ConfigDict) -> MicroBatch:
+    """A micro-batch of rows as long as an episode's turn may get."""
+    prompt, reply = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
+    sampled = np.arange(prompt + reply) >= prompt
+    nothing = np.zeros(prompt + reply, np.float32)
+    row = TokenRow("", nothing.astype(np.int32), sampled, nothing, nothing, np.full(prompt + reply, -1, np.int32))
+    rows = [row] * config.trainer.micro_batch_rows
+    return pack(rows, row_tokens=config.trainer.row_tokens, micro_batch_rows=config.trainer.micro_batch_rows)[0]
+
+
+def _compile(policy: Policy, batch: MicroBatch) -> None:
+    """Run every function of a step once, so that all are compiled; the results are thrown away."""
+    state, objective = policy.state, policy.objective
+    logprobs_of(objective, state, batch)
+    at_start = state.trained if policy.config.trainer.updates_per_step > 1 or policy.uses_dropout else None
+    (known,) = first_pass(objective, state, [batch], start=at_start)
+    total = None
+    for index in range(2):  # the second pass adds to the first: another program
+        seed = _dropout_seed(policy, 0, index)
+        total = gradient_of(objective, state, batch, known, dropout_seed=seed, total=total)
+    assert total is not None
+    optimizer_state = policy.memory.to_device(state.optimizer)
+    # Copies, because an update takes over the buffers that it is given.
+    apply(policy.optimizer, replace(state, trained=_copied(state.trained), optimizer=_copied(optimizer_state)), total)
+
+
+# -------------------------------------------------------------------------------------------------- pieces of the loop
+
+
+def _unfinished(policies: Mapping[str, Policy]) -> dict[str, int]:
+    """The step that each policy in training is at."""
+    steps = {name: policy.state.step for name, policy in policies.items()}
+    return {name: step for name, step in steps.items() if step < policies[name].config.trainer.steps}
+
+
+def _tell_committed(policy: Policy, source: Source) -> None:
+    if is_first() and policy.checkpoints is not None and (latest := policy.checkpoints.latest()) is not None:
+        source.committed(policy.name, latest)
+
+
+def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> list[list[TokenRow]]:
+    """Rows in an order fixed by (seed, step), cut into nearly equal parts; those with nothing to train are left out."""
+    order = np.random.default_rng((seed, step)).permutation(len(rows))
+    cut = [[rows[index] for index in part] for part in np.array_split(order, parts)]
+    return [part for part in cut if any(row.sampled.any() for row in part)]
+
+
+def _packed(rows: Sequence[TokenRow], config: ConfigDict, mesh: Mesh) -> list[MicroBatch]:
+    trainer = config.trainer
+    return pack(
+        rows,
+        row_tokens=trainer.row_tokens,
+        micro_batch_rows=trainer.micro_batch_rows,
+        tight=trainer.tight_micro_batches,
+        rows_multiple=math.prod(mesh.shape[axis] for axis in ROW_AXES),
+    )
+
+
+def _mismatch(policy: Policy, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh) -> dict[str, float]:
+    """k3 KL (per token) and largest log-prob difference between engine and trainer, over one micro-batch."""
+    versions = np.asarray(batch.versions)
+    sums = {"mismatch_k3": 0.0, "mismatch_max": 0.0}
+    tokens = 0
+    for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(policy.recent)):
+        mask = versions == version
+        ours = logprobs_of(policy.objective, replace(policy.state, trained=policy.recent[version]), on_devices)
+        gap = jax.device_get(_compiled_mismatch(ours, on_devices.behaviour_logprobs, place(mask, mesh)))
+        sums["mismatch_k3"] += float(gap["k3"])
+        sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["max"]))
+        tokens += int(mask.sum())
+    if not tokens:
+        return {}
+    return {"mismatch_k3": sums["mismatch_k3"] / tokens, "mismatch_max": sums["mismatch_max"]}
+
+
+_compiled_mismatch = jax.jit(mismatch_metrics)
+
+
+def _dropout_seed(policy: Policy, update: int, micro_batch: int) -> DropoutSeed | None:
+    """Numbers that the dropout of a pass follows from: the seed and the place in the run, so that resume is exact."""
+    if not policy.uses_dropout:
+        return None
+    return np.array([policy.config.seed, policy.state.step, update, micro_batch], np.uint32)
+
+
+def _apply_update(policy: Policy, total: GradientSum) -> Metrics:
+    """Take the optimiser's step; its state is on the devices only meanwhile, where it is kept on the host."""
+    fetched = replace(policy.state, optimizer=policy.memory.to_device(policy.state.optimizer))
+    state, metrics = apply(policy.optimizer, fetched, total)
+    policy.state = replace(state, optimizer=policy.memory.to_host(state.optimizer))
+    return metrics
+
+
+def _remember(policy: Policy) -> None:
+    """Keep a copy of the new version, and forget what is too old for any row to have been sampled from."""
+    policy.recent[policy.state.step] = _copied(policy.state.trained)
+    for version in sorted(policy.recent)[: -(policy.config.dataflow.max_staleness + 1)]:
+        del policy.recent[version]

@@ -1,0 +1,332 @@
+"""One training step as plain functions: gradients of micro-batches are added up, then divided once and applied.
+
+    total = None
+    for batch, known in zip(batches, first_pass(objective, state, batches, start=None)):
+        total = gradient_of(objective, state, batch, known, total=total)
+    state, metrics = apply(optimizer, state, total)
+
+Everything that a step reads or writes is a `PolicyState`; everything static, which programs are compiled for, is an
+`Objective`. Each public function checks nothing and only calls its compiled part, which stands right below it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Int
+
+from flowjax.losses.kl import kl_penalty
+from flowjax.losses.m2po import m2po_bounds
+from flowjax.losses.options import needs_bounds, needs_proximal
+from flowjax.losses.policy import Kind, aggregate, default_aggregation, policy_loss
+from flowjax.models.logprobs import token_logprobs
+from flowjax.trainer.batch import MicroBatch
+
+Arrays = Any  # a pytree of arrays
+DropoutSeed = Int[np.ndarray, "numbers"]
+Metrics = dict[str, Float[Array, ""]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PolicyState:
+    """All arrays of a policy in training.
+
+    step: batches that it was trained on, which is also the version that its weights are published as.
+    trained: the adapter, or all weights, in float32 whatever the model computes in.
+    optimizer: the optimiser's state for them.
+    frozen: the rest of the model; several policies may share these very arrays.
+    """
+
+    step: int
+    trained: Arrays
+    optimizer: Arrays
+    frozen: Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GradientSum:
+    """Sums over micro-batches: gradient of the summed loss in float32, and named sums over trained tokens."""
+
+    gradient: Arrays
+    sums: Metrics
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FirstPass:
+    """Results of forward passes that some objectives need before the gradient; None for those that do not.
+
+    proximal_logprobs: of the policy at the start of the step, for the decoupled objective; None where that is the
+        policy that is about to be trained, whose own log-probs then stand for them.
+    ratio_bounds: M2PO's clip bounds, found over the whole update.
+    """
+
+    proximal_logprobs: Float[Array, "rows sampled"] | None = None
+    ratio_bounds: tuple[Float[Array, ""], Float[Array, ""]] | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss of a model, without arrays. Hashable: equal objectives share their compiled programs.
+
+    graph: of the model whose arrays are `PolicyState.trained` and `.frozen`.
+    dtypes: what the model computes in, one for each leaf of `trained`.
+    kind, options: of `policy_loss`.
+    kl_coefficient: of the KL to the model without its adapter; 0 leaves its forward pass out.
+    entropy_coefficient: of the entropy, which is subtracted.
+    temperature: that tokens were sampled at.
+    chunk_tokens: tokens whose logits over the whole vocabulary exist at once.
+    """
+
+    graph: nnx.GraphDef
+    dtypes: tuple[np.dtype, ...]
+    kind: Kind
+    options: tuple[tuple[str, Any], ...] = ()
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0
+    temperature: float = 1.0
+    chunk_tokens: int = 1024
+
+
+# --------------------------------------------------------------------------------------------------- log-probabilities
+
+
+def logprobs_of(objective: Objective, state: PolicyState, batch: MicroBatch) -> Float[Array, "rows sampled"]:
+    """Log-probabilities of a micro-batch's sampled tokens, without dropout."""
+    return _logprobs_of(objective, state.trained, state.frozen, batch)
+
+
+@partial(jax.jit, static_argnums=0)
+def _logprobs_of(objective: Objective, trained: Arrays, frozen: Arrays, batch: MicroBatch) -> Array:
+    return _model_logprobs(objective, trained, frozen, batch)[0]
+
+
+def _model_logprobs(
+    objective: Objective, trained: Arrays, frozen: Arrays, batch: MicroBatch, **options: Any
+) -> tuple[Float[Array, "rows sampled"], Float[Array, "rows sampled"]]:
+    leaves, structure = jax.tree.flatten(trained)
+    cast_leaves = [leaf.astype(dtype) for leaf, dtype in zip(leaves, objective.dtypes, strict=True)]
+    model = nnx.merge(objective.graph, jax.tree.unflatten(structure, cast_leaves), frozen)
+    return sampled_logprobs(
+        model,
+        batch,
+        temperature=objective.temperature,
+        chunk_tokens=objective.chunk_tokens,
+        # With an adapter nothing in the head is trained, and its part of the backward pass can be left out. Not with
+        # an entropy term: its gradient goes through the logits by another way than the log-probs'.
+        frozen_head=model.lora is not None and not objective.entropy_coefficient,
+        **options,
+    )
+
+
+def sampled_logprobs(
+    model: Any,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    adapter_scale: float = 1.0,
+    dropout_key: jax.Array | None = None,
+    frozen_head: bool = False,
+) -> tuple[Float[Array, "rows sampled"], Float[Array, "rows sampled"]]:
+    """Log-probability and entropy at the sampled tokens only: other places never meet the vocabulary.
+
+    `frozen_head`: see `token_logprobs`.
+    """
+    hidden = model(batch.tokens, batch.positions, batch.segments, adapter_scale=adapter_scale, dropout_key=dropout_key)
+    before = jnp.take_along_axis(hidden, batch.places[..., None] - 1, axis=1)  # a token is predicted one place earlier
+    targets = jnp.take_along_axis(batch.tokens, batch.places, axis=1)
+    logprobs, entropy = token_logprobs(
+        before.reshape(-1, before.shape[-1]),
+        model.head(),
+        targets.reshape(-1),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        entropy=True,
+        soft_cap=model.config.logit_soft_cap,
+        frozen_head=frozen_head,
+    )
+    return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------- first pass
+
+
+def first_pass(
+    objective: Objective, state: PolicyState, batches: Sequence[MicroBatch], *, start: Arrays | None
+) -> list[FirstPass]:
+    """Forward passes that the objective needs before an update, one result for each micro-batch of it.
+
+    `start` are the trained arrays at the start of the step; None where they are those about to be trained.
+    """
+    options, bounds = dict(objective.options), None
+    if needs_bounds(objective.kind):
+        # Over the whole update: bounds of a micro-batch alone would depend on how rows were split.
+        ours = jnp.concatenate([logprobs_of(objective, state, batch).reshape(-1) for batch in batches])
+        behaviour, advantages, mask = (
+            jnp.concatenate([jnp.reshape(getattr(batch, name), -1) for batch in batches])
+            for name in ("behaviour_logprobs", "advantages", "mask")
+        )
+        bounds = m2po_bounds(ours, behaviour, advantages, mask, threshold=options.get("m2_threshold", 0.01))[:2]
+    if start is None or not needs_proximal(options):
+        return [FirstPass(None, bounds)] * len(batches)
+    at_start = replace(state, trained=start)
+    return [FirstPass(logprobs_of(objective, at_start, batch), bounds) for batch in batches]
+
+
+# ------------------------------------------------------------------------------------------------------------ gradient
+
+
+def gradient_of(
+    objective: Objective,
+    state: PolicyState,
+    batch: MicroBatch,
+    known: FirstPass = FirstPass(),
+    *,
+    dropout_seed: DropoutSeed | None = None,
+    total: GradientSum | None = None,
+) -> GradientSum:
+    """The gradient of a micro-batch's summed loss, added to `total`, whose buffers are taken over.
+
+    `dropout_seed`: numbers that the dropout of this pass follows from; None is no dropout.
+    """
+    return _gradient_of(objective, state.trained, state.frozen, batch, known, dropout_seed, total)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnames="total")
+def _gradient_of(
+    objective: Objective,
+    trained: Arrays,
+    frozen: Arrays,
+    batch: MicroBatch,
+    known: FirstPass,
+    dropout_seed: DropoutSeed | None,
+    total: GradientSum | None,
+) -> GradientSum:
+    differentiated = jax.value_and_grad(partial(_summed_loss, objective), has_aux=True)
+    (_, sums), gradient = differentiated(trained, frozen, batch, known, dropout_seed)
+    # Micro-batches add up in float32: in bfloat16 the later ones would be rounded away.
+    found = GradientSum(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), sums)
+    return found if total is None else jax.tree.map(jnp.add, total, found)
+
+
+def _summed_loss(
+    objective: Objective,
+    trained: Arrays,
+    frozen: Arrays,
+    batch: MicroBatch,
+    known: FirstPass,
+    dropout_seed: DropoutSeed | None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Loss summed over the micro-batch; divided only in `apply`, so that no split into micro-batches changes it."""
+    options = dict(objective.options)
+    logprobs, entropy = _model_logprobs(objective, trained, frozen, batch, dropout_key=_dropout_key(dropout_seed))
+    proximal = known.proximal_logprobs
+    if proximal is None and needs_proximal(options):
+        proximal = jax.lax.stop_gradient(logprobs)
+    loss, denominator, sums = policy_loss(
+        logprobs,
+        batch.behaviour_logprobs,
+        batch.advantages,
+        batch.mask,
+        kind=objective.kind,
+        sequences=batch.sequences,
+        sequence_count=batch.sequences.size,
+        trajectory_tokens=batch.trajectory_tokens,
+        proximal_logprobs=proximal,
+        ratio_bounds=known.ratio_bounds,
+        **options,
+    )
+
+    def aggregated(per_token: Array) -> Array:  # as the loss is, so that one denominator serves all
+        return aggregate(
+            per_token,
+            batch.mask,
+            aggregation=options.get("aggregation") or default_aggregation(objective.kind),
+            sequences=batch.sequences,
+            sequence_count=batch.sequences.size,
+            sequence_tokens=options.get("sequence_tokens"),
+            trajectory_tokens=batch.trajectory_tokens,
+        )[0]
+
+    sums = {**sums, "entropy": jnp.sum(entropy, where=batch.mask)}
+    total = loss - objective.entropy_coefficient * aggregated(entropy)
+    if objective.kl_coefficient:
+        # The reference policy is the base: the same arrays with the adapter scaled to nothing.
+        reference, _ = _model_logprobs(objective, trained, frozen, batch, adapter_scale=0.0)
+        penalty = kl_penalty(logprobs, jax.lax.stop_gradient(reference), kind="k3")
+        sums["reference_kl"] = jnp.sum(penalty, where=batch.mask)
+        total = total + objective.kl_coefficient * aggregated(penalty)
+    return total, {**sums, "loss": loss, "denominator": denominator}
+
+
+def _dropout_key(seed: DropoutSeed | None) -> jax.Array | None:
+    if seed is None:
+        return None
+    key = jax.random.key(seed[0])
+    for number in seed[1:]:
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+# --------------------------------------------------------------------------------------------------------------- apply
+
+
+def apply(
+    optimizer: optax.GradientTransformation, state: PolicyState, total: GradientSum
+) -> tuple[PolicyState, Metrics]:
+    """The update of the summed gradient, divided once. Buffers of `state.trained` and `.optimizer` are taken over.
+
+    A gradient that is not finite changes nothing; `skipped` in the metrics is then 1. The metrics stay on the devices.
+    """
+    # Outputs are laid out as inputs are: XLA's own choice could need another program for the next update.
+    layout = tuple(leaf.sharding for leaf in jax.tree.leaves((state.trained, state.optimizer)))
+    trained, optimizer_state, metrics = _apply(optimizer, layout, state.trained, state.optimizer, total)
+    return replace(state, trained=trained, optimizer=optimizer_state), metrics
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))  # the frozen arrays are shared: they are never donated
+def _apply(
+    optimizer: optax.GradientTransformation,
+    layout: tuple[jax.sharding.Sharding, ...],
+    trained: Arrays,
+    optimizer_state: Arrays,
+    total: GradientSum,
+) -> tuple[Arrays, Arrays, Metrics]:
+    denominator = jnp.maximum(total.sums["denominator"], 1e-8)
+    gradient = jax.tree.map(lambda leaf: leaf / denominator, total.gradient)
+    norm = optax.global_norm(gradient)
+    finite = jnp.isfinite(norm)
+    updates, next_state = optimizer.update(gradient, optimizer_state, trained)
+    stepped = optax.apply_updates(trained, updates)
+
+    # Chosen on the device: asking the host whether the norm is finite would wait for the whole step.
+    def keep(new: Array, old: Array) -> Array:
+        return jnp.where(finite, new, old)
+
+    tokens = total.sums["tokens"]
+    metrics = {name: value / jnp.maximum(tokens, 1) for name, value in total.sums.items()}
+    metrics |= {"loss": total.sums["loss"] / denominator, "gradient_norm": norm, "trained_tokens": tokens}
+    metrics["skipped"] = 1.0 - finite
+    kept = jax.tree.map(keep, (stepped, next_state), (trained, optimizer_state))
+    leaves, structure = jax.tree.flatten(kept)
+    placed = [_placed(leaf, sharding) for leaf, sharding in zip(leaves, layout, strict=True)]
+    return *jax.tree.unflatten(structure, placed), metrics
+
+
+def _placed(leaf: Array, sharding: jax.sharding.Sharding) -> Array:
+    return jax.lax.with_sharding_constraint(leaf, sharding) if isinstance(sharding, NamedSharding) else leaf
+
+
+def compile_count() -> int:
+    """Programs that this process has compiled for training steps, of all policies and shapes."""
+    return sum(cast(Any, function)._cache_size() for function in (_logprobs_of, _gradient_of, _apply))
