@@ -10,6 +10,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
     nano             2 CPU cores         python -m flowjax.launch --config=configs/math.py:nano
                      sums of two numbers of at most two digits, digit by digit
+                     Training only sharpens: played greedily the base solves 0.709, the trained agent 0.713 (README).
     nano_calculator  2 CPU cores         python -m flowjax.launch --config=configs/math.py:nano_calculator
                      three digits, + and -, one conversation with a calculator
     qwen3_8b         8 x A100 80 GB      python -m flowjax.launch --config=configs/math.py:qwen3_8b \\

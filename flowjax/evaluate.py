@@ -2,9 +2,17 @@
 
     python -m flowjax.evaluate --config=configs/sokoban.py:nano --checkpoint=runs/<name>/checkpoints/<policy>/<step>
 
-Restores the adapter from Orbax, serves it, plays `config.eval.tasks` held-out tasks and prints success with its 95 %
-interval. What it did is kept beside the run, in `evaluations/<step>`. Of several policies, name a checkpoint each, with
-commas between them; `--config.agents` may bind agents otherwise than in the run, such as to "base" as a fixed partner.
+Restores the adapter from Orbax, serves it, plays `config.eval.tasks` held-out tasks once each (all there are, where
+those are fewer) and prints success with its 95 % interval over tasks. What it did is kept beside the run, in
+`evaluations/<step>`. Of several policies, name a checkpoint each, with commas between them; `--config.agents` may bind
+agents otherwise than in the run, such as to "base" as a fixed partner.
+
+With `--base` the base model plays in place of its policies: what the run began with, also where version 0 is no longer
+kept. `--config.eval.temperature=0` plays the likeliest reply each time. Both together tell what training adds to what
+the base can already do:
+
+    python -m flowjax.evaluate ... --config.eval.temperature=0
+    python -m flowjax.evaluate ... --config.eval.temperature=0 --base
 
 Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to correct in what was asked for.
 """
@@ -36,6 +44,7 @@ from flowjax.launch.session import OK, Session
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.monitor.progress import Progress, number
 from flowjax.monitor.screen import fixed, interval
+from flowjax.rollout.names import speakers
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
 # Between the command and the checkpoint's run:
@@ -72,6 +81,9 @@ def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:
     if not config.eval.tasks:
         raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
     config.eval.versions = tuple(sorted({int(checkpoint.name) for checkpoint in checkpoints.values()}))
+    if values["base"].value:
+        own = policy_configs(config)
+        config.agents = {name: own[by].policy.base if by in own else by for name, by in speakers(config).items()}
     return config, checkpoints
 
 
@@ -88,6 +100,7 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "checkpoint", "", "Folder of a committed checkpoint; of several policies one each.", flag_values=values
     )
+    flags.DEFINE_bool("base", False, "Play with the base model in place of the checkpoint.", flag_values=values)
 
 
 def _conflicts(trained: ConfigDict, config: ConfigDict) -> Iterator[str]:
@@ -126,7 +139,8 @@ def _plain(value: object) -> object:
 def prepare(config: ConfigDict, checkpoints: Mapping[str, Path]) -> Path:
     """A fresh folder in `evaluations` beside the run, whose only checkpoints are those to evaluate."""
     named = [path.name if len(checkpoints) == 1 else f"{policy}@{path.name}" for policy, path in checkpoints.items()]
-    name, evaluations = ",".join(named), _evaluations(checkpoints)
+    by_base = config.agents and not set(config.agents.values()) & set(checkpoints)
+    name, evaluations = "base" if by_base else ",".join(named), _evaluations(checkpoints)
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     run_dir = next(evaluations / name for name in names if not (evaluations / name).exists())
     save_run(config, run_dir)

@@ -10,15 +10,19 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from flowjax.config import policy_configs
-from flowjax.dataflow.ledger import Ledger
-from flowjax.dataflow.task_sources import episode_seed, task_at
+from flowjax.dataflow.ledger import Ledger, trajectories_of
+from flowjax.dataflow.task_sources import content_of, episode_seed, task_at
 from flowjax.monitor.metrics import MetricsWriter, wilson
 from flowjax.records import Episode, Group, Task, Trajectory
 from flowjax.rewards.scores import trajectory_scores
 
 
 class Evaluations:
-    """Evaluations of the versions that are served, each pinned to them. Training goes on meanwhile."""
+    """Evaluations of the versions that are served, each pinned to them. Training goes on meanwhile.
+
+    Every held-out task is played once; of a set smaller than `config.eval.tasks` asks for, all, and the log says so.
+    A generated set may hold a task twice: its episodes are samples of one task, and intervals count tasks.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,7 @@ class Evaluations:
         self._config, self._configs = config, policy_configs(config)
         self._ledger, self._metrics, self._tasks, self._clock = ledger, metrics, tasks, clock
         self._started_s: dict[str, float] = {}
+        self._count = min(config.eval.tasks, len(tasks)) if config.eval.tasks else 0  # a source repeats beyond its end
         self._all = ledger.evaluations()  # versions by name, also below
         self._unwritten = {name: self._all[name] for name in self._all.keys() - ledger.evaluations("closed").keys()}
 
@@ -54,8 +59,11 @@ class Evaluations:
             return
         if name in self._all:
             return
+        if not self._all and self._count < config.eval.tasks:
+            text = f"{self._count} tasks, each played once; config.eval.tasks asks for {config.eval.tasks}"
+            self._metrics.write("run", role="evaluation", event="small held-out set:", text=text)
         with self._ledger.transaction():  # all of it or none, also when the process dies meanwhile
-            for index in range(config.eval.tasks):
+            for index in range(self._count):
                 self._ledger.add_group(
                     f"eval-{name}-{index:06d}",
                     task_at(self._tasks, index),
@@ -105,47 +113,52 @@ class Evaluations:
             del self._unwritten[name]
 
     def _write(self, name: str, versions: Mapping[str, int]) -> None:
-        played = [(group_id, self._ledger.episodes(group_id)) for group_id in self._ledger.evaluated(name)]
-        episodes = [episode for _, members in played for episode in members]
-        successes = sum(episode.outcome.get("success", 0.0) >= 1.0 for episode in episodes)
-        low, high = wilson(successes, len(episodes))
+        by_task: dict[str, list[Episode]] = {}
+        by_source: dict[str, list[bool]] = {}
+        for group_id in self._ledger.evaluated(name):
+            task, members = self._ledger.task(group_id), self._ledger.episodes(group_id)
+            by_task.setdefault(content_of(task), []).extend(members)
+            by_source.setdefault(task.source, []).extend(e.outcome.get("success", 0.0) >= 1.0 for e in members)
+        episodes = [episode for members in by_task.values() for episode in members]
+        success_rate, low, high = _success(episodes, sum(map(bool, by_task.values())))
         turns = sum(len(episode.turns) for episode in episodes)
         version = min(versions.values())
-        by_source: dict[str, list[bool]] = {}
-        for group_id, members in played:
-            source = self._ledger.task(group_id).source
-            by_source.setdefault(source, []).extend(e.outcome.get("success", 0.0) >= 1.0 for e in members)
         self._metrics.write(
             "eval",
             step=version,
             version=version,
             versions=dict(versions),
+            asked=self._config.eval.tasks,
+            tasks=sum(map(bool, by_task.values())),
             episodes=len(episodes),
-            unfinished=self._config.eval.tasks - len(episodes),
-            success_rate=successes / max(len(episodes), 1),
+            unfinished=self._count - len(episodes),
+            success_rate=success_rate,
             low=low,
             high=high,
             turns_mean=turns / max(len(episodes), 1),
             env_return_mean=sum(e.outcome.get("env_return", 0.0) for e in episodes) / max(len(episodes), 1),
-            policies={policy: self._of_policy(policy, episodes) for policy in self._configs},
+            policies={policy: self._of_policy(policy, list(by_task.values())) for policy in self._configs},
             sources={name: sum(right) / len(right) for name, right in by_source.items() if name},
             seconds=self._clock() - self._started_s.get(name, self._clock()),
         )
 
-    def _of_policy(self, policy: str, episodes: Sequence[Episode]) -> dict[str, Any]:
-        """How a policy did in these episodes: success with its Wilson interval, mean reward with that of the normal
-        approximation, both of 95 %, and the means of its outcomes."""
-        parts = [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]
-        if not parts:
+    def _of_policy(self, policy: str, by_task: Sequence[Sequence[Episode]]) -> dict[str, Any]:
+        """How a policy did in the episodes of each task: success with its Wilson interval, mean reward with that of the
+        normal approximation of the tasks' means, both of 95 % over tasks, and the means of its outcomes."""
+        spoken = [trajectories_of(episodes, policy) for episodes in by_task]
+        groups = [Group("evaluation", Task("", "", 0), parts) for parts in spoken if parts]
+        if not groups:
             return {"trajectories": 0}
-        group = Group("evaluation", Task("", "", 0), parts)
-        rewards, _ = trajectory_scores([group], self._configs[policy].reward.components.to_dict())
-        mean, half = float(np.mean(rewards)), 1.96 * float(np.std(rewards)) / math.sqrt(len(parts))
-        successes = sum(part.outcome.get("success", 0.0) >= 1.0 for part in parts)
-        low, high = wilson(successes, len(parts))
+        parts = [part for group in groups for part in group.trajectories]
+        rewards, _ = trajectory_scores(groups, self._configs[policy].reward.components.to_dict())
+        ends = np.cumsum([len(group.trajectories) for group in groups])
+        means = [np.mean(own) for own in np.split(np.asarray(rewards), ends[:-1])]
+        mean, half = float(np.mean(rewards)), 1.96 * float(np.std(means)) / math.sqrt(len(groups))
+        success_rate, low, high = _success(parts, len(groups))
         return {
+            "tasks": len(groups),
             "trajectories": len(parts),
-            "success_rate": successes / len(parts),
+            "success_rate": success_rate,
             "low": low,
             "high": high,
             "reward_mean": mean,
@@ -153,6 +166,12 @@ class Evaluations:
             "reward_high": mean + half,
             "outcomes": _means(parts),
         }
+
+
+def _success(played: Sequence[Episode | Trajectory], tasks: int) -> tuple[float, float, float]:
+    """Share of successes, and its 95 % interval as of so many observations as there are tasks."""
+    share = sum(one.outcome.get("success", 0.0) >= 1.0 for one in played) / max(len(played), 1)
+    return share, *wilson(share * tasks, tasks)
 
 
 def _means(parts: Sequence[Trajectory]) -> dict[str, float]:

@@ -5,6 +5,7 @@ of groups ever opened, which the ledger keeps, is the whole state of the source.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ def train_tasks(config: ConfigDict) -> grain.MapDataset[Task]:
 
 
 def held_out_tasks(config: ConfigDict) -> grain.MapDataset[Task]:
-    """Held-out tasks; from several sources at the ratios of training."""
+    """Held-out tasks, each once; from several sources at the ratios of training, as far as the first that ends."""
     return _tasks(config, "held_out")
 
 
@@ -37,6 +38,13 @@ def task_at(tasks: grain.MapDataset[Task], index: int) -> Task:
     if task is None:
         raise ValueError(f"the task source filtered out task {index}: a source of tasks must have every index")
     return task
+
+
+def content_of(task: Task) -> str:
+    """What is asked, whatever the task is called: equal for two draws of one task by a world that generates them."""
+    if not task.payload:
+        return task.task_id
+    return json.dumps([task.world, task.source, task.payload], sort_keys=True, default=repr)
 
 
 def episode_seed(seed: int, position: int, member: int) -> int:
@@ -69,7 +77,7 @@ def _source(
 ) -> grain.MapDataset[Task]:
     tasks = world.tasks(split, config.env.data_seed, **options)
     if split == "held_out":
-        return tasks if not config.env.sources else tasks.repeat()
+        return tasks
     return tasks[:train_tasks].shuffle(config.seed + offset).repeat()
 
 

@@ -81,7 +81,7 @@ def parse_lines(data: bytes) -> Iterator[dict[str, Any]]:
                 yield entry
 
 
-def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
     """Score interval of a share: low and high, 95 % at z = 1.96; (0, 1) when nothing was counted.
 
     (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), Wilson (1927), eq. for p = successes / n.

@@ -234,13 +234,18 @@ def phases(progress: Progress) -> str:
 
 
 def interval(entry: Mapping[str, Any] | None) -> str:
-    """Success of an evaluation with its 95 % interval."""
+    """Success of an evaluation with its 95 % interval and the number of its tasks."""
     if entry is None:
         return "-"
     low, high = number(entry, "low"), number(entry, "high")
+    episodes = entry.get("episodes", "-")
+    tasks = entry.get("tasks", episodes)
+    played = "" if tasks == episodes else f" tasks in {episodes} episodes"
+    asked = number(entry, "asked") or 0
+    few = ", all there are" if entry.get("episodes", 0) + entry.get("unfinished", 0) < asked else ""
     return (
         f"{percent(number(entry, 'success_rate'))} [{fixed(100 * low if low is not None else None, 1)}, "
-        f"{fixed(100 * high if high is not None else None, 1)}] of {entry.get('episodes', '-')}"
+        f"{fixed(100 * high if high is not None else None, 1)}] of {tasks}{played}{few}"
     )
 
 

@@ -68,7 +68,7 @@ def speakers(config: ConfigDict) -> dict[str, str]:
                 f"config.agents.{agent} is {speaker!r}, but with config.policy.train 'full' the engine replaces the "
                 "base model by what is trained: name a policy, or train 'lora'"
             )
-    if set(chosen.values()) <= set(bases):
+    if set(chosen.values()) <= set(bases) and not config.eval.versions:  # nothing is trained in an evaluation anyhow
         spoken = ", ".join(map(repr, dict.fromkeys(chosen.values())))
         raise ConfigError(f"config.agents has {spoken} speak for every agent, so nothing is trained: name a policy")
     return chosen

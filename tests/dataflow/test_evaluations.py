@@ -1,0 +1,94 @@
+"""What an evaluation plays and counts: every held-out task once, and intervals over tasks."""
+
+from collections import Counter
+from pathlib import Path
+
+import grain
+import numpy as np
+import pytest
+
+from flowjax.config import default_config
+from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.task_sources import content_of, held_out_tasks, task_at
+from flowjax.monitor.metrics import read_metrics, wilson
+from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+
+
+def task_of(index: int, contents: int) -> Task:
+    """Two of them ask the same where they are equal modulo `contents`."""
+    return Task(f"held-{index}", "toy", index, {"number": index % contents})
+
+
+def evaluate(folder: Path, tasks: grain.MapDataset[Task], asked: int, success=lambda lease: 1.0) -> list[Lease]:
+    """Evaluate version 0 to its end."""
+    config = default_config()
+    config.eval.tasks = asked
+    config.eval.versions = (0,)
+    config.reward.components = {"success": 1.0}
+    flow = Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
+    flow.report_serving("agent", 0)
+    leases = flow.lease("w", 10_000)
+    ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
+    for lease in leases:
+        names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
+        turn = Turn("agent", 0, ids, ids, logprobs, "stop", 1, 2, 0.0, True, True)
+        outcome = {"success": success(lease)}
+        assert flow.accept(lease.lease_id, Episode(*names, [Trajectory(*names, [turn], outcome)], outcome))
+    assert flow.finished
+    flow.close()
+    return leases
+
+
+def told(folder: Path) -> dict:
+    (line,) = [entry for entry in read_metrics(folder) if entry["kind"] == "eval"]
+    return line
+
+
+def test_a_small_set_is_played_once_and_the_log_says_so(tmp_path):
+    tasks = grain.MapDataset.range(7).map(lambda index: task_of(index, 7))
+    leases = evaluate(tmp_path, tasks, 50, lambda lease: float(lease.task.seed < 3))
+    assert [lease.task.task_id for lease in leases] == [f"held-{index}" for index in range(7)]
+    line = told(tmp_path)
+    assert (line["tasks"], line["episodes"], line["unfinished"], line["asked"]) == (7, 7, 0, 50)
+    assert (line["low"], line["high"]) == pytest.approx(wilson(3, 7))
+    assert line["policies"]["agent"]["low"] == pytest.approx(wilson(3, 7)[0])
+    (said,) = [entry for entry in read_metrics(tmp_path) if entry["kind"] == "run"]
+    assert said["text"] == "7 tasks, each played once; config.eval.tasks asks for 50"
+
+
+def test_a_set_of_the_asked_size_needs_no_word(tmp_path):
+    tasks = grain.MapDataset.range(50).map(lambda index: task_of(index, 50))
+    assert len(evaluate(tmp_path, tasks, 50)) == 50
+    assert not [entry for entry in read_metrics(tmp_path) if entry["kind"] == "run"]
+
+
+def test_a_task_that_is_drawn_twice_is_one_task(tmp_path):
+    """Of 40 draws of 8 tasks all those of the first four succeed: four successes of eight, not 20 of 40."""
+    tasks = grain.MapDataset.range(1 << 31).map(lambda index: task_of(index, 8))
+    evaluate(tmp_path, tasks, 40, lambda lease: float(lease.task.payload["number"] < 4))
+    line = told(tmp_path)
+    assert (line["tasks"], line["episodes"], line["success_rate"]) == (8, 40, 0.5)
+    assert (line["low"], line["high"]) == pytest.approx(wilson(4, 8))
+    agent = line["policies"]["agent"]
+    assert (agent["low"], agent["high"], agent["tasks"]) == pytest.approx((*wilson(4, 8), 8))
+    half = 1.96 * np.std([0.0, 1.0] * 4) / np.sqrt(8)  # of the mean of eight rewards, not of 40
+    assert agent["reward_high"] - agent["reward_mean"] == pytest.approx(half)
+
+
+def test_tasks_are_told_apart_by_what_they_ask():
+    first, same, other = (Task(f"t{i}", "toy", i, {"a": i // 2, "b": [1]}) for i in range(3))
+    assert content_of(first) == content_of(same) != content_of(other)
+    assert content_of(Task("t0", "toy", 0)) != content_of(Task("t1", "toy", 0))
+
+
+def test_a_mix_ends_with_its_first_source_that_ends():
+    config = default_config()
+    config.env.module = "flowjax.envs.webshop"
+    config.env.options = {"products": 40, "held_out": 4}
+    config.env.sources = {"few": {}, "more": {"weight": 2.0, "options": {"held_out": 30}}}
+    config.env.train_tasks = 10
+    tasks = held_out_tasks(config)
+    drawn = [task_at(tasks, index) for index in range(len(tasks))]
+    counts = Counter(task.source for task in drawn)
+    assert counts["more"] == 2 * counts["few"] > 0
+    assert len({content_of(task) for task in drawn}) == len(drawn)
