@@ -22,11 +22,15 @@ from flowjax.records import WireError, pack, unpack
 Answer = dict[str, Any]
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _ANSWER_TIMEOUT_S = 60.0
-_BUSY = 429
+_BUSY, _SUPERSEDED = 429, 409
 
 
 class DataflowError(RuntimeError):
     """The dataflow refuses a message or has been away for too long; the message says what to look at."""
+
+
+class Superseded(DataflowError):
+    """A trainer that was started later has the policy; says what this one is to do."""
 
 
 class Busy(Exception):
@@ -100,6 +104,8 @@ class HttpBroker:
             raise Busy(_reason(answer))
         if status >= 500:
             raise Unanswered(f"HTTP {status}: {_reason(answer)}")
+        if status == _SUPERSEDED:
+            raise Superseded(f"the dataflow refuses /{name} (HTTP {status}): {_reason(answer)}")
         raise DataflowError(f"the dataflow refuses /{name} (HTTP {status}): {_reason(answer)}")
 
 

@@ -12,6 +12,7 @@ import grain
 import numpy as np
 from ml_collections import ConfigDict
 
+from flowjax.broker import Superseded
 from flowjax.config import policy_configs
 from flowjax.dataflow.admission import Admission
 from flowjax.dataflow.algorithms.base import Result, build_algorithms
@@ -207,7 +208,8 @@ class Flow:
         self._admission.starved.discard(policy)
         dropped = self._ledger.count_dropped(policy) - dropped_before
         groups = [self._ledger.group(group_id, policy) for group_id in group_ids]
-        if self._told.get(policy) != step:
+        newest = step == self._ledger.batches(policy) - 1  # a late copy may ask for one of before
+        if newest and self._told.get(policy) != step:
             self._tell(policy, step, groups)
         return Taken(groups, dropped)
 
@@ -254,6 +256,27 @@ class Flow:
         if not self._algorithms.by_name:
             return np.ones(len(group.trajectories), bool)
         return self._algorithms.trains(_result(group, policy, self._configs[policy]))
+
+    def claim(self, trainer: str, versions: Mapping[str, int], after: int) -> tuple[bool, int]:
+        """Make `trainer` the one of these policies, from these versions on: see `Ledger.claim`."""
+        claimed, epoch = self._ledger.claim(trainer, versions, after)
+        self.committed.update(self._ledger.commits())
+        return claimed, epoch
+
+    def fence(self, policies: Collection[str], epoch: int) -> None:
+        """Let only the trainer that claimed these policies last go on.
+
+        Raises:
+            Superseded: `epoch` is not its epoch.
+        """
+        for policy in policies:
+            if (newest := self._ledger.epoch(policy)) != epoch:
+                problem = (
+                    f"epoch {epoch} is over, {policy} is in epoch {newest}: a trainer that was started later has it"
+                )
+                if epoch > newest:  # of a copy of the ledger that was ahead
+                    problem = f"epoch {epoch} was never given, {policy} is in epoch {newest}"
+                raise Superseded(f"{problem}. A policy has one trainer: end this one, or start it anew")
 
     def commit(self, policy: str, version: int) -> None:
         """The policy's trainer has committed a checkpoint of `version`."""

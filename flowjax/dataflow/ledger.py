@@ -7,7 +7,7 @@ A group is one task, played `members` times. Its life for one policy that learns
         v                   v                     v                  v                  v
       open  ----------> complete  ----------->  ready  ---------->  used  ---------->  closed  -> deleted
         |                   |                     | ^                |
-        |                   |                     | +--- undo -------+     its trainer went back to a checkpoint
+        |                   |                     | +--- claim ------+     a new trainer starts from a checkpoint
         v                   v                     v                        from before that batch
      dropped             dropped               dropped
      (failed, silent)    (not_kept)            (too_old, lost_version, overflow)
@@ -24,8 +24,10 @@ The life of an episode (`episodes.state`):
 and `cancelled` where its whole group is given up.
 
 Which groups a batch is made of is written down before it is served, so that a batch asked for twice is the same batch:
-the step number in the trainer's checkpoint is therefore the whole record of what it has consumed. What nobody can ask
-for any more is deleted, so that the file holds what a run may go back to, however long it is.
+the step number in the trainer's checkpoint is therefore the whole record of what it has consumed. A trainer goes on
+from there by a `claim`, which gives it an epoch; whatever an older epoch still says is refused, so that no late message
+can undo what a newer trainer does. What nobody can ask for any more is deleted, so that the file holds what a run may
+go back to, however long it is.
 
 Every transition is one SQLite transaction: a process that dies within it leaves the state from before. The comment at
 each says what happens when somebody dies right before or right after it.
@@ -125,7 +127,13 @@ CREATE TABLE IF NOT EXISTS batches (  -- place for place, which groups a step is
     PRIMARY KEY (policy, step, place)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS batches_by_group ON batches (policy, group_id);
-CREATE TABLE IF NOT EXISTS commits (policy TEXT PRIMARY KEY, version INTEGER NOT NULL);  -- newest of each
+CREATE TABLE IF NOT EXISTS trainers (  -- who trains each policy, and how far it is
+    policy TEXT PRIMARY KEY,
+    epoch INTEGER NOT NULL,        -- of the trainer that claimed it last; 0: nobody has
+    trainer TEXT NOT NULL,         -- its name
+    made INTEGER NOT NULL,         -- batches that led to where it is: the next one is of this step
+    committed INTEGER NOT NULL     -- newest version on disk, -1 before the first
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, key BLOB NOT NULL);  -- that leases are signed with
 CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, state BLOB NOT NULL);  -- of the data algorithms
 CREATE TABLE IF NOT EXISTS state_rows (  -- what is in the tables of their states
@@ -145,6 +153,10 @@ CREATE TABLE IF NOT EXISTS counts (  -- of what came to nothing, since the start
 ) WITHOUT ROWID;
 """
 _TABLES = "SELECT COUNT(*) FROM sqlite_master WHERE type = 'table'"
+
+
+class StepError(ValueError):
+    """A batch that the trainer of a policy cannot ask for; the message says why."""
 
 
 class LedgerError(ValueError):
@@ -527,12 +539,17 @@ class Ledger:
         """The groups of the policy's batch `step`: those written down for it, or else what `select` makes of the ready
         groups and of those used before; None when it chooses nothing.
 
-        Batches of later steps are undone: the trainer has lost the checkpoints that consumed them.
+        Raises:
+            StepError: it is neither the next batch nor one that is still written down.
         """
         with Transaction(self._db):
-            self._undo_after(policy, step)
             if written := self.batch(policy, step):
                 return written
+            if step != (made := self.batches(policy)):
+                kept = "is over and forgotten" if step < made else "comes later"
+                raise StepError(
+                    f"batch {step} of {policy} {kept}: the next one is {made}; a trainer that goes back claims"
+                )
             chosen, dropped = select(self.groups(policy, "ready"), self.groups(policy, "used"))
             for cause, group_ids in dropped.items():
                 self._drop(policy, group_ids, cause)
@@ -547,12 +564,54 @@ class Ledger:
             self._db.executemany(
                 "INSERT INTO batches VALUES (?, ?, ?, ?)", [(policy, step, i, g) for i, g in enumerate(chosen)]
             )
+            self._set_trainer(policy, made=step + 1)
             return chosen
 
+    # ------------------------------------------------------------------------------- a trainer starts: used -> ready
+
+    def claim(self, trainer: str, versions: Mapping[str, int], after: int) -> tuple[bool, int]:
+        """Make `trainer` the one of these policies, from these versions on.
+
+        Batches that led beyond them are undone: the checkpoints that consumed them are lost. Batch `version`, where it
+        is written down, stays: the trainer asks for it next.
+
+        Args:
+            trainer: a name that no other start of a trainer has.
+            after: the epoch that the claim comes after, as the trainer knows it.
+
+        Returns:
+            Whether the claim is good, and the newest epoch of these policies: the trainer's own where it is. A claim
+            that comes `after` an older epoch is not: another trainer has started meanwhile, or before its copy came in.
+        """
+        with Transaction(self._db):
+            owners = {policy: self._trainer(policy) for policy in versions}
+            newest = max(owner["epoch"] for owner in owners.values())
+            # A copy of a claim that was good changes nothing: the trainer may be some batches further by now.
+            if all(owner["trainer"] == trainer for owner in owners.values()):
+                return True, newest
+            if after != newest:
+                return False, newest
+            # Epoch, trainer and undone batches in one: who dies before it leaves the old trainer in its place, and the
+            # new one, not answered, sends the same claim again. Who dies after it finds that claim made.
+            epoch = self._db.execute("SELECT COALESCE(MAX(epoch), 0) + 1 FROM trainers").fetchone()[0]
+            for policy, version in versions.items():
+                self._undo_after(policy, version)
+                made = version + bool(self.batch(policy, version))
+                committed = min(owners[policy]["committed"], version)
+                self._set_trainer(policy, epoch=epoch, trainer=trainer, made=made, committed=committed)
+            return True, epoch
+
+    def _trainer(self, policy: str) -> Mapping[str, Any]:
+        row = self._db.execute("SELECT * FROM trainers WHERE policy = ?", (policy,)).fetchone()
+        return dict(row) if row else {"policy": policy, "epoch": 0, "trainer": "", "made": 0, "committed": -1}
+
+    def _set_trainer(self, policy: str, **changes: int | str) -> None:
+        row = {**self._trainer(policy), **changes}
+        self._db.execute("INSERT OR REPLACE INTO trainers VALUES (:policy, :epoch, :trainer, :made, :committed)", row)
+
     def _undo_after(self, policy: str, step: int) -> None:
-        """Used -> ready: the trainer died with what it had learnt from the later batches."""
-        if self.batches(policy) <= step + 1:
-            return
+        """Used -> ready, but for what a batch up to `step` has too: a trainer never saw the later ones, or died with
+        what it had learnt from them."""
         self._db.execute("DELETE FROM batches WHERE policy = ? AND step > ?", (policy, step))
         self._db.execute(
             "UPDATE policy_groups SET state = 'ready' WHERE policy = ? AND state = 'used' AND NOT EXISTS"
@@ -565,7 +624,7 @@ class Ledger:
     def commit(self, policy: str, version: int, *, learnt: Learnt = NOTHING) -> None:
         """Note that the policy's trainer has committed `version`, and what the data algorithms make of it."""
         with Transaction(self._db):
-            self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?)", (policy, version))
+            self._set_trainer(policy, committed=version)
             self._keep(learnt)
 
     def close_batches(self, policy: str, before_step: int) -> None:
@@ -711,8 +770,12 @@ class Ledger:
         return [PolicyGroup(*row) for row in rows]
 
     def commits(self) -> dict[str, int]:
-        """Newest committed version of each policy that has one."""
-        return {row["policy"]: row["version"] for row in self._db.execute("SELECT policy, version FROM commits")}
+        """Newest committed version of each policy that has a trainer, -1 where there is none."""
+        return {row["policy"]: row["committed"] for row in self._db.execute("SELECT policy, committed FROM trainers")}
+
+    def epoch(self, policy: str) -> int:
+        """The epoch of the trainer that claimed the policy last; 0: nobody has."""
+        return self._trainer(policy)["epoch"]
 
     def count_groups(self) -> int:
         """Training groups ever opened."""
@@ -721,9 +784,7 @@ class Ledger:
 
     def batches(self, policy: str) -> int:
         """Batches that the policy's trainer has been given, those that it has lost again left out."""
-        return self._db.execute(
-            "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE policy = ?", (policy,)
-        ).fetchone()[0]
+        return self._trainer(policy)["made"]
 
     def batch(self, policy: str, step: int) -> list[str]:
         """The groups that are written down for the policy's batch `step`."""

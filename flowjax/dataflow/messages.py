@@ -70,6 +70,23 @@ def steps_of(message: Any) -> dict[str, Any]:
     return steps
 
 
+def claim_of(message: Any) -> tuple[str, dict[str, Any], int]:
+    """Who claims, which versions of which policies it goes on from, and the epoch that it comes after."""
+    trainer, versions, after = fields(message, trainer=str, policies=dict, after=int)
+    if not 0 < len(trainer) <= _LONGEST_NAME:
+        raise WireError(f"field trainer has {len(trainer)} characters: send 1 to {_LONGEST_NAME}")
+    if not versions:
+        raise WireError("field policies is empty: send policy -> version")
+    return trainer, versions, after
+
+
+def epoch_of(message: Any) -> int:
+    """The epoch of the trainer that sends it."""
+    if isinstance(message, dict) and "epoch" not in message:
+        raise WireError("field epoch is missing: a trainer claims its policies first, and sends the epoch it was given")
+    return fields(message, epoch=int)[0]
+
+
 def lease_ids_of(message: Any) -> list[str]:
     (lease_ids,) = fields(message, lease_ids=list)
     if len(lease_ids) > MOST_SLOTS:

@@ -6,8 +6,8 @@
     GET  /health     -> ok, without a token
 
 A message that is refused is answered with 400 and {error}, one without the run's token (where it has one) with 401, one
-too large with 413; nothing has changed then. 429: there is no room for it yet; it is to be sent again, however long
-that lasts.
+of a trainer that another has replaced with 409, one too large with 413; nothing has changed then. 429: there is no room
+for it yet; it is to be sent again, however long that lasts.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 from aiohttp import web
 from ml_collections import ConfigDict
 
-from flowjax.broker import Busy
+from flowjax.broker import Busy, Superseded
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.service import HOLD_S, NAMES, DataflowService
 from flowjax.monitor.progress import write_status
@@ -70,6 +70,8 @@ class Server:
                 answer = await self._service.answer(name, unpack(body), hold_s=hold_s)
         except WireError as error:
             return _refusal(400, f"{request.path}: {error}")
+        except Superseded as error:
+            return _refusal(409, f"{request.path}: {error}")
         except TimeoutError:
             return _refusal(503, f"{request.path}: the body was not in within {_READ_S:g} s: send it again")
         except Busy as error:

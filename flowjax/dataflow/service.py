@@ -5,9 +5,10 @@
     episodes      {worker, items: [{lease_id, episode}]} -> {accepted, duplicate}
     give_back     {worker, lease_ids, error}           -> {}
     versions      {worker, policy, serving, in_use}    -> {oldest_needed}
-    batch         {policy, step} | {policies: {policy: step}}
+    claim         {trainer, policies: {policy: version}, after} -> {claimed, epoch}
+    batch         {epoch} and {policy, step} | {policies: {policy: step}}
                                 -> {state: run, policy, rows, totals, dropped} | {state: wait}
-    committed     {policy, version}                    -> {}
+    committed     {epoch, policy, version}             -> {}
 
 `lease` and `batch` hold the answer back for a while when there is nothing to give, `episodes` while the trainers have
 more groups waiting than they may.
@@ -17,19 +18,20 @@ import asyncio
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flowjax.broker import Answer, Busy
 from flowjax.dataflow import messages
-from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.flow import Flow, Taken
+from flowjax.dataflow.ledger import StepError
 from flowjax.dataflow.workers import Can
 from flowjax.monitor.trouble import unwritable
 from flowjax.record_checks import check_lease
 from flowjax.records import Lease, WireError
 
-NAMES = ("lease", "renew", "episodes", "give_back", "versions", "batch", "committed")
+NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch", "committed")
 HOLD_S = 1.0
 _PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
@@ -60,6 +62,7 @@ class DataflowService:
         Raises:
             WireError: there is no message of that name, it has a field that cannot be, or names a version that has
                 never been made; nothing has changed.
+            Superseded: it is of a trainer that another one has replaced; nothing has changed.
             Busy: there is no room for the episodes now; those of evaluations have been taken in. Or the disk of the run
                 is full or read-only: nothing has changed, and who asks waits until it can be written.
         """
@@ -82,6 +85,8 @@ class DataflowService:
                 return self._give_back(message)
             case "versions":
                 return self._versions(message)
+            case "claim":
+                return self._claim(message)
             case "batch":
                 return await self._batch(message, hold_s)
             case "committed":
@@ -167,13 +172,22 @@ class DataflowService:
             self._notify()
         return {"oldest_needed": oldest_needed}
 
+    def _claim(self, message: Any) -> Answer:
+        trainer, versions, after = messages.claim_of(message)
+        for policy, version in versions.items():
+            _, newest = self._policy({"policy": policy})
+            messages.version_of({"version": version}, "version", oldest=0, newest=newest)
+        claimed, epoch = self._flow.claim(trainer, versions, after)
+        self._notify()
+        return {"claimed": claimed, "epoch": epoch}
+
     async def _batch(self, message: Any, hold_s: float) -> Answer:
-        steps = messages.steps_of(message)
+        steps, epoch = messages.steps_of(message), messages.epoch_of(message)
         for policy, step in steps.items():
             _, newest = self._policy({"policy": policy})
             messages.version_of({"step": step}, "step", oldest=self._flow.oldest_kept(policy), newest=newest)
         until = time.monotonic() + hold_s
-        while (taken := self._flow.take_first(steps)) is None and time.monotonic() < until:
+        while (taken := self._take(steps, epoch)) is None and time.monotonic() < until:
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
@@ -189,9 +203,19 @@ class DataflowService:
             batch = await asyncio.to_thread(self._flow.credit, policy, steps[policy], groups)
         return {"state": "run", "policy": policy, "rows": batch.rows, "totals": batch.totals, "dropped": dropped}
 
+    def _take(self, steps: Mapping[str, int], epoch: int) -> tuple[str, Taken] | None:
+        """A batch for the trainer of that epoch: asked anew after every wait, another may have claimed meanwhile."""
+        self._flow.fence(steps, epoch)
+        try:
+            return self._flow.take_first(steps)
+        except StepError as error:
+            raise WireError(str(error)) from error
+
     def _committed(self, message: Any) -> Answer:
         policy, newest = self._policy(message)
-        self._flow.commit(policy, messages.version_of(message, "version", oldest=0, newest=newest))
+        version = messages.version_of(message, "version", oldest=0, newest=newest)
+        self._flow.fence([policy], messages.epoch_of(message))
+        self._flow.commit(policy, version)
         self._notify()
         return {}
 

@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -54,18 +55,31 @@ class DataflowSource:
 
     def __init__(self, connect: Connect, *, timeout_s: float):
         self._connect, self._timeout_s = connect, timeout_s
+        self._trainer, self._epoch = uuid.uuid4().hex, 0
+
+    def claim(self, versions: Mapping[str, int]) -> None:
+        """Become the trainer of these policies, from these versions on; a trainer from before is refused from now on.
+
+        Raises:
+            DataflowError: the dataflow does not answer, or refuses.
+        """
+        claimed = False
+        while not claimed:
+            message = {"trainer": self._trainer, "policies": dict(versions), "after": self._epoch}
+            answer = self._call("claim", message, self._timeout_s)
+            claimed, self._epoch = answer["claimed"], answer["epoch"]
 
     def batch(self, steps: Mapping[str, int]) -> Served:
         """See `Source`.
 
         Raises:
             SourceError: there was none in that time.
-            DataflowError: the dataflow does not answer, or refuses.
+            DataflowError: the dataflow does not answer, or refuses: with `Superseded` once another trainer has claimed.
         """
         until = time.monotonic() + self._timeout_s
         behind_first = dict(sorted(steps.items(), key=lambda item: item[1]))  # a policy always ready starves no other
         while (left_s := until - time.monotonic()) > 0:
-            answer = self._call("batch", {"policies": behind_first}, left_s)
+            answer = self._call("batch", {"policies": behind_first, "epoch": self._epoch}, left_s)
             if answer["state"] == "run":
                 return Served(answer["policy"], answer["rows"], answer["totals"], answer["dropped"])
         wanted = ", ".join(f"step {step} of {policy}" for policy, step in steps.items())
@@ -80,7 +94,8 @@ class DataflowSource:
         Raises:
             DataflowError: the dataflow does not answer, or refuses.
         """
-        self._call("committed", {"policy": policy, "version": version}, self._timeout_s)
+        message = {"policy": policy, "version": version, "epoch": self._epoch}
+        self._call("committed", message, self._timeout_s)
 
     def _call(self, name: str, message: Mapping[str, Any], away_s: float) -> Answer:
         async def call() -> Answer:

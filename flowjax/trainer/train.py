@@ -88,6 +88,8 @@ def run(run_dir: Path, only: str = "") -> None:
         endpoints = json.loads((run_dir / "endpoints.json").read_text())
         to_dataflow = partial(connect, endpoints["dataflow"], token=known_token(run_dir))
         source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s)
+        if is_first():
+            source.claim(steps)  # a trainer from before this one, and late copies of what it said, are refused from here
         metrics, on_step = None, _nothing
         if is_first():
             metrics = MetricsWriter(run_dir, tensorboard=config.trainer.tensorboard, resume_step=steps)

@@ -144,12 +144,17 @@ async def _report(client: Client, worker: str, serving: Mapping[str, int]) -> No
 
 async def train(client: Client, policy: str, serving: dict[str, int], *, step_s: float, steps: int = 10**9) -> None:
     """A trainer: takes batch after batch, `step_s` over each, and publishes a version for it at once."""
+    epoch, claimed, who = 0, False, {"trainer": f"trainer of {policy}", "policies": {policy: serving[policy]}}
+    while not claimed:
+        answer = await client.post("claim", after=epoch, **who)
+        claimed, epoch = answer["claimed"], answer["epoch"]
     for _ in range(steps):
-        while (await client.post("batch", read=_is_short, policy=policy, step=serving[policy])) == {"state": "wait"}:
+        asked = {"policy": policy, "step": serving[policy], "epoch": epoch}
+        while (await client.post("batch", read=_is_short, **asked)) == {"state": "wait"}:
             pass
         await asyncio.sleep(step_s)
         serving[policy] += 1
-        await client.post("committed", policy=policy, version=serving[policy])
+        await client.post("committed", policy=policy, version=serving[policy], epoch=epoch)
 
 
 def _is_short(answer: bytes) -> bool:

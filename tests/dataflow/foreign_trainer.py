@@ -9,6 +9,7 @@ import json
 import struct
 import sys
 import urllib.request
+import uuid
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,12 @@ def numbers(array: dict[str, Any]) -> list:
 def main(url: str, version_file: Path, steps: int) -> None:
     version = int(version_file.read_text()) if version_file.exists() else 0
     advantages: defaultdict[int, float] = defaultdict(float)
+    epoch, claimed, trainer = 0, False, uuid.uuid4().hex
+    while not claimed:
+        answer = post(url, "claim", trainer=trainer, policies={"agent": version}, after=epoch)
+        claimed, epoch = answer["claimed"], answer["epoch"]
     while version < steps:
-        answer = post(url, "batch", policy="agent", step=version)
+        answer = post(url, "batch", policy="agent", step=version, epoch=epoch)
         if answer["state"] == "wait":
             continue
         for row in answer["rows"]:
@@ -42,7 +47,7 @@ def main(url: str, version_file: Path, steps: int) -> None:
         partial = version_file.with_suffix(".partial")
         partial.write_text(str(version))
         partial.replace(version_file)
-        post(url, "committed", policy="agent", version=version)
+        post(url, "committed", policy="agent", version=version, epoch=epoch)
         ages = [version - 1 - v for row in answer["rows"] for v in numbers(row["versions"]) if v >= 0]
         print(json.dumps({"version": version, "rows": len(answer["rows"]), "oldest": max(ages)}), flush=True)
 

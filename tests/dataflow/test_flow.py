@@ -110,14 +110,20 @@ def test_stale_groups_are_dropped_counted_and_replaced(tmp_path):
     flow = make_flow(tmp_path, configuration(max_staleness=1))
     flow.report_serving("agent", 0)
     leases = train_leases(flow)
-    play(flow, leases, version=0)
+    play(flow, leases[:6], version=0)
     assert flow.batch("agent", 0) is not None
-    flow.report_serving("agent", 2)  # the trainer has gone on; the second batch's groups are still of version 0
+    flow.report_serving("agent", 1)
+    play(flow, train_leases(flow), version=1)
+    assert flow.batch("agent", 1) is not None
+    play(flow, leases[6:], version=0)  # the trainer has gone on; these are late
+    flow.report_serving("agent", 2)
     play(flow, train_leases(flow), version=2)
     served, dropped = batch(flow, 2)
     assert dropped == 3
     assert min(row.versions[row.sampled].min() for row in served.rows) >= 1
-    # The dropped groups' places were filled: the last batch is there already.
+    replacements = train_leases(flow)
+    assert len(replacements) == 6
+    play(flow, replacements, version=2)
     assert train_leases(flow) == []
     flow.report_serving("agent", 3)
     assert flow.batch("agent", 3) is not None
@@ -268,7 +274,9 @@ def test_a_batch_travels_over_http(tmp_path):
             items.append({"lease_id": lease.lease_id, "episode": played(lease, version=0)})
         assert (await post("/episodes", pack({"worker": "w", "items": items})))[1]["accepted"] == len(items)
         assert (await post("/episodes", pack({"worker": "w", "items": items})))[1]["duplicate"] == len(items)
-        status, answer = await post("/batch", pack({"policy": "agent", "step": 0}))
+        _, answer = await post("/claim", pack({"trainer": "t", "policies": {"agent": 0}, "after": 0}))
+        assert answer == {"claimed": True, "epoch": 1}
+        status, answer = await post("/batch", pack({"policy": "agent", "step": 0, "epoch": 1}))
         assert status == 200
         assert answer["totals"]["episodes"] == 6
         assert len(answer["rows"]) == 12
@@ -282,7 +290,9 @@ REFUSED = [
     ("/lease", {"worker": "w", "slots": 1, "kind": "nap"}, "kind is 'nap'"),
     ("/episodes", {"items": [{"lease_id": "x", "episode": {"turns": []}}]}, "episode is dict"),
     ("/batch", {"policy": "agent", "step": True}, "step is bool"),
-    ("/batch", {"policy": "other", "step": 0}, "policy is 'other': this run has agent"),
+    ("/batch", {"policy": "agent", "step": 0}, "epoch is missing: a trainer claims"),
+    ("/claim", {"trainer": "t", "policies": {"agent": 9}, "after": 0}, "version is 9"),
+    ("/batch", {"policy": "other", "step": 0, "epoch": 0}, "policy is 'other': this run has agent"),
     ("/committed", [], "body is a list"),
 ]
 

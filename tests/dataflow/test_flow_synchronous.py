@@ -80,6 +80,7 @@ def test_what_a_lost_version_has_played_is_not_trained_on(tmp_path, turns):
         (part,) = episode.trajectories
         parts = [replace(turn, version=version) for turn, version in zip(part.turns, turns, strict=True)]
         assert flow.accept(lease.lease_id, replace(episode, trajectories=[replace(part, turns=parts)]))
+    assert flow.claim("restarted", {"agent": 1}, 0) == (True, 1)
     served = flow.batch("agent", 1)
     assert served and all((row.versions[row.sampled] <= 1).all() for row in served[0].rows)
     assert flow.batch("agent", 2), "made of what version 2 played: that was batch 2, as it was"

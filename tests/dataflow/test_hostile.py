@@ -47,6 +47,7 @@ class Dataflow:
         self.server = TestServer(Server(self.flow, **options).application())
         self._path = folder / "dataflow.sqlite"
         self.leases: list[Message] = []
+        self.epoch = 0  # of the newest trainer
 
     def everything(self) -> tuple[Any, ...]:
         """Every row of every table, and what the flow itself remembers."""
@@ -67,6 +68,16 @@ class Dataflow:
         await self.post("/versions", worker="w", policy="agent", serving=0, in_use=[])
         _, answer = await self.post("/lease", worker="w", slots=100)
         self.leases = answer["leases"]
+        await self.claim(0)
+
+    async def claim(self, version: int) -> int:
+        """Claim the policy as a new trainer that has that version; returns its epoch."""
+        status, answer = await self.post(
+            "/claim", trainer=f"t{self.epoch}", policies={"agent": version}, after=self.epoch
+        )
+        assert (status, answer["claimed"]) == (200, True)
+        self.epoch = answer["epoch"]
+        return self.epoch
 
     def fair(self) -> dict[str, Message]:
         """A message for each endpoint that would change something, or tell something."""
@@ -78,8 +89,9 @@ class Dataflow:
             "/episodes": {"worker": "w", "items": items},
             "/give_back": {"worker": "w", "lease_ids": ids[:2], "error": "no"},
             "/versions": {"worker": "w", "policy": "agent", "serving": 0, "in_use": [0]},
-            "/batch": {"policy": "agent", "step": 0},
-            "/committed": {"policy": "agent", "version": 0},
+            "/claim": {"trainer": "new", "policies": {"agent": 0}, "after": self.epoch},
+            "/batch": {"policy": "agent", "step": 0, "epoch": self.epoch},
+            "/committed": {"policy": "agent", "version": 0, "epoch": self.epoch},
         }
 
 
@@ -319,6 +331,7 @@ def test_batches_that_no_checkpoint_needs_any_more_are_refused(tmp_path):
 
     async def scenario(dataflow: Dataflow) -> None:
         dataflow.flow._configs["agent"].trainer.keep_checkpoints = 1
+        epoch = await dataflow.claim(0)
         for step in range(3):
             await dataflow.post("/versions", worker="w", policy="agent", serving=step, in_use=[])
             _, answer = await dataflow.post("/lease", worker="w", slots=100)
@@ -328,10 +341,10 @@ def test_batches_that_no_checkpoint_needs_any_more_are_refused(tmp_path):
                 for lease in answer["leases"]
             ]
             assert (await dataflow.post("/episodes", worker="w", items=items))[0] == 200
-            assert (await dataflow.post("/batch", policy="agent", step=step))[1]["state"] == "run"
-            assert (await dataflow.post("/committed", policy="agent", version=step + 1))[0] == 200
-        await refused(dataflow, "/batch", on_the_wire({"policy": "agent", "step": 1}))
-        assert (await dataflow.post("/batch", policy="agent", step=2))[1]["state"] == "run"
+            assert (await dataflow.post("/batch", policy="agent", step=step, epoch=epoch))[1]["state"] == "run"
+            assert (await dataflow.post("/committed", policy="agent", version=step + 1, epoch=epoch))[0] == 200
+        await refused(dataflow, "/batch", on_the_wire({"policy": "agent", "step": 1, "epoch": epoch}))
+        assert (await dataflow.post("/batch", policy="agent", step=2, epoch=epoch))[1]["state"] == "run"
 
     run(tmp_path, scenario)
 
@@ -432,6 +445,8 @@ def test_fair_messages_changed_at_random_are_never_a_fault_of_the_server(tmp_pat
                     break
             if path == "/lease" and message.get("slots") != 2:
                 message["slots"] = "none"  # nothing is left to lease: a fair message would only be held
+            if path == "/claim":
+                message["after"] = data.draw(SCALARS.filter(lambda value: value != dataflow.epoch))
             if path == "/batch":
                 message["step"] = data.draw(SCALARS.filter(lambda value: value != 0))
             before = dataflow.everything()

@@ -183,6 +183,8 @@ def test_batches_of_a_lost_checkpoint_are_handed_out_again(ledger):
     play_all(ledger)
     earlier = ledger.assign("agent", 0, first(2))
     second = ledger.assign("agent", 1, first(2))
+    assert ledger.claim("restarted", {"agent": 0}, 0) == (True, 1)
+    assert ledger.count_by_state("agent") == {"used": 2, "ready": 2}
     assert ledger.assign("agent", 0, first(2)) == earlier
     assert ledger.assign("agent", 1, first(2)) == second
 

@@ -6,7 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +63,12 @@ def trainers(url: str, token: str = "") -> DataflowSource:
     return DataflowSource(partial(connect, url, token=token), timeout_s=20.0)
 
 
+async def claimed(url: str, token: str = "", policies: Collection[str] = ("agent",)) -> DataflowSource:
+    source = trainers(url, token)
+    await asyncio.to_thread(source.claim, dict.fromkeys(policies, 0))
+    return source
+
+
 def test_beyond_loopback_both_ends_show_the_token(tmp_path):
     async def scenario() -> None:
         async with serving(make_flow(tmp_path), tmp_path, "0.0.0.0") as url:
@@ -74,7 +80,7 @@ def test_beyond_loopback_both_ends_show_the_token(tmp_path):
                 with pytest.raises(DataflowError, match=r"401.*token"):
                     await unknown.lease(1)
                 await known.push([(lease.lease_id, played(lease, version=0)) for lease in leases])
-            source = trainers(url, token)
+            source = await claimed(url, token)
             served = await asyncio.to_thread(source.batch, {"agent": 0})
             assert served.policy == "agent" and len(served.rows) == 12
             await asyncio.to_thread(source.committed, "agent", 1)
@@ -97,7 +103,7 @@ def test_a_trainer_of_two_policies_waits_for_neither(tmp_path):
             train = [lease for lease in leases if lease.kind == "train"]
             right = [lease for lease in train if lease.group_id <= "train-00000001"]  # enough for the solver alone
             await worker.push([(lease.lease_id, two_parts(lease, versions)) for lease in right])
-            source = trainers(url)
+            source = await claimed(url, policies=("solver", "verifier"))
             started_s = time.monotonic()
             served = await asyncio.to_thread(source.batch, {"verifier": 0, "solver": 0})
             assert served.policy == "solver" and time.monotonic() - started_s < 0.9, "the verifier's wait is not its"
@@ -132,7 +138,7 @@ def test_what_the_trainer_has_no_room_for_waits_and_is_not_lost(tmp_path):
             assert flow.status()["ready_groups"] == 9
             assert not flow._evaluations._unwritten, "an evaluation never waits for the trainer"
             pushing = asyncio.create_task(worker.push(rest))
-            source = trainers(url)
+            source = await claimed(url)
             for step in range(2):
                 await asyncio.sleep(0.1)
                 assert not pushing.done()

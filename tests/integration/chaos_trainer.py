@@ -25,6 +25,7 @@ def main(run_dir: Path, step_s: float) -> None:
     address = json.loads((run_dir / "endpoints.json").read_text())["dataflow"]
     source = DataflowSource(partial(connect, address), timeout_s=300)
     version = max(committed_steps(run_dir / "checkpoints" / "agent"))
+    source.claim({"agent": version})
     while version < config.trainer.steps:
         rows = source.batch({"agent": version}).rows
         time.sleep(step_s)
