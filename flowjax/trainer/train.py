@@ -89,7 +89,7 @@ def run(run_dir: Path, only: str = "") -> None:
         to_dataflow = partial(connect, endpoints["dataflow"], token=known_token(run_dir))
         source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s)
         if is_first():
-            source.claim(steps)  # a trainer from before this one, and late copies of what it said, are refused from here
+            source.claim(steps)  # a trainer from before, and late copies of what it said, are refused from now on
         metrics, on_step = None, _nothing
         if is_first():
             metrics = MetricsWriter(run_dir, tensorboard=config.trainer.tensorboard, resume_step=steps)

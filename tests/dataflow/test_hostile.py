@@ -264,7 +264,7 @@ def test_an_episode_has_no_more_turns_than_the_run_allows(tmp_path, parts, turns
 
 def test_an_evaluation_is_played_with_the_versions_that_its_lease_names(tmp_path):
     async def scenario(dataflow: Dataflow) -> None:
-        dataflow.flow._config.eval.tasks = 1
+        dataflow.flow._config.eval.tasks = dataflow.flow._evaluations._count = 1
         await dataflow.lease()
         (held_out,) = (lease for lease in dataflow.leases if lease["kind"] == "eval")
         train = [lease for lease in dataflow.leases if lease["kind"] == "train"]
