@@ -1,4 +1,10 @@
-"""The default configuration: every field, with a comment and a unit. Recipes in `configs/` change what differs."""
+"""The configuration: every field, declared once. Recipes in `configs/` change what differs.
+
+A declaration is the default, a line of documentation, and what the value may be; checks, suggestions, `--resume` and
+docs/config.md, which `python -m flowjax.config` prints, are made from it. Numbers whose names end in `_s` are positive
+seconds, `_tokens` at least 1, `_bytes` at least 0, where nothing else is said; all have an upper end, a generous one
+where none is named (`flowjax.fields`). Rules between several fields are in `flowjax/launch/checks.py`.
+"""
 
 import json
 import re
@@ -8,6 +14,20 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from flowjax.fields import (
+    DOTTED,
+    FOLDER_NAME,
+    HOST,
+    HOST_AND_PORT,
+    NAME,
+    URL,
+    Field,
+    Free,
+    Section,
+    shown,
+    table_rows,
+)
+
 BASE_NAME = "base"  # of the run's own base model, also on its engines
 
 
@@ -15,183 +35,343 @@ class ConfigError(ValueError):
     """A config that cannot be run; the message names the field, its value and the remedy."""
 
 
+FIELDS = Section(
+    "A run. A recipe fills in what has no sensible default: `env`, `model.path`, `reward.components`, `name`.",
+    name=Field("", "name of the run; its folder is config.runs/name", form=FOLDER_NAME, resume=True),
+    runs=Field("runs", "folder that holds run folders", resume=True),
+    seed=Field(0, "fixes tasks, initial weights and shuffles", at_least=0, at_most=2**31 - 1),
+    elsewhere=Field(
+        (),
+        'roles that are not started, because programs of one\'s own take their place (docs/dataflow.md): "rollout", '
+        'with the engines that it plays with, and "trainer"',
+        choices=("rollout", "trainer"),
+        resume=True,
+    ),
+    max_restarts=Field(
+        5, "of a role within an hour before the run gives up; engines have their own", at_least=0, resume=True
+    ),
+    separate_trainers=Field(
+        False, "a trainer process for each policy, with its share of the trainer's accelerators", resume=True
+    ),
+    workflow=Field("flowjax.workflows.single.play", "dotted path of the episode function", form=DOTTED),
+    model=Section(
+        "The base model of the policy.",
+        path=Field("", "Hugging Face folder with config.json, tokenizer.json and safetensors"),
+        dtype=Field(
+            "bfloat16", "of the base weights and activations in the trainer", choices=("float32", "bfloat16", "float16")
+        ),
+        remat=Field(
+            "layer", "what the backward pass computes again: nothing, little, most", choices=("none", "dots", "layer")
+        ),
+        attention=Field(
+            "auto",
+            "auto is by platform and row length (docs/models.md)",
+            choices=("auto", "xla", "cudnn", "splash"),
+            resume=True,
+        ),
+        quantize=Field(
+            "", "how the frozen base's matrices are stored in the trainer, with LoRA", choices=("", "int8", "nf4")
+        ),
+        nano=Free(
+            "shape of a nano base that is built when path is missing (flowjax.models.nano), or None",
+            default=None,
+            known=Section(
+                "",
+                hidden_size=Field(128, "", at_least=1),
+                layers=Field(4, "", at_least=1, at_most=1000),
+                heads=Field(4, "", at_least=1),
+                kv_heads=Field(2, "", at_least=1),
+                head_dim=Field(32, "", at_least=2),
+                ffn_size=Field(384, "", at_least=1),
+                max_positions=Field(2048, "", at_least=1),
+                rope_theta=Field(1e4, "", above=1, at_most=1e9),
+            ),
+        ),
+    ),
+    policy=Section(
+        "The policy that is trained on it.",
+        name=Field("agent", "a folder of checkpoints and models on the engine are called so", form=NAME),
+        base=Field(BASE_NAME, "base model that it is trained on: config.model, or one of config.bases", form=NAME),
+        train=Field("lora", "an adapter, or all weights", choices=("lora", "full")),
+        lora=Section(
+            "The adapter.",
+            rank=Field(32, "columns of A", at_least=1, at_most=4096),
+            alpha=Field(32.0, "update is alpha / rank * B A (alpha / sqrt(rank) with rslora)", above=0, at_most=1e6),
+            rslora=Field(False, "scale by the square root of the rank"),
+            dropout=Field(
+                0.0, "probability that an input of the adapter is zeroed in a training pass", at_least=0, below=1
+            ),
+            targets=Field(
+                ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+                "matrices that have an adapter",
+                choices=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+            ),
+        ),
+    ),
+    bases=Free(
+        "further base models, each with engines of its own: name -> the fields of `model` and `engine` in which it "
+        'differs, for example {"judge": {"model": {"path": "models/Qwen3-32B"}, "engine": {"tensor_parallel": 2}}}. '
+        "Addresses (engine.port, engine.urls) are not taken over, nor is model.nano where the path is another"
+    ),
+    policies=Free(
+        "several policies: name -> the sections in which it differs, for example "
+        '{"solver": {}, "verifier": {"optimizer": {"learning_rate": 1e-4}}}. Empty: the one named by config.policy. '
+        "One that names another estimator or objective starts from that one's own options"
+    ),
+    agents=Free(
+        'agent of the workflow -> the policy that speaks for it; or "base", or one of config.bases: that model as it '
+        "is, which is not trained. Empty: the only policy for the only agent",
+        form=NAME,
+    ),
+    env=Section(
+        "The world that episodes are played in.",
+        module=Field(
+            "", "dotted path of a module of flowjax.envs, or of one's own with the same functions", form=DOTTED
+        ),
+        options=Free("those of the world: its page in docs/worlds"),
+        max_turns=Field(15, "of an episode", at_least=1, at_most=10**6),
+        prompt=Field("instruct", "how the workflow words an observation", choices=("instruct", "compact")),
+        context=Field(
+            "window", "each turn its own prompt, or one conversation that grows", choices=("window", "append")
+        ),
+        history=Field(
+            -1, "past turns that a window prompt shows; -1: 2 for instruct, 0 for compact", at_least=0, also=(-1,)
+        ),
+        reference_parsing=Field(False, "read replies as the published system does, faults included"),
+        workers=Field(1, "processes that hold the environments", at_least=1, at_most=10_000, resume=True),
+        step_timeout_s=Field(10.0, "a step that takes longer loses its worker and its episode", resume=True),
+        data_seed=Field(
+            0, "fixes the training and held-out tasks, whatever config.seed is", at_least=0, at_most=2**31 - 1
+        ),
+        train_tasks=Field(10_000, "number of different training tasks", at_least=1),
+        sources=Free(
+            "several sources of tasks, mixed: name -> weight (1.0), options (those in which it differs) and "
+            'train_tasks, for example {"small": {"weight": 3.0}, "large": {"options": {"rows": 8}}}. Empty: one, with '
+            "the options above",
+            form=NAME,
+            each=Section(
+                "",
+                weight=Field(1.0, "", above=0, at_most=1e9),
+                options=Free(""),
+                train_tasks=Field(10_000, "", at_least=1),
+            ),
+        ),
+    ),
+    rollout=Section(
+        "Episodes.",
+        group_size=Field(8, "trajectories per task", at_least=1, at_most=4096),
+        max_concurrent_episodes=Field(
+            128, "played at once by one rollout service", at_least=1, at_most=10**6, resume=True
+        ),
+        min_concurrent_episodes=Field(
+            0,
+            "floor where their number follows the engines' load; 0: always the most",
+            at_least=0,
+            at_most=10**6,
+            resume=True,
+        ),
+        temperature=Field(1.0, "engines take less than 0.01 as greedy", at_least=0.01, at_most=100),
+        max_prompt_tokens=Field(1024, "of one turn; a longer prompt ends its episode"),
+        max_new_tokens=Field(256, "of one reply"),
+        max_episode_turns=Field(
+            0, "turns of all agents in one episode; 0: 4 x env.max_turns for each agent", at_least=0, at_most=10**6
+        ),
+        structured_outputs=Field(False, "hold replies to the world's grammar of actions while they are sampled"),
+        episode_timeout_s=Field(300.0, "an episode that takes longer is ended", resume=True),
+    ),
+    engine=Section(
+        "The engines that answer them.",
+        resume=True,
+        python=Field("", 'interpreter that has vLLM; "" is the one running flowjax'),
+        dtype=Field("bfloat16", "serving precision", choices=("float32", "bfloat16", "float16")),
+        port=Field(
+            0, "0 picks a free port on loopback; further replicas take the ports after it", at_least=0, at_most=65535
+        ),
+        replicas=Field(1, "engines that are started, each with tensor_parallel accelerators", at_least=1, at_most=1000),
+        urls=Field((), 'engines that run elsewhere, instead of any started here: "http://host:port" each', form=URL),
+        stream_partial=Field(False, "have replies streamed, so that one goes on elsewhere when its engine dies"),
+        tensor_parallel=Field(1, "accelerators of one engine", at_least=1, at_most=1024),
+        max_model_tokens=Field(2048, "longest prompt with its reply"),
+        max_concurrent_sequences=Field(256, "replies that one engine samples at once", at_least=1, at_most=10**6),
+        kv_cache_bytes=Field(0, "CPU: bytes of key-value cache; 0 leaves it to vLLM"),
+        gpu_memory_fraction=Field(
+            0.85, "of each accelerator's memory, for weights and key-value cache", above=0, at_most=1
+        ),
+        threads=Field(1, "CPU: threads of the engine's worker", at_least=1, at_most=4096),
+        prompts_per_request=Field(64, "prompts sent in one HTTP request", at_least=1, at_most=10**5),
+        batch_window_s=Field(0.002, "longest wait for prompts to share a request", at_least=0, at_most=60),
+        request_timeout_s=Field(120.0, "longest wait for the answer to one request"),
+        start_timeout_s=Field(300.0, "longest wait for an engine to come up"),
+        max_restarts=Field(3, "restarts of an engine within an hour before the run gives up", at_least=0),
+        extra_args=Field((), "further arguments of vLLM's server"),
+    ),
+    dataflow=Section(
+        "Tasks, groups, staleness.",
+        host=Field(
+            "127.0.0.1",
+            "address to listen on; beyond loopback every request must show the run's token",
+            form=HOST,
+            resume=True,
+        ),
+        port=Field(0, "0 picks a free port", at_least=0, at_most=65535, resume=True),
+        max_message_bytes=Field(256 * 1024**2, "larger requests are refused", at_least=1024, at_most=2**40),
+        max_staleness=Field(1, "versions a trained token may lag; 0 is synchronous", at_least=0, at_most=10**6),
+        lease_s=Field(120.0, "an episode not finished or renewed by then is leased again", at_least=1, resume=True),
+        max_attempts=Field(3, "leases of one episode before it is given up", at_least=1, resume=True),
+        failed_episodes=Field(
+            "retry", "what an episode that its world broke leads to", choices=("retry", "short", "drop"), resume=True
+        ),
+        min_group_size=Field(
+            2,
+            "a group with fewer episodes in is dropped, where group_size is not smaller",
+            at_least=1,
+            at_most=4096,
+            resume=True,
+        ),
+        max_ready_groups=Field(
+            0, "groups that wait for a policy's trainer; 0: twice what staleness admits", at_least=0, resume=True
+        ),
+        algorithms=Free("data algorithms by name, in order, each with its options"),
+        keep_trajectories=Field(True, "write trajectories/*.jsonl, a file for each step, for the report", resume=True),
+    ),
+    reward=Section(
+        "Outcome -> reward.",
+        components=Free("component -> weight, or weight and options; a recipe names them (docs/rewards.md)"),
+    ),
+    credit=Section(
+        "Reward -> advantage per turn.",
+        name=Field("grpo", "an estimator (docs/credit), or package.module:function"),
+        options=Free("those of the estimator; left out when another name is given on the command line"),
+    ),
+    loss=Section(
+        "Advantage -> loss.",
+        kind=Field("ppo", "an objective (docs/losses.md)"),
+        options=Free(
+            "those of the objective; back at their defaults when another kind is given on the command line",
+            default={"clip_low": 0.2, "clip_high": 0.28},
+        ),
+        kl_coefficient=Field(0.0, "of the KL to the base model (adapter off)", at_least=0, at_most=1e6),
+        entropy_coefficient=Field(0.0, "of the entropy that is added to the objective", at_least=0, at_most=1e6),
+    ),
+    trainer=Section(
+        "Training.",
+        steps=Field(100, "batches to train on = versions to publish", at_least=1, resume=True),
+        groups_per_step=Field(16, "groups in a batch", at_least=1, at_most=10**6),
+        updates_per_step=Field(1, "optimiser updates that one batch is split into", at_least=1, at_most=10**6),
+        row_tokens=Field(2048, "longest packed row; shorter buckets are halves of it"),
+        micro_batch_rows=Field(8, "rows per forward-backward pass, over all devices", at_least=1, at_most=10**6),
+        tight_micro_batches=Field(False, "fewer and shorter rows where tokens need no more; compiles more shapes"),
+        logprob_chunk_tokens=Field(1024, "trained tokens whose full-vocabulary logits exist at once", resume=True),
+        keep_checkpoints=Field(3, "newest checkpoints kept", at_least=1, resume=True),
+        keep_every_steps=Field(0, "also keep every n-th checkpoint; 0 keeps none", at_least=0, resume=True),
+        step_timeout_s=Field(1800.0, "longest wait for a batch before the trainer gives up", resume=True),
+        tensorboard=Field(False, "write TensorBoard files, too", resume=True),
+        steps_in_flight=Field(
+            2,
+            "steps dispatched ahead of their results, where no checkpoint waits for them",
+            at_least=0,
+            at_most=1000,
+            resume=True,
+        ),
+        offload_optimizer=Field(False, "keep the optimiser's state in host memory between updates", resume=True),
+        compile_cache=Field(
+            "auto", 'folder of compiled programs; auto is ~/.cache/flowjax/xla, "" is none', resume=True
+        ),
+        processes=Field(
+            1,
+            "processes (hosts) of one trainer; each has its number in FLOWJAX_PROCESS",
+            at_least=1,
+            at_most=10_000,
+            resume=True,
+        ),
+        coordinator=Field("", "host:port of process 0, where there are several", form=HOST_AND_PORT, resume=True),
+    ),
+    optimizer=Section(
+        "What makes an update of a gradient.",
+        name=Field("adamw", "how an update is made of a gradient", choices=("adamw", "muon", "sgd")),
+        learning_rate=Field(1e-5, "highest of the schedule", above=0, at_most=100),
+        warmup_steps=Field(5, "optimiser updates of linear warm-up", at_least=0),
+        schedule=Field("constant", "over the run's updates", choices=("constant", "cosine", "linear")),
+        betas=Field((0.9, 0.95), "decay of Adam's moments", at_least=0, below=1, length=2),
+        weight_decay=Field(0.0, "pull of parameters towards zero, times the learning rate", at_least=0, at_most=100),
+        clip_norm=Field(1.0, "longest gradient; longer ones are scaled to it", above=0, at_most=1e9),
+        rules=Field(
+            (),
+            "parameters that differ: (regular expression, settings) pairs, the first that finds a parameter's name "
+            "counts, and every parameter needs one. Settings: learning_rate_scale, weight_decay, frozen. () treats all "
+            "alike",
+            of=tuple,
+        ),
+    ),
+    mesh=Section(
+        "Devices per axis; -1 takes the rest.",
+        resume=True,
+        data=Field(1, "whole copies of the model", at_least=1, also=(-1,), at_most=10**6),
+        fsdp=Field(-1, "rows of a batch and parameters", at_least=1, also=(-1,), at_most=10**6),
+        tensor=Field(1, "heads, feed-forward maps and vocabulary", at_least=1, also=(-1,), at_most=10**6),
+        expert=Field(1, "experts, and rows; models with experts only", at_least=1, also=(-1,), at_most=10**6),
+        sequence=Field(1, "tokens of a row", at_least=1, also=(-1,), at_most=10**6),
+    ),
+    eval=Section(
+        "Held-out evaluation.",
+        tasks=Field(512, "held-out tasks, played once each", at_least=0),
+        temperature=Field(1.0, "0 is greedy", at_least=0, at_most=100),
+        every_steps=Field(
+            0, "also evaluate during the run, every n steps; 0 only before and after", at_least=0, resume=True
+        ),
+        slots=Field(
+            0.25,
+            "of a worker's slots, those evaluation takes before training: a share, or a number from 1",
+            at_least=0,
+            at_most=1e6,
+            resume=True,
+        ),
+        versions=Field((), "evaluate these versions and train nothing (set by flowjax.evaluate)", of=int, at_least=0),
+    ),
+    warm_start=Section(
+        "Imitation of the world's scripted expert, which makes the nano base model.",
+        resume=True,
+        states=Field(60_000, "demonstrated states", at_least=1),
+        steps=Field(600, "batches", at_least=1),
+        batch_rows=Field(128, "states per batch", at_least=1, at_most=10**6),
+        learning_rate=Field(2e-3, "highest, with warm-up and a cosine after it", above=0, at_most=100),
+        noisy_share=Field(0.25, "last share of the batches, whose labels are noisy", at_least=0, at_most=1),
+        label_noise=Field(0.6, "share of noisy labels that are a random legal action instead", at_least=0, at_most=1),
+        path_noise=Field(
+            0.2, "share of random moves on the expert's path, so that odd states are seen", at_least=0, at_most=1
+        ),
+    ),
+)
+
+
 def default_config() -> ConfigDict:
-    """A complete, unlocked config. Recipes fill in what has no sensible default (`env`, `model.path`, `name`)."""
-    config = ConfigDict()
-    config.name = ""  # run name; the run folder is <runs>/<name>
-    config.runs = "runs"  # folder that holds run folders
-    config.seed = 0  # fixes tasks, initial weights and shuffles
-    # Roles that are not started, because programs of one's own take their place (docs/dataflow.md): "rollout", with the
-    # engines that it plays with, and "trainer".
-    config.elsewhere = ()
-    config.max_restarts = 5  # of a role within an hour before the run gives up; engines have a number of their own
+    """A complete, unlocked config: the default of every field."""
+    return FIELDS.defaults()
 
-    # The policy's base model and the adapter that is trained on it.
-    config.model = ConfigDict()
-    config.model.path = ""  # Hugging Face folder with config.json, tokenizer.json and safetensors
-    config.model.dtype = "bfloat16"  # of the base weights and activations in the trainer
-    config.model.remat = "layer"  # none | dots | layer: what the backward pass recomputes (nothing, little, most)
-    config.model.attention = "auto"  # auto | xla | cudnn | splash: auto is by platform and row length (docs/models.md)
-    config.model.quantize = ""  # "" | int8 | nf4: how the frozen base's matrices are stored in the trainer; with LoRA
-    config.model.nano = None  # shape of a nano base to build when path is missing (flowjax.models.nano), or None
-    config.policy = ConfigDict()
-    config.policy.name = "agent"
-    config.policy.base = BASE_NAME  # base model that it is trained on: the one above, or one of config.bases
-    config.policy.train = "lora"  # lora | full
-    config.policy.lora = ConfigDict()
-    config.policy.lora.rank = 32
-    config.policy.lora.alpha = 32.0  # update is alpha / rank * B A (alpha / sqrt(rank) with rslora)
-    config.policy.lora.rslora = False
-    config.policy.lora.dropout = 0.0  # probability that an input of the adapter is zeroed in a training pass
-    config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    # Further base models, each with engines of its own: name -> the fields of `model` and `engine` in which it differs,
-    # for example {"judge": {"model": {"path": "models/Qwen3-32B"}, "engine": {"tensor_parallel": 2}}}. Addresses
-    # (engine.port, engine.urls) are not taken over, nor is model.nano where the path is another.
-    config.bases = ConfigDict()
-    # Several policies: name -> the sections in which it differs, for example
-    # {"solver": {}, "verifier": {"optimizer": {"learning_rate": 1e-4}}}. Empty: the one named by config.policy.
-    config.policies = ConfigDict()
-    config.separate_trainers = False  # a trainer process for each policy, with its share of the trainer's accelerators
-    # Agent of the workflow -> the policy that speaks for it; or "base", or one of config.bases: that model as it is,
-    # which is not trained. Empty: the only policy for the only agent.
-    config.agents = ConfigDict()
 
-    # The world that episodes are played in.
-    config.env = ConfigDict()
-    config.env.module = ""  # dotted path of a module of flowjax.envs, or of one's own with the same functions
-    config.env.options = ConfigDict()  # keyword arguments of the module's make()
-    config.env.max_turns = 15
-    config.env.prompt = "instruct"  # instruct | compact: how the workflow words an observation
-    config.env.context = "window"  # window | append: each turn its own prompt, or one conversation that grows
-    config.env.history = -1  # past turns that a window prompt shows; -1: 2 for instruct, 0 for compact
-    config.env.reference_parsing = False  # read replies as the published system does, faults included
-    config.env.workers = 1  # processes that hold the environments
-    config.env.step_timeout_s = 10.0  # a step that takes longer loses its worker and its episode
-    config.env.data_seed = 0  # fixes the training and held-out tasks, whatever config.seed is
-    config.env.train_tasks = 10_000  # number of distinct training tasks
-    # Several sources of tasks, mixed: name -> weight (1.0), options (those in which it differs) and train_tasks, for
-    # example {"small": {"weight": 3.0}, "large": {"options": {"rows": 8}}}. Empty: one, with the options above.
-    config.env.sources = ConfigDict()
-    config.workflow = "flowjax.workflows.single.play"  # dotted path of the episode function
+def field_problems(config: ConfigDict) -> list[str]:
+    """Values that their declarations do not allow, and fields that are not declared; of bases and policies, too."""
+    if problems := list(FIELDS.problems("config", config)):
+        return problems
+    try:
+        bases, policies = base_configs(config), policy_configs(config)
+    except ConfigError as error:
+        return [str(error)]
+    own = [(f"config.bases.{name}.{section}", section, bases[name]) for name in config.bases for section in PER_BASE]
+    own += [(f"config.policies.{name}.{part}", part, policies[name]) for name in config.policies for part in PER_POLICY]
+    return [text for path, section, config in own for text in FIELDS.fields[section].problems(path, config[section])]
 
-    # Episodes and the engine that answers them.
-    config.rollout = ConfigDict()
-    config.rollout.group_size = 8  # trajectories per task
-    config.rollout.max_concurrent_episodes = 128
-    config.rollout.min_concurrent_episodes = 0  # floor where their number follows the engines' load; 0: always the most
-    config.rollout.temperature = 1.0
-    config.rollout.max_prompt_tokens = 1024
-    config.rollout.max_new_tokens = 256
-    config.rollout.max_episode_turns = 0  # turns of all agents in one episode; 0: 4 x env.max_turns for each agent
-    config.rollout.structured_outputs = False  # hold replies to the world's grammar of actions while they are sampled
-    config.rollout.episode_timeout_s = 300.0
-    config.engine = ConfigDict()
-    config.engine.python = ""  # interpreter that has vLLM; "" is the one running flowjax
-    config.engine.dtype = "bfloat16"  # serving precision
-    config.engine.port = 0  # 0 picks a free port on loopback; further replicas take the ports after it
-    config.engine.replicas = 1  # engines that are started, each with tensor_parallel accelerators
-    config.engine.urls = ()  # engines that run elsewhere, instead of any started here: "http://host:port" each
-    config.engine.stream_partial = False  # have replies streamed, so that one goes on elsewhere when its engine dies
-    config.engine.tensor_parallel = 1
-    config.engine.max_model_tokens = 2048
-    config.engine.max_concurrent_sequences = 256
-    config.engine.kv_cache_bytes = 0  # CPU: bytes of key-value cache; 0 leaves it to vLLM
-    config.engine.gpu_memory_fraction = 0.85
-    config.engine.threads = 1  # CPU: threads of the engine's worker
-    config.engine.prompts_per_request = 64  # prompts sent in one HTTP request
-    config.engine.batch_window_s = 0.002  # longest wait for prompts to share a request
-    config.engine.request_timeout_s = 120.0
-    config.engine.start_timeout_s = 300.0
-    config.engine.max_restarts = 3  # restarts of an engine within an hour before the run gives up
-    config.engine.extra_args = ()  # further arguments of vLLM's server
 
-    # Tasks, groups, staleness.
-    config.dataflow = ConfigDict()
-    config.dataflow.host = "127.0.0.1"  # address to listen on; beyond loopback every request must show the run's token
-    config.dataflow.port = 0  # 0 picks a free port
-    config.dataflow.max_message_bytes = 256 * 1024**2  # larger requests are refused
-    config.dataflow.max_staleness = 1  # versions a trained token may lag; 0 is synchronous
-    config.dataflow.lease_s = 120.0  # an episode not finished or renewed by then is leased again
-    config.dataflow.max_attempts = 3  # leases of one episode before it is given up
-    config.dataflow.failed_episodes = "retry"  # retry | short | drop: what an episode that its world broke leads to
-    config.dataflow.min_group_size = 2  # a group with fewer episodes in is dropped, where group_size is not smaller
-    config.dataflow.max_ready_groups = 0  # groups that wait for a policy's trainer; 0: twice what staleness admits
-    config.dataflow.algorithms = ConfigDict()  # data algorithms by name, in order, each with its options
-    config.dataflow.keep_trajectories = True  # write trajectories/<step>.jsonl for the report
-
-    # Outcome -> reward -> advantage per turn -> loss. Names are looked up in the rooms of the same name.
-    config.reward = ConfigDict()
-    config.reward.components = ConfigDict()  # component name -> weight; a recipe names them
-    config.credit = ConfigDict()
-    config.credit.name = "grpo"
-    config.credit.options = ConfigDict()
-    config.loss = ConfigDict()
-    config.loss.kind = "ppo"
-    config.loss.options = ConfigDict()
-    config.loss.options.clip_low = 0.2
-    config.loss.options.clip_high = 0.28
-    config.loss.kl_coefficient = 0.0  # of the KL to the base model (adapter off)
-    config.loss.entropy_coefficient = 0.0
-
-    # Training.
-    config.trainer = ConfigDict()
-    config.trainer.steps = 100  # batches to train on = versions to publish
-    config.trainer.groups_per_step = 16
-    config.trainer.updates_per_step = 1  # optimiser updates that one batch is split into
-    config.trainer.row_tokens = 2048  # longest packed row; shorter buckets are halves of it
-    config.trainer.micro_batch_rows = 8  # rows per forward-backward pass, over all devices
-    config.trainer.tight_micro_batches = False  # fewer and shorter rows where tokens need no more; compiles more shapes
-    config.trainer.logprob_chunk_tokens = 1024  # trained tokens whose full-vocabulary logits exist at once
-    config.trainer.keep_checkpoints = 3  # newest checkpoints kept
-    config.trainer.keep_every_steps = 0  # also keep every n-th checkpoint; 0 keeps none
-    config.trainer.step_timeout_s = 1800.0  # longest wait for a batch before the trainer gives up
-    config.trainer.tensorboard = False
-    config.trainer.steps_in_flight = 2  # steps dispatched ahead of their results, where no checkpoint waits for them
-    config.trainer.offload_optimizer = False  # keep the optimiser's state in host memory between updates
-    config.trainer.compile_cache = "auto"  # folder of compiled programs; auto is ~/.cache/flowjax/xla, "" is none
-    config.trainer.processes = 1  # processes (hosts) of one trainer; each has its number in FLOWJAX_PROCESS
-    config.trainer.coordinator = ""  # host:port of process 0, where there are several
-    config.optimizer = ConfigDict()
-    config.optimizer.name = "adamw"  # adamw | muon | sgd
-    config.optimizer.learning_rate = 1e-5
-    config.optimizer.warmup_steps = 5  # optimiser updates of linear warm-up
-    config.optimizer.schedule = "constant"  # constant | cosine | linear, over the run's updates
-    config.optimizer.betas = (0.9, 0.95)
-    config.optimizer.weight_decay = 0.0
-    config.optimizer.clip_norm = 1.0
-    # Parameters that differ: (regular expression, settings) pairs, the first that finds a parameter's name counts, and
-    # every parameter needs one. Settings: learning_rate_scale, weight_decay, frozen. () treats all alike.
-    config.optimizer.rules = ()
-    config.mesh = ConfigDict()  # devices per axis; -1 takes the rest
-    config.mesh.data = 1  # whole copies of the model
-    config.mesh.fsdp = -1  # rows of a batch and parameters
-    config.mesh.tensor = 1  # heads, feed-forward maps and vocabulary
-    config.mesh.expert = 1  # experts, and rows; models with experts only
-    config.mesh.sequence = 1  # tokens of a row
-
-    # Held-out evaluation.
-    config.eval = ConfigDict()
-    config.eval.tasks = 512  # held-out tasks, played once each
-    config.eval.temperature = 1.0
-    config.eval.every_steps = 0  # also evaluate during the run, every n steps; 0 only before and after
-    config.eval.slots = 0.25  # of a worker's slots, those evaluation takes before training: a share, or a number from 1
-    config.eval.versions = ()  # evaluate these versions and train nothing (set by flowjax.evaluate)
-
-    # Imitation of the world's scripted expert, which makes the nano base model.
-    config.warm_start = ConfigDict()
-    config.warm_start.states = 60_000  # demonstrated states
-    config.warm_start.steps = 600  # batches
-    config.warm_start.batch_rows = 128  # states per batch
-    config.warm_start.learning_rate = 2e-3
-    config.warm_start.noisy_share = 0.25  # last share of the batches, whose labels are noisy
-    config.warm_start.label_noise = 0.6  # share of noisy labels that are a random legal action instead
-    config.warm_start.path_noise = 0.2  # share of random moves on the expert's path, so that odd states are seen
-    return config
+def may_change(path: str) -> bool:
+    """Allowance of another value in a resumed run, of a field at a dotted path; of a base's and policy's own, too."""
+    declared = FIELDS.find(re.sub(r"^(bases|policies)\.[^.]+\.", "", path))
+    return isinstance(declared, Field | Free) and declared.resume
 
 
 PER_BASE = ("model", "engine")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
-_OPEN_FIELDS = {"components", "options"}  # their names are looked up elsewhere
+# What an open section's options belong to: another estimator, objective or world has options of its own.
+OWNER_OF_OPTIONS = {"credit.options": "credit.name", "loss.options": "loss.kind", "env.options": "env.module"}
 
 
 def base_configs(config: ConfigDict) -> dict[str, ConfigDict]:
@@ -204,16 +384,16 @@ def base_configs(config: ConfigDict) -> dict[str, ConfigDict]:
 
 
 def _base_config(config: ConfigDict, name: str) -> ConfigDict:
-    if name == BASE_NAME or not re.fullmatch(r"[\w-]+", name) or name.rpartition("-")[2].isdecimal():
+    if name == BASE_NAME or not NAME.fits(name) or name.rpartition("-")[2].isdecimal():
         raise ConfigError(
-            f"config.bases has {name!r}: give a name of letters, digits, '_' and '-', other than {BASE_NAME!r}, that "
-            "is no number and does not end in '-' and one, as replicas do"
+            f"config.bases has {shown(name)}: {NAME.remedy}, other than {BASE_NAME!r}, that is no number and does not "
+            "end in '-' and one, as replicas do"
         )
     if name in (config.policies or (config.policy.name,)):
         raise ConfigError(f"config.bases.{name} is also the name of a policy: give one of them another")
     changes = config.bases[name]
     if not isinstance(changes, ConfigDict):
-        raise ConfigError(f"config.bases.{name} is {changes!r}: give a dict such as {{'model': {{'path': ...}}}}")
+        raise ConfigError(f"config.bases.{name} is {shown(changes)}: give a dict such as {{'model': {{'path': ...}}}}")
     own = ConfigDict(config.to_dict())
     own.engine.update({"port": 0, "urls": ()})
     if "path" in changes.get("model", {}):
@@ -226,7 +406,8 @@ def policy_configs(config: ConfigDict) -> dict[str, ConfigDict]:
     """For each policy of the run, by name, the whole config as that policy alone would have it, on its own base.
 
     Raises:
-        ConfigError: a policy changes a section that all share, or a field that there is not; its base is unknown.
+        ConfigError: a name that cannot be one, a policy changes a section that all share, or a field that there is not;
+            its base is unknown.
     """
     if not config.policies and config.policy.base == BASE_NAME:
         return {config.policy.name: config}
@@ -234,10 +415,15 @@ def policy_configs(config: ConfigDict) -> dict[str, ConfigDict]:
 
 
 def _policy_config(config: ConfigDict, name: str) -> ConfigDict:
+    if not isinstance(name, str) or not NAME.fits(name):
+        raise ConfigError(f"config.policies has {shown(name)}: {NAME.remedy}")
     own = ConfigDict(config.to_dict())
     own.policies = ConfigDict()
     own.policy.name = name
-    _change(own, f"config.policies.{name}", config.policies.get(name, ConfigDict()), PER_POLICY)
+    changes = config.policies.get(name, ConfigDict())
+    if not isinstance(changes, ConfigDict):
+        raise ConfigError(f"config.policies.{name} is {shown(changes)}: give a dict such as {{'optimizer': {{...}}}}")
+    _change(own, f"config.policies.{name}", changes, PER_POLICY)
     bases = base_configs(config)
     if own.policy.base not in bases:
         raise ConfigError(
@@ -260,17 +446,30 @@ def _change(own: ConfigDict, field: str, changes: ConfigDict, sections: Iterable
             allowed = ", ".join(sections)
             raise ConfigError(f"{field}.{section} is set, but {field} may differ only in {allowed}: {remedy}")
         if not isinstance(values, ConfigDict | Mapping):
-            raise ConfigError(f"{field}.{section} is {values!r}: give a dict of the fields that differ")
+            raise ConfigError(f"{field}.{section} is {shown(values)}: give a dict of the fields that differ")
+        for options, owner in OWNER_OF_OPTIONS.items():
+            name = owner.removeprefix(f"{section}.")
+            if name in values and values[name] != own[section][name]:
+                own[section].options = default_options(options)
         for name, value in values.items():
             if name not in own[section]:
                 raise ConfigError(f"{field}.{section}.{name} is no field: use one of {', '.join(own[section])}")
             try:
-                if isinstance(own[section][name], ConfigDict) and name not in _OPEN_FIELDS:
+                if isinstance(own[section][name], ConfigDict) and not isinstance(
+                    FIELDS.find(f"{section}.{name}"), Free
+                ):
                     own[section][name].update(value)
                 else:
                     own[section][name] = value
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"{field}.{section}.{name} is {value!r}, which does not fit: {error}") from error
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{field}.{section}.{name} is {shown(value)}, which does not fit: {error}") from error
+
+
+def default_options(path: str) -> ConfigDict:
+    """The options that the free section at a dotted path has by default."""
+    declared = FIELDS.find(path)
+    assert isinstance(declared, Free)
+    return declared.defaults() or ConfigDict()
 
 
 def policies_on(config: ConfigDict, base: str) -> dict[str, ConfigDict]:
@@ -294,14 +493,34 @@ def load_run(run_dir: Path) -> ConfigDict:
     """The locked config of a run folder.
 
     Raises:
-        ConfigError: there is no readable config.json.
+        ConfigError: there is no readable config.json, or it holds what is no config.
     """
     path = run_dir / "config.json"
     try:
         saved = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): give the folder of a run that flowjax started") from error
-    config = default_config()
-    with config.unlocked():
+        config = default_config()
         config.update(saved)
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): give the folder of a run that flowjax started") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no config of a run ({reason}): correct it, or start a new run") from error
     return config.lock()
+
+
+def page() -> str:
+    """docs/config.md: every field, in Markdown."""
+    lines = [_PAGE_HEAD, *table_rows(FIELDS)]
+    return "\n".join(lines) + "\n"
+
+
+_PAGE_HEAD = """\
+# Every field of a config
+
+Made by `python -m flowjax.config` from the declarations in [flowjax/config.py](../flowjax/config.py). Set one with
+`--config.<section>.<field>=<value>`, or in a recipe. ↻: may differ when a run is resumed. A dict's entries are set one
+by one (`--config.credit.options.gamma=0.9`) or together (`--config.agents="{'agent': 'base'}"`). Numbers are finite,
+text has at most 4,096 characters; whatever a declaration does not allow is refused before anything starts."""
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -22,7 +22,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from rich.console import Console
 
-from flowjax.config import ConfigError, load_run, policy_configs, save_run
+from flowjax.config import FIELDS, ConfigError, load_run, policy_configs, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
 from flowjax.launch.devices import (
@@ -98,8 +98,8 @@ def _fresh_folder(config: ConfigDict, values: flags.FlagValues) -> Path:
     """The folder of a new run; a name that was asked for must be free, one from the recipe gets a number."""
     asked = values["name"].value or config_flags.get_override_values(values["config"]).get("name")
     runs, name = Path(config.runs), asked or config.name or "run"
-    if Path(name).name != name:
-        raise ConfigError(f"config.name is {name!r}: give a name without slashes, and the folder as config.runs")
+    if problems := [*FIELDS.fields["name"].problems("config.name", name)]:
+        raise ConfigError(problems[0])
     if asked:
         if (runs / name).exists():
             raise ConfigError(

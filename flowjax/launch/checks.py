@@ -8,108 +8,37 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ml_collections import ConfigDict
 
-from flowjax.config import BASE_NAME, PER_BASE, ConfigError, base_configs, policies_on, policy_configs
+from flowjax.config import (
+    BASE_NAME,
+    PER_BASE,
+    ConfigError,
+    base_configs,
+    field_problems,
+    may_change,
+    policies_on,
+    policy_configs,
+)
 from flowjax.rollout.names import idle_bases, speakers
 
 GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "gigpo", "rewardflow", "maxrl", "pass_at_k", "best_of_group"}
-_AT_LEAST = {
-    "env.history": -1,
-    "env.max_turns": 1,
-    "env.workers": 1,
-    "env.train_tasks": 1,
-    "env.step_timeout_s": 0.001,
-    "rollout.group_size": 1,
-    "rollout.max_concurrent_episodes": 1,
-    "rollout.temperature": 1e-6,
-    "rollout.max_prompt_tokens": 1,
-    "rollout.max_new_tokens": 1,
-    "rollout.max_episode_turns": 0,
-    "rollout.episode_timeout_s": 0.001,
-    "rollout.min_concurrent_episodes": 0,
-    "engine.replicas": 1,
-    "engine.tensor_parallel": 1,
-    "engine.max_concurrent_sequences": 1,
-    "engine.prompts_per_request": 1,
-    "max_restarts": 0,
-    "engine.max_restarts": 0,
-    "dataflow.max_staleness": 0,
-    "dataflow.lease_s": 1.0,
-    "dataflow.max_attempts": 1,
-    "dataflow.min_group_size": 1,
-    "dataflow.max_ready_groups": 0,
-    "trainer.steps": 1,
-    "trainer.groups_per_step": 1,
-    "trainer.updates_per_step": 1,
-    "trainer.micro_batch_rows": 1,
-    "trainer.logprob_chunk_tokens": 1,
-    "trainer.keep_checkpoints": 1,
-    "trainer.steps_in_flight": 0,
-    "trainer.processes": 1,
-    "optimizer.warmup_steps": 0,
-    "eval.tasks": 0,
-    "eval.every_steps": 0,
-    "eval.slots": 0,
-}
-_ONE_OF = {
-    "model.dtype": ("float32", "bfloat16", "float16"),
-    "model.remat": ("none", "dots", "layer"),
-    "model.attention": ("auto", "xla", "cudnn", "splash"),
-    "model.quantize": ("", "int8", "nf4"),
-    "policy.train": ("lora", "full"),
-    "dataflow.failed_episodes": ("retry", "short", "drop"),
-    "env.context": ("window", "append"),
-    "env.prompt": ("instruct", "compact"),
-    "optimizer.name": ("adamw", "muon", "sgd"),
-    "optimizer.schedule": ("constant", "cosine", "linear"),
-}
-# What a resumed run may do differently without ceasing to be the same run; `engine` and `model` also of further bases.
-CHANGEABLE = (
-    "name",
-    "runs",
-    "elsewhere",
-    "max_restarts",
-    "dataflow.failed_episodes",
-    "dataflow.host",
-    "dataflow.keep_trajectories",
-    "dataflow.lease_s",
-    "dataflow.max_attempts",
-    "dataflow.max_ready_groups",
-    "dataflow.min_group_size",
-    "dataflow.port",
-    "engine",
-    "env.step_timeout_s",
-    "env.workers",
-    "eval.every_steps",
-    "eval.slots",
-    "mesh",
-    "model.attention",
-    "rollout.episode_timeout_s",
-    "rollout.max_concurrent_episodes",
-    "rollout.min_concurrent_episodes",
-    "separate_trainers",
-    "trainer.keep_checkpoints",
-    "trainer.keep_every_steps",
-    "trainer.compile_cache",
-    "trainer.coordinator",
-    "trainer.logprob_chunk_tokens",
-    "trainer.offload_optimizer",
-    "trainer.processes",
-    "trainer.steps_in_flight",
-    "trainer.step_timeout_s",
-    "trainer.steps",
-    "trainer.tensorboard",
-    "warm_start",
-)
 
 
 def check_config(config: ConfigDict) -> list[str]:
-    """Everything about `config` that cannot work on any machine, short of looking names up."""
+    """Everything about `config` that cannot work on any machine, short of looking names up.
+
+    Rules between fields are looked at where every field is of its kind.
+    """
+    problems = field_problems(config)
     try:
-        policy_configs(config)
-        of_bases = on_each_base(config, lambda own: [*_values(own), *_engines(own), *_lengths(own), *_batches(own)])
+        rules = on_each_base(config, lambda own: [*_engines(own), *_lengths(own), *_batches(own)])
+        rules += [*_training(config), *_bases(config)]
     except ConfigError as error:
-        return [str(error)]
-    return list(dict.fromkeys([*of_bases, *_training(config), *_bases(config)]))
+        rules = [str(error)]
+    except (AttributeError, KeyError, TypeError):
+        if not problems:  # else a rule has read a field that is refused anyhow
+            raise
+        rules = []
+    return list(dict.fromkeys([*problems, *rules]))
 
 
 def on_each_base(config: ConfigDict, check: Callable[[ConfigDict], Iterable[str]]) -> list[str]:
@@ -134,30 +63,8 @@ def check_unchanged(saved: ConfigDict, config: ConfigDict) -> list[str]:
         f"config.{field} is {now.get(field)!r}, but this run was started with {before.get(field)!r}: "
         "leave it out of --resume, or start a new run"
         for field in sorted(before.keys() | now.keys())
-        if before.get(field) != now.get(field) and not _changeable(field)
+        if before.get(field) != now.get(field) and not may_change(field)
     ]
-
-
-def _changeable(field: str) -> bool:
-    field = re.sub(r"^bases\.[^.]+\.", "", field)
-    return any(field == prefix or field.startswith(f"{prefix}.") for prefix in CHANGEABLE)
-
-
-def _values(config: ConfigDict) -> Iterator[str]:
-    flat = _flat(config)
-    for field, least in _AT_LEAST.items():
-        if flat[field] < least:
-            yield f"config.{field} is {flat[field]}: it must be {'positive' if 0 < least < 1 else f'at least {least}'}"
-    for field, known in _ONE_OF.items():
-        if flat[field] not in known:
-            yield f"config.{field} is {flat[field]!r}: use one of {', '.join(known)}"
-    for role in config.elsewhere:
-        if role not in ("rollout", "trainer"):
-            yield f"config.elsewhere has {role!r}: name 'rollout', 'trainer' or both"
-    if not config.policy.name or set(config.policy.name) & set("@/ "):
-        yield f"config.policy.name is {config.policy.name!r}: give a name without '@', '/' and spaces"
-    if config.optimizer.learning_rate <= 0:
-        yield f"config.optimizer.learning_rate is {config.optimizer.learning_rate}: it must be positive"
 
 
 def _training(config: ConfigDict) -> Iterator[str]:
@@ -180,8 +87,6 @@ def _training(config: ConfigDict) -> Iterator[str]:
                 f"config.policies.{name} trains 'full' weights, but {len(sharing)} policies share the base: "
                 "set policy.train to 'lora'"
             )
-        if not 0 <= own.policy.lora.dropout < 1:
-            yield f"config.policy.lora.dropout is {own.policy.lora.dropout}: it must lie in [0, 1)"
     if config.trainer.processes > 1 and not config.trainer.coordinator:
         yield (
             f"config.trainer.processes is {config.trainer.processes}, but config.trainer.coordinator is empty: "
@@ -230,9 +135,11 @@ def _engines(config: ConfigDict) -> Iterator[str]:
             f"config.engine.replicas is {engine.replicas}, but config.engine.urls names engines that run elsewhere: "
             "leave replicas at 1 or urls empty"
         )
-    for url in engine.urls:
-        if not str(url).startswith(("http://", "https://")):
-            yield f"config.engine.urls has {url!r}: give addresses such as http://host:8000"
+    if engine.port and engine.port + engine.replicas - 1 > 65535 and not engine.urls:
+        yield (
+            f"config.engine.port is {engine.port}, but config.engine.replicas is {engine.replicas}, and the last would "
+            f"take port {engine.port + engine.replicas - 1}: lower the port to {65536 - engine.replicas} or less"
+        )
     if len(set(engine.urls)) < len(engine.urls):
         yield f"config.engine.urls is {tuple(engine.urls)}, in which an address comes twice: name each engine once"
     if rollout.min_concurrent_episodes > rollout.max_concurrent_episodes:

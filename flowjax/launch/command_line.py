@@ -1,7 +1,13 @@
-"""`--config=path.py:arg --config.field=value ...` to a locked config; a mistake becomes one line, never a trace."""
+"""`--config=path.py:arg --config.field=value ...` to a locked config; a mistake becomes one line, never a trace.
 
+Fields are read by absl, as what they are. What lies in an open section (options, policies, sources) is read as a Python
+literal or else as text, whether or not the recipe mentions it: what it configures says later if it has such an option.
+"""
+
+import ast
 import difflib
 import importlib.util
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,21 +16,10 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from flowjax.config import ConfigError
+from flowjax.config import FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options, field_problems
+from flowjax.fields import Free, nearest, shown
+from flowjax.launch.checks import check_config
 
-# Sections whose keys belong to what they configure, so that a recipe or a command may replace them as a whole.
-OPEN_SECTIONS = {
-    "agents",
-    "bases",
-    "model.nano",
-    "policies",
-    "env.options",
-    "env.sources",
-    "dataflow.algorithms",
-    "reward.components",
-    "credit.options",
-    "loss.options",
-}
 _KINDS = {
     int: "a whole number",
     float: "a number",
@@ -32,6 +27,7 @@ _KINDS = {
     tuple: "a tuple such as ('a', 'b')",
     ConfigDict: "a dict",
 }
+_NO_WORD = object()
 
 
 def parse(
@@ -54,12 +50,14 @@ def parse(
         config = fallback(_parse_flags([a for a in rest if not _is_override(a)], define))
     else:
         config = load_recipe(source)
-    for argument in [argument for argument in rest if _is_override(argument)]:
-        _check_field(config, argument)
-        if argument.partition("=")[0].lstrip("-") == "config.model.nano" and argument.lower().endswith("=none"):
-            config.model.nano = None  # absl reads a section's value as a dict only
-            rest.remove(argument)
-    values = _parse_flags(rest, define, config)
+    plain, entries = _split_overrides(config, rest)
+    for line in _drop_options(config, {**_given(plain), **dict(entries)}):
+        print(line, file=sys.stderr)
+    values = _parse_flags(plain, define, config)
+    for path, text in entries:
+        _set_entry(config, path, text)
+    if field_problems(config):
+        raise ConfigError("\n".join(check_config(config)))
     return config.lock(), values
 
 
@@ -82,8 +80,10 @@ def load_recipe(source: str) -> ConfigDict:
         spec.loader.exec_module(module)
         config = module.get_config(*([arg] if arg else []))
     except (Exception, SystemExit) as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-        place = f"{path} line {lines[-1]}" if lines else str(path)
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+        place = f"{path} line {frames[-1].lineno}" if frames else str(path)
+        if frames and isinstance(error, TypeError):  # of ConfigDict, which names the last part of a field alone
+            place = f"{place} ({frames[-1].line})"
         raise ConfigError(f"--config={source}: {place}: {type(error).__name__}: {_one_line(error)}") from error
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"--config={source}: get_config() gave {type(config).__name__}: return a ConfigDict")
@@ -131,29 +131,148 @@ def _is_override(argument: str) -> bool:
     return argument.lstrip("-").removeprefix("no").startswith("config.") and argument.startswith("-")
 
 
-def _check_field(config: ConfigDict, argument: str) -> None:
+def _split_overrides(config: ConfigDict, argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Arguments for absl, and (path, text) of those that set an open section or something in one.
+
+    Raises:
+        ConfigError: an override of a field that there is not.
+    """
+    plain: list[str] = []
+    entries: list[tuple[str, str]] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        if not _is_override(argument):
+            plain.append(argument)
+            continue
+        name, given, text = argument.partition("=")
+        path = _path(argument)
+        if _open_section(path) is None:
+            _check_field(config, path)
+            plain.append(argument)
+        elif name.lstrip("-").startswith("noconfig."):
+            entries.append((path, "False"))
+        else:
+            entries.append((path, text if given else next(arguments, "True")))
+    return plain, entries
+
+
+def _path(argument: str) -> str:
+    """`trainer.steps` of `--config.trainer.steps=3`."""
     name = argument.partition("=")[0].lstrip("-")
-    path = name.removeprefix("no") if name.startswith("noconfig.") else name
-    parts = path.split(".")[1:]
-    value: Any = config
-    opened: tuple[str, Any] | None = None
-    for i, key in enumerate(parts):
-        here = ".".join(parts[:i])
-        if here in OPEN_SECTIONS:
-            opened = here, value.to_dict() if isinstance(value, ConfigDict) else value
+    return (name.removeprefix("no") if name.startswith("noconfig.") else name).removeprefix("config.")
+
+
+def _open_section(path: str) -> str | None:
+    """The open section that a path names or lies in."""
+    parts = path.split(".")
+    prefixes = (".".join(parts[: count + 1]) for count in range(len(parts)))
+    return next((prefix for prefix in prefixes if isinstance(FIELDS.find(prefix), Free)), None)
+
+
+def _given(argv: Sequence[str]) -> dict[str, str]:
+    """Texts of the overrides among arguments, by path."""
+    return {
+        _path(argument): argument.partition("=")[2] if "=" in argument else after
+        for argument, after in zip(argv, [*argv[1:], ""], strict=False)
+        if _is_override(argument)
+    }
+
+
+def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
+    """Set options back to their defaults where a command names another estimator, objective or world than the recipe,
+    and say so: they were chosen for the one before, and most mean nothing to the next."""
+    policies = {f"policies.{name}.": own for name, own in config.policies.items() if isinstance(own, ConfigDict)}
+    for options, owner in OWNER_OF_OPTIONS.items():
+        section, _, name = owner.partition(".")
+        before = config[section][name]
+        for place, holder in {"": config, **policies}.items():
+            own = holder.get(section)
+            if not isinstance(own, ConfigDict):
+                continue
+            now = own.get(name, before)
+            new = given.get(f"{place}{owner}", now if name in own else given.get(owner, now))
+            if new == now or "options" not in own:
+                continue
+            left_out = own.options.to_dict()
+            own.options = default_options(options) if holder is config else ConfigDict()
+            if section == "env" and config.env.sources:
+                left_out["sources"], config.env.sources = config.env.sources.to_dict(), ConfigDict()
+            if left_out != own.options.to_dict():
+                listed = ", ".join(f"{option}={value!r}" for option, value in left_out.items())
+                yield f"config.{place}{owner} is {new!r}: the options of {now!r} are left out ({listed})"
+
+
+def _set_entry(config: ConfigDict, path: str, text: str) -> None:
+    """Set an open section, or what `path` names in one, to what the text says.
+
+    Raises:
+        ConfigError: no such policy or base, or a section where a value should be, or the other way round.
+    """
+    opened = FIELDS.find(path)
+    *parents, last = path.split(".")
+    now: Any = config
+    with config.unlocked():
+        for index, name in enumerate(parents):
+            here = ".".join(parents[: index + 1])
+            if now.get(name) is None:
+                _check_known(config, here)
+                now[name] = ConfigDict()
+            now = now[name]
+            if not isinstance(now, ConfigDict):
+                raise ConfigError(f"config.{path} cannot be set: config.{here} is {shown(now)}, set it as a whole")
+        value = _literal(text, now.get(last))
+        if (
+            isinstance(opened, Free)
+            and not isinstance(value, dict)
+            and (value is not None or opened.default is not None)
+        ):
+            raise ConfigError(f"config.{path} takes {_KINDS[ConfigDict]}, not {text!r} (now {shown(now.get(last))})")
+        _check_known(config, path)
+        with now.ignore_type():
+            now[last] = ConfigDict(value) if isinstance(value, dict) else value
+
+
+def _check_known(config: ConfigDict, path: str) -> None:
+    """Refuse an entry that would add a policy or base to those that a recipe names: it is one of them, mistyped."""
+    section, _, name = path.partition(".")
+    if (
+        section in ("policies", "bases")
+        and name
+        and "." not in name
+        and config[section]
+        and name not in config[section]
+    ):
+        listed = ", ".join(config[section])
+        raise ConfigError(f"config.{path} is not there{nearest(name, config[section])}: config.{section} has {listed}")
+
+
+def _literal(text: str, now: Any) -> Any:
+    """A Python literal, true and false among them, or the text itself; text where there was text before."""
+    if isinstance(now, str):
+        return text
+    try:
+        value = {"true": True, "false": False, "none": None}.get(text.lower(), _NO_WORD)
+        value = ast.literal_eval(text) if value is _NO_WORD else value
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    if isinstance(now, tuple) and not isinstance(value, tuple | list | dict):
+        return (value,)
+    return tuple(value) if isinstance(value, list | set) else value
+
+
+def _check_field(config: ConfigDict, path: str) -> None:
+    parts, value = path.split("."), config
+    for index, key in enumerate(parts):
         if isinstance(value, ConfigDict) and key in value:
             value = value[key]
             continue
-        if opened:
-            section, now = opened
-            raise ConfigError(f"{path} is not a field: config.{section} is {now}, set it as a whole or in the recipe")
-        near = nearest_field(config, path)
-        known = (
-            f"{'.'.join(['config', *parts[:i]])} has {', '.join(value) if isinstance(value, ConfigDict) else 'none'}"
-        )
-        raise ConfigError(f"{path} is not a field of this config: {f'did you mean {near}?' if near else known}")
-    if isinstance(value, ConfigDict) and ".".join(parts) not in OPEN_SECTIONS:
-        raise ConfigError(f"{path} is a section: set its fields one by one, for example {path}.{next(iter(value))}")
+        near = nearest_field(config, f"config.{path}")
+        section = ".".join(["config", *parts[:index]])
+        known = f"{section} has {', '.join(value) if isinstance(value, ConfigDict) else 'none'}"
+        raise ConfigError(f"config.{path} is not a field of this config: {f'did you mean {near}?' if near else known}")
+    if isinstance(value, ConfigDict):
+        first = f"config.{path}.{next(iter(value))}"
+        raise ConfigError(f"config.{path} is a section: set its fields one by one, for example {first}")
 
 
 def _parse_flags(

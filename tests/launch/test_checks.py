@@ -18,7 +18,7 @@ def test_a_sound_config_passes(config):
         ("trainer.updates_per_step", 129, ("config.trainer.updates_per_step is 129", "128 episodes", "lower it")),
         ("rollout.group_size", 1, ("config.rollout.group_size is 1", "'grpo'", "raise group_size to 2")),
         ("trainer.steps", 0, ("config.trainer.steps is 0", "at least 1")),
-        ("rollout.temperature", 0.0, ("config.rollout.temperature is 0.0", "positive")),
+        ("rollout.temperature", 0.0, ("config.rollout.temperature is 0.0", "at least 0.01")),
         ("optimizer.learning_rate", -1.0, ("config.optimizer.learning_rate is -1.0", "positive")),
         (
             "optimizer.warmup_steps",
@@ -31,7 +31,7 @@ def test_a_sound_config_passes(config):
         ("model.remat", "some", ("config.model.remat is 'some'", "none, dots, layer")),
         ("optimizer.name", "adam", ("config.optimizer.name is 'adam'", "adamw, muon, sgd")),
         ("trainer.processes", 2, ("config.trainer.processes is 2", "config.trainer.coordinator is empty", "host:port")),
-        ("policy.name", "a@1", ("config.policy.name is 'a@1'", "without '@'")),
+        ("policy.name", "a@1", ("config.policy.name is 'a@1'", "letters, digits")),
         ("dataflow.max_staleness", -1, ("config.dataflow.max_staleness is -1", "at least 0")),
         ("dataflow.lease_s", 2.0, ("config.dataflow.lease_s is 2.0", "config.env.step_timeout_s is 10.0", "raise")),
         ("reward.components", ConfigDict(), ("config.reward.components is empty", "success")),

@@ -1,7 +1,7 @@
 import pytest
 from absl import flags
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, default_config, policy_configs
 from flowjax.launch.command_line import parse
 
 
@@ -72,7 +72,9 @@ def test_field_with_no_near_name_lists_what_there_is(recipe):
         ("--config.trainer.tensorboard=perhaps", ("config.trainer.tensorboard", "true or false", "'perhaps'")),
         ("--config.credit.options=[1]", ("config.credit.options", "a dict", "'[1]'")),
         ("--config.model={'path': 'x'}", ("config.model is a section", "config.model.")),
-        ("--config.credit.options.gamma=1", ("config.credit.options.gamma", "config.credit.options is {}")),
+        ("--config.loss.options.clip_low.x=1", ("config.loss.options.clip_low is 0.2", "set it as a whole")),
+        ("--config.model.nano.layer=2", ("config.model.nano.layer is not a field", "did you mean 'layers'?")),
+        ("--config.bases={'a/b': {}}", ("config.bases has 'a/b'", "give a name of letters")),
         ("--config.seed.x=1", ("config.seed.x is not a field",)),
         ("--dryrun", ("--dryrun is not a flag", "did you mean --dry_run?")),
         ("dry_run", ("'dry_run' is not a flag",)),
@@ -117,3 +119,109 @@ def test_recipe_that_fails_is_told_with_its_line(recipe, tmp_path):
     assert "get_config" in refuse([f"--config={broken}"])
     broken.write_text("def get_config():\n    return {}\n")
     assert "return a ConfigDict" in refuse([f"--config={broken}"])
+
+
+OWN = """
+from flowjax.config import default_config
+from ml_collections import ConfigDict
+
+def get_config():
+    config = default_config()
+    config.credit.name = "rewardflow"
+    config.credit.options = ConfigDict({"gamma": 0.8, "pool": "rows"})
+    config.env.module = "flowjax.envs.sokoban"
+    config.env.options = ConfigDict({"rows": 6})
+    config.env.sources = ConfigDict({"large": {"options": {"rows": 8}}})
+    config.loss.options.aggregation = "constant"
+    config.policies = ConfigDict({"solver": {}, "verifier": {"credit": {"options": {"gamma": 0.5}}}})
+    config.policies.checker = ConfigDict({"credit": {"name": "gigpo", "options": {"gamma": 0.7}}})
+    return config
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_another_estimator_leaves_the_options_of_the_one_before(own, capsys):
+    config, _ = parse([f"--config={own}", "--config.credit.name=grpo"])
+    assert config.credit.options.to_dict() == {}
+    configs = policy_configs(config)
+    assert (configs["solver"].credit.name, configs["solver"].credit.options.to_dict()) == ("grpo", {})
+    assert (configs["verifier"].credit.name, configs["verifier"].credit.options.to_dict()) == ("grpo", {})
+    assert configs["checker"].credit.options.to_dict() == {"gamma": 0.7}, "it names an estimator of its own"
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "config.credit.name is 'grpo': the options of 'rewardflow' are left out (gamma=0.8, pool='rows')"
+    assert second.startswith("config.policies.verifier.credit.name is 'grpo'")
+
+
+def test_options_given_with_another_estimator_stay(own, capsys):
+    config, _ = parse([f"--config={own}", "--config.credit.options.gamma=0.5", "--config.credit.name", "gigpo"])
+    assert config.credit.options.to_dict() == {"gamma": 0.5}
+    config, _ = parse([f"--config={own}", "--config.credit.name=gigpo", "--config.credit.options={'gamma': 1.0}"])
+    assert config.credit.options.to_dict() == {"gamma": 1.0}
+    capsys.readouterr()
+    config, _ = parse([f"--config={own}", "--config.credit.name=rewardflow"])
+    assert config.credit.options.gamma == 0.8
+    assert capsys.readouterr().err == ""
+    config, _ = parse([f"--config={own}", "--config.policies.checker.credit.name=grpo"])
+    assert policy_configs(config)["checker"].credit.options.to_dict() == {}
+
+
+def test_another_objective_or_world_leaves_its_options_too(own, capsys):
+    config, _ = parse([f"--config={own}", "--config.loss.kind=gspo", "--config.env.module=flowjax.envs.math"])
+    assert config.loss.options.to_dict() == default_config().loss.options.to_dict()
+    assert (config.env.options.to_dict(), config.env.sources.to_dict()) == ({}, {})
+    objective, world = sorted(capsys.readouterr().err.splitlines(), reverse=True)
+    assert "the options of 'ppo' are left out (" in objective and "aggregation='constant'" in objective
+    assert "the options of 'flowjax.envs.sokoban' are left out (rows=6, sources=" in world
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        ("credit.options.step_weight=2", "credit.options.step_weight", 2),
+        ("credit.options.gamma=1", "credit.options.gamma", 1.0),
+        ("credit.options.pool=trajectories", "credit.options.pool", "trajectories"),
+        ("env.options.kinds=('int', 'list')", "env.options.kinds", ("int", "list")),
+        ("env.options.hints=true", "env.options.hints", True),
+        ("env.options.path=None", "env.options.path", None),
+        (
+            "env.options.backends.executor.base_url=http://a:1/v1",
+            "env.options.backends.executor.base_url",
+            "http://a:1/v1",
+        ),
+        ("dataflow.algorithms.greso.window=32", "dataflow.algorithms.greso.window", 32),
+        ("reward.components.invalid_actions=0.1", "reward.components.invalid_actions", 0.1),
+        ("env.sources.small.weight=3", "env.sources.small.weight", 3),
+        ("agents.agent=base", "agents.agent", "base"),
+        ("model.nano.layers=2", "model.nano.layers", 2),
+        ("policies.solver.optimizer.learning_rate=1e-4", "policies.solver.optimizer.learning_rate", 1e-4),
+    ],
+)
+def test_what_lies_in_an_open_section_is_set_whether_or_not_the_recipe_has_it(own, override, field, value):
+    name, _, text = override.partition("=")
+    for argv in ([f"--config.{override}"], [f"--config.{name}", text]):
+        config, _ = parse([f"--config={own}", *argv])
+        found = config
+        for part in field.split("."):
+            found = found[part]
+        assert found == value and type(found) is type(value)
+
+
+def test_switches_in_an_open_section(own):
+    config, _ = parse([f"--config={own}", "--noconfig.env.options.hints", "--config.env.options.lenient"])
+    assert (config.env.options.hints, config.env.options.lenient) == (False, True)
+
+
+def test_a_value_of_another_type_in_a_recipe_is_told_with_its_line(tmp_path):
+    path = tmp_path / "typed.py"
+    path.write_text(
+        "from flowjax.config import default_config\n\ndef get_config():\n    config = default_config()\n"
+        "    config.trainer.steps = 'many'\n    return config\n"
+    )
+    message = refuse([f"--config={path}"])
+    assert f"{path} line 5 (config.trainer.steps = 'many'): TypeError" in message

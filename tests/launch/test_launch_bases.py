@@ -7,7 +7,7 @@ import pytest
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, base_configs
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config, check_unchanged, on_each_base
 from flowjax.launch.command_line import parse
@@ -178,10 +178,15 @@ def test_bases_on_the_command_line(recipe):
         file.write("    config.bases.judge = ConfigDict({'model': {'path': 'large'}})\n    return config\n")
     config, _ = parse([f"--config={recipe}", "--config.bases.judge.model.path=larger"])
     assert config.bases.judge.model.path == "larger"
-    with pytest.raises(
-        ConfigError, match=r"engine\.port is not a field: config.bases is .*'large'.*, set it as a whole"
+    config, _ = parse([f"--config={recipe}", "--config.bases.judge.engine.port=1"])
+    assert base_configs(config)["judge"].engine.port == 1 != config.engine.port
+    for override, message in (
+        ("jugde.engine.port=1", r"config\.bases\.jugde is not there \(did you mean 'judge'\?\)"),
+        ("judge.engine.prot=1", r"config\.bases\.judge\.engine\.prot is no field: use one of .*port"),
+        ("judge.engine.port=70000", r"config\.bases\.judge\.engine\.port is 70000: it must be .*65,535"),
     ):
-        parse([f"--config={recipe}", "--config.bases.judge.engine.port=1"])
+        with pytest.raises(ConfigError, match=message):
+            parse([f"--config={recipe}", f"--config.bases.{override}"])
 
 
 def test_the_plan_shows_each_base_with_its_engines(judged, tmp_path: Path):

@@ -1,0 +1,351 @@
+"""Declared values: default, documentation, bounds and choices in one place, and what refuses every other value.
+
+`Field` declares a value of the config, `Section` those that belong together, `Free` a section whose names are looked up
+elsewhere. `type_problem` and `option_problem` do the same for options, which a function or dataclass declares by its
+annotations.
+"""
+
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import field as dataclass_field
+from typing import Any, Literal
+
+from ml_collections import ConfigDict
+
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    tuple: "a tuple such as ('a', 'b')",
+    dict: "a dict",
+}
+_MOST = 10**9  # of a whole number whose declaration names no end
+_LONGEST_CHARACTERS = 4096  # of a text: as long as a path may be
+_SHOWN_CHARACTERS = 160  # of a refused value
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a text must look: `pattern` matches the whole of it. `remedy` says it in words."""
+
+    pattern: str
+    remedy: str
+
+    def fits(self, text: str) -> bool:
+        return re.fullmatch(self.pattern, text, re.DOTALL) is not None
+
+
+_PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
+_HOST = r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])"
+# A policy's or base's name becomes a folder, a part of log files' names and of the names that engines serve it under.
+NAME = Form(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", "give a name of letters, digits, '_', '-' and '.', at most 64")
+# A run's name is a folder and nothing else.
+FOLDER_NAME = Form(
+    r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]{0,200}",
+    "give a name of at most 200 characters without slashes, and the folder as config.runs",
+)
+URL = Form(rf"https?://{_HOST}(:{_PORT})?(/\S*)?", "give addresses such as http://host:8000")
+HOST = Form(rf"{_HOST}|[0-9A-Fa-f:]{{2,45}}", "give a host's name or address, as in 127.0.0.1")
+HOST_AND_PORT = Form(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 65535")
+DOTTED = Form(r"|\w+([.:]\w+)*", "give a dotted path such as package.module.name")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of the config. Its type is that of the default.
+
+    Bounds, choices and form are those of the value, of a tuple those of each item; `also` are numbers beside the bounds
+    that mean something of their own. `of` is the type of the items of a tuple that is empty by default, `length` how
+    many items there must be, `resume` allows a resumed run another value. Bounds not given follow from the unit.
+    """
+
+    default: Any
+    doc: str
+    _: KW_ONLY
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+    choices: tuple[Any, ...] = ()
+    form: Form | None = None
+    of: type = str
+    length: int | None = None
+    unit: str = ""
+    resume: bool = False
+
+    @property
+    def kind(self) -> type:
+        """Type of the value, of a tuple that of its items."""
+        if not isinstance(self.default, tuple):
+            return type(self.default)
+        return type(self.default[0]) if self.default else self.of
+
+    def problems(self, path: str, value: Any) -> Iterator[str]:
+        """What makes `value` impossible for the field at `path`."""
+        if not isinstance(self.default, tuple):
+            if problem := self._problem(value):
+                yield f"{path} is {shown(value)}: {problem}"
+        elif not isinstance(value, tuple | list):
+            yield f"{path} is {shown(value)}: give {_KINDS[tuple]}"
+        elif self.length is not None and len(value) != self.length:
+            yield f"{path} is {shown(value)}: give {self.length} of them"
+        else:
+            for item in value:
+                if problem := self._problem(item):
+                    yield f"{path} has {shown(item)}: {problem}"
+
+    def _problem(self, value: Any) -> str | None:
+        if problem := type_problem(self.kind, value):
+            return problem
+        if self.choices:
+            listed = ", ".join(str(choice) or "''" for choice in self.choices)
+            return None if value in self.choices else f"use one of {listed}{nearest(value, self.choices)}"
+        if self.kind in (int, float):
+            return None if self._holds(value) else f"it must be {self.range}"
+        if self.kind is str:
+            return None if self.form is None or self.form.fits(value) else self.form.remedy
+        return None
+
+    def _holds(self, value: float) -> bool:
+        return value in self.also or (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    @property
+    def range(self) -> str:
+        """Bounds of a number in words."""
+        ends = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        said = " and ".join(f"{words} {end:,}" for words, end in ends.items() if end is not None)
+        return said.replace("above 0", "positive") + "".join(f", or {value}" for value in self.also)
+
+    def with_unit(self, name: str) -> "Field":
+        """The field with the unit that its name ends in, and the bounds that follow from it."""
+        unit = self.unit or (name.rpartition("_")[2] if name.rpartition("_")[2] in _UNITS else "")
+        if self.kind not in (int, float) or self.choices:
+            return self
+        least, most = _UNITS.get(unit, (None, _MOST if self.kind is int else None))
+        low = {} if self.at_least is not None or self.above is not None else {least[0]: least[1]} if least else {}
+        high = {} if self.at_most is not None or self.below is not None or most is None else {"at_most": most}
+        bounded = replace(self, unit=unit, **low, **high)
+        assert bounded.at_least is not None or bounded.above is not None, f"{name} declares no lower bound"
+        assert bounded.at_most is not None or bounded.below is not None, f"{name} declares no upper bound"
+        return bounded
+
+
+# Unit -> the end that its values begin at, and the largest: times beyond a year overflow event loops sooner or later.
+_UNITS: dict[str, tuple[tuple[str, float], float]] = {
+    "s": (("above", 0), 366 * 24 * 3600),
+    "tokens": (("at_least", 1), 2**24),
+    "bytes": (("at_least", 0), 2**50),
+}
+
+
+class Section:
+    """Fields that belong together, by name, in the order in which they are declared."""
+
+    def __init__(self, doc: str, /, *, resume: bool = False, **fields: "Field | Free | Section"):
+        self.doc = doc
+        self.fields = {name: _completed(name, declared, resume) for name, declared in fields.items()}
+
+    def defaults(self) -> ConfigDict:
+        """An unlocked config with the default of every field."""
+        config = ConfigDict()
+        for name, declared in self.fields.items():
+            config[name] = declared.defaults() if isinstance(declared, Section | Free) else declared.default
+        return config
+
+    def problems(self, path: str, values: Any, *, complete: bool = True) -> Iterator[str]:
+        """Everything in `values` that the declarations do not allow, names that they lack included; and, where it is to
+        be `complete`, fields that are missing."""
+        if not isinstance(values, ConfigDict | Mapping):
+            yield f"{path} is {shown(values)}: it is a section, set its fields"
+            return
+        for name, value in values.items():
+            if name in self.fields:
+                yield from self.fields[name].problems(f"{path}.{name}", value)
+            else:
+                yield f"{path}.{name} is not a field{nearest(name, self.fields)}: {path} has {', '.join(self.fields)}"
+        if complete and (missing := [name for name in self.fields if name not in values]):
+            yield f"{path} lacks {', '.join(missing)}: start from default_config() and set fields one by one"
+
+    def find(self, path: str) -> "Field | Free | Section | None":
+        """The declaration at a dotted path."""
+        name, _, rest = path.partition(".")
+        declared = self.fields.get(name)
+        if not rest:
+            return declared
+        return declared.find(rest) if isinstance(declared, Section) else None
+
+
+@dataclass(frozen=True)
+class Free:
+    """A section whose names belong to what it configures: options, policies, sources of tasks.
+
+    `form` is that of the names. `known` declares the only names that there are, `each` those of every entry, itself a
+    section; without either any finite value will do. Where `default` is None, the section may be None.
+    """
+
+    doc: str
+    _: KW_ONLY
+    default: Mapping[str, Any] | None = dataclass_field(default_factory=dict)
+    form: Form | None = None
+    known: Section | None = None
+    each: Section | None = None
+    resume: bool = False
+
+    def defaults(self) -> ConfigDict | None:
+        return None if self.default is None else ConfigDict(dict(self.default))
+
+    def problems(self, path: str, values: Any) -> Iterator[str]:
+        """As `Section.problems`."""
+        if values is None and self.default is None:
+            return
+        if not isinstance(values, ConfigDict | Mapping):
+            yield f"{path} is {shown(values)}: give {_KINDS[dict]}"
+            return
+        if self.known:
+            yield from self.known.problems(path, values, complete=False)
+            return
+        for name, value in values.items():
+            if problem := _text_problem(name) or (self.form.remedy if self.form and not self.form.fits(name) else None):
+                yield f"{path} has {shown(name)}: {problem}"
+            elif self.each:
+                yield from self.each.problems(f"{path}.{name}", value, complete=False)
+            else:
+                yield from _free_problems(f"{path}.{name}", value)
+
+
+def _completed(name: str, declared: "Field | Free | Section", resume: bool) -> "Field | Free | Section":
+    if isinstance(declared, Field):
+        declared = declared.with_unit(name)
+    return replace(declared, resume=True) if resume and not isinstance(declared, Section) else declared
+
+
+def _free_problems(path: str, value: Any) -> Iterator[str]:
+    """Numbers that are none, and what a run folder's config.json cannot hold, at any depth."""
+    if isinstance(value, ConfigDict | Mapping):
+        for name, inner in value.items():
+            yield from _free_problems(f"{path}.{name}", inner)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _free_problems(path, item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{path} is {value}: give a finite number"
+    elif not isinstance(value, int | float | str | None):
+        yield f"{path} is {shown(value)}: give a number, text, True or False, or tuples and dicts of these"
+
+
+def type_problem(kind: Any, value: Any) -> str | None:
+    """Why `value` is not of the annotated type `kind`, or is no finite number; None where it is."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or isinstance(kind, typing.TypeVar):
+        return None
+    if origin in (typing.Union, types.UnionType):
+        found = [text for each in arguments if (text := type_problem(each, value))]
+        return None if len(found) < len(arguments) else next((text for text in found if "finite" in text), found[0])
+    if origin is Literal:
+        listed = ", ".join(str(choice) or "''" for choice in arguments)
+        return None if value in arguments else f"use one of {listed}{nearest(value, arguments)}"
+    if kind in (type(None), None):
+        return None if value is None else "give None"
+    if kind in (int, float) and isinstance(value, float) and not math.isfinite(value):
+        return "give a finite number"
+    if kind is float:
+        return None if isinstance(value, int | float) and not isinstance(value, bool) else f"give {_KINDS[float]}"
+    if kind is int:
+        return None if isinstance(value, int) and not isinstance(value, bool) else f"give {_KINDS[int]}"
+    if kind is str:
+        return _text_problem(value) if isinstance(value, str) else f"give {_KINDS[str]}"
+    holder = origin or kind
+    if holder in (tuple, list, Sequence, Iterable):
+        if isinstance(value, str) or not isinstance(value, tuple | list):
+            return f"give {_KINDS[tuple]}"
+        return next((text for item in value for kind in arguments[:1] if (text := type_problem(kind, item))), None)
+    if holder in (dict, Mapping):
+        if not isinstance(value, ConfigDict | Mapping):
+            return f"give {_KINDS[dict]}"
+        return next((text for item in value.values() if (text := type_problem(arguments[1], item))), None)
+    if isinstance(kind, type):
+        return None if isinstance(value, kind) else f"give {_KINDS.get(kind, kind.__name__)}"
+    return None
+
+
+def option_problems(path: str, options: Mapping[str, Any], declared: Mapping[str, Any], owner: str) -> Iterator[str]:
+    """What is wrong with options at `path` that `owner` declares by name and annotated type."""
+    for name, value in options.items():
+        if name not in declared:
+            listed = ", ".join(declared) or "none"
+            yield f"{path}.{name} is no option of {owner}{nearest(name, declared)}; it has {listed}"
+        elif problem := type_problem(declared[name], value):
+            yield f"{path}.{name} is {shown(value)}: {problem}"
+
+
+def _text_problem(text: str) -> str | None:
+    """What no file name, address or name can hold."""
+    if len(text) > _LONGEST_CHARACTERS:
+        return f"give at most {_LONGEST_CHARACTERS} characters"
+    if any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in text):
+        return "leave out characters that no file can hold"
+    return None
+
+
+def nearest(name: Any, known: Iterable[Any]) -> str:
+    """`" (did you mean 'x'?)"`, or nothing where no known name is alike."""
+    close = difflib.get_close_matches(str(name), [str(each) for each in known], n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def shown(value: Any) -> str:
+    """A refused value as a message shows it."""
+    if isinstance(value, ConfigDict):
+        value = value.to_dict()
+    text = repr(tuple(value) if isinstance(value, list) else value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+
+
+def table_rows(section: Section, path: str = "config") -> Iterator[str]:
+    """Markdown of a section and of those inside it: a heading, its line, and a row for each field."""
+    yield f"\n## `{path}`\n\n{section.doc}\n"
+    yield "| field | default | values | |\n|---|---|---|---|"
+    inner = {name: declared for name, declared in section.fields.items() if isinstance(declared, Section)}
+    for name, declared in section.fields.items():
+        if not isinstance(declared, Section):
+            shown_name = f"`{name}`{' ↻' if declared.resume else ''}"
+            yield f"| {shown_name} | {_default(declared)} | {_values(declared)} | {_cell(declared.doc)} |"
+    for name, declared in inner.items():
+        yield from table_rows(declared, f"{path}.{name}")
+
+
+def _default(declared: Field | Free) -> str:
+    default = declared.default
+    if isinstance(default, Mapping):
+        default = dict(default)
+    elif isinstance(default, int | float) and not isinstance(default, bool) and abs(default) >= 10_000:
+        return f"`{default:_}`"
+    return f"`{default!r}`"
+
+
+def _values(declared: Field | Free) -> str:
+    if isinstance(declared, Free):
+        names = (declared.known or declared.each or Section("")).fields
+        return f"a dict{' of dicts' if declared.each else ''}" + (f": {', '.join(names)}" if names else "")
+    words = {str: "text", bool: "", int: "", float: ""}
+    said = declared.range if declared.kind in (int, float) else words.get(declared.kind, "")
+    if declared.choices:
+        said = ", ".join(f"`{choice!r}`" for choice in declared.choices)
+    unit = f" {declared.unit}" if declared.unit and said else ""
+    return _cell(f"{'each ' if isinstance(declared.default, tuple) and said else ''}{said}{unit}")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
