@@ -15,15 +15,15 @@ from flowjax.credit.table import TurnTable
 Estimator = Callable[..., Float[Array, "turns"]]
 
 ESTIMATORS = {
-    "agent_baseline": "flowjax.credit.returns:agent_baseline",
     "best_of_group": "flowjax.credit.episode:best_of_group",
     "discounted_return": "flowjax.credit.returns:discounted_return",
     "dr_grpo": "flowjax.credit.episode:dr_grpo",
-    "gae": "flowjax.credit.returns:gae",
+    "gae": "flowjax.credit.rewardflow:gae",
     "gigpo": "flowjax.credit.gigpo:gigpo",
     "grpo": "flowjax.credit.episode:grpo",
     "maxrl": "flowjax.credit.episode:maxrl",
     "pass_at_k": "flowjax.credit.episode:pass_at_k",
+    "published.rewardflow": "flowjax.published.rewardflow:rewardflow",
     "reinforce_plus_plus": "flowjax.credit.returns:reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "flowjax.credit.episode:reinforce_plus_plus_baseline",
     "rewardflow": "flowjax.credit.rewardflow:rewardflow",
@@ -32,11 +32,9 @@ ESTIMATORS = {
 _RANGES: dict[str, tuple[float, float]] = {
     "gamma": (0.0, 1.0),
     "trace": (0.0, 1.0),
-    "damping": (0.0, 1.0),
     "invalid_penalty": (0.0, float("inf")),
     "step_weight": (0.0, float("inf")),
     "k": (1, float("inf")),
-    "max_sweeps": (1, float("inf")),
 }
 
 

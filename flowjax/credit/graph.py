@@ -87,7 +87,8 @@ def state_graph(
     """
     found = state_values(table, **options)
     columns = columns_of(table)
-    before, after = np.asarray(found.before), np.asarray(found.after)
+    before, earned = np.asarray(found.before), np.asarray(found.earned)
+    after = np.where(columns["terminal"], earned, np.asarray(found.after))  # an ending shows what it paid
     given = np.asarray(advantages)
     value: dict[str, float] = {}
     kind: dict[str, Kind] = {}
@@ -98,13 +99,14 @@ def state_graph(
         state, target = int(columns["state"][row]), int(columns["next_state"][row])
         source_name, target_name = f"s{state}", f"s{target}"
         if columns["terminal"][row]:
-            succeeded = after[row] > 0
+            succeeded = earned[row] > 0
             target_name = f"{'won' if succeeded else 'end'} s{target}"
             kind[target_name] = "success" if succeeded else "end"
         first = columns["step"][row] == 0
         kind[source_name] = "start" if first else kind.get(source_name, "state")
         kind.setdefault(target_name, "state")
-        value[source_name], value[target_name] = float(before[row]), float(after[row])
+        value[source_name] = float(before[row])
+        value.setdefault(target_name, float(after[row]))  # a state that some turn started in has that turn's word
         label |= {source_name: (labels or {}).get(state, ""), target_name: (labels or {}).get(target, "")}
         visits[source_name] += first
         visits[target_name] += 1

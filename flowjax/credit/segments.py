@@ -36,6 +36,24 @@ def segment_statistics(
     return count, mean, jnp.sqrt(squares / jnp.maximum(count - 1, 1))
 
 
+def is_last_turn(table: TurnTable) -> Bool[Array, "turns"]:
+    """Turns after which their trajectory has no further one."""
+    return table.successor == _row_numbers(table)
+
+
+def state_visits(table: TurnTable) -> Int[Array, "turns"]:
+    """Segment of each turn: the same for turns of one group that started in the same state. Ids are below the rows.
+
+    Two policies of one task may act in the same state; what follows for one says nothing about the other, so the group
+    is part of the segment.
+    """
+    order = jnp.lexsort((table.state, table.group))
+    group, state = table.group[order], table.state[order]
+    differs = (group[1:] != group[:-1]) | (state[1:] != state[:-1])
+    segment = jnp.concatenate([jnp.zeros(1, table.state.dtype), jnp.cumsum(differs, dtype=table.state.dtype)])
+    return jnp.zeros_like(table.state).at[order].set(segment)
+
+
 def first_rows(table: TurnTable) -> Bool[Array, "turns"]:
     """One counted row per trajectory: its first."""
     has_predecessor = jnp.zeros_like(table.mask).at[table.successor].max(table.successor != _row_numbers(table))

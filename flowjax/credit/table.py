@@ -10,7 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.records import COUNTED_STATUSES, Group
 
-SMALLEST_TABLE = 64
+# Rows of a padded table. Every size is compiled anew, once for each estimator, so there are few: each four times the
+# one before.
+SMALLEST_TABLE, TABLE_GROWTH = 256, 4
 
 
 class TableError(ValueError):
@@ -31,7 +33,6 @@ class TurnTable:
     task: Int[Array, "turns"]  # which task, so which state graph, the turn belongs to
     group: Int[Array, "turns"]
     trajectory: Int[Array, "turns"]
-    agent: Int[Array, "turns"]  # which policy acted, in the sorted order of the policies' names
     step: Int[Array, "turns"]  # position of the turn in its episode
     successor: Int[Array, "turns"]  # row of the trajectory's next turn; the row itself when it is the last
     state: Int[Array, "turns"]
@@ -40,7 +41,6 @@ class TurnTable:
     score: Float[Array, "turns"]
     valid: Bool[Array, "turns"]  # the reply could be read as an action
     terminal: Bool[Array, "turns"]  # the environment ended the episode with this turn
-    noise: Bool[Array, "turns"]  # the world says that this turn only looked, or did nothing
     mask: Bool[Array, "turns"]
 
 
@@ -48,7 +48,6 @@ _COLUMNS: dict[str, type] = {
     "task": np.int32,
     "group": np.int32,
     "trajectory": np.int32,
-    "agent": np.int32,
     "step": np.int32,
     "successor": np.int32,
     "state": np.int32,
@@ -57,7 +56,6 @@ _COLUMNS: dict[str, type] = {
     "score": np.float32,
     "valid": np.bool_,
     "terminal": np.bool_,
-    "noise": np.bool_,
     "mask": np.bool_,
 }
 
@@ -67,16 +65,14 @@ def build_table(
     scores: Float[np.ndarray, "trajectories"] | Mapping[str, Float[np.ndarray, "trajectories"]],
     *,
     pad_to: int | None = None,
-    noise: Bool[np.ndarray, "turns"] | None = None,
 ) -> TurnTable:
-    """The table of all turns of `groups`, in order, padded to the next power of two (or to `pad_to`).
+    """The table of all turns of `groups`, in order, padded to one of few sizes (or to `pad_to`).
 
     Args:
         groups: any number of groups of any size.
         scores: one score per trajectory, in order; or one such array per policy name, when the agents of an episode
             are rewarded differently.
         pad_to: number of rows of the result.
-        noise: marks turns for the cleaning of `flowjax.credit.cleaning`; none by default.
 
     Raises:
         TableError: something cannot be right; the message names the column and the row.
@@ -107,7 +103,6 @@ def build_table(
         "task": task,
         "group": _dense(task * len(policies) + agent),
         "trajectory": trajectory,
-        "agent": agent,
         "step": np.arange(len(turns)) - np.repeat(np.cumsum(lengths) - lengths, lengths),
         "state": states[: len(turns)],
         "next_state": states[len(turns) :],
@@ -115,7 +110,6 @@ def build_table(
         "score": np.where(counted, _turn_scores(scores, policies, owner, agent, len(trajectories)), 0.0),
         "valid": np.fromiter((turn.valid for turn in turns), bool, len(turns)),
         "terminal": np.fromiter((turn.terminal for turn in turns), bool, len(turns)),
-        "noise": np.zeros(len(turns), bool) if noise is None else np.asarray(noise),
         "mask": counted,
     }
     return table_from_columns(columns, pad_to=pad_to)
@@ -124,7 +118,7 @@ def build_table(
 def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None = None) -> TurnTable:
     """A padded table from whole columns, checked.
 
-    `successor` is derived; `task`, `agent`, `noise` and `mask` have defaults.
+    `successor` is derived; `task` and `mask` have defaults.
 
     Raises:
         TableError: an unknown or missing column, unequal lengths, an id out of range, a number that is not finite.
@@ -132,13 +126,11 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
     columns = {name: np.asarray(column) for name, column in columns.items()}
     if unknown := sorted(set(columns) - set(_COLUMNS)):
         raise TableError(f"column {unknown[0]} is not one of {', '.join(_COLUMNS)}")
-    required = set(_COLUMNS) - {"successor", "task", "agent", "noise", "mask"}
+    required = set(_COLUMNS) - {"successor", "task", "mask"}
     if missing := sorted(required - set(columns)):
         raise TableError(f"column {missing[0]} is missing")
     turns = len(columns["group"])
     columns.setdefault("task", columns["group"])
-    columns.setdefault("agent", np.zeros(turns, np.int32))
-    columns.setdefault("noise", np.zeros(turns, bool))
     columns.setdefault("mask", np.ones(turns, bool))
     for name, column in columns.items():
         if column.shape != (turns,):
@@ -147,7 +139,7 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
     _check_numbers(columns)
     columns["successor"] = _successors(columns["trajectory"], columns["step"])
 
-    rows = pad_to if pad_to is not None else max(SMALLEST_TABLE, 1 << (turns - 1).bit_length())
+    rows = pad_to if pad_to is not None else table_rows(turns)
     if rows < turns:
         raise TableError(f"pad_to is {rows}, the table has {turns} rows: raise pad_to or leave it out")
     padded = {}
@@ -156,6 +148,14 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
         padded[name][:turns] = columns[name]
     padded["successor"][turns:] = np.arange(turns, rows)
     return TurnTable(**padded)
+
+
+def table_rows(turns: int) -> int:
+    """Rows of the smallest table that holds so many turns."""
+    rows = SMALLEST_TABLE
+    while rows < turns:
+        rows *= TABLE_GROWTH
+    return rows
 
 
 def columns_of(table: TurnTable) -> dict[str, np.ndarray]:
@@ -201,7 +201,7 @@ def _turn_scores(
 
 
 def _check_ids(columns: Mapping[str, np.ndarray], turns: int) -> None:
-    limits = {"task": turns, "group": turns, "trajectory": turns, "agent": turns, "step": turns, "state": 2 * turns}
+    limits = {"task": turns, "group": turns, "trajectory": turns, "step": turns, "state": 2 * turns}
     limits["next_state"] = 2 * turns
     for name, limit in limits.items():
         column = columns[name]
@@ -219,7 +219,7 @@ def _check_numbers(columns: Mapping[str, np.ndarray]) -> None:
     by_trajectory = np.zeros(columns["trajectory"].max(initial=0) + 1, np.int64)
     by_trajectory[columns["trajectory"][first]] = first
     head = by_trajectory[columns["trajectory"]]
-    for name in ("task", "group", "score", "mask", "agent"):
+    for name in ("task", "group", "score", "mask"):
         for row in np.flatnonzero(columns[name] != columns[name][head])[:1]:
             raise TableError(
                 f"column {name}, row {row}: {columns[name][row]} differs from {columns[name][head[row]]} in row "

@@ -1,8 +1,7 @@
 """Time of every estimator against plain Python loops: python -m tests.benchmarks.credit
 
 Prints a table in Markdown. Jitted times are the least and the median of several runs after compilation, on one core;
-loops run once and count processor time, at the largest size only where that takes less than 20 s. `rewardflow` is timed
-against a loop that stops when values no longer change, and against the 1,000 sweeps of the published code.
+loops run once and count processor time, at the largest size only where that takes less than 20 s.
 """
 
 import os
@@ -11,7 +10,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import functools
 import time
 from collections.abc import Callable
 
@@ -19,14 +17,13 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from flowjax.credit.estimators import ESTIMATORS, estimate
+from flowjax.credit.estimators import estimate
 from flowjax.credit.table import TurnTable, table_from_columns
-from tests.benchmarks import credit_loops
+from tests.benchmarks.credit_loops import LOOPS, Turn
 
 SIZES = {"ALFWorld, 16 x 8 x 25": (16, 8, 25), "Search, 256 x 5 x 4": (256, 5, 4), "100 x ALFWorld": (1600, 8, 25)}
 LONGEST_LOOP_S = 20.0
 _BUDGET_S = flags.DEFINE_float("budget_s", 1.0, "Time spent on each jitted estimator; the least time counts.")
-_SWEEPS = flags.DEFINE_integer("published_sweeps", 1000, "Sweeps of the published propagation loop.")
 
 
 def random_turns(groups: int, members: int, turns: int, *, seed: int = 0, states: int = 60) -> dict[str, np.ndarray]:
@@ -59,9 +56,9 @@ def random_turns(groups: int, members: int, turns: int, *, seed: int = 0, states
     return {name: column.reshape(-1) for name, column in columns.items()}
 
 
-def as_turns(columns: dict[str, np.ndarray]) -> list[credit_loops.Turn]:
+def as_turns(columns: dict[str, np.ndarray]) -> list[Turn]:
     lists = {name: column.tolist() for name, column in columns.items()}
-    return [credit_loops.Turn(**dict(zip(lists, row, strict=True))) for row in zip(*lists.values(), strict=True)]
+    return [Turn(**dict(zip(lists, row, strict=True))) for row in zip(*lists.values(), strict=True)]
 
 
 def jitted_s(table: TurnTable, name: str, budget_s: float) -> tuple[float, float]:
@@ -75,7 +72,7 @@ def jitted_s(table: TurnTable, name: str, budget_s: float) -> tuple[float, float
     return min(times), float(np.median(times))
 
 
-def loop_s(function: Callable, turns: list[credit_loops.Turn]) -> tuple[float, list[float]]:
+def loop_s(function: Callable, turns: list[Turn]) -> tuple[float, list[float]]:
     """Processor time of one run, so that a busy machine does not flatter the ratio, and its result."""
     start = time.process_time()
     result = function(turns)
@@ -92,19 +89,16 @@ def main(argv: list[str]) -> None:
         start = time.perf_counter()
         table = jax.device_put(table_from_columns(columns))
         made_s = time.perf_counter() - start
-        loops = {name: getattr(credit_loops, name) for name in sorted(ESTIMATORS)}
-        published = functools.partial(credit_loops.rewardflow, sweeps=_SWEEPS.value)
-        for row, loop in {**loops, "rewardflow, published loop": published}.items():
-            name = row.partition(",")[0]
+        for name, loop in sorted(LOOPS.items()):
             least, median = jitted_s(table, name, _BUDGET_S.value)
-            if rate.get(row, 0.0) * len(turns) < LONGEST_LOOP_S:
+            if rate.get(name, 0.0) * len(turns) < LONGEST_LOOP_S:
                 loop_time, expected = loop_s(loop, turns)
-                rate[row] = loop_time / len(turns)
+                rate[name] = loop_time / len(turns)
                 np.testing.assert_allclose(np.asarray(estimate(table, name))[: len(turns)], expected, atol=2e-3)
                 told = f"{loop_time * 1e3:,.1f} | {loop_time / least:,.0f}"
             else:
                 told = "not run | "
-            print(f"| {label} | {row} | {least * 1e3:.3f} | {median * 1e3:.3f} | {told} |", flush=True)
+            print(f"| {label} | {name} | {least * 1e3:.3f} | {median * 1e3:.3f} | {told} |", flush=True)
         print(f"| {label} | (columns to table, host) | {made_s * 1e3:.3f} | | | |", flush=True)
 
 

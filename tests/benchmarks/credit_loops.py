@@ -120,15 +120,6 @@ def reinforce_plus_plus_baseline(turns: list[Turn]) -> list[float]:
     return whiten(dr_grpo(turns))
 
 
-def gae(turns: list[Turn]) -> list[float]:
-    """Without a critic and with gamma = lambda = 1, as by default."""
-    return whiten(returns(turns, 1.0, "score"))
-
-
-def agent_baseline(turns: list[Turn]) -> list[float]:
-    return [turn.score for turn in turns]
-
-
 def gigpo(turns: list[Turn]) -> list[float]:
     values = returns(turns, 0.95, "reward")
     visits: dict[int, list[float]] = defaultdict(list)
@@ -139,60 +130,55 @@ def gigpo(turns: list[Turn]) -> list[float]:
     return [episode + step for episode, step in zip(dr_grpo(turns), steps, strict=True)]
 
 
-def rewardflow(turns: list[Turn], gamma: float = 0.9, sweeps: int | None = None) -> list[float]:
-    """With flowjax's defaults. Goes over the edges `sweeps` times, as published, or until nothing changes."""
-    credit = [0.0] * len(turns)
-    by_group: dict[int, list[int]] = defaultdict(list)
+def temporal_differences(turns: list[Turn], gamma: float) -> tuple[list[float], dict[tuple[int, int], float]]:
+    """r + gamma V(s') - V(s) of each turn, and V of each group's states: swept over until nothing changes."""
+    lowest: dict[int, float] = defaultdict(float)
+    visits: dict[tuple[int, int], list[int]] = defaultdict(list)
+    following: dict[int, int | None] = {}
     for row, turn in enumerate(turns):
-        by_group[turn.group].append(row)
-    for rows in by_group.values():
-        values, edges = _graph(turns, rows)
-        for _ in itertools.count() if sweeps is None else range(sweeps):
-            fresh = dict(values)
-            for source, target in edges:
-                fresh[source] = max(fresh[source], gamma * values[target])
-            settled, values = fresh == values, fresh
-            if settled and sweeps is None:
-                break
-        for row in rows:
-            turn = turns[row]
-            credit[row] = gamma * values[_target(turns, row)] - values[turn.state]
-    return [a + b for a, b in zip(grpo(turns), _compare(turns, credit), strict=True)]
+        lowest[turn.group] = min(lowest[turn.group], turn.score)
+        visits[turn.group, turn.state].append(row)
+    for path in paths(turns):
+        following |= dict(zip(path, [*path[1:], None], strict=True))
+    values = dict.fromkeys(visits, 0.0)
+
+    def ahead(row: int) -> float:
+        after = following[row]
+        if after is None:
+            return turns[row].score - lowest[turns[row].group]
+        return gamma * values[turns[after].group, turns[after].state]
+
+    while True:
+        fresh = {state: statistics.fmean(ahead(row) for row in rows) for state, rows in visits.items()}
+        settled = max(abs(fresh[state] - values[state]) for state in values) < 1e-9
+        values = fresh
+        if settled:
+            return [ahead(row) - values[turn.group, turn.state] for row, turn in enumerate(turns)], values
 
 
-def _target(turns: list[Turn], row: int) -> int | tuple[str, int]:
-    return ("end", row) if turns[row].terminal else turns[row].next_state
-
-
-def _graph(turns: list[Turn], rows: list[int]):
-    values: dict = {}
-    edges = []
-    for row in rows:
-        turn, target = turns[row], _target(turns, row)
-        values.setdefault(turn.state, 0.0)
-        values[target] = max(values.get(target, 0.0), turn.score if turn.terminal else 0.0)
-        if turn.state != target and (turn.state, target) not in edges:
-            edges.append((turn.state, target))
-    return values, edges
-
-
-def _compare(turns: list[Turn], credit: list[float]) -> list[float]:
-    visits: dict[int, list[float]] = defaultdict(list)
+def rewardflow(turns: list[Turn]) -> list[float]:
+    credit, values = temporal_differences(turns, 0.9)
     groups: dict[int, list[float]] = defaultdict(list)
     for turn, value in zip(turns, credit, strict=True):
-        visits[turn.state].append(value)
         groups[turn.group].append(value)
-    spread = {g: deviation(found) + 1e-6 for g, found in groups.items()}
-    result = []
-    for turn, value in zip(turns, credit, strict=True):
-        companions = visits[turn.state]
-        mean = statistics.fmean(companions if len(companions) > 1 else groups[turn.group])
-        result.append((value - mean) / spread[turn.group])
-    return result
+    highest = {g: max(value for (group, _), value in values.items() if group == g) for g in groups}
+    spread = {g: deviation(found) + 1e-4 * highest[g] for g, found in groups.items()}
+    steps = [c / spread[t.group] if spread[t.group] else 0.0 for t, c in zip(turns, credit, strict=True)]
+    return [episode + step for episode, step in zip(grpo(turns), steps, strict=True)]
 
 
-def rewardflow_published(turns: list[Turn], gamma: float = 0.9, invalid_penalty: float = 0.0) -> list[float]:
-    """What the published code computes, step by step, with its faults. Scores are episode returns."""
+def gae(turns: list[Turn]) -> list[float]:
+    credit, _ = temporal_differences(turns, 0.95)
+    result = [0.0] * len(turns)
+    for path in paths(turns):
+        later = 0.0
+        for row in reversed(path):
+            later = result[row] = credit[row] + 0.95 * 0.9 * later
+    return whiten(result)
+
+
+def rewardflow_published(turns: list[Turn], gamma: float = 0.9, invalid_penalty: float = 0.1) -> list[float]:
+    """The published computation, step by step, with its faults."""
     found = paths(turns)
     iterations = max(len(path) for path in found)
     by_group: dict[int, list[list[int]]] = defaultdict(list)
@@ -209,13 +195,14 @@ def rewardflow_published(turns: list[Turn], gamma: float = 0.9, invalid_penalty:
                     credit[row] = turn.reward
     rows: dict[int, list[float]] = defaultdict(list)
     visits: dict[int, list[float]] = defaultdict(list)
+    earned = {turns[path[0]].trajectory: sum(turns[row].reward for row in path) for path in found}
     for row, turn in enumerate(turns):
         credit[row] -= invalid_penalty * (not turn.valid)
         visits[turn.state].append(credit[row])
-        rows[turn.group].append(turn.score - invalid_penalty * (not turn.valid))
+        rows[turn.group].append(earned[turn.trajectory] - invalid_penalty * (not turn.valid))
     result = []
     for row, turn in enumerate(turns):
-        episode = turn.score - invalid_penalty * (not turn.valid)
+        episode = earned[turn.trajectory] - invalid_penalty * (not turn.valid)
         if len(rows[turn.group]) > 1:
             episode -= statistics.fmean(rows[turn.group])
         result.append(episode + credit[row] - statistics.fmean(visits[turn.state]))
@@ -242,3 +229,20 @@ def _published_values(turns: list[Turn], group: list[list[int]], iterations: int
             break
         values = fresh
     return values
+
+
+LOOPS = {
+    "best_of_group": best_of_group,
+    "discounted_return": discounted_return,
+    "dr_grpo": dr_grpo,
+    "gae": gae,
+    "gigpo": gigpo,
+    "grpo": grpo,
+    "maxrl": maxrl,
+    "pass_at_k": pass_at_k,
+    "published.rewardflow": rewardflow_published,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "rewardflow": rewardflow,
+    "rloo": rloo,
+}

@@ -22,7 +22,7 @@ class Path:
     lookup: Sequence[int] | None = None  # states under which turns look themselves up, when not those of the graph
 
 
-def paths_table(paths: Sequence[Path], *, pad_to: int | None = None, noise: Sequence[bool] | None = None) -> TurnTable:
+def paths_table(paths: Sequence[Path], *, pad_to: int | None = None) -> TurnTable:
     """The table of these paths, states of different groups kept apart."""
     lengths = [len(path.rewards) for path in paths]
     before = [(p.group, s) for p in paths for s in (p.lookup or p.states[:-1])]
@@ -42,6 +42,4 @@ def paths_table(paths: Sequence[Path], *, pad_to: int | None = None, noise: Sequ
         ),
         "mask": np.repeat([path.mask for path in paths], lengths),
     }
-    if noise is not None:
-        columns["noise"] = np.asarray(noise)
     return table_from_columns(columns, pad_to=pad_to)

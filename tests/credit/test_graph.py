@@ -27,18 +27,21 @@ def test_nodes_and_edges():
     assert nodes["s0"].kind == "start"
     assert nodes["won s2"].value == pytest.approx(1.0)
     assert nodes["end s4"].value == 0.0
-    assert nodes["s0"].value == pytest.approx(0.81)
+    # Four turns from s1: won, stayed, left for good, lost. V(1) = (1 + 0.9 V(1)) / 4 = 1 / 3.1
+    assert nodes["s1"].value == pytest.approx(1 / 3.1)
+    assert nodes["s0"].value == pytest.approx(0.9 / 3.1)
     assert nodes["s0"].visits == 3
     assert nodes["s1"].visits == 4
     edges = {(edge.source, edge.target): edge for edge in GRAPH.edges}
     assert edges["s0", "s1"].visits == 3
     assert edges["s1", "won s2"].advantage > 0 > edges["s1", "end s4"].advantage
+    assert edges["s1", "s1"].advantage < 0  # it stayed where it was
     assert len(nodes) == 5  # none of the other task
 
 
 def test_dot_escapes_labels():
     text = to_dot(GRAPH)
-    assert 'a \\"door\\" <b>\\nV 0.9' in text
+    assert 'a \\"door\\" <b>\\nV 0.323' in text
     assert text.count("->") == len(GRAPH.edges)
 
 

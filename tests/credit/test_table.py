@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flowjax.credit.table import TableError, build_table, columns_of, table_from_columns
+from flowjax.credit.table import TableError, build_table, columns_of, table_from_columns, table_rows
 from flowjax.records import Group, Task, Trajectory, Turn
 
 
@@ -29,7 +29,7 @@ def test_states_are_dense_and_kept_apart_by_group():
     first = group(trajectory(turn(BIG, 7), turn(7, 9, terminal=True)), trajectory(turn(BIG, 9)))
     second = group(trajectory(turn(BIG, 7)), name="h")
     columns = columns_of(build_table([first, second], np.array([1.0, 0.0, 0.5])))
-    assert len(columns["state"]) == 64
+    assert len(columns["state"]) == 256
     before, after = columns["state"][:4], columns["next_state"][:4]
     assert before[0] == before[2] != before[3]
     assert after[0] == before[1]
@@ -44,9 +44,11 @@ def test_states_are_dense_and_kept_apart_by_group():
     np.testing.assert_array_equal(np.flatnonzero(columns["terminal"]), [1])
 
 
-def test_rows_are_padded_to_powers_of_two():
+def test_rows_are_padded_to_few_sizes():
     turns = [turn(i, i + 1) for i in range(65)]
-    assert len(build_table([group(trajectory(*turns))], np.zeros(1)).state) == 128
+    assert len(build_table([group(trajectory(*turns))], np.zeros(1)).state) == 256
+    assert {table_rows(n) for n in range(1, 20_000)} == {256, 1024, 4096, 16_384, 65_536}
+    assert all(table_rows(n) >= n for n in (1, 256, 257, 1024, 1025))
     assert len(build_table([group(trajectory(*turns))], np.zeros(1), pad_to=70).state) == 70
     with pytest.raises(TableError, match="pad_to is 64, the table has 65 rows"):
         build_table([group(trajectory(*turns))], np.zeros(1), pad_to=64)
@@ -56,7 +58,6 @@ def test_policies_of_an_episode_are_trajectories_of_their_own():
     episode = trajectory(turn(1, 2, policy="solver"), turn(2, 3, policy="checker"), turn(3, 4, policy="solver"))
     scores = {"solver": np.array([1.0]), "checker": np.array([-1.0])}
     columns = columns_of(build_table([group(episode)], scores))
-    np.testing.assert_array_equal(columns["agent"][:3], [1, 0, 1])
     np.testing.assert_array_equal(columns["successor"][:3], [2, 1, 2])
     np.testing.assert_array_equal(columns["score"][:3], [1, -1, 1])
     assert columns["group"][0] == columns["group"][2] != columns["group"][1]

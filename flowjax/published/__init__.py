@@ -1,0 +1,1 @@
+"""Choices of the published systems, their faults included, selected by name: for comparison, never the default."""

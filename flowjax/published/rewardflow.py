@@ -1,0 +1,118 @@
+"""RewardFlow as its published code computes it (arXiv 2603.18859), faults included. `config.credit.name`:
+"published.rewardflow"."""
+
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from flowjax.credit.segments import is_last_turn, segment_statistics, segment_total
+from flowjax.credit.table import TurnTable
+
+SWEEPS = 1000  # of the propagation; a way to success that is longer than this has value zero
+
+
+class PublishedValues(NamedTuple):
+    """Best reward within reach of the states around each turn."""
+
+    before: Float[Array, "turns"]
+    after: Float[Array, "turns"]
+
+
+@partial(jax.jit, static_argnames=("edge_direction",))
+def rewardflow(
+    table: TurnTable,
+    *,
+    gamma: float = 0.9,
+    step_weight: float = 1.0,
+    invalid_penalty: float = 0.1,
+    edge_direction: Literal["forward", "bidirectional"] = "forward",
+) -> Float[Array, "turns"]:
+    """A = (x - mean) + w (d - mean of d over the turns that started in the same state), d = V(s') - V(s).
+
+    V(s) = max over s' of gamma^distance * reward(s'): the best that any sibling reached, so that a turn that changes
+    nothing looks better than an honest try that failed. Means are over turns, so that long episodes weigh more; x is
+    the episode's return less the penalty of the turn. Takes the whole table for one rollout that ended with its longest
+    episode. `edge_direction="bidirectional"` is how edges may have been walked when the paper's numbers were made.
+    """
+    found = published_values(table, gamma=gamma, edge_direction=edge_direction)
+    # The last move of the longest episodes is not in the graph: it keeps the environment's own reward.
+    credit = jnp.where(_latest(table), table.reward, found.after - found.before)
+    penalty = invalid_penalty * ~table.valid
+    credit = jnp.where(table.mask, credit - penalty, 0.0)
+    _, mean, _ = segment_statistics(credit, table.state, table.mask, 2 * credit.shape[0])
+    returns = segment_total(jnp.where(table.mask, table.reward, 0.0), table.trajectory) - penalty
+    # A group of one turn keeps its score: the published code takes 0 for its mean.
+    count, episode_mean, _ = segment_statistics(returns, table.group, table.mask)
+    episode_part = jnp.where(count == 1, returns, returns - episode_mean)
+    return jnp.where(table.mask, episode_part + step_weight * (credit - mean), 0.0)
+
+
+@partial(jax.jit, static_argnames=("edge_direction",))
+def published_values(
+    table: TurnTable,
+    *,
+    gamma: float | Float[Array, ""] = 0.9,
+    edge_direction: Literal["forward", "bidirectional"] = "forward",
+) -> PublishedValues:
+    """Values after `SWEEPS` rounds of V <- max(V, gamma V(successors)), from the reward each node was first seen with.
+
+    Values are looked up by the state that a turn names, not by the node that the turn before it led to: where keys
+    disagree, as the published WebShop's do, a click on an option seems to lead nowhere.
+    """
+    source, target = _node_before(table), table.next_state
+    kept = table.mask & ~_latest(table) & (source != target)
+    both = edge_direction == "bidirectional"
+
+    def sweep(values: Float[Array, "nodes"]) -> Float[Array, "nodes"]:
+        reached = values.at[source].max(jnp.where(kept, gamma * values[target], -jnp.inf))
+        if both:
+            reached = reached.at[target].max(jnp.where(kept, gamma * values[source], -jnp.inf))
+        return reached
+
+    def changing(carry: tuple[Float[Array, "nodes"], Float[Array, "nodes"], Int[Array, ""]]) -> Bool[Array, ""]:
+        return jnp.any(carry[0] != carry[1]) & (carry[2] < SWEEPS)
+
+    base = _first_seen(table, source, target, kept)
+    start = (sweep(base), base, jnp.asarray(1))
+    values, _, _ = jax.lax.while_loop(changing, lambda c: (sweep(c[0]), c[0], c[2] + 1), start)
+    after = jnp.where(is_last_turn(table), table.next_state, table.state[table.successor])
+    return PublishedValues(values[table.state], values[after])
+
+
+def _first_seen(
+    table: TurnTable, source: Int[Array, "turns"], target: Int[Array, "turns"], kept: Bool[Array, "turns"]
+) -> Float[Array, "nodes"]:
+    """The reward at each node's first appearance in the list of edges, an edge's source before its target."""
+    rows = table.reward.shape[0]
+    never = 2 * rows
+    numbers = jnp.arange(rows)
+    predecessor, has_predecessor = _predecessors(table)
+    arrived = jnp.where(has_predecessor, table.reward[predecessor], 0.0)
+    seen = jnp.stack([arrived, table.reward], axis=1).reshape(-1)
+    first = jnp.full(2 * rows, never)
+    first = first.at[source].min(jnp.where(kept, 2 * numbers, never))
+    first = first.at[target].min(jnp.where(kept, 2 * numbers + 1, never))
+    return jnp.where(first < never, seen[jnp.minimum(first, never - 1)], 0.0)
+
+
+def _latest(table: TurnTable) -> Bool[Array, "turns"]:
+    """Last turns of the trajectories that are as long as the longest."""
+    longest = jnp.max(jnp.where(table.mask, table.step, -1))
+    return table.mask & is_last_turn(table) & (table.step == longest)
+
+
+def _predecessors(table: TurnTable) -> tuple[Int[Array, "turns"], Bool[Array, "turns"]]:
+    """Row of each turn's predecessor in its trajectory (the row itself for the first), and where there is one."""
+    numbers = jnp.arange(table.successor.shape[0], dtype=table.successor.dtype)
+    where = jnp.where(is_last_turn(table), numbers.shape[0], table.successor)
+    predecessor = numbers.at[where].set(numbers, mode="drop")
+    return predecessor, predecessor != numbers
+
+
+def _node_before(table: TurnTable) -> Int[Array, "turns"]:
+    """The node that a turn left, as the turn before it named it."""
+    predecessor, has_predecessor = _predecessors(table)
+    return jnp.where(has_predecessor, table.next_state[predecessor], table.state)
