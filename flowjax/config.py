@@ -284,7 +284,7 @@ FIELDS = Section(
             at_most=10_000,
             resume=True,
         ),
-        coordinator=Field("", "host:port of process 0, where there are several", form=HOST_AND_PORT, resume=True),
+        coordinator=Field("", "host:port of process 0, for several hosts", form=HOST_AND_PORT, resume=True),
     ),
     optimizer=Section(
         "What makes an update of a gradient.",

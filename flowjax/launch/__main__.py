@@ -30,6 +30,7 @@ from flowjax.launch.devices import (
     engine_accelerators,
     host_device_count,
     mesh_count,
+    processes_here,
     share_out,
     visible_accelerators,
 )
@@ -131,8 +132,9 @@ def _devices(config: ConfigDict, values: flags.FlagValues) -> Devices:
         engine_accelerators(config),
         mesh_count(sizes),
         trainers=max(len(trainer_roles(config)), 1),
-        cpu_devices=host_device_count(),
+        cpu_devices=host_device_count() * processes_here(config),
         assumed=assumed,
+        hosts=config.trainer.processes // processes_here(config),
     )
 
 

@@ -87,11 +87,6 @@ def _training(config: ConfigDict) -> Iterator[str]:
                 f"config.policies.{name} trains 'full' weights, but {len(sharing)} policies share the base: "
                 "set policy.train to 'lora'"
             )
-    if config.trainer.processes > 1 and not config.trainer.coordinator:
-        yield (
-            f"config.trainer.processes is {config.trainer.processes}, but config.trainer.coordinator is empty: "
-            "give the host:port of process 0"
-        )
     if config.separate_trainers and config.trainer.processes > 1:
         yield (
             f"config.separate_trainers is True, but config.trainer.processes is {config.trainer.processes}, and a "

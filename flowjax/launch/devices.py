@@ -17,7 +17,7 @@ class Devices:
     """Accelerators by number; both lists are empty on a machine without any, where everything runs on the CPU.
 
     `trainers` is how many trainers share theirs out evenly, or use the same ones where too few. `assumed` marks
-    a plan for a machine that is not this one.
+    a plan for a machine that is not this one. `hosts` as large as this one hold a trainer together.
     """
 
     trainer: tuple[str, ...] = ()
@@ -25,10 +25,15 @@ class Devices:
     cpu_devices: int = 1
     assumed: bool = False
     trainers: int = 1
+    hosts: int = 1
 
     @property
     def trainer_count(self) -> int:
         """Of each trainer."""
+        return self._trainer_count_here * self.hosts
+
+    @property
+    def _trainer_count_here(self) -> int:
         return max(len(self.trainer) // self.trainers, 1) if self.trainer else self.cpu_devices
 
     @property
@@ -39,12 +44,23 @@ class Devices:
         """Of one of the trainers."""
         if not self.trainer:
             return {}
-        count = self.trainer_count
+        count = self._trainer_count_here
         start = index * count % len(self.trainer)
         own = self.trainer[start : start + count]
         crowded = self.shared or len(self.trainer) < self.trainers
         shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if crowded else {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(own), **shared}
+
+    def process_envs(self, count: int) -> list[dict[str, str]]:
+        """Of each of the `count` processes of one trainer on this machine: equal parts of its accelerators, or the CPU.
+
+        On the CPU the platform is named, which has JAX take the collectives that go from process to process there.
+        """
+        if not self.trainer:
+            return [{"JAX_PLATFORMS": "cpu"}] * count
+        each, env = len(self.trainer) // count, self.trainer_env()
+        parts = [self.trainer[each * index : each * (index + 1)] for index in range(count)]
+        return [{**env, "CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
 
     def engine_env(self, first: int, count: int) -> dict[str, str]:
         """Of an engine that gets `count` of the engines' accelerators, from the `first` on."""
@@ -80,17 +96,24 @@ def share_out(
     trainers: int = 1,
     cpu_devices: int = 1,
     assumed: bool = False,
+    hosts: int = 1,
 ) -> Devices:
     """Give the engines the last `engine_count`, each trainer `trainer_count` of the others or its share of them (None).
 
     Where nothing would be left for the trainers, they share the engine's.
     """
     if not accelerators:
-        return Devices(cpu_devices=cpu_devices, assumed=assumed, trainers=trainers)
+        return Devices(cpu_devices=cpu_devices, assumed=assumed, trainers=trainers, hosts=hosts)
     engine = tuple(accelerators[-engine_count:]) if engine_count else ()
     trainer = tuple(accelerators[: len(accelerators) - len(engine)]) or tuple(accelerators)
-    most = None if trainer_count is None else trainer_count * trainers
-    return Devices(trainer[:most], engine, cpu_devices, assumed, trainers)
+    most = None if trainer_count is None else trainer_count // hosts * trainers
+    return Devices(trainer[:most], engine, cpu_devices, assumed, trainers, hosts)
+
+
+def processes_here(config: ConfigDict, env: Mapping[str, str] = os.environ) -> int:
+    """Processes of the run's trainer that are started on this machine: all of them, or one where FLOWJAX_PROCESS says
+    which and other hosts have the others."""
+    return 1 if "FLOWJAX_PROCESS" in env else config.trainer.processes
 
 
 def mesh_count(sizes: Sequence[int]) -> int | None:

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import base_configs
 from flowjax.launch.checks import in_base
-from flowjax.launch.devices import Devices, engine_accelerators
+from flowjax.launch.devices import Devices, engine_accelerators, processes_here
 
 _LOCK_FILE = "launch.lock"
 _SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
@@ -112,7 +112,29 @@ def check_engine(config: ConfigDict) -> list[str]:
 
 
 def check_accelerators(config: ConfigDict, devices: Devices) -> list[str]:
-    """There are enough for all the engines that are started here."""
+    """There are enough for all the engines and for each process of the trainer that are started here."""
+    return _engine_accelerators(config, devices) + _trainer_processes(config, devices)
+
+
+def _trainer_processes(config: ConfigDict, devices: Devices) -> list[str]:
+    count, trainer = config.trainer.processes, config.trainer
+    if count == 1 or "trainer" in config.elsewhere:
+        return []
+    if trainer.coordinator and processes_here(config) > 1:
+        return [
+            f"config.trainer.processes is {count} and config.trainer.coordinator is {trainer.coordinator!r}, for "
+            "processes on several hosts, but FLOWJAX_PROCESS is not set: set it to the number of the one that is "
+            "started here (0 on the coordinator's host), or leave coordinator empty to start all on this machine"
+        ]
+    if len(devices.trainer) % processes_here(config):
+        return [
+            f"config.trainer.processes is {count}, but the trainer has {len(devices.trainer)} accelerators here, which "
+            "cannot be shared out evenly: make it a divisor of that"
+        ]
+    return []
+
+
+def _engine_accelerators(config: ConfigDict, devices: Devices) -> list[str]:
     wanted, have = engine_accelerators(config), len(devices.engine)
     if not have or wanted <= have:
         return []

@@ -2,19 +2,21 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, base_configs, policy_configs
-from flowjax.launch.devices import Devices
+from flowjax.launch.devices import Devices, processes_here
 from flowjax.launch.health import answers
 from flowjax.launch.machine import free_port
 from flowjax.launch.supervisor import Role
 from flowjax.monitor.token import reachable
 from flowjax.rollout.names import engines_by_base
 
+_TOGETHER = Path(__file__).with_name("together.py")
 # Nothing is fetched or reported while a run lasts.
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -115,6 +117,14 @@ def engine_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devic
     return roles
 
 
+def _trainer_command(config: ConfigDict, run_dir: Path, policy: str, devices: Devices) -> Sequence[str]:
+    """A trainer, or all processes of one on this machine."""
+    command = [sys.executable, "-m", "flowjax.trainer", f"--run={run_dir}", *([f"--policy={policy}"] if policy else [])]
+    if (count := processes_here(config)) == 1:
+        return command
+    return [sys.executable, str(_TOGETHER), json.dumps(devices.process_envs(count)), *command]
+
+
 def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices) -> list[Role]:
     """Engines, dataflow, trainers and rollout, in the order in which they are started."""
     python = [sys.executable, "-m"]
@@ -130,7 +140,7 @@ def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices:
         *(
             Role(
                 name,
-                [*python, "flowjax.trainer", f"--run={run_dir}", *([f"--policy={policy}"] if policy else [])],
+                _trainer_command(config, run_dir, policy, devices),
                 env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env(index)},
                 told=run_dir / f"status-{name}.json",
                 restarts=config.max_restarts,

@@ -18,6 +18,7 @@ from flowjax.records import pack, unpack
 from flowjax.trainer.sources import Ahead, Served, Source
 
 NUMBER_VARIABLE = "FLOWJAX_PROCESS"
+COORDINATOR_VARIABLE = "FLOWJAX_COORDINATOR"  # of processes that the launcher starts on one machine
 _WORTH_KEEPING_S = 0.2  # seconds of compilation
 
 
@@ -42,7 +43,8 @@ def join(config: ConfigDict) -> None:
     Raises:
         ConfigError: the number is missing or out of range, or there is no coordinator's address.
     """
-    count, address = config.trainer.processes, config.trainer.coordinator
+    count = config.trainer.processes
+    address = config.trainer.coordinator or os.environ.get(COORDINATOR_VARIABLE, "")
     if count == 1:
         return
     number = os.environ.get(NUMBER_VARIABLE, "")

@@ -30,7 +30,6 @@ def test_a_sound_config_passes(config):
         ("model.quantize", "int4", ("config.model.quantize is 'int4'", "int8, nf4")),
         ("model.remat", "some", ("config.model.remat is 'some'", "none, dots, layer")),
         ("optimizer.name", "adam", ("config.optimizer.name is 'adam'", "adamw, muon, sgd")),
-        ("trainer.processes", 2, ("config.trainer.processes is 2", "config.trainer.coordinator is empty", "host:port")),
         ("policy.name", "a@1", ("config.policy.name is 'a@1'", "letters, digits")),
         ("dataflow.max_staleness", -1, ("config.dataflow.max_staleness is -1", "at least 0")),
         ("dataflow.lease_s", 2.0, ("config.dataflow.lease_s is 2.0", "config.env.step_timeout_s is 10.0", "raise")),

@@ -1,0 +1,53 @@
+"""Runs one command as several processes that live and die together, as those of one trainer do.
+
+    python together.py <environments> <command...>
+
+`environments` is a JSON list with the variables of each process. Each is also told its number (FLOWJAX_PROCESS) and
+where the first one listens (FLOWJAX_COORDINATOR): on loopback, at a port that is free at this start. The exit status is
+0 when all have ended well, else that of the first that has not; the others, which would wait for it, are killed then.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+
+def run_together(environments: Sequence[Mapping[str, str]], command: Sequence[str]) -> int:
+    """Run the command once for each environment, until all have ended or one has failed. Returns the exit status."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+
+    def stop(number: int, frame: object) -> None:
+        """JAX's distributed runtime catches SIGTERM and goes on; a process alone would end of it there and then."""
+        for _, process in running.values():
+            process.kill()
+
+    signal.signal(signal.SIGTERM, stop)
+    for index, environment in enumerate(environments):
+        own = {"FLOWJAX_PROCESS": str(index), "FLOWJAX_COORDINATOR": address, **environment}
+        process = subprocess.Popen(command, env={**os.environ, **own})
+        running[process.pid] = index, process
+    first = 0
+    while running:
+        pid, raw = os.wait()  # a signal's handler runs meanwhile
+        if pid not in running:
+            continue
+        index, _ = running.pop(pid)
+        status = 128 + os.WTERMSIG(raw) if os.WIFSIGNALED(raw) else os.WEXITSTATUS(raw)
+        if status and not first:
+            first = status
+            text = f"process {index} of {len(environments)} has ended with status {status}: its siblings end with it"
+            print(text, file=sys.stderr, flush=True)
+            for _, process in running.values():
+                process.kill()
+    return first
+
+
+if __name__ == "__main__":
+    sys.exit(run_together(json.loads(sys.argv[1]), sys.argv[2:]))
