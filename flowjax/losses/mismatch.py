@@ -87,20 +87,3 @@ def correction_weights(
     if correction == "sequence_truncate":
         return jnp.minimum(product, high)
     return ((product >= low) & (product <= high)).astype(ratio.dtype)
-
-
-def interpolated_anchor(
-    logprobs: Float[Array, "*tokens"],
-    behaviour_logprobs: Float[Array, "*tokens"],
-    versions: Int[Array, "*tokens"],
-    *,
-    current_version: int | Int[Array, ""],
-) -> Float[Array, "*tokens"]:
-    """Log-probabilities of the policy at the start of the step, guessed without a forward pass.
-
-    Between the sampling version v and the current one c, the policy one version back is assumed on the straight line:
-    alpha = (c - 1 - v) / (c - v) of the way from behaviour to current. AReaL's log-linear approximation.
-    """
-    lag = jnp.maximum(current_version - versions, 1)
-    alpha = (lag - 1) / lag
-    return jax.lax.stop_gradient(behaviour_logprobs + alpha * (logprobs - behaviour_logprobs))

@@ -172,13 +172,6 @@ def aggregate(
     return jnp.sum(sums), present * sequence_tokens
 
 
-def entropy_bonus(
-    entropy: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Minus the summed entropy, and the number of tokens: add coefficient times their quotient to the loss."""
-    return -masked_sum(entropy, mask), jnp.sum(mask).astype(entropy.dtype)
-
-
 def _log_ratio(logprobs, behaviour_logprobs, proximal_logprobs, mask):
     anchor = behaviour_logprobs if proximal_logprobs is None else proximal_logprobs
     anchor = jax.lax.stop_gradient(jnp.where(mask, anchor, 0.0))

@@ -42,30 +42,24 @@ DERIVED = {
 }
 
 
-def gather_outcomes(
-    groups: Sequence[Group], names: Iterable[str], *, agent: str | None = None
-) -> dict[str, Float[np.ndarray, "trajectories"]]:
+def gather_outcomes(groups: Sequence[Group], names: Iterable[str]) -> dict[str, Float[np.ndarray, "trajectories"]]:
     """One array per outcome over all trajectories, in order.
 
-    With `agent`, an outcome `<agent>/<name>` goes before `<name>`. Episodes that failed for reasons outside the policy
-    have zeros where they report nothing.
+    Episodes that failed for reasons outside the policy have zeros where they report nothing.
 
     Raises:
         RewardError: an episode that counts does not report an outcome, or reports one that is not finite.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return {
-        name: np.array([_outcome(trajectory, name, agent) for trajectory in trajectories], np.float32) for name in names
-    }
+    return {name: np.array([_outcome(trajectory, name) for trajectory in trajectories], np.float32) for name in names}
 
 
-def _outcome(trajectory: Trajectory, name: str, agent: str | None) -> float:
-    for key in ([f"{agent}/{name}"] if agent else []) + [name]:
-        if key in trajectory.outcome:
-            value = float(trajectory.outcome[key])
-            if not np.isfinite(value):
-                raise RewardError(f"trajectory {trajectory.trajectory_id!r} reports {key} = {value}, not a number")
-            return value
+def _outcome(trajectory: Trajectory, name: str) -> float:
+    if name in trajectory.outcome:
+        value = float(trajectory.outcome[name])
+        if not np.isfinite(value):
+            raise RewardError(f"trajectory {trajectory.trajectory_id!r} reports {name} = {value}, not a number")
+        return value
     if name in DERIVED:
         return float(DERIVED[name](trajectory))
     if trajectory.status not in COUNTED_STATUSES:

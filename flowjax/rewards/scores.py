@@ -40,27 +40,18 @@ COMPONENTS: dict[str, Component] = {
 
 
 def trajectory_scores(
-    groups: Sequence[Group], components: Components, *, agent: str | None = None
+    groups: Sequence[Group], components: Components
 ) -> tuple[Float[np.ndarray, "trajectories"], dict[str, Float[np.ndarray, "trajectories"]]]:
     """Score of each trajectory in order, and what each component gave before weighting.
-
-    `agent` reads that agent's own outcomes (`<agent>/<name>`) where the world reports them.
 
     Raises:
         RewardError: a component does not exist, or an episode does not report what it needs.
     """
     weights, options = _split(components)
     names = sorted({name for component in weights for name in _signature(component)[0]})
-    outcomes = gather_outcomes(groups, names, agent=agent)
+    outcomes = gather_outcomes(groups, names)
     total, parts = _combine(outcomes, weights, options, tuple(weights))
     return np.asarray(total), {name: np.asarray(part) for name, part in parts.items()}
-
-
-def agent_scores(
-    groups: Sequence[Group], components: Mapping[str, Components]
-) -> dict[str, Float[np.ndarray, "trajectories"]]:
-    """Scores per policy name, each policy with components of its own: `build_table` takes them as they are."""
-    return {agent: trajectory_scores(groups, parts, agent=agent)[0] for agent, parts in components.items()}
 
 
 def required_outcomes(components: Components) -> tuple[str, ...]:

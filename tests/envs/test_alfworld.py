@@ -106,7 +106,7 @@ def test_keys_are_equal_exactly_where_the_engine_is_in_the_same_state(spec: Spec
         observation = env.reset(task_for(spec), 0)
         for _ in range(25):
             state = frozenset(engine_state(env._play))
-            assert state == env.true_state()
+            assert state == frozenset(env._play.state)
             assert by_key.setdefault(observation.state_key, state) == state
             stray = alfworld.random_action(observation, rng)
             observation = env.step(stray if rng.random() < 0.9 else env.best_action()).observation
@@ -157,7 +157,7 @@ def test_a_lamp_once_used_is_in_the_key():
     env, observation = begun(LIGHT)
     while "use desklamp 1" not in observation.legal_actions:
         go = [action for action in observation.legal_actions if action.startswith("go to")]
-        desk = next(place for thing, place in ((f[1], f[2]) for f in env.true_state() if f[0] == "inreceptacle")
+        desk = next(place for thing, place in ((f[1], f[2]) for f in env._play.state if f[0] == "inreceptacle")
                     if thing.startswith("desklamp"))  # fmt: skip
         names = env.loaded.game.entities
         observation = env.step(f"go to {names[desk].name}").observation
@@ -214,10 +214,10 @@ def test_the_expert_wins_many_games_even_from_states_it_would_not_come_to():
 def test_after_the_end_nothing_changes():
     env, _ = begun(CLEAN)
     play_out(env, task_for(CLEAN))
-    before = env.true_state()
+    before = frozenset(env._play.state)
     after = env.step("look")
     assert (after.reward, after.terminal, after.valid, after.outcome["success"]) == (0.0, True, False, 1.0)
-    assert env.true_state() == before
+    assert frozenset(env._play.state) == before
 
 
 def test_help_is_not_offered_and_not_obeyed():
@@ -415,7 +415,7 @@ def test_translations_that_processes_leave_each_other_change_nothing(tmp_path: P
     for cache in (None, tmp_path / "new", tmp_path / "new", tmp_path / "new"):
         monkeypatch.setattr("flowjax.envs.alfworld.env.GAMES", Games())
         env = alfworld.make(path=GENERATED, cache=cache and str(cache))
-        seen.append([env.reset(task_for(CLEAN), 0), env.step("go to toilet 1"), env.true_state()])
+        seen.append([env.reset(task_for(CLEAN), 0), env.step("go to toilet 1"), frozenset(env._play.state)])
         for path in (tmp_path / "new").glob("*.json") if len(seen) == 3 else ():
             path.write_text(path.read_text()[:1000])
     assert seen == seen[:1] * 4

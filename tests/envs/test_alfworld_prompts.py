@@ -145,7 +145,7 @@ def test_ten_thousand_odd_replies():
         "\0",
     ]
     pieces += [*legal[:6], "go to", "1", "{r.name}", "#intro#", "__import__('os')", "x" * 5000]
-    before, understood = env.true_state(), 0
+    before, understood = frozenset(env._play.state), 0
     for number in range(10_000):
         reply = fuzz(rng, pieces)
         action = alfworld.parse_action(reply, legal)
@@ -158,5 +158,5 @@ def test_ten_thousand_odd_replies():
                 step = env.step(attempt)
                 assert (step.valid, step.reward, step.terminal) == (False, 0.0, False)
                 assert (step.observation.state_key, step.observation.legal_actions) == (observation.state_key, legal)
-                assert env.true_state() == before
+                assert frozenset(env._play.state) == before
     assert 10 < understood < 9000

@@ -7,7 +7,7 @@ import pytest
 from flowjax.records import Group, Task, Trajectory, Turn
 from flowjax.rewards import components
 from flowjax.rewards.outcomes import RewardError
-from flowjax.rewards.scores import COMPONENTS, agent_scores, check_reward, required_outcomes, trajectory_scores
+from flowjax.rewards.scores import COMPONENTS, check_reward, required_outcomes, trajectory_scores
 
 
 def turn(*, tokens: int = 3, valid: bool = True, reward: float = -0.1) -> Turn:
@@ -46,14 +46,6 @@ def test_options_of_a_component():
     scores, parts = trajectory_scores(played, spec)
     np.testing.assert_allclose(parts["overlong"], [0, -0.5, -0.875, -1, -1], rtol=1e-6)
     np.testing.assert_allclose(scores, 2 * parts["overlong"], rtol=1e-6)
-
-
-def test_one_agent_of_several_reads_its_own_outcomes():
-    outcome = {"solver/success": 1.0, "checker/success": 0.0, "answer_right": 0.0}
-    played = groups(Trajectory("t0", "g", "t", 0, [turn()], outcome))
-    scores = agent_scores(played, {"solver": {"success": 1.0}, "checker": {"verdict": 1.0}})
-    np.testing.assert_allclose(scores["solver"], [1.0])
-    np.testing.assert_allclose(scores["checker"], [0.0])
 
 
 def test_failed_episodes_report_nothing_and_get_zero():

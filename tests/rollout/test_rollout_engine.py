@@ -1,6 +1,7 @@
 """A real vLLM server behind the client: exact log-probabilities, adapters side by side, a crash in mid-request."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -19,13 +20,14 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowjax.config import default_config
+from flowjax.launch.health import Unwell, answers
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora, adapter_from_peft
 from flowjax.models.nano import create_nano
 from flowjax.records import TokenRow
 from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
-from flowjax.rollout.sidecar import EngineHealth, engine_command
+from flowjax.rollout.sidecar import engine_command
 from flowjax.trainer.batch import pack
 from flowjax.trainer.update import sampled_logprobs
 
@@ -64,11 +66,16 @@ class Server:
             )
 
     async def up(self) -> None:
-        health, until = EngineHealth(self.url), time.monotonic() + START_TIMEOUT_S
-        while not await health():
+        until = time.monotonic() + START_TIMEOUT_S
+        while not await self.well():
             assert self.process is not None and self.process.poll() is None, self.log.read_text()[-3000:]
             assert time.monotonic() < until, self.log.read_text()[-3000:]
             await asyncio.sleep(0.2)
+
+    async def well(self) -> bool:
+        with contextlib.suppress(Unwell):
+            return await answers("127.0.0.1", self.port, "/health")
+        return False
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:

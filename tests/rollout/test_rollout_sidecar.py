@@ -1,7 +1,5 @@
 """The engine's command line and environment, and its health check."""
 
-import asyncio
-import socket
 import sys
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 
 from flowjax.config import ConfigError, default_config
 from flowjax.rollout import sidecar
-from flowjax.rollout.sidecar import EngineHealth, engine_command, serves_on_cpu
+from flowjax.rollout.sidecar import engine_command, serves_on_cpu
 
 
 @pytest.fixture
@@ -178,13 +176,3 @@ def test_build_is_read_from_the_interpreter(tmp_path, monkeypatch):
     assert sidecar._is_cpu_build(str(python))
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.0\n")
     assert not sidecar._is_cpu_build(str(python))
-
-
-async def _healthy(url: str) -> bool:
-    return await EngineHealth(url)()
-
-
-def test_nobody_there_is_not_healthy():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        assert not asyncio.run(_healthy(f"http://127.0.0.1:{unused.getsockname()[1]}"))

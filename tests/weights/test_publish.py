@@ -70,17 +70,6 @@ def test_keeps_the_newest_and_every_nth(tmp_path):
     assert committed_steps(tmp_path) == [0, 4, 6, 7]
 
 
-def test_rewind_allows_saving_the_same_steps_again(tmp_path):
-    with Checkpoints(tmp_path, keep=5) as checkpoints:
-        for step in range(4):
-            save(checkpoints, step)
-        checkpoints.rewind(1)
-        assert checkpoints.committed_steps() == [0, 1]
-        save(checkpoints, 2)
-        checkpoints.wait()
-        assert checkpoints.latest() == 2
-
-
 def test_a_save_is_not_disturbed_by_donating_its_arrays(tmp_path):
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0.0 - 1.0, tree), donate_argnums=0)
     adapter = {f"layer_{i}": jnp.full((256, 256), 7.0) for i in range(16)}

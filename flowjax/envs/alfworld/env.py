@@ -108,9 +108,5 @@ class Alfworld:
         game, goal = self.loaded.game, self.loaded.goal
         return Oracle(game.room, self._play.state, self._play.commands, goal).choose()
 
-    def true_state(self) -> frozenset[tuple[str, ...]]:
-        """Every fact that actions can change, as the engine has it."""
-        return frozenset(self._play.state)
-
     def _list_actions(self) -> None:
         self._legal = tuple(sorted(set(self._play.commands) - {NOT_OFFERED}))

@@ -67,10 +67,6 @@ class Sokoban:
         reward = STEP_REWARD + BOX_REWARD * gained + FINISH_REWARD * finished
         return Step(self._observe(), reward, finished, True, self._outcome())
 
-    def effective_actions(self) -> tuple[str, ...]:
-        """The actions that would change the state."""
-        return tuple(d for i, d in enumerate(DIRECTIONS) if move(self.room, self._position, i) != self._position)
-
     def _observe(self) -> Observation:
         lines = grid(self.room, self._position)
         text = "\n".join(" " + " \t ".join(line) + " " for line in lines)
