@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 SCHEMA_VERSION = 1
 
-Status = Literal["ok", "env_error", "timeout", "truncated", "cancelled"]
+Status = Literal["ok", "env_error", "executor_error", "timeout", "truncated", "cancelled"]
 COUNTED_STATUSES = frozenset({"ok", "truncated"})  # the others failed for causes outside the policy
 
 

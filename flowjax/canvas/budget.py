@@ -19,13 +19,14 @@ class Budget:
     backends, failed ones too) is never exceeded, and at `seconds` whatever is in flight is cancelled. What a request
     takes of `tokens` and `cost` is known only when it is answered: they are exceeded by at most the requests that were
     in flight. Cached results cost nothing. A backend without prices costs nothing either, so that `cost` does not
-    bound it.
+    bound it. `steps` bounds the entries of one run's trace: operators that were reached, cached ones too.
     """
 
     calls: int | None = None
     tokens: int | None = None  # of prompts and answers together
     seconds: float | None = None
     cost: float | None = None  # in the currency of the backends' price lists
+    steps: int | None = None  # of one run; the next run has as many again
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -40,6 +41,7 @@ class Budget:
             None if self.tokens is None else max(0, self.tokens - _tokens(usage)),
             None if self.seconds is None else max(0.0, self.seconds - seconds),
             None if self.cost is None else max(0.0, self.cost - usage.cost),
+            self.steps,
         )
 
 
@@ -53,8 +55,9 @@ class Meter:
         self._budget = budget
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
-        self._calls = 0
+        self._calls = self._steps = 0
         self.usage = Usage()
+        self.unanswered_s = 0.0  # how long the oldest request had waited that was taken back
 
     @property
     def seconds(self) -> float:
@@ -65,6 +68,16 @@ class Meter:
     def deadline_s(self) -> float | None:
         """When the time is over, by the event loop's clock."""
         return None if self._budget.seconds is None else self._started_s + self._budget.seconds
+
+    def start_step(self) -> None:
+        """Count an operator that is reached.
+
+        Raises:
+            BudgetSpent: it must not be run.
+        """
+        if self._steps >= _limit(self._budget.steps):
+            raise BudgetSpent(f"the limit of {self._budget.steps} steps in a run is reached")
+        self._steps += 1
 
     def start_call(self) -> None:
         """Count a request that is about to be sent.

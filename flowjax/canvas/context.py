@@ -1,13 +1,16 @@
 """What the interpreter lends an operator for one run: a metered backend and the sandbox."""
 
 import asyncio
+import dataclasses
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowjax.canvas.backends.base import Backend, Request
+from flowjax.canvas.backends.base import Backend, BackendError, BackendUnavailable, Completion, Request, in_thinking
 from flowjax.canvas.budget import BudgetSpent, Meter
+from flowjax.canvas.operators.base import OperatorError
 from flowjax.canvas.values import Message, Problem, State, Usage, Value
 from flowjax.grading import code, sandbox
 from flowjax.grading.code import JUDGE_LIMITS, Suite, Verdict
@@ -62,6 +65,7 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     max_new_tokens: int = 1024
+    retry_new_tokens: int = 4096  # of a second try where the first reply was cut; not above the first is none
 
 
 class CallContext:
@@ -88,6 +92,7 @@ class CallContext:
         self.instruction = instruction
         self.usage = Usage()
         self.spent: BudgetSpent | None = None  # a request was refused by the budget
+        self.away: BackendUnavailable | None = None  # a request had no answer for a reason that is not in it
         self.complete = True  # every request was answered
         self._backend, self._operator, self._inputs = backend, operator, inputs
         self._seed, self._sampling, self._sandbox = seed, sampling, sandbox
@@ -115,24 +120,45 @@ class CallContext:
                 **{f"input.{name}": _as_text(value) for name, value in self._inputs.items()},
             },
         )
+        completion = await self._completed(request)
+        longer = self._sampling.retry_new_tokens
+        if _is_cut(completion) and longer > request.max_new_tokens:
+            request = dataclasses.replace(request, max_new_tokens=longer)
+            completion = await self._completed(request)
+        if _is_cut(completion):
+            raise OperatorError(
+                f"the reply was cut at {request.max_new_tokens} tokens, so it is no answer: ask for a shorter one"
+            )
+        if completion.finish_reason == "content_filter":
+            raise OperatorError("the backend withheld its reply (content_filter)")
+        return completion.text
+
+    async def _completed(self, request: Request) -> Completion:
         async with self._slots:
             try:
                 self._meter.start_call()
             except BudgetSpent as spent:
                 self.spent = spent
                 raise
-            usage = Usage(calls=1)
+            usage, asked_s = Usage(calls=1), time.monotonic()
             try:
                 completion = await self._backend.complete(request)
                 used = completion.usage
                 usage = Usage(1, used.prompt_tokens, used.sampled_tokens, used.cost)
-            except BaseException:
+                return completion
+            except BaseException as error:
                 self.complete = False
+                if isinstance(error, asyncio.CancelledError):
+                    self._meter.unanswered_s = max(self._meter.unanswered_s, time.monotonic() - asked_s)
+                elif isinstance(error, BackendUnavailable):
+                    self.away = error
+                elif isinstance(error, Exception) and not isinstance(error, BackendError):
+                    self.away = BackendUnavailable(f"{type(error).__name__}: {error}")
+                    raise self.away from error
                 raise
             finally:
                 self.usage += usage
                 self._meter.add(usage)
-        return completion.text
 
     async def execute(self, program: str, stdin: bytes = b"") -> Result:
         """See `flowjax.canvas.operators.base.Context`. Cancelled, it leaves the program to its own time limit."""
@@ -143,6 +169,11 @@ class CallContext:
         """See `flowjax.canvas.operators.base.Context`. Cancelled, it leaves the program to its own time limit."""
         async with self._slots:
             return await asyncio.to_thread(self._sandbox.judge, program, suite)
+
+
+def _is_cut(completion: Completion) -> bool:
+    """Whether the reply ends at the request's bound, or inside its thinking."""
+    return completion.finish_reason == "length" or in_thinking(completion.text)
 
 
 def _as_text(value: Value) -> str:

@@ -23,7 +23,13 @@ ROLE_COLOURS = {
     "formatter": "#e8e8e8",
     None: "#ffffff",
 }
-STATUS_COLOURS = {"ok": "#2e8b57", "error": "#c0392b", "budget": "#d68910", "not run": "#cfcfcf"}
+STATUS_COLOURS = {
+    "ok": "#2e8b57",
+    "error": "#c0392b",
+    "budget": "#d68910",
+    "executor_error": "#7d3c98",
+    "not run": "#cfcfcf",
+}
 _STATUS_TEXT = STATUS_COLOURS | {"not run": "#444444"}
 _LINE, _BORDER, _MUTED = "#555555", "#8a8a8a", "#666666"
 _BOX_WIDTH, _LINE_HEIGHT, _BOX_PADDING = 236, 17, 9
@@ -229,6 +235,7 @@ _CLASSES = {
     "ok": "stroke:#2e8b57,stroke-width:3px",
     "error": "stroke:#c0392b,stroke-width:3px",
     "budget": "stroke:#d68910,stroke-width:3px",
+    "executor_error": "stroke:#7d3c98,stroke-width:3px",
     "not_run": "stroke:#9e9e9e,stroke-dasharray:4 3",
 }
 _CHART_CHARACTERS = 40
@@ -350,7 +357,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def _worst(runs: Iterable[NodeRun]) -> str:
-    return min((run.status for run in runs), key=("error", "budget", "ok").index)
+    return min((run.status for run in runs), key=("executor_error", "error", "budget", "ok").index)
 
 
 def _how(runs: list[NodeRun]) -> str:
@@ -358,7 +365,7 @@ def _how(runs: list[NodeRun]) -> str:
     tokens = usage.prompt_tokens + usage.sampled_tokens
     cached = sum(run.cached for run in runs)
     parts = [
-        {"budget": "over budget"}.get(_worst(runs), _worst(runs)),
+        {"budget": "over budget", "executor_error": "executor away"}.get(_worst(runs), _worst(runs)),
         f"{len(runs)} runs" if len(runs) > 1 else "",
         "cached" if cached == len(runs) else f"{cached} cached" if cached else "",
         f"{tokens} tokens" if tokens else "",

@@ -8,8 +8,9 @@ its outputs. A branch of a parallel works on a copy; afterwards the state is as 
 branch that came to its end, in order, the newest answer (program, for a code problem) that it has written. The newest
 answer in the state at the end is the run's.
 
-A call that fails ends the sequences that it is in, up to the next parallel, whose other branches go on. The trace has
-the calls that were reached, in reading order, whatever the concurrency.
+A call that fails ends the sequences that it is in, up to the next parallel, whose other branches go on. A backend that
+is away ends the run: that is no failure of a call. The trace has the calls that were reached, in reading order,
+whatever the concurrency.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flowjax.canvas.backends.base import Backend, BackendError
+from flowjax.canvas.backends.base import Backend, BackendError, BackendUnavailable
 from flowjax.canvas.budget import UNLIMITED, Budget, BudgetSpent, Meter
 from flowjax.canvas.cache import Cache, Outcome, key_of, problem_digest
 from flowjax.canvas.context import CallContext, Sampling, Sandbox
@@ -60,6 +61,7 @@ async def run(
     temperature: float = 0.0,
     top_p: float = 1.0,
     max_new_tokens: int = 1024,
+    retry_new_tokens: int = 4096,
     sandbox: Sandbox = _SANDBOX,
 ) -> Run:
     """Run the workflow; what goes wrong in it is in the result.
@@ -70,6 +72,7 @@ async def run(
     Args:
         cache: results of earlier runs; none are kept without one.
         max_concurrent: most operators at work at one time, and most requests and programs.
+        retry_new_tokens: what a request may take that is sent again because its reply was cut at `max_new_tokens`.
         sandbox: where operators' programs run.
 
     Raises:
@@ -83,7 +86,7 @@ async def run(
     if not all(call.id for call in calls):
         workflow = workflow.numbered()
     meter = Meter(budget)
-    sampling = Sampling(temperature, top_p, max_new_tokens)
+    sampling = Sampling(temperature, top_p, max_new_tokens, retry_new_tokens)
     interpreter = _Interpreter(
         problem, operators, backends, default_backend, cache, sampling, sandbox, meter, max_concurrent
     )
@@ -96,6 +99,8 @@ async def run(
         status, error = "error", str(failure)
     except BudgetSpent as spent:
         status, error = "budget", str(spent)
+    except BackendUnavailable as away:
+        status, error = "executor_error", str(away)
     answer = scope.state.get(_answer_field(problem), "")
     return Run(
         answer if isinstance(answer, str) else "",
@@ -105,6 +110,7 @@ async def run(
         meter.usage,
         meter.seconds,
         error,
+        meter.unanswered_s,
     )
 
 
@@ -167,7 +173,7 @@ class _Interpreter:
 
         Raises:
             _Failed: a call outside a parallel has failed.
-            BudgetSpent: the run is over.
+            BudgetSpent, BackendUnavailable: the run is over.
         """
         match node:
             case Call():
@@ -201,14 +207,15 @@ class _Interpreter:
         scope.state.pop("candidates", None)
         if candidates:
             scope.state["candidates"] = tuple(candidates)
-        for end in ends:
-            if isinstance(end, BudgetSpent):
-                raise end
+        for ending in (BackendUnavailable, BudgetSpent):
+            for end in ends:
+                if isinstance(end, ending):
+                    raise end
 
     async def _branch(self, branch: Node, scope: _Scope) -> Exception | None:
         try:
             await self.run(branch, scope)
-        except (_Failed, BudgetSpent) as end:
+        except (_Failed, BudgetSpent, BackendUnavailable) as end:
             return end
         return None
 
@@ -237,8 +244,9 @@ class _Interpreter:
         inputs: State = {}
         context: CallContext | None = None
         cached = False
-        spent: BudgetSpent | None = None
+        ending: BudgetSpent | BackendUnavailable | None = None
         try:
+            self._meter.start_step()
             operator, backend = self._operator(call), self._backend(call)
             inputs = read_inputs(call, self._operators, scope.state, scope.outputs)
             context = self._context(call, operator, backend, inputs, scope.seed)
@@ -247,12 +255,12 @@ class _Interpreter:
                 outcome, cached = await self._outcome(operator, backend, inputs, context, scope.seed)
         except OperatorError as error:
             outcome = Outcome(error=str(error))
-        except BudgetSpent as error:
-            spent, outcome = error, Outcome(error=str(error))
+        except (BudgetSpent, BackendUnavailable) as error:
+            ending, outcome = error, Outcome(error=str(error))
         except TimeoutError:  # only the deadline's: an operator's own is in its outcome
-            spent = self._meter.time_over()
-            outcome = Outcome(error=str(spent))
-        status: NodeStatus = "budget" if spent else "error" if outcome.error else "ok"
+            ending = self._meter.time_over()
+            outcome = Outcome(error=str(ending))
+        status: NodeStatus = _status(ending, outcome)
         usage = Usage() if context is None else context.usage
         seconds = time.perf_counter() - started_s
         scope.trace.append(
@@ -260,8 +268,8 @@ class _Interpreter:
                 call.id, call.operator, status, turn, cached, inputs, outcome.outputs, usage, seconds, outcome.error
             )
         )
-        if spent is not None:
-            raise spent
+        if ending is not None:
+            raise ending
         if outcome.error:
             raise _Failed(f"{call.id} {call.operator}: {outcome.error}")
         scope.write(call.id, outcome.outputs)
@@ -312,6 +320,8 @@ class _Interpreter:
         async with self._call_slots:
             try:
                 outputs = await operator().run(dict(inputs), context)
+            except BackendUnavailable:
+                raise
             except (OperatorError, BackendError) as error:
                 return Outcome(error=str(error) or type(error).__name__)
             except BudgetSpent:
@@ -321,13 +331,24 @@ class _Interpreter:
                     raise
                 return Outcome(error="CancelledError: the operator was cancelled from inside")
             except Exception as error:
+                if context.away is not None:
+                    raise context.away from error
                 _log.warning("Operator %s failed", operator.name, exc_info=True)
                 return Outcome(error=f"{type(error).__name__}: {error}")
-        if context.spent is not None:  # the operator has made do without; a run must not end otherwise for that
+        # The operator has made do without; a run must not end otherwise for that.
+        if context.away is not None:
+            raise context.away
+        if context.spent is not None:
             raise context.spent
         if fault := fault_of(operator, outputs):
             return Outcome(error=fault)
         return Outcome(dict(outputs), keep=context.complete)
+
+
+def _status(ending: BudgetSpent | BackendUnavailable | None, outcome: Outcome) -> NodeStatus:
+    if isinstance(ending, BackendUnavailable):
+        return "executor_error"
+    return "budget" if ending else "error" if outcome.error else "ok"
 
 
 def _answer_field(problem: Problem) -> str:

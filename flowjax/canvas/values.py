@@ -48,8 +48,8 @@ class Problem:
     public_tests: tuple[str, ...] = ()
 
 
-NodeStatus = Literal["ok", "error", "budget"]
-RunStatus = Literal["ok", "error", "budget", "empty"]
+NodeStatus = Literal["ok", "error", "budget", "executor_error"]
+RunStatus = Literal["ok", "error", "budget", "executor_error", "empty"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class Usage:
 class NodeRun:
     """One run of one call. `turn` counts its runs from 1, as a loop repeats it; `cached` ones were not run again.
 
-    "budget": it was cut short, or would have been. `error` says why it did not come to a good end.
+    "budget": it was cut short, or would have been; "executor_error": its backend was away. `error` says why it did not
+    come to a good end.
     """
 
     node_id: str
@@ -93,9 +94,10 @@ class NodeRun:
 class Run:
     """A run. `answer` is the state's newest answer (its newest code for a code problem), "" if there is none.
 
-    `status` is "error" when a node outside a parallel failed, "budget" when a limit ended the run; the answer is then
-    the last there was, and `error` says what happened. "empty" is a workflow without calls. `trace` has the calls that
-    were reached, in reading order; those that were not are not in it.
+    `status` is "error" when a node outside a parallel failed, "budget" when a limit ended the run, "executor_error"
+    when a backend was away, which is no fault of the workflow; the answer is then the last there was, and `error` says
+    what happened. "empty" is a workflow without calls. `trace` has the calls that were reached, in reading order; those
+    that were not are not in it. `unanswered_s` is how long the oldest request had waited that the run's end cut off.
     """
 
     answer: str
@@ -105,3 +107,9 @@ class Run:
     usage: Usage
     seconds: float
     error: str = ""
+    unanswered_s: float = 0.0
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What went wrong in the run's calls, also in those that others stood in for."""
+        return tuple(f"{node.node_id} {node.operator}: {node.error}" for node in self.trace if node.error)

@@ -54,6 +54,7 @@ Selection = tuple[list[str] | None, Mapping[str, Sequence[str]]]  # groups of a 
 NOTHING = Learnt()
 _EVALUATION = ""  # the policy of an evaluation's group
 _BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
+_OUTAGES = ("executor_error",)  # statuses of episodes that would have gone well at another time
 _EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
 
 # --------------------------------------------------------------------------------------------------------------- schema
@@ -403,10 +404,12 @@ class Ledger:
             return self._release(rows, "lease_ran_out", "lease ran out")
 
     def _release(self, rows: Sequence[sqlite3.Row], cause: str | None, error: str) -> list[str]:
-        """Take leased episodes back: without a cause as if they had never been leased."""
+        """Take leased episodes back: without a cause, or after an outage, as if they had never been leased."""
         group_ids = {row["group_id"] for row in rows}
         for row in rows:
-            if cause is None:
+            if cause in _OUTAGES:
+                self._count(f"failed/{cause}", last=error)
+            if cause is None or cause in _OUTAGES:  # an outage uses up no attempt: it may last for hundreds of them
                 self._db.execute(
                     "UPDATE episodes SET state = 'waiting', lease_id = NULL, worker = NULL, deadline_s = NULL,"
                     " attempts = attempts - 1 WHERE episode_id = ?",
@@ -440,7 +443,8 @@ class Ledger:
         """Take in a played episode: True and the groups complete by it, or (False, []) for one that does not count.
 
         An episode counts once, whoever sends it, under whichever lease was ever given for it. One that failed for a
-        cause outside the policies (`env_error`, `timeout`, `cancelled`) does not: see `failed` of the constructor.
+        cause outside the policies (`env_error`, `timeout`, `cancelled`) does not: see `failed` of the constructor. One
+        that met an outage (`executor_error`) waits again, as if it had never been leased.
         """
         with Transaction(self._db):
             row = self._db.execute(

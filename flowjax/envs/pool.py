@@ -117,7 +117,7 @@ class _Worker(asyncio.Protocol):
             if error is None:
                 future.set_result(value)
             else:
-                future.set_exception(EnvDied(error, "env_error"))
+                future.set_exception(EnvDied(*error))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgpack
 
-from flowjax.envs.base import Env, Observation, Step
+from flowjax.envs.base import Env, EnvDied, Observation, Step
 from flowjax.records import Task
 
 LENGTH = struct.Struct("<I")
@@ -95,7 +95,7 @@ class Worker:
         self._page[BUSY] = IDLE
 
     def answer(self, request: list[Any]) -> list[Any]:
-        """[session, number, error or None, value] for a request [session, number, name, *arguments]."""
+        """[session, number, (message, status) or None, value] for a request [session, number, name, *arguments]."""
         session, _, name = request[:3]
         limit_ns = self._limits_ns.get(name, self._step_limit_ns)
         self._page[DEADLINE_NS] = time.monotonic_ns() + limit_ns
@@ -122,7 +122,9 @@ class Worker:
         except Exception as error:  # whatever a world raises costs its own episode only
             self._envs.pop(session, None)
             self._turns.pop(session, None)
-            return [session, number, f"{type(error).__name__}: {error}", None]
+            if isinstance(error, EnvDied):  # the world itself says what has ended the episode
+                return [session, number, [str(error), error.status], None]
+            return [session, number, [f"{type(error).__name__}: {error}", "env_error"], None]
         return [session, number, None, value]
 
     def _open(self, session: int, module: str, options: dict[str, Any]) -> None:

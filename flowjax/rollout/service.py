@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
 _ITEMS_PER_MESSAGE = 64
 _FRUITLESS_ROUNDS = 4  # of all slots, after which the service ends
+_EXECUTOR_AWAY_S = 1800.0  # what a world asks may be away for so long, after which the service ends
 _PROBE_EVERY_S = 1.0
 _LOOK_EVERY_S = 1.0  # at the engines' load
 _REPORT_EVERY_S = 1.0
@@ -72,6 +73,7 @@ class RolloutService:
         self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
         self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
         self._fruitless = 0  # episodes in a row that came to nothing
+        self._executor_left_s: float | None = None  # when the first of the latest executor errors came
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rates = Rates()
         self.counters = Counters()
@@ -137,7 +139,9 @@ class RolloutService:
             self._finished.append((lease.lease_id, episode))
             self.counters.add(episode)
             if episode.status in COUNTED_STATUSES:
-                self._fruitless = 0
+                self._fruitless, self._executor_left_s = 0, None
+            elif episode.status == "executor_error":
+                self._executor_is_away(episode.error)
             else:
                 self._came_to_nothing(episode.error)
             if episode.error:
@@ -153,6 +157,13 @@ class RolloutService:
         if self._fruitless == _FRUITLESS_ROUNDS * self._most_slots:
             text = f"{self._fruitless} episodes in a row came to nothing, the last because: {why}"
             self._hopeless.set_exception(RolloutError(text))
+
+    def _executor_is_away(self, why: str) -> None:
+        """An outage uses up no task, however many episodes meet it; one without end should be seen by somebody."""
+        now_s = time.monotonic()
+        self._executor_left_s = now_s if self._executor_left_s is None else self._executor_left_s
+        if (away_s := now_s - self._executor_left_s) > _EXECUTOR_AWAY_S and not self._hopeless.done():
+            self._hopeless.set_exception(RolloutError(f"an executor has been away for {away_s:.0f} s: {why}"))
 
     async def _hand_over(self) -> None:
         """Send finished episodes, many at once."""

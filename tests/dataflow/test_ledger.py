@@ -137,6 +137,17 @@ def test_failed_episodes_are_played_again_then_quarantined_and_the_group_goes_on
     assert len(ledger.group(group_id, "agent").trajectories) == 1
 
 
+def test_an_outage_uses_up_no_attempt_and_is_counted(ledger):
+    add(ledger, 0, members=1)
+    for _ in range(7):  # more than the attempts of an episode
+        (lease,) = ledger.lease("w", 1)
+        assert ledger.accept(lease.lease_id, played(lease, status="executor_error")) == (True, [])
+    assert ledger.count_episodes() == NONE | {"waiting": 1}
+    assert ledger.counts()[""]["failed/executor_error"] == 7
+    (lease,) = ledger.lease("w", 1)
+    assert ledger.accept(lease.lease_id, played(lease))[0]
+
+
 def test_a_failure_reported_under_a_lost_lease_does_not_end_the_new_one(ledger, clock):
     add(ledger, 0, members=1)
     first = ledger.lease("slow", 1)[0]

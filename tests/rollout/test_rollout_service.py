@@ -140,6 +140,21 @@ def test_an_engine_that_stays_away_ends_the_service_and_returns_its_leases(tmp_p
     asyncio.run(scenario())
 
 
+def test_an_executor_that_is_away_uses_up_no_task_but_does_not_go_unseen_for_ever(tmp_path, monkeypatch):
+    async def scenario():
+        run = RolloutRun(tmp_path, workflow="unruly_workflows.meets_an_outage", dataflow__max_attempts=2)
+        async with run.servers() as servers:
+            with pytest.raises(RolloutError, match=r"an executor has been away for .*: the executor sleeps"):
+                async with run.serving(servers) as serving:
+                    await until(lambda: serving.service.counters.episodes > 100)  # many times slots and attempts
+                    assert not serving.task.done()
+                    monkeypatch.setattr(rollout_service, "_EXECUTOR_AWAY_S", 0.0)
+                    await asyncio.wait({serving.task}, timeout=60)
+            assert servers.leased == 0
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("cause", ["engine", "workflow"])
 def test_endless_failure_ends_the_service_before_all_tasks_are_used_up(tmp_path, cause):
     async def scenario():

@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 from flowjax.workflows import single
+from flowjax.workflows.agent import Played
 
 
 async def every_fourth_raises(task, *, seed, env, agents, options):
@@ -20,6 +21,11 @@ async def every_fourth_rewards_nothing_that_is_a_number(task, *, seed, env, agen
 
 async def raises(task, *, seed, env, agents, options):
     raise RuntimeError("this workflow is broken")
+
+
+async def meets_an_outage(task, *, seed, env, agents, options):
+    await asyncio.sleep(0.001)
+    return Played([], {}, "executor_error", "the executor sleeps")
 
 
 async def hangs(task, *, seed, env, agents, options):

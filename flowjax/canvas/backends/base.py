@@ -13,7 +13,14 @@ _TOKENS_PER_MILLION = 1_000_000
 
 
 class BackendError(RuntimeError):
-    """A backend that cannot answer: refused, unreachable after its retries, or answering nonsense."""
+    """A request that the backend refuses, by what stands in it: its call fails."""
+
+
+class BackendUnavailable(BackendError):
+    """A backend that is away, overloaded, wrongly configured or answering nonsense, whatever it is asked.
+
+    It says nothing about the workflow: the run ends with status "executor_error".
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +43,31 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The text, and what it cost."""
+    """The text, what it cost, and why it ended: "length" where the request's bound cut it."""
 
     text: str
     usage: Usage
+    finish_reason: str = "stop"
+
+
+def in_thinking(text: str) -> bool:
+    """Whether a reply ends before its thoughts do: there is no answer in it."""
+    return text.lstrip().startswith("<think>") and "</think>" not in text
 
 
 class Backend(Protocol):
-    """Answers requests. `identity` is equal exactly where equal requests may share an answer: caches go by it."""
+    """Answers requests. `identity` is equal exactly where equal requests may share an answer: caches go by it.
+
+    Whatever else than `BackendError` it raises counts as `BackendUnavailable`.
+    """
 
     @property
     def identity(self) -> str: ...
 
     async def complete(self, request: Request) -> Completion:
         """Raises:
-        BackendError: there is no answer to be had.
+        BackendError: the request is refused.
+        BackendUnavailable: there is no answer to be had at present.
         """
         ...
 

@@ -21,7 +21,10 @@ from flowjax.canvas.backends.openai import Limits, OpenAIBackend, Patience
 
 Options = dict[str, Any]
 
-_PATIENCE_FIELDS = ("timeout_s", "connect_timeout_s", "retries", "first_retry_s", "last_retry_s", "longest_wait_s")
+_PATIENCE_FIELDS = (
+    "timeout_s", "connect_timeout_s", "retries", "first_retry_s", "last_retry_s", "longest_wait_s",
+    "failures_in_a_row", "first_pause_s", "last_pause_s",
+)  # fmt: skip
 _LIMIT_FIELDS = ("requests_per_minute", "tokens_per_minute", "concurrency")
 _OTHER_FIELDS = ("base_url", "model", "api_key_env", "prices", "token_limit_field", "structured", "extra_body")
 _OPENAI_FIELDS = (*_OTHER_FIELDS, "identity", "use_proxy", *_PATIENCE_FIELDS, *_LIMIT_FIELDS)
@@ -147,7 +150,7 @@ def _numbers(where: str, given: Options, names: tuple[str, ...]) -> dict[str, An
     taken = {name: given.pop(name) for name in names if name in given}
     for name, value in taken.items():
         may_be_zero = name in ("retries", "prompt", "sampled", "first_retry_s", "last_retry_s", "longest_wait_s")
-        whole = name in ("retries", "concurrency")
+        whole = name in ("retries", "concurrency", "failures_in_a_row")
         wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float)
         if wrong or not (value >= 0 if may_be_zero else value > 0):
             kind = "a whole number" if whole else "a number"

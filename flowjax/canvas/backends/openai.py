@@ -23,7 +23,15 @@ from typing import Any, Literal
 
 import aiohttp
 
-from flowjax.canvas.backends.base import BackendError, Completion, Prices, Request, prompt_estimate, usage_of
+from flowjax.canvas.backends.base import (
+    BackendError,
+    BackendUnavailable,
+    Completion,
+    Prices,
+    Request,
+    prompt_estimate,
+    usage_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,8 @@ def _or_infinite(limit: float | None) -> float:
 
 _log = logging.getLogger(__name__)
 _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
+# By what stands in the request. Others, such as a missing key or an unknown model, are the endpoint's or the config's.
+_REFUSALS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
 _TOLD_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 _ERROR_CHARACTERS = 300
 _NO_LIMITS, _FREE = Limits(), Prices()
@@ -95,20 +105,75 @@ class Patience:
     timeout_s: float = 120.0  # one try, answer included
     connect_timeout_s: float = 10.0
     retries: int = 4  # tries after the first
-    first_retry_s: float = 0.5  # doubles with every try, and is shortened by up to half at random
-    last_retry_s: float = 20.0
-    longest_wait_s: float = 60.0  # an endpoint that asks for more (Retry-After) is given up
+    first_retry_s: float = 0.25  # doubles with every try, and is shortened by up to half at random
+    last_retry_s: float = 2.0
+    longest_wait_s: float = 5.0  # an endpoint that asks for more (Retry-After) is given up
+    failures_in_a_row: int = 8  # tries of any request, after which none is sent for a while
+    first_pause_s: float = 1.0  # doubles each time that the one request after it fails too
+    last_pause_s: float = 30.0
 
 
 _PATIENCE = Patience()
 
 
 class _TryAgain(Exception):
-    """This try has failed, the next one may not. `after_s` is what the endpoint asks for, if anything."""
+    """This try has failed, the next one may not. `after_s` is what the endpoint asks for, if anything; `busy` says that
+    it works, and has too much to do."""
 
-    def __init__(self, message: str, after_s: float | None = None):
+    def __init__(self, message: str, after_s: float | None = None, *, busy: bool = False):
         super().__init__(message)
-        self.after_s = after_s
+        self.after_s, self.busy = after_s, busy
+
+
+class Breaker:
+    """Sends nothing to a backend that keeps failing, for a while; then one request, whose end decides for all.
+
+    So an outage costs an episode no waiting, and an endpoint that comes back is not met by all requests at once.
+    """
+
+    def __init__(self, patience: Patience):
+        self._patience = patience
+        self._failures = 0  # in a row
+        self._pause_s = patience.first_pause_s
+        self._closed_until_s = 0.0
+        self._trial: asyncio.Future[None] | None = None
+        self._clock = asyncio.get_running_loop().time
+
+    @property
+    def wait_s(self) -> float:
+        """How long nothing is sent yet."""
+        tripped = self._failures >= self._patience.failures_in_a_row
+        return max(0.0, self._closed_until_s - self._clock()) if tripped else 0.0
+
+    async def admit(self) -> bool:
+        """Wait for leave to send; true for the one request on trial.
+
+        Raises:
+            BackendUnavailable: nothing is sent at present.
+        """
+        while self._failures >= self._patience.failures_in_a_row:
+            if (wait_s := self.wait_s) > 0:
+                raise BackendUnavailable(f"{self._failures} tries in a row have failed: no request for {wait_s:.1f} s")
+            if self._trial is None:
+                self._trial = asyncio.get_running_loop().create_future()
+                return True
+            await asyncio.shield(self._trial)
+        return False
+
+    def end_trial(self) -> None:
+        """Let the others go by what the request on trial has shown."""
+        if self._trial is not None:
+            self._trial.set_result(None)
+            self._trial = None
+
+    def note_success(self) -> None:
+        self._failures, self._pause_s = 0, self._patience.first_pause_s
+
+    def note_failure(self) -> None:
+        self._failures += 1
+        if self._failures >= self._patience.failures_in_a_row:
+            self._closed_until_s = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, self._patience.last_pause_s)
 
 
 @dataclass(slots=True)
@@ -117,6 +182,7 @@ class _Connections:
 
     session: aiohttp.ClientSession
     limiter: Limiter
+    breaker: Breaker
     paused_until_s: dict[str, float] = field(default_factory=dict)  # endpoint -> when it wants to be asked again
 
 
@@ -183,9 +249,29 @@ class OpenAIBackend:
         """See `Backend`.
 
         Raises:
-            BackendError: the request is refused, or no try has brought an answer; the message names the endpoint.
+            BackendError: the request is refused; the message names the endpoint.
+            BackendUnavailable: no try has brought an answer, or none is made at present.
         """
         connections = self._connections()
+        on_trial = await connections.breaker.admit()
+        try:
+            return await self._complete(connections, request)
+        finally:
+            if on_trial:
+                connections.breaker.end_trial()
+
+    async def ready(self, limit_s: float) -> None:
+        """Wait until requests are sent again, where a row of failures has put an end to that.
+
+        Raises:
+            BackendUnavailable: that takes longer than the limit.
+        """
+        wait_s = self._connections().breaker.wait_s
+        await asyncio.sleep(min(wait_s, limit_s))
+        if wait_s > limit_s:
+            raise BackendUnavailable(f"{self!r} has failed again and again: no request for {wait_s - limit_s:.1f} s")
+
+    async def _complete(self, connections: _Connections, request: Request) -> Completion:
         body = self._body(request)
         first = self._next_url
         self._next_url = (first + 1) % len(self._urls)
@@ -195,15 +281,21 @@ class OpenAIBackend:
         for tries in range(1 + self._patience.retries):
             url = await self._free_url(order, connections, own_pause)
             try:
-                return await self._try(connections, url, body, request)
+                completion = await self._try(connections, url, body, request)
+                connections.breaker.note_success()
+                return completion
             except _TryAgain as error:
+                if not error.busy:
+                    connections.breaker.note_failure()
                 failure = f"{url}: {error}"
                 _log.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
                 now_s = asyncio.get_running_loop().time()
                 own_pause[url] = now_s + self._retry_s(tries // len(order))
                 if error.after_s is not None:
                     connections.paused_until_s[url] = now_s + error.after_s
-        raise BackendError(f"no answer after {1 + self._patience.retries} tries, the last at {failure}")
+                if connections.breaker.wait_s > 0:
+                    break
+        raise BackendUnavailable(f"no answer after {1 + self._patience.retries} tries, the last at {failure}")
 
     async def _free_url(self, order: Sequence[str], connections: _Connections, own_pause: Mapping[str, float]) -> str:
         """The first endpoint that may be asked now, or else the first one to be free, once it is."""
@@ -215,7 +307,8 @@ class OpenAIBackend:
         url = next((url for url in order if free_s(url) <= clock()), None) or min(order, key=free_s)
         wait_s = free_s(url) - clock()
         if wait_s > self._patience.longest_wait_s:
-            raise BackendError(
+            connections.breaker.note_failure()
+            raise BackendUnavailable(
                 f"{url} asks to wait {wait_s:.0f} s, more than longest_wait_s ({self._patience.longest_wait_s:g})"
             )
         await asyncio.sleep(max(0.0, wait_s))
@@ -226,13 +319,17 @@ class OpenAIBackend:
             status, headers, content = await self._post(connections.session, url, body)
             if status != HTTPStatus.OK:
                 message = f"HTTP {status}: {self._error_text(content)}"
-                if status not in _RETRIED and status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                if status in _REFUSALS:
                     raise BackendError(f"{url} refuses the request with {message}")
-                raise _TryAgain(message, retry_after_s(headers) if status in _TOLD_TO_WAIT else None)
-            answer, text = self._read(content)
+                if status not in _RETRIED and status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                    connections.breaker.note_failure()
+                    raise BackendUnavailable(f"{url} refuses the request with {message}")
+                after_s = retry_after_s(headers) if status in _TOLD_TO_WAIT else None
+                raise _TryAgain(message, after_s, busy=status == HTTPStatus.TOO_MANY_REQUESTS)
+            answer, text, finish_reason = self._read(content)
             usage = usage_of(answer, request.messages, text, self._prices)
             grant.tokens = usage.prompt_tokens + usage.sampled_tokens
-            return Completion(text, usage)
+            return Completion(text, usage, finish_reason)
 
     async def _post(self, session: aiohttp.ClientSession, url: str, body: str) -> tuple[int, Mapping[str, str], bytes]:
         try:
@@ -244,17 +341,18 @@ class OpenAIBackend:
         except aiohttp.ClientError as error:
             raise _TryAgain(self._redacted(f"{type(error).__name__}: {error}")) from error
 
-    def _read(self, content: bytes) -> tuple[Mapping[str, Any], str]:
-        """The answer and its text. One that is no chat completion is worth another try."""
+    def _read(self, content: bytes) -> tuple[Mapping[str, Any], str, str]:
+        """The answer, its text and why it ended. One that is no chat completion is worth another try."""
         try:
             answer = json.loads(content)
-            message = answer["choices"][0]["message"]
+            choice = answer["choices"][0]
+            message, finish_reason = choice["message"], choice.get("finish_reason")
             text = message.get("content") or message.get("refusal") or ""
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _TryAgain(f"not a chat completion: {self._error_text(content)}") from error
         if not isinstance(text, str):
             raise _TryAgain(f"content that is no text: {self._error_text(content)}")
-        return answer, text
+        return answer, text, finish_reason if isinstance(finish_reason, str) else "stop"
 
     def _body(self, request: Request) -> str:
         body: dict[str, Any] = {
@@ -296,7 +394,7 @@ class OpenAIBackend:
             timeout = aiohttp.ClientTimeout(self._patience.timeout_s, sock_connect=self._patience.connect_timeout_s)
             connector = aiohttp.TCPConnector(limit=0)
             session = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=self._use_proxy)
-            connections = self._loops[loop] = _Connections(session, Limiter(self._limits))
+            connections = self._loops[loop] = _Connections(session, Limiter(self._limits), Breaker(self._patience))
         return connections
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flowjax.canvas.backends.base import in_thinking
 from flowjax.canvas.operators.base import Context, OperatorError
 from flowjax.canvas.values import Field, Message, Problem, State, Value
 from flowjax.grading.code_asserts import parse_quietly
@@ -140,8 +141,8 @@ _SHOWN_CHARACTERS = 200
 
 
 def visible(reply: str) -> str:
-    """The reply without the thoughts that some models put before it."""
-    return reply.rpartition("</think>")[2].strip()
+    """The reply without the thoughts that some models put before it; nothing where they have no end."""
+    return "" if in_thinking(reply) else reply.rpartition("</think>")[2].strip()
 
 
 def answer_of(reply: str) -> str | None:

@@ -32,6 +32,7 @@ class Options:
     default_backend: str = ""  # who answers calls that name nobody; "" is the first
     temperature: float = 0.0  # of the executor's answers
     max_new_tokens: int = 1024
+    retry_new_tokens: int = 4096  # of a second try where the first reply was cut; 0 is none
     executor_seed: int = 0
     step_s: float = 8.0  # longest run after one edit; keep it under config.env.step_timeout_s
     max_calls: int = 0  # requests to backends in an episode; 0 is no limit
@@ -56,7 +57,7 @@ class Options:
         for name, least in (("turns", 1), ("max_new_tokens", 1), ("output_characters", 1), ("step_s", 1e-3)):
             if not getattr(self, name) >= least:
                 raise WorldError(f"env.options {name}={getattr(self, name)!r}: give at least {least}")
-        for name in ("max_calls", "max_tokens", "max_cost", "min_operators", "temperature"):
+        for name in ("max_calls", "max_tokens", "max_cost", "min_operators", "temperature", "retry_new_tokens"):
             if not getattr(self, name) >= 0:
                 raise WorldError(f"env.options {name}={getattr(self, name)!r}: give a number from 0 on")
         if self.default_backend and self.default_backend not in self.backends:

@@ -5,12 +5,13 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flowjax.canvas import actions, repair
 from flowjax.canvas.actions import Action, Finish, Unreadable
+from flowjax.canvas.backends.base import BackendUnavailable
 from flowjax.canvas.budget import Budget
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.edits import EditError
@@ -20,7 +21,7 @@ from flowjax.canvas.operators.registry import describe
 from flowjax.canvas.run import run as run_workflow
 from flowjax.canvas.text import show
 from flowjax.canvas.values import Problem, Run, Usage
-from flowjax.envs.base import Observation, Step
+from flowjax.envs.base import EnvDied, Observation, Step
 from flowjax.envs.canvas import experts
 from flowjax.envs.canvas.grading import RememberingSandbox, scored
 from flowjax.envs.canvas.options import Options, read_options
@@ -38,6 +39,8 @@ OUTCOMES = (
 )  # fmt: skip
 _SHORTEST_RUN_S = 0.001
 _GRACE_S = 1.0  # for what a run does after its deadline
+_STALLED_SHARE = 0.5  # of `step_s`: a request that alone waits longer has met an outage, not a long workflow
+_Result = TypeVar("_Result")
 
 
 class Canvas:
@@ -76,6 +79,7 @@ class Canvas:
 
     def reset(self, task: Task, seed: int) -> Observation:
         self._problem, self._gold = load(task.payload)
+        self._await_executors()
         self._workflow = Workflow()
         self._run: Run | None = None
         self._cache = Cache(max_entries=1000)  # of the episode: what others have asked for is not for free here
@@ -87,6 +91,16 @@ class Canvas:
         self._score = scored("", (), "math", allow_none=True, options={})
         self._structure = Structure()
         return self._observe()
+
+    def _await_executors(self) -> None:
+        """Begin no episode while a backend is known to fail: its policy's turns would be for nothing."""
+        limit_s = self._options.step_s
+        for backend in self._backends.values():
+            if (ready := getattr(backend, "ready", None)) is not None:
+                try:
+                    _await(ready(limit_s), limit_s + _GRACE_S)
+                except BackendUnavailable as away:
+                    raise EnvDied(f"executor: {away}", "executor_error") from away
 
     def step(self, action: str) -> Step:
         problem = self.problem
@@ -125,6 +139,8 @@ class Canvas:
             return "That changes nothing."
         self._workflow = edited
         self._run = run = _await(self._execute(edited, problem), self._options.step_s + _GRACE_S)
+        if run.status == "executor_error" or run.unanswered_s > self._options.step_s * _STALLED_SHARE:
+            raise EnvDied(f"executor: {run.error}", "executor_error")
         self._usage, self._seconds = self._usage + run.usage, self._seconds + run.seconds
         gold, options = self._gold, dict(problem.options)
         self._score = scored(
@@ -148,6 +164,7 @@ class Canvas:
             seed=options.executor_seed,
             temperature=options.temperature,
             max_new_tokens=options.max_new_tokens,
+            retry_new_tokens=options.retry_new_tokens,
             sandbox=self._sandbox,
         )
 
@@ -227,7 +244,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _await(work: Coroutine[Any, Any, Run], timeout_s: float) -> Run:
+def _await(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
     future = asyncio.run_coroutine_threadsafe(work, _loop())
     try:
         return future.result(timeout_s)
