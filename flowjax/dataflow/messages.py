@@ -82,8 +82,11 @@ def claim_of(message: Any) -> tuple[str, dict[str, Any], int]:
 
 def epoch_of(message: Any) -> int:
     """The epoch of the trainer that sends it."""
-    if isinstance(message, dict) and "epoch" not in message:
-        raise WireError("field epoch is missing: a trainer claims its policies first, and sends the epoch it was given")
+    given = message.get("epoch", "missing") if isinstance(message, dict) else 0
+    if given == "missing" or given == 0:
+        raise WireError(
+            f"field epoch is {given}: a trainer claims its policies first, and sends the epoch it was given"
+        )
     return fields(message, epoch=int)[0]
 
 

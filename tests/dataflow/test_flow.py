@@ -292,7 +292,7 @@ REFUSED = [
     ("/batch", {"policy": "agent", "step": True}, "step is bool"),
     ("/batch", {"policy": "agent", "step": 0}, "epoch is missing: a trainer claims"),
     ("/claim", {"trainer": "t", "policies": {"agent": 9}, "after": 0}, "version is 9"),
-    ("/batch", {"policy": "other", "step": 0, "epoch": 0}, "policy is 'other': this run has agent"),
+    ("/batch", {"policy": "other", "step": 0, "epoch": 1}, "policy is 'other': this run has agent"),
     ("/committed", [], "body is a list"),
 ]
 

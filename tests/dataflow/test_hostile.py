@@ -270,7 +270,9 @@ def test_an_evaluation_is_played_with_the_versions_that_its_lease_names(tmp_path
         train = [lease for lease in dataflow.leases if lease["kind"] == "train"]
         items = [{"lease_id": lease["lease_id"], "episode": episode(lease)} for lease in train]
         assert (await dataflow.post("/episodes", worker="w", items=items))[0] == 200
-        assert (await dataflow.post("/batch", policy="agent", step=0))[1]["state"] == "run"  # version 1 may exist now
+        assert (await dataflow.post("/batch", **dataflow.fair()["/batch"]))[1][
+            "state"
+        ] == "run"  # version 1 may exist now
         newer = changed(episode(held_out), ("trajectories", 0, "turns", 0, "version"), 1)
         items = [{"lease_id": held_out["lease_id"], "episode": newer}]
         told = await refused(dataflow, "/episodes", on_the_wire({"worker": "w", "items": items}))

@@ -48,6 +48,7 @@ def test_a_whole_run_goes_through_another_broker(tmp_path):
             await servers.dataflow.close()  # nothing listens
             broker = InProcess(DataflowService(servers.flow))
             trainer = DataflowSource(broker.connect, timeout_s=60.0)
+            await asyncio.to_thread(trainer.claim, {"agent": 0})
             async with run.serving(servers, broker.connect):
                 for step in range(STEPS):
                     served = await asyncio.to_thread(trainer.batch, {"agent": step})
