@@ -57,7 +57,7 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 64  # most prompts are far shorter
     config.trainer.micro_batch_rows = 128
-    config.trainer.tight_micro_batches = True
+    config.trainer.trim_micro_batches = True
     config.optimizer.learning_rate = 1e-3
     config.warm_start.states = 3000  # their programs really run
     config.warm_start.steps = 300

@@ -260,7 +260,7 @@ FIELDS = Section(
         updates_per_step=Field(1, "optimiser updates that one batch is split into", at_least=1, at_most=10**6),
         row_tokens=Field(2048, "longest packed row; shorter buckets are halves of it"),
         micro_batch_rows=Field(8, "rows per forward-backward pass, over all devices", at_least=1, at_most=10**6),
-        tight_micro_batches=Field(False, "fewer and shorter rows where tokens need no more; compiles more shapes"),
+        trim_micro_batches=Field(False, "fewer and shorter rows where tokens need no more; compiles more shapes"),
         logprob_chunk_tokens=Field(1024, "trained tokens whose full-vocabulary logits exist at once", resume=True),
         keep_checkpoints=Field(3, "newest checkpoints kept", at_least=1, resume=True),
         keep_every_steps=Field(0, "also keep every n-th checkpoint; 0 keeps none", at_least=0, resume=True),

@@ -133,7 +133,7 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
     version = count({**dataflow, **rollout}, "serving_version", "version")
     sampled, trained = number(rollout, "sampled_tokens_per_s"), progress.recent("tokens_per_s")
     lag, lag_most = progress.recent("staleness_mean"), progress.last("staleness_max")
-    k3, most = progress.recent("mismatch_k3"), progress.last("mismatch_max")
+    k3, most = progress.recent("mismatch_kl"), progress.last("mismatch_max")
     no_signal = progress.recent("no_signal_share")
     return [
         ("success", f"{percent(progress.success())}  {sparkline(history, 24)}"),
@@ -169,7 +169,7 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
             f"{done}  success {percent(number(entry, 'success_rate'))}"
             f"  reward {fixed(number(entry, 'reward_mean'))}  invalid {percent(number(entry, 'invalid_share'))}"
             f"  no signal {percent(number(entry, 'no_signal_share'))}"
-            f"  staleness {fixed(number(entry, 'staleness_mean'), 2)}  k3 {scientific(number(entry, 'mismatch_k3'))}"
+            f"  staleness {fixed(number(entry, 'staleness_mean'), 2)}  k3 {scientific(number(entry, 'mismatch_kl'))}"
             f"  {fixed(number(entry, 'total_s'), 1)} s"
             f" (wait {fixed(number(entry, 'wait_s'), 1)}, step {fixed(number(entry, 'step_s'), 1)},"
             f" save {fixed(number(entry, 'save_s'), 2)})  {clock(progress.remaining_s(steps))} left"
@@ -215,7 +215,7 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
     table.add_row("invalid replies", f"{percent(first)} in the first steps, {percent(newest)} in the last")
     for warning in progress.warnings():
         table.add_row("warning", warning)
-    k3 = [value for entry in progress.train if (value := number(entry, "mismatch_k3")) is not None]
+    k3 = [value for entry in progress.train if (value := number(entry, "mismatch_kl")) is not None]
     table.add_row(
         "sampler-trainer mismatch, k3",
         f"{scientific(sum(k3) / len(k3) if k3 else None)} mean, {scientific(max(k3, default=None))} worst step",

@@ -2,7 +2,7 @@
 
 Several sequences share a row, told apart by segment ids, each with positions from 0. Rows come in a few lengths only
 (`row_tokens` and its halves), and the number of sampled tokens per row is a power of two, so that few shapes are ever
-compiled. A micro-batch of shorter rows has more of them: its number of token slots stays the same. Tight micro-batches
+compiled. A micro-batch of shorter rows has more of them: its number of token slots stays the same. Trimmed ones
 give that up: they have as many slots as their tokens need, in more shapes.
 """
 
@@ -54,11 +54,11 @@ def row_buckets(row_tokens: int) -> list[int]:
 
 
 def pack(
-    rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, tight: bool = False, rows_multiple: int = 1
+    rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, trim: bool = False, rows_multiple: int = 1
 ) -> list[MicroBatch]:
     """Pack sequences into as few micro-batches as first-fit-decreasing finds.
 
-    With `tight`, rows that are filled to half or less go into micro-batches of shorter rows, and a micro-batch has
+    With `trim`, rows that are filled to half or less go into micro-batches of shorter rows, and a micro-batch has
     1, 2, 3, 4, 6, 8, 12, ... times `rows_multiple` rows (what the mesh divides them by), not always the full number.
     For long-tailed lengths, and batches small beside `row_tokens * micro_batch_rows`.
 
@@ -73,7 +73,7 @@ def pack(
     bins = _first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)
     lengths = [sum(len(rows[index].tokens) for index in members) for members in bins]
     widths = [min(bucket for bucket in row_buckets(row_tokens) if bucket >= length) for length in lengths]
-    if not tight:
+    if not trim:
         widths = [max(widths)] * len(widths)
     batches = []
     for tokens in sorted(set(widths), reverse=True):
@@ -85,7 +85,7 @@ def pack(
         most = micro_batch_rows * (row_tokens // tokens)
         for start in range(0, len(alike), most):
             part = alike[start : start + most]
-            count = min(_row_count(len(part), rows_multiple), most) if tight else most
+            count = min(_row_count(len(part), rows_multiple), most) if trim else most
             batches.append(_lay_out(part, count, tokens, sampled))
     return batches
 

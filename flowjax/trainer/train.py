@@ -65,7 +65,7 @@ def run(run_dir: Path, only: str = "") -> None:
     """
     # ---------------------------------------------------------------------------------------------------------- config
     config = load_run(run_dir)
-    configs = {name: own for name, own in policy_configs(config).items() if only in ("", name)}
+    configs = {name: each for name, each in policy_configs(config).items() if only in ("", name)}
     if not configs:
         raise ConfigError(f"--policy is {only!r}: the run has {', '.join(policy_configs(config))}")
 
@@ -78,10 +78,14 @@ def run(run_dir: Path, only: str = "") -> None:
     decoders = make_models(config, mesh, configs)
     with contextlib.ExitStack() as opened:
         policies = {}
-        for name, own in configs.items():
-            kept = {"keep": own.trainer.keep_checkpoints, "keep_every": own.trainer.keep_every_steps}
-            checkpoints = opened.enter_context(Checkpoints(run_dir / "checkpoints" / name, **kept))
-            policies[name] = start(name, own, decoders.pop(name), checkpoints)
+        for name, policy_config in configs.items():
+            trainer = policy_config.trainer
+            checkpoints = opened.enter_context(
+                Checkpoints(
+                    run_dir / "checkpoints" / name, keep=trainer.keep_checkpoints, keep_every=trainer.keep_every_steps
+                )
+            )
+            policies[name] = start(name, policy_config, decoders.pop(name), checkpoints)
         steps = {name: policy.state.step for name, policy in policies.items()}
 
         # ------------------------------------------------------------------------------------- where data and lines go
@@ -115,16 +119,18 @@ def make_models(config: ConfigDict, mesh: Mesh, trained: Collection[str] | None 
         ConfigError: policies share a base that one of them trains itself, or they have several.
         ModelError: the model's folder, its adapter or the mesh does not fit.
     """
-    configs = {name: own for name, own in policy_configs(config).items() if trained is None or name in trained}
-    bases = list(dict.fromkeys(own.policy.base for own in configs.values()))
+    policies = {
+        name: each.policy for name, each in policy_configs(config).items() if trained is None or name in trained
+    }
+    bases = list(dict.fromkeys(policy.base for policy in policies.values()))
     if len(bases) > 1:
         raise ConfigError(
-            f"policies {', '.join(configs)} are on the base models {', '.join(bases)}, but a trainer holds one: set "
+            f"policies {', '.join(policies)} are on the base models {', '.join(bases)}, but a trainer holds one: set "
             "config.separate_trainers to True"
         )
     (base,) = bases
     sharing = policies_on(config, base)
-    full = [name for name, own in sharing.items() if own.policy.train == "full"]
+    full = [name for name, each in sharing.items() if each.policy.train == "full"]
     if full and len(sharing) > 1:
         raise ConfigError(
             f"config.policies.{full[0]} trains 'full' weights, but {len(sharing)} policies share the base: "
@@ -148,8 +154,8 @@ def make_models(config: ConfigDict, mesh: Mesh, trained: Collection[str] | None 
     if full:
         return {full[0]: decoder}
     return {
-        name: with_adapter(decoder, Lora(**own.policy.lora.to_dict()), jax.random.key(own.seed))
-        for name, own in configs.items()
+        name: with_adapter(decoder, Lora(**policy.lora.to_dict()), jax.random.key(config.seed))
+        for name, policy in policies.items()
     }
 
 
@@ -162,7 +168,7 @@ class Policy:
 
     config: the whole config, as this policy alone would have it.
     recent: trained arrays of the versions that a batch may have been sampled from, by version; the newest is a copy
-        of those in `state`, which the next update takes over.
+        of those in `state`, whose buffers the next update is given (donated).
     """
 
     name: str
@@ -413,7 +419,7 @@ def _compile(policy: Policy, batch: MicroBatch) -> None:
         total = gradient_of(objective, state, batch, known, dropout_seed=seed, total=total)
     assert total is not None
     optimizer_state = policy.memory.to_device(state.optimizer)
-    # Copies, because an update takes over the buffers that it is given.
+    # Copies, because the buffers that an update is given are donated.
     apply(policy.optimizer, replace(state, trained=_copied(state.trained), optimizer=_copied(optimizer_state)), total)
 
 
@@ -444,7 +450,7 @@ def _packed(rows: Sequence[TokenRow], config: ConfigDict, mesh: Mesh) -> list[Mi
         rows,
         row_tokens=trainer.row_tokens,
         micro_batch_rows=trainer.micro_batch_rows,
-        tight=trainer.tight_micro_batches,
+        trim=trainer.trim_micro_batches,
         rows_multiple=math.prod(mesh.shape[axis] for axis in ROW_AXES),
     )
 
@@ -452,18 +458,18 @@ def _packed(rows: Sequence[TokenRow], config: ConfigDict, mesh: Mesh) -> list[Mi
 def _mismatch(policy: Policy, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh) -> dict[str, float]:
     """k3 KL (per token) and largest log-prob difference between engine and trainer, over one micro-batch."""
     versions = np.asarray(batch.versions)
-    sums = {"mismatch_k3": 0.0, "mismatch_max": 0.0}
+    sums = {"mismatch_kl": 0.0, "mismatch_max": 0.0}
     tokens = 0
     for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(policy.recent)):
         mask = versions == version
         ours = logprobs_of(policy.objective, replace(policy.state, trained=policy.recent[version]), on_devices)
         gap = jax.device_get(_compiled_mismatch(ours, on_devices.behaviour_logprobs, place(mask, mesh)))
-        sums["mismatch_k3"] += float(gap["k3"])
+        sums["mismatch_kl"] += float(gap["k3"])
         sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["max"]))
         tokens += int(mask.sum())
     if not tokens:
         return {}
-    return {"mismatch_k3": sums["mismatch_k3"] / tokens, "mismatch_max": sums["mismatch_max"]}
+    return {"mismatch_kl": sums["mismatch_kl"] / tokens, "mismatch_max": sums["mismatch_max"]}
 
 
 _compiled_mismatch = jax.jit(mismatch_metrics)

@@ -195,7 +195,7 @@ def gradient_of(
     dropout_seed: DropoutSeed | None = None,
     total: GradientSum | None = None,
 ) -> GradientSum:
-    """The gradient of a micro-batch's summed loss, added to `total`, whose buffers are taken over.
+    """The gradient of a micro-batch's summed loss, added to `total`, whose buffers are donated.
 
     `dropout_seed`: numbers that the dropout of this pass follows from; None is no dropout.
     """
@@ -284,7 +284,7 @@ def _dropout_key(seed: DropoutSeed | None) -> jax.Array | None:
 def apply(
     optimizer: optax.GradientTransformation, state: PolicyState, total: GradientSum
 ) -> tuple[PolicyState, Metrics]:
-    """The update of the summed gradient, divided once. Buffers of `state.trained` and `.optimizer` are taken over.
+    """The update of the summed gradient, divided once. Buffers of `state.trained` and `.optimizer` are donated.
 
     A gradient that is not finite changes nothing; `skipped` in the metrics is then 1. The metrics stay on the devices.
     """

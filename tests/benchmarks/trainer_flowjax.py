@@ -66,7 +66,7 @@ def make(folder: Path) -> Trainer:
     def step() -> tuple[float, float]:
         nonlocal state
         total = None
-        batches = pack(rows, row_tokens=max(case.lengths), micro_batch_rows=len(case.lengths), tight=True)
+        batches = pack(rows, row_tokens=max(case.lengths), micro_batch_rows=len(case.lengths), trim=True)
         batches = [jax.device_put(batch) for batch in batches]
         for batch, known in zip(batches, first_pass(objective, state, batches, start=None), strict=True):
             total = gradient_of(objective, state, batch, known, total=total)

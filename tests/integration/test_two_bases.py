@@ -55,7 +55,7 @@ def check_trained(run_dir: Path, policies: set[str]) -> None:
     for policy in policies:
         lines = [line for line in train if line["policy"] == policy]
         assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-        assert all(line["trained_tokens"] > 0 and line["mismatch_k3"] < 1e-6 for line in lines), lines
+        assert all(line["trained_tokens"] > 0 and line["mismatch_kl"] < 1e-6 for line in lines), lines
         files = sorted((run_dir / "trajectories" / policy).glob("*.jsonl"))
         turns = [turn for file in files for line in file.read_text().splitlines() for turn in json.loads(line)["turns"]]
         assert {turn["version"] for turn in turns} <= set(range(STEPS)) and any(turn["version"] for turn in turns)

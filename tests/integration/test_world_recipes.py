@@ -65,7 +65,7 @@ def check(run: Path) -> None:
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         assert line["trained_tokens"] > 0 and line["skipped_updates"] == 0
-        assert line["mismatch_k3"] < 1e-6, "sampler and trainer disagree"
+        assert line["mismatch_kl"] < 1e-6, "sampler and trainer disagree"
     evaluations = [line for line in read_metrics(run) if line["kind"] == "eval"]
     assert [(line["version"], line["episodes"]) for line in evaluations] == [(0, 16), (STEPS, 16)]
 

@@ -30,7 +30,7 @@ def assert_versions_in_order(run_dir: Path) -> None:
         assert steps == list(range(1, config.trainer.steps + 1)), policy
     assert max(entry["staleness_max"] for entry in train) <= load_run(run_dir).dataflow.max_staleness
     # The engine's log-probabilities are those of the version that it says it served.
-    assert max(entry["mismatch_k3"] for entry in train if "mismatch_k3" in entry) < 1e-5
+    assert max(entry["mismatch_kl"] for entry in train if "mismatch_kl" in entry) < 1e-5
 
 
 def assert_tasks_ended(run_dir: Path) -> None:

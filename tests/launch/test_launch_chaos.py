@@ -105,7 +105,7 @@ def assert_complete(run_dir: Path) -> None:
     assert len(set(trained)) == len(trained)
     train = [entry for entry in read_metrics(run_dir) if entry["kind"] == "train"]
     assert all(entry["staleness_max"] <= 1 for entry in train)
-    compared = [entry["mismatch_k3"] for entry in train if "mismatch_k3" in entry]
+    compared = [entry["mismatch_kl"] for entry in train if "mismatch_kl" in entry]
     # A trainer that has just resumed has only its newest version at hand to compare with the engine's.
     assert len(compared) >= STEPS - 1
     assert max(compared) < 1e-5

@@ -27,8 +27,8 @@ def test_a_value_that_is_not_finite_does_not_make_the_line_unreadable(tmp_path):
 
 
 def test_small_values_keep_their_digits(tmp_path):
-    MetricsWriter(tmp_path).write("train", step=1, mismatch_k3=1.23456789e-9)
-    assert read_metrics(tmp_path)[0]["mismatch_k3"] == 1.23456789e-9
+    MetricsWriter(tmp_path).write("train", step=1, mismatch_kl=1.23456789e-9)
+    assert read_metrics(tmp_path)[0]["mismatch_kl"] == 1.23456789e-9
 
 
 def test_torn_last_line_is_left_out_and_does_not_swallow_the_next(tmp_path):

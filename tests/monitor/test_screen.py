@@ -25,7 +25,7 @@ def step_line(step, **more):
         "row_tokens": 3000,
         "staleness_mean": 0.5,
         "staleness_max": 1,
-        "mismatch_k3": 2e-8,
+        "mismatch_kl": 2e-8,
         "mismatch_max": 3e-4,
         "wait_s": 2.0,
         "step_s": 1.5,

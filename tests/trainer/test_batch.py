@@ -56,12 +56,12 @@ def unpacked(micro_batches) -> dict[int, tuple]:
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_packing_loses_nothing_and_mixes_nothing(lengths, micro_batch_rows, tight, random):
+def test_packing_loses_nothing_and_mixes_nothing(lengths, micro_batch_rows, trim, random):
     rows = [
         row(length, sorted(random.sample(range(1, length), random.randint(1, length - 1))), start=100 * (i + 1))
         for i, length in enumerate(lengths)
     ]
-    found = unpacked(pack(rows, row_tokens=32, micro_batch_rows=micro_batch_rows, tight=tight))
+    found = unpacked(pack(rows, row_tokens=32, micro_batch_rows=micro_batch_rows, trim=trim))
     assert len(found) == len(rows)
     for original in rows:
         tokens, sampled = found[int(original.tokens[0])]
@@ -84,12 +84,12 @@ def test_few_shapes_and_constant_slots(lengths):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(2, 64), min_size=1, max_size=60), st.sampled_from([1, 2, 4]))
-def test_tight_micro_batches_have_few_shapes_and_hardly_more_slots_than_tokens(lengths, multiple):
+def test_trimmed_micro_batches_have_few_shapes_and_hardly_more_slots_than_tokens(lengths, multiple):
     batches = pack(
         [row(length, [length - 1]) for length in lengths],
         row_tokens=64,
         micro_batch_rows=4,
-        tight=True,
+        trim=True,
         rows_multiple=multiple,
     )
     for batch in batches:
@@ -104,7 +104,7 @@ def test_tight_micro_batches_have_few_shapes_and_hardly_more_slots_than_tokens(l
 
 def test_a_long_tail_is_packed_tightly():
     lengths = (64, 11, 9, 8)
-    batches = pack([row(n, [n - 1]) for n in lengths], row_tokens=64, micro_batch_rows=4, tight=True)
+    batches = pack([row(n, [n - 1]) for n in lengths], row_tokens=64, micro_batch_rows=4, trim=True)
     assert [batch.tokens.shape for batch in batches] == [(1, 64), (1, 32)]
 
 

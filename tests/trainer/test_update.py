@@ -59,7 +59,7 @@ def objective_of(graph, *, options=(("clip_low", 0.2), ("clip_high", 0.28)), **c
 
 
 def state_of(trained, frozen) -> PolicyState:
-    """A state whose trained arrays an update may take over."""
+    """A state whose trained arrays may be donated."""
     return PolicyState(0, jax.tree.map(jnp.copy, trained), SGD.init(trained), frozen)
 
 
