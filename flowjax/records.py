@@ -22,6 +22,10 @@ Status = Literal["ok", "env_error", "executor_error", "timeout", "truncated", "c
 COUNTED_STATUSES = frozenset({"ok", "truncated"})  # the others failed for causes outside the policy
 
 
+_LONGEST_LIST, _LARGEST_MAP = 100_000, 4096  # in messages of strangers
+_LONGEST_REASON = 300  # characters
+
+
 class WireError(ValueError):
     """A message that cannot be read: another schema version, a missing field, a truncated body."""
 
@@ -187,19 +191,47 @@ def pack(message: Any) -> bytes:
     return cast(bytes, msgpack.packb(envelope, default=_pack_value, use_bin_type=True))
 
 
-def unpack(data: bytes) -> Any:
+def unpack(data: bytes, *, most_elements: int | None = None) -> Any:
     """The message in `data`.
+
+    Args:
+        most_elements: of all lists and maps of the message together, of one that strangers sent. Its decoder stops
+            there: empty lists in lists cost one byte each on the wire and 64 in memory.
 
     Raises:
         WireError: the bytes are not such a message, or one of another schema version.
     """
+    options: dict[str, Any] = {"object_hook": _unpack_value}
+    if most_elements is not None:
+        options = _counting(most_elements)
     try:
-        envelope = msgpack.unpackb(data, object_hook=_unpack_value, strict_map_key=False)
+        envelope = msgpack.unpackb(data, strict_map_key=False, **options)
         schema, body = envelope["schema"], envelope["body"]
     except WireError:
         raise
     except Exception as error:
-        raise WireError(f"not a flowjax message ({type(error).__name__}: {error})") from error
-    if schema != SCHEMA_VERSION:
-        raise WireError(f"message has schema version {schema}, this process speaks {SCHEMA_VERSION}: upgrade the older")
+        raise WireError(f"not a flowjax message ({type(error).__name__}: {error})"[:_LONGEST_REASON]) from error
+    if type(schema) is not int or schema != SCHEMA_VERSION:  # an array would compare element by element
+        shown = repr(schema)[:40] if isinstance(schema, int | str) else type(schema).__name__
+        raise WireError(f"message has schema version {shown}, this process speaks {SCHEMA_VERSION}: upgrade the older")
     return body
+
+
+def _counting(most_elements: int) -> dict[str, Any]:
+    """Options of a decoder that refuses more elements than that. The limits hold one list or map to it before memory is
+    taken for it, the hooks all of them together."""
+    seen = 0
+
+    def count(value: Any) -> Any:
+        nonlocal seen
+        seen += 1 + len(value)
+        if seen > most_elements:
+            raise WireError(f"message has more than {most_elements:,} elements: send less at once")
+        return value
+
+    return {
+        "object_hook": lambda value: _unpack_value(count(value)),
+        "list_hook": count,
+        "max_array_len": min(most_elements, _LONGEST_LIST),
+        "max_map_len": min(most_elements, _LARGEST_MAP),
+    }

@@ -12,6 +12,7 @@ LABELS = {
     "serving_versions": "policy",
     "failed": "cause",
     "dropped": "cause",
+    "refused": "cause",
     "ages": "age",
     "trained_ages": "age",
 }

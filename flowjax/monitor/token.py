@@ -51,4 +51,5 @@ def bearer(token: str) -> dict[str, str]:
 def accepts(headers: Mapping[str, str], token: str) -> bool:
     """Whether a request may pass; every request may where there is no token."""
     shown = headers.get("Authorization", "")
-    return not token or hmac.compare_digest(shown.encode(), f"Bearer {token}".encode())
+    # aiohttp keeps bytes that are no UTF-8 as surrogates, which must not fail to be encoded again.
+    return not token or hmac.compare_digest(shown.encode(errors="surrogateescape"), f"Bearer {token}".encode())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
@@ -11,8 +11,7 @@ WRONG = (None, True, -1, 2**63, 1.5, float("nan"), "", "x" * 100_000, b"\xff", [
 
 
 def on_the_wire(body: Any, schema: Any = 1) -> bytes:
-    packer = msgpack.Packer()
-    return packer.pack({"schema": schema, "body": body})
+    return cast(bytes, msgpack.packb({"schema": schema, "body": body}))
 
 
 def array(kind: str, count: int, data: bytes | None = None) -> Message:

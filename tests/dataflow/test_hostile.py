@@ -32,19 +32,21 @@ Message = dict[str, Any]
 class Dataflow:
     """A server with some episodes leased, and a view of everything that it holds."""
 
-    def __init__(self, folder: Path, **options: Any):
+    def __init__(self, folder: Path, *, eval_tasks: int = 0, **options: Any):
         config = default_config()
         config.rollout.group_size = MEMBERS
         config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
         config.agents = {"player": "agent", "judge": "base"}
-        config.eval.tasks = 0
+        config.eval.tasks = eval_tasks
         config.reward.components = {"success": 1.0}
         config.model.path = str(folder / "model")
         (folder / "model").mkdir(exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(hf_config(nano_config(VOCABULARY), "float32")))
         tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
         self.flow = Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
-        self.server = TestServer(Server(self.flow, **options).application())
+        served = Server(self.flow, **options)
+        self.bodies, self.status = served._bodies, served.status
+        self.server = TestServer(served.application())
         self._path = folder / "dataflow.sqlite"
         self.leases: list[Message] = []
         self.epoch = 0  # of the newest trainer
@@ -264,21 +266,18 @@ def test_an_episode_has_no_more_turns_than_the_run_allows(tmp_path, parts, turns
 
 def test_an_evaluation_is_played_with_the_versions_that_its_lease_names(tmp_path):
     async def scenario(dataflow: Dataflow) -> None:
-        dataflow.flow._config.eval.tasks = dataflow.flow._evaluations._count = 1
         await dataflow.lease()
         (held_out,) = (lease for lease in dataflow.leases if lease["kind"] == "eval")
         train = [lease for lease in dataflow.leases if lease["kind"] == "train"]
         items = [{"lease_id": lease["lease_id"], "episode": episode(lease)} for lease in train]
         assert (await dataflow.post("/episodes", worker="w", items=items))[0] == 200
-        assert (await dataflow.post("/batch", **dataflow.fair()["/batch"]))[1][
-            "state"
-        ] == "run"  # version 1 may exist now
+        assert (await dataflow.post("/batch", **dataflow.fair()["/batch"]))[1]["state"] == "run"  # version 1 may be
         newer = changed(episode(held_out), ("trajectories", 0, "turns", 0, "version"), 1)
         items = [{"lease_id": held_out["lease_id"], "episode": newer}]
         told = await refused(dataflow, "/episodes", on_the_wire({"worker": "w", "items": items}))
         assert "version is 1, but its lease says 0" in told
 
-    run(tmp_path, scenario)
+    run(tmp_path, scenario, eval_tasks=1)
 
 
 @pytest.mark.parametrize("version", [-1, 1, STEPS, 10**12, -(2**63)])
