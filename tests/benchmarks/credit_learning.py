@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rewardflow, not normalised": ("rewardflow", {"step_norm": "none"}),
     "gae, trace 0": ("gae", {"trace": 0.0}),
     "gae, trace 1": ("gae", {"trace": 1.0}),
+    "published.rewardflow, no penalty": ("published.rewardflow", {"invalid_penalty": 0.0}),
     "published.rewardflow, both directions": ("published.rewardflow", {"edge_direction": "bidirectional"}),
 }
 GROUP, GROUPS = 8, 16
