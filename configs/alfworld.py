@@ -22,7 +22,6 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.env.module = "flowjax.envs.alfworld"
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"
-    config.credit.options = ConfigDict({"gamma": 0.9, "step_weight": 1.0, "pool": "rows"})
     recipes[arg](config)
     return config
 

@@ -22,6 +22,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.env.module = "flowjax.envs.search"
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"
+    config.credit.options = ConfigDict({"gamma": 0.95})
     recipes[arg](config)
     return config
 
@@ -35,7 +36,6 @@ def _nano(config: ConfigDict) -> None:
     config.env.options = ConfigDict({"documents": 1000, "hops": 2, "topk": 1})
     config.env.prompt = "compact"
     config.env.max_turns = 5
-    config.credit.options = ConfigDict({"gamma": 0.95, "step_weight": 1.0, "pool": "rows"})
     config.engine.dtype = "float32"
     config.engine.max_model_tokens = 24
     config.engine.kv_cache_bytes = 256 * 1024**2
@@ -73,7 +73,6 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.env.history = 4
     config.env.workers = 8
     config.env.train_tasks = 170_000
-    config.credit.options = ConfigDict({"gamma": 0.95, "step_weight": 1.0, "pool": "rows"})
     config.policy.lora.rank = 64
     config.policy.lora.alpha = 64.0
     config.engine.tensor_parallel = 4

@@ -24,7 +24,6 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.env.options = ConfigDict({"rows": 6, "columns": 6, "boxes": 1})
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"
-    config.credit.options = ConfigDict({"gamma": 0.8, "step_weight": 2.0, "pool": "rows"})
     recipes[arg](config)
     return config
 

@@ -22,7 +22,6 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.env.max_turns = 15
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"
-    config.credit.options = ConfigDict({"gamma": 0.9})
     recipes[arg](config)
     return config
 

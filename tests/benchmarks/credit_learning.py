@@ -230,9 +230,17 @@ def imitate(world: World, network: list, rng: np.random.Generator, batches: int 
 
 
 def train(
-    world: World, network: list, levels: list[Any], name: str, options: dict[str, Any], rng: np.random.Generator
+    world: World,
+    network: list,
+    levels: list[Any],
+    name: str,
+    options: dict[str, Any],
+    rng: np.random.Generator,
+    *,
+    steps: int,
+    learning_rate: float,
 ) -> list:
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(_RATE.value or world.learning_rate))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
     state = optimizer.init(network)
     rows = table_rows(GROUP * GROUPS * world.max_turns)
 
@@ -246,7 +254,7 @@ def train(
         changes, state = optimizer.update(jax.grad(loss)(network), state, network)
         return optax.apply_updates(network, changes), state
 
-    for _ in range(_STEPS.value):
+    for _ in range(steps):
         chosen = [levels[index] for index in rng.integers(len(levels), size=GROUPS) for _ in range(GROUP)]
         played = play(world, network, chosen, rng)
         table = table_from_columns(played.columns, pad_to=rows)
@@ -288,11 +296,13 @@ def main(argv: list[str]) -> None:
     report("(before)", list(base.values()))
     for label in _VARIANTS.value or VARIANTS:
         name, options = VARIANTS[label]
+        rate = _RATE.value or world.learning_rate
+        rngs = {seed: np.random.default_rng(100 + seed) for seed in seeds}
         report(
             label,
             [
-                train(world, network, levels, name, options, np.random.default_rng(100 + seed))
-                for seed, network in base.items()
+                train(world, base[seed], levels, name, options, rng, steps=_STEPS.value, learning_rate=rate)
+                for seed, rng in rngs.items()
             ],
         )
 
