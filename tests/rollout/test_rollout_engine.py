@@ -31,7 +31,7 @@ from flowjax.rollout.sidecar import engine_command
 from flowjax.trainer.batch import pack
 from flowjax.trainer.update import sampled_logprobs
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.engine]
 
 EOS = 1
 ADAPTERS = ("agent@3", "agent@4")
