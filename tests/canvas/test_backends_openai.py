@@ -35,7 +35,7 @@ async def client(*servers: ChatServer | str, **options: Any) -> AsyncIterator[Op
 
 
 def go(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 20.0))
+    asyncio.run(asyncio.wait_for(scenario, 120.0))
 
 
 def unused_url() -> str:
@@ -152,12 +152,12 @@ def test_a_refusal_is_final(status):
 
 def test_retry_after_is_honoured_by_all_requests():
     async def scenario():
-        replies = [lambda body: refusal(429, **{"Retry-After": "0.3"}), lambda body: chat()]
+        replies = [lambda body: refusal(429, **{"Retry-After": "2"}), lambda body: chat()]
         async with serving(*replies) as server, client(server) as backend:
             first = asyncio.create_task(backend.complete(REQUEST))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
             await asyncio.gather(first, backend.complete(REQUEST))
-            assert all(sent_s - server.times_s[0] >= 0.29 for sent_s in server.times_s[1:])
+            assert all(sent_s - server.times_s[0] >= 1.99 for sent_s in server.times_s[1:])
             assert len(server.times_s) == 3
 
     go(scenario())
@@ -188,9 +188,9 @@ def test_waiting_times_grow_and_vary():
 
 def test_silence_is_a_timeout():
     async def scenario():
-        patience = replace(QUICK, timeout_s=0.1, retries=1)
-        async with serving(lambda body: 5.0) as server, client(server, patience=patience) as backend:
-            with pytest.raises(BackendError, match=r"no answer after 2 tries, .*: no answer within 0\.1 s"):
+        patience = replace(QUICK, timeout_s=0.5, retries=1)
+        async with serving(lambda body: 60.0) as server, client(server, patience=patience) as backend:
+            with pytest.raises(BackendError, match=r"no answer after 2 tries, .*: no answer within 0\.5 s"):
                 await backend.complete(REQUEST)
 
     go(scenario())
@@ -211,12 +211,10 @@ def test_equal_endpoints_take_turns_and_stand_in_for_each_other():
             for _ in range(6):
                 await backend.complete(REQUEST)
             assert (len(one.bodies), len(two.bodies)) == (3, 3)
-        patience = replace(QUICK, first_retry_s=5.0, last_retry_s=5.0)
+        patience = replace(QUICK, first_retry_s=600.0, last_retry_s=600.0)
         async with serving() as good, client(unused_url(), good, patience=patience) as backend:
-            started_s = time.monotonic()
-            for _ in range(4):
+            for _ in range(4):  # no waiting while another is free
                 await backend.complete(REQUEST)
-            assert time.monotonic() - started_s < 2.0  # no waiting while another is free
             assert len(good.bodies) == 4
 
     go(scenario())
@@ -339,8 +337,8 @@ def test_a_workflow_on_a_real_endpoint_with_a_budget():
 
 def test_a_cancelled_request_is_taken_back():
     async def scenario():
-        async with serving(lambda body: 10.0) as server, client(server) as backend:
-            result = await going("Ask", Ask, backends={"small": backend}, budget=Budget(seconds=0.1))
+        async with serving(lambda body: 60.0) as server, client(server) as backend:
+            result = await going("Ask", Ask, backends={"small": backend}, budget=Budget(seconds=1))
             assert result.status == "budget"
             assert server.most_in_flight == 1
 

@@ -8,7 +8,7 @@ import pytest
 from flowjax.canvas.budget import Budget
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.values import Usage
-from tests.canvas.toy_operators import Ask, Echo, appending, go, going, merging, operator, order, step, text_in
+from tests.canvas.toy_operators import Ask, Echo, appending, go, going, merging, operator, order, step, text_in, until
 
 A, MERGE = appending("A", "a"), merging()
 
@@ -50,12 +50,10 @@ def test_money_ends_a_run():
 
 
 def test_time_cancels_what_is_in_flight():
-    backend = Echo(delay_s=30.0)
-    started_s = time.monotonic()
-    result = go("A -> [Ask, Ask -> A] -> A", Ask, A, backends={"small": backend}, budget=Budget(seconds=0.05))
-    assert time.monotonic() - started_s < 5.0
+    backend = Echo(delay_s=3600.0)
+    result = go("A -> [Ask, Ask -> A] -> A", Ask, A, backends={"small": backend}, budget=Budget(seconds=1))
     assert (result.status, result.answer) == ("budget", "a")
-    assert result.error == "the budget of 0.05 seconds is spent"
+    assert result.error == "the budget of 1 seconds is spent"
     assert [(node.operator, node.status) for node in result.trace] == [
         ("A", "ok"),
         ("Ask", "budget"),
@@ -67,22 +65,22 @@ def test_time_cancels_what_is_in_flight():
 
 def test_time_also_ends_runs_that_never_wait():
     async def at_work(self, inputs, context):
-        time.sleep(0.02)
+        time.sleep(0.4)
         return {"answer": "slow"}
 
     slow = operator("Slow", (), text_in("answer"), lambda *_: {})
     slow.run = at_work
-    result = go("(Slow) * 10", slow, budget=Budget(seconds=0.03))
+    result = go("(Slow) * 10", slow, budget=Budget(seconds=0.6))
     assert (result.status, result.answer) == ("budget", "slow")
     assert len(result.trace) <= 3
 
 
 def test_time_is_over_while_waiting_for_another_run_that_does_the_same():
     async def scenario():
-        backend, cache = Echo(delay_s=0.2), Cache()
+        backend, cache = Echo(delay_s=1.0), Cache()
         options = {"cache": cache, "backends": {"small": backend}}
         patient = asyncio.create_task(going("Ask", Ask, **options))
-        await asyncio.sleep(0.01)
+        await until(lambda: backend.asked)
         hasty = await going("Ask", Ask, budget=Budget(seconds=0.02), **options)
         assert (hasty.status, (await patient).status) == ("budget", "ok")
         assert len(backend.asked) == 1

@@ -24,6 +24,7 @@ from tests.canvas.toy_operators import (
     going,
     merging,
     operator,
+    until,
 )
 
 B, MERGE = appending("B", "b"), merging()
@@ -208,9 +209,9 @@ def test_equal_calls_at_one_time_share_a_failure_and_the_next_one_tries_again():
 
 def test_whoever_waits_takes_over_from_one_that_is_cancelled():
     async def scenario():
-        backend, cache = Echo(delay_s=0.02), Cache()
+        backend, cache = Echo(delay_s=0.5), Cache()
         tasks = [asyncio.create_task(going("Ask", Ask, cache=cache, backends={"small": backend})) for _ in range(3)]
-        await asyncio.sleep(0.005)
+        await until(lambda: backend.asked)
         tasks[0].cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[0], asyncio.CancelledError)
@@ -222,9 +223,9 @@ def test_whoever_waits_takes_over_from_one_that_is_cancelled():
 
 def test_one_that_stops_waiting_does_not_stop_the_others():
     async def scenario():
-        backend, cache = Echo(delay_s=0.02), Cache()
+        backend, cache = Echo(delay_s=0.5), Cache()
         tasks = [asyncio.create_task(going("Ask", Ask, cache=cache, backends={"small": backend})) for _ in range(3)]
-        await asyncio.sleep(0.005)
+        await until(lambda: backend.asked)
         tasks[1].cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[1], asyncio.CancelledError)

@@ -27,6 +27,7 @@ from tests.canvas.toy_operators import (
     runs,
     step,
     text_in,
+    until,
 )
 
 A, B, C = appending("A", "a"), appending("B", "b"), appending("C", "c")
@@ -310,8 +311,7 @@ def test_cancelling_a_run_leaves_no_task_behind():
         backend = Echo(delay_s=60.0)
         options = {"backends": {"small": backend}, "max_concurrent": 2}
         task = asyncio.create_task(going("[Ask, Ask, [Ask, A -> Ask]] -> Ask", Ask, A, **options))
-        await asyncio.sleep(0.01)
-        assert backend.in_flight == 2
+        await until(lambda: backend.in_flight == 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

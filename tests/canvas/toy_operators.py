@@ -96,6 +96,12 @@ def merging(name: str = "Merge") -> type[Operator]:
     return operator(name, (Field("candidates", "texts"),), text_in("answer"), work, role="combiner")
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Let other tasks go on until it holds."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 @dataclass
 class Echo:
     """Answers with its name, the seed and what it was asked; counts, and keeps, every request."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+from waiting_world import TOGETHER
 
 from flowjax.envs import sokoban
 from flowjax.envs.base import EnvDied
@@ -25,7 +26,7 @@ def counter(start: int) -> Task:
 def run(episode: Callable[[EnvPool], Awaitable[None]], *, workers: int = 1, step_timeout_s: float = 5.0) -> EnvPool:
     async def main() -> EnvPool:
         async with EnvPool(workers=workers, step_timeout_s=step_timeout_s) as pool:
-            await asyncio.wait_for(episode(pool), 60)
+            await asyncio.wait_for(episode(pool), 240)
             return pool
 
     return asyncio.run(main())
@@ -85,7 +86,7 @@ def test_what_hangs_or_crashes_costs_its_own_episode(last_action: str, status: s
                 await env.step("1")
             going.set()
             steps = [await env.step("2") for _ in range(300)]
-            await asyncio.sleep(1.5)  # idle while its worker dies
+            await asyncio.sleep(3.0)  # idle while its worker dies
             steps.append(await env.step("2"))
             assert [step.reward for step in steps] == [start + 5 + 2 * n for n in range(1, 302)]
 
@@ -102,7 +103,7 @@ def test_what_hangs_or_crashes_costs_its_own_episode(last_action: str, status: s
                 await env.step("1")
         await asyncio.gather(*siblings)
 
-    counts = run(episode, step_timeout_s=1.0).counts
+    counts = run(episode, step_timeout_s=2.0).counts
     assert (counts.timeouts, counts.crashes) == ((1, 0) if status == "timeout" else (0, 1))
     assert counts.replays == 6
 
@@ -117,7 +118,7 @@ def test_two_hanging_episodes_on_one_worker_cost_one_worker_each():
     async def episode(pool: EnvPool) -> None:
         await asyncio.gather(hang(pool), hang(pool))
 
-    assert run(episode, step_timeout_s=0.5).counts.timeouts == 2
+    assert run(episode, step_timeout_s=2.0).counts.timeouts == 2
 
 
 def test_an_exception_in_a_world_costs_no_worker():
@@ -181,7 +182,7 @@ def test_a_cancelled_step_leaves_the_pool_in_order():
         async with pool.session(UNRULY, {}) as env:
             assert (await env.reset(counter(7), 0)).text == "7"
 
-    assert run(episode, step_timeout_s=0.5).counts.timeouts == 1
+    assert run(episode, step_timeout_s=2.0).counts.timeouts == 1
 
 
 def test_workers_go_when_their_parent_is_killed():
@@ -204,14 +205,14 @@ def test_workers_go_when_their_parent_is_killed():
         time.sleep(0.3)
         assert alive(worker)
         parent.kill()
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 120
     while alive(worker) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not alive(worker)
 
 
 def test_steps_of_a_world_that_waits_wait_side_by_side():
-    """Thirty episodes of half a second a step on one worker, each longer than a step may take elsewhere."""
+    """Each step waits for those of all episodes, and takes longer than a step may elsewhere."""
 
     async def one(pool: EnvPool, start: int) -> None:
         async with pool.session("waiting_world", {}) as env:
@@ -226,9 +227,7 @@ def test_steps_of_a_world_that_waits_wait_side_by_side():
     async def episode(pool: EnvPool) -> None:
         async with pool.session(UNRULY, {}) as env:  # so that the worker has started
             await env.reset(counter(0), 0)
-        started_s = time.monotonic()
-        await asyncio.gather(*(one(pool, start) for start in range(30)))
-        assert time.monotonic() - started_s < 5.0  # one after the other they would take 30 s
+        await asyncio.gather(*(one(pool, start) for start in range(TOGETHER)))
 
-    counts = run(episode, step_timeout_s=0.4).counts
+    counts = run(episode, step_timeout_s=0.8).counts
     assert (counts.timeouts, counts.crashes) == (0, 0)

@@ -1,5 +1,6 @@
-"""The counter of `unruly_world` as a world whose steps wait: adding takes as many tenths of a second."""
+"""The counter of `unruly_world` with steps that wait: adding takes a second, and until `TOGETHER` add at once."""
 
+import threading
 import time
 
 from unruly_world import OUTCOMES, Counter
@@ -9,12 +10,15 @@ from flowjax.envs.base import Step
 __all__ = ["OUTCOMES", "STEPS_WAIT", "make"]
 
 STEPS_WAIT = True
+TOGETHER = 30
+_MEETING = threading.Barrier(TOGETHER)
 
 
 class SlowCounter(Counter):
     def step(self, action: str) -> Step:
         if action.isdigit():
-            time.sleep(int(action) / 10)
+            _MEETING.wait(60)
+            time.sleep(1)
         return super().step(action)
 
 
