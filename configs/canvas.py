@@ -26,7 +26,15 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.env.module = "flowjax.envs.canvas"
     config.env.max_turns = 20
     config.env.options = ConfigDict(
-        {"turns": 20, "path": "", "step_s": 8.0, "max_calls": 0, "max_tokens": 0, "hints": False, "lenient": False}
+        {
+            "turns": 20,
+            "path": "",
+            "step_s": 8.0,
+            "max_calls": 100,
+            "max_tokens": 200_000,
+            "hints": False,
+            "lenient": False,
+        }
     )
     config.reward.components = ConfigDict({"canvas": {"weight": 1.0}, "invalid_actions": 0.05, "turn_penalty": 0.01})
     config.credit.name = "grpo"
@@ -90,6 +98,8 @@ def _qwen3_8b(config: ConfigDict) -> None:
     executor = {"kind": "openai", "base_url": f"http://127.0.0.1:{config.engine.port}/v1", "model": "base"}
     config.env.options.backends = ConfigDict({"executor": executor})
     config.env.options.step_s = 550.0
+    config.env.options.max_seconds = 3000.0
+    config.env.options.max_tokens = 2_000_000
     config.env.context = "append"
     config.env.step_timeout_s = 600.0
     config.env.workers = 4

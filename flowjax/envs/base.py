@@ -18,6 +18,9 @@ Context = Literal["window", "append"]  # each turn a prompt of its own, or one c
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 
 
+RUN_VARIABLE = "FLOWJAX_RUN"  # environment variable that names the run's folder to processes that hold environments
+
+
 class WorldError(ValueError):
     """A world, or an option of one, that cannot be used; the message names it and the remedy."""
 

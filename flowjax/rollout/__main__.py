@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from flowjax.broker import DataflowError, connect
 from flowjax.config import ConfigError, load_run
-from flowjax.envs.base import WorldError
+from flowjax.envs.base import RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import ModelError
 from flowjax.monitor.endpoint import MetricsEndpoint
@@ -48,6 +48,7 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     urls, dataflow_url = _endpoints(config, run_dir)
+    os.environ[RUN_VARIABLE] = str(run_dir)  # environments live in processes of their own
     worker = f"{socket.gethostname()}-{os.getpid()}"
     async with (
         bases_of_run(config, run_dir, urls) as bases,

@@ -1,17 +1,15 @@
 """Options of the canvas world: keyword arguments of `make` and `tasks`."""
 
-import functools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from flowjax.canvas.backends.base import Backend
-from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
 from flowjax.canvas.budget import Budget
 from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, load_operators
 from flowjax.envs.base import WorldError
+from flowjax.envs.canvas.executors import open_executors, price_list
 from flowjax.envs.canvas.exercises import KINDS
 from flowjax.envs.options import build_options
 
@@ -35,10 +33,14 @@ class Options:
     retry_new_tokens: int = 4096  # of a second try where the first reply was cut; 0 is none
     executor_seed: int = 0
     step_s: float = 8.0  # longest run after one edit; keep it under config.env.step_timeout_s
-    max_calls: int = 0  # requests to backends in an episode; 0 is no limit
-    max_tokens: int = 0  # of those requests and their answers
+    max_nodes: int = 64  # of a workflow; here and below 0 is no limit
+    max_steps: int = 200  # operators that one run may reach, loops unrolled and cached ones too
+    max_calls: int = 100  # requests to backends in an episode
+    max_tokens: int = 200_000  # of those requests and their answers
+    max_seconds: float = 600.0  # of all runs of an episode
     max_cost: float = 0.0  # in the currency of the backends' price lists
     output_characters: int = 300  # shown of each output
+    observation_characters: int = 20_000  # shown in all, the problem and the workflow too
     min_operators: int = 0  # finish is refused with fewer
     require_structure: bool = False  # finish is refused without a parallel, a conditional or a loop
     require_checker: bool = False  # finish is refused without a solver and a checker
@@ -54,10 +56,17 @@ class Options:
             raise WorldError(f"env.options kinds={unknown[0]!r}: use some of {', '.join(KINDS)}")
         if not self.kinds:
             raise WorldError(f"env.options kinds is empty: use some of {', '.join(KINDS)}")
-        for name, least in (("turns", 1), ("max_new_tokens", 1), ("output_characters", 1), ("step_s", 1e-3)):
+        for name, least in (
+            ("turns", 1),
+            ("max_new_tokens", 1),
+            ("output_characters", 1),
+            ("observation_characters", 4000),
+            ("step_s", 1e-3),
+        ):
             if not getattr(self, name) >= least:
                 raise WorldError(f"env.options {name}={getattr(self, name)!r}: give at least {least}")
-        for name in ("max_calls", "max_tokens", "max_cost", "min_operators", "temperature", "retry_new_tokens"):
+        limits = ("max_nodes", "max_steps", "max_calls", "max_tokens", "max_seconds", "max_cost")
+        for name in (*limits, "min_operators", "temperature", "retry_new_tokens"):
             if not getattr(self, name) >= 0:
                 raise WorldError(f"env.options {name}={getattr(self, name)!r}: give a number from 0 on")
         if self.default_backend and self.default_backend not in self.backends:
@@ -70,8 +79,9 @@ class Options:
 
     @property
     def budget(self) -> Budget:
-        """Of an episode, apart from time."""
-        return Budget(self.max_calls or None, self.max_tokens or None, None, self.max_cost or None)
+        """Of an episode."""
+        spent = (self.max_calls or None, self.max_tokens or None, self.max_seconds or None, self.max_cost or None)
+        return Budget(*spent, self.max_steps or None)
 
     def on_offer(self) -> dict[str, type[Operator]]:
         """The operators that a workflow may have, by name."""
@@ -87,15 +97,11 @@ class Options:
 
     def open_backends(self) -> Mapping[str, Backend]:
         """The backends, shared by all environments of this process."""
-        return _backends(json.dumps({name: dict(given) for name, given in self.backends.items()}, sort_keys=True))
+        return open_executors(self.backends)
 
-
-@functools.lru_cache(maxsize=8)
-def _backends(config: str) -> Mapping[str, Backend]:
-    try:
-        return backends_from_config(json.loads(config))
-    except BackendConfigError as error:
-        raise WorldError(f"env.options {error}") from error
+    def executors(self) -> str:
+        """Names and prices of the backends for the policy, "" where there is one."""
+        return price_list(self.backends, self.first_backend)
 
 
 def read_options(options: Mapping[str, Any]) -> Options:

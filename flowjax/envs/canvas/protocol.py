@@ -17,6 +17,10 @@ TEMPLATES = (
 WORKFLOW, RESULT = "\n\n## Workflow\n", "\n\n## Result\n"
 EMPTY = "(empty)"
 _OPERATORS, _PROBLEM = "## Operators (what they need and write)\n", "\n\n## Problem ("
+_EXECUTORS = "\n\n## Executors (Operator@name asks that one; cost per million tokens)\n"
+_WORKFLOW_SHARE = 0.25  # of an observation that is too long: a workflow with longer instructions is shown without them
+_STEPS_ROOM = 600  # characters that are left to the steps of a run at least
+_CUT = " ... (cut)"
 _LONG_WORDS = 3  # of an answer that reads like a sentence
 
 
@@ -45,8 +49,10 @@ def observe(
     left: Sequence[str],
     hint: str,
     limit: int,
+    most: int,
+    executors: str = "",
 ) -> str:
-    """The text of an observation.
+    """The text of an observation, of at most `most` characters.
 
     Args:
         operators: those on offer, a line each.
@@ -55,10 +61,11 @@ def observe(
         usage: of the whole episode.
         left: what is left of the budget, in words.
         limit: characters shown of each output.
+        most: characters shown in all: steps are left out first, then instructions, then of the problem.
+        executors: who answers operators, a line each with its price; "" where there is one.
     """
-    parts = [_OPERATORS, operators, _PROBLEM, problem.kind, ")\n", *_problem(problem)]
-    parts += [WORKFLOW, show(workflow, ids=True) or EMPTY, RESULT]
-    lines = []
+    operators, limit = _cut(operators, most // 3), min(limit, most // 8)
+    lines, steps = [], []
     if refused:
         lines.append(f"Refused: {_line(refused, 600)} Nothing was changed.")
     if run is None:
@@ -66,17 +73,30 @@ def observe(
     else:
         status = f"failed in {failed_step}" if run.status == "error" and failed_step else run.status
         lines += [f"Run: {status}", f"Check: {_check(run)}"]
+        if run.status == "budget":
+            lines.append(f"Limit: {_line(run.error, limit)}.")
         lines.append(f"Answer: {_line(run.answer, limit) or 'none'}")
-        lines += [_step(node_run, limit) for node_run in run.trace]
-    lines.append(
-        f"Spent: {usage.calls} calls, {usage.prompt_tokens + usage.sampled_tokens} tokens, {usage.cost:g} cost"
-    )
+        steps = [_step(node_run, limit) for node_run in run.trace]
+    spent = [f"Spent: {usage.calls} calls, {usage.prompt_tokens + usage.sampled_tokens} tokens, {usage.cost:g} cost"]
     if left:
-        lines.append(f"Budget left: {', '.join(left)}")
-    lines.append(f"Turns left: {turns_left}")
+        spent.append(f"Budget left: {', '.join(left)}")
+    spent.append(f"Turns left: {turns_left}")
     if hint:
-        lines.append(f"Hint: {hint}")
-    return "".join([*parts, "\n".join(lines)])
+        spent.append(f"Hint: {hint}")
+    told = f"{_EXECUTORS}{executors}" if executors else ""
+    beginning = f"{_OPERATORS}{operators}{told}{_PROBLEM}{problem.kind})\n"
+    question, shown = "".join(_problem(problem)), show(workflow, ids=True) or EMPTY
+    fixed = len(beginning) + len(WORKFLOW) + len(RESULT) + sum(len(line) + 1 for line in (*lines, *spent))
+    room = most - fixed - len(question) - len(shown)
+    if room < sum(len(step) + 1 for step in steps) and len(shown) > _WORKFLOW_SHARE * most:
+        room += len(shown)
+        shown = _cut(show(workflow, ids=True, instructions=False), int(_WORKFLOW_SHARE * most))
+        room -= len(shown)
+    if room < _STEPS_ROOM:
+        kept = max(0, len(question) + room - _STEPS_ROOM)
+        question, room = _cut(question, kept), _STEPS_ROOM
+    result = "\n".join([*lines, *_fitting(steps, room, most), *spent])
+    return f"{beginning}{question}{WORKFLOW}{shown}{RESULT}{result}"
 
 
 def read(text: str) -> Shown:
@@ -109,6 +129,27 @@ def _problem(problem: Problem) -> list[str]:
     if problem.public_tests:
         parts.append("\n\nPublic tests:\n" + "\n".join(problem.public_tests))
     return parts
+
+
+def _fitting(steps: Sequence[str], room: int, most: int) -> list[str]:
+    """The first and the last steps, as many as there is room for."""
+    if sum(len(step) + 1 for step in steps) <= room:
+        return list(steps)
+    left_out = f"- {{}} of {len(steps)} steps are not shown: an observation has at most {most} characters."
+    room -= len(left_out) + len(str(len(steps))) + 1
+    first, last = 0, len(steps)
+    while first < last:
+        from_end = first > len(steps) - last
+        step = steps[last - 1] if from_end else steps[first]
+        room -= len(step) + 1
+        if room < 0:
+            break
+        first, last = (first, last - 1) if from_end else (first + 1, last)
+    return [*steps[:first], left_out.format(last - first), *steps[last:]]
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: max(0, most - len(_CUT))] + _CUT
 
 
 def _check(run: Run) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import functools
 import threading
 from collections.abc import Coroutine
@@ -12,7 +13,6 @@ import numpy as np
 from flowjax.canvas import actions, repair
 from flowjax.canvas.actions import Action, Finish, Unreadable
 from flowjax.canvas.backends.base import BackendUnavailable
-from flowjax.canvas.budget import Budget
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.edits import EditError
 from flowjax.canvas.graph import Call, Workflow
@@ -37,7 +37,6 @@ OUTCOMES = (
     "distinct_siblings", "branching", "nesting", "checks", "formats", "canvas_checker", "canvas_format",
     "canvas_operator", "canvas_control", "executor_calls", "executor_tokens", "executor_cost", "executor_seconds",
 )  # fmt: skip
-_SHORTEST_RUN_S = 0.001
 _GRACE_S = 1.0  # for what a run does after its deadline
 _STALLED_SHARE = 0.5  # of `step_s`: a request that alone waits longer has met an outage, not a long workflow
 _Result = TypeVar("_Result")
@@ -137,6 +136,9 @@ class Canvas:
             return str(error)
         if edited == self._workflow:
             return "That changes nothing."
+        nodes, before, most = _size(edited), _size(self._workflow), self._options.max_nodes
+        if most and nodes > max(most, before):
+            return f"The workflow would have {nodes} nodes; {most} is the most."
         self._workflow = edited
         self._run = run = _await(self._execute(edited, problem), self._options.step_s + _GRACE_S)
         if run.status == "executor_error" or run.unanswered_s > self._options.step_s * _STALLED_SHARE:
@@ -152,7 +154,8 @@ class Canvas:
 
     def _execute(self, workflow: Workflow, problem: Problem) -> Coroutine[Any, Any, Run]:
         options = self._options
-        left = options.budget.left(self._usage, 0.0)
+        left = options.budget.left(self._usage, self._seconds)
+        longest_s = options.step_s if left.seconds is None else min(options.step_s, left.seconds)
         return run_workflow(
             workflow,
             problem,
@@ -160,7 +163,7 @@ class Canvas:
             backends=self._backends,
             default_backend=options.first_backend,
             cache=self._cache,
-            budget=Budget(left.calls, left.tokens, options.step_s, left.cost),
+            budget=dataclasses.replace(left, seconds=longest_s),
             seed=options.executor_seed,
             temperature=options.temperature,
             max_new_tokens=options.max_new_tokens,
@@ -182,7 +185,8 @@ class Canvas:
         return ""
 
     def _observe(self) -> Observation:
-        left = self._options.budget.left(self._usage, 0.0)
+        left = self._options.budget.left(self._usage, self._seconds)
+        # Seconds are left out: an observation depends on the actions alone, also when an episode is replayed.
         budget = [(left.calls, "calls"), (left.tokens, "tokens"), (left.cost, "cost")]
         text = observe(
             self._described,
@@ -196,6 +200,8 @@ class Canvas:
             left=[f"{amount:g} {name}" for amount, name in budget if amount is not None],
             hint=self._hint,
             limit=self._options.output_characters,
+            most=self._options.observation_characters,
+            executors=self._options.executors(),
         )
         key = state_key("canvas", self.problem.text, show(self._workflow, ids=True), self._finished)
         return Observation(text, TEMPLATES, key)
@@ -221,6 +227,10 @@ class Canvas:
             "executor_cost": usage.cost,
             "executor_seconds": self._seconds,
         }
+
+
+def _size(workflow: Workflow) -> int:
+    return sum(1 for _ in workflow.nodes())
 
 
 def longest_step_s(**options: Any) -> float:
