@@ -30,7 +30,7 @@ class Evaluations:
         ledger: Ledger,
         metrics: MetricsWriter,
         tasks: grain.MapDataset[Task],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._config, self._configs = config, policy_configs(config)
         self._ledger, self._metrics, self._tasks, self._clock = ledger, metrics, tasks, clock

@@ -1,5 +1,7 @@
 """What to play next and what to train on next: leases, evaluation and batches over the ledger."""
 
+import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +26,7 @@ from flowjax.dataflow.selection import select
 from flowjax.dataflow.transcripts import write_transcripts
 from flowjax.dataflow.workers import ANYTHING, Can
 from flowjax.models.config import vocabulary_sizes
-from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.record_checks import Bounds, Leased
 from flowjax.records import Episode, Group, Lease, Task
 from flowjax.rewards.scores import required_outcomes, trajectory_scores
@@ -53,7 +55,7 @@ class Flow:
         *,
         train_tasks: grain.MapDataset[Task],
         held_out_tasks: grain.MapDataset[Task],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._config, self._run_dir, self._clock = config, run_dir, clock
         self._configs = policy_configs(config)
@@ -78,6 +80,7 @@ class Flow:
         self.bounds = Bounds.of_run(config, vocabulary_sizes(config))
         self.serving = dict.fromkeys(self._configs, -1)  # newest versions that the engine serves; -1 before version 0
         self.committed = dict.fromkeys(self._configs, -1) | self._ledger.commits()  # newest ones, by the trainers
+        self._found = {policy: self.newest_checkpoint(policy) for policy in self._configs}
         self._admission = Admission(
             config, self._ledger, self._algorithms, train_tasks, serving=self.serving, committed=self.committed
         )
@@ -95,10 +98,13 @@ class Flow:
         return set(self._config.agents.values()) - set(self._configs)
 
     def newest_version(self, policy: str) -> int:
-        """The newest version that there can be: each takes a batch. Where the ledger is new, checkpoints tell."""
+        """The newest version that there can be: each takes a batch. Where the ledger is new, or older than the
+        checkpoints that this process found when it started, those tell."""
         made = max(self._ledger.batches(policy), self.committed[policy], *self._config.eval.versions, 0)
-        if made:
-            return made
+        return max(made, self._found[policy] if made else self.newest_checkpoint(policy))
+
+    def newest_checkpoint(self, policy: str) -> int:
+        """The newest version in the run's folder, 0 where there is none."""
         folder = self._run_dir / "checkpoints" / policy
         return max((int(step.name) for step in folder.glob("[0-9]*") if step.name.isdecimal()), default=0)
 
@@ -222,6 +228,7 @@ class Flow:
             step=step + 1,
             policy=policy,
             groups=len(groups),
+            tasks=self._ledger.count_groups(),  # how far the order of tasks is: see `_behind_lost`
             episodes=sum(len(group.trajectories) for group in groups),
             ages=self._trained_ages[policy],
             sources=dict(Counter(group.task.source for group in groups if group.task.source)),
@@ -259,9 +266,21 @@ class Flow:
 
     def claim(self, trainer: str, versions: Mapping[str, int], after: int) -> tuple[bool, int]:
         """Make `trainer` the one of these policies, from these versions on: see `Ledger.claim`."""
-        claimed, epoch = self._ledger.claim(trainer, versions, after)
+        lost = {policy: version - self._ledger.batches(policy) for policy, version in versions.items()}
+        position = self._behind_lost(lost) if max(lost.values()) > 0 else 0
+        claimed, epoch = self._ledger.claim(trainer, versions, after, position=position)
         self.committed.update(self._ledger.commits())
         return claimed, epoch
+
+    def _behind_lost(self, lost: Mapping[str, int]) -> int:
+        """A position in the order of tasks behind all that these many batches can have taken: behind what the log says
+        of the newest batch, and as much again as may have been open beside it."""
+        known = max(
+            (line.get("tasks", 0) for line in read_metrics(self._run_dir) if line["kind"] == "batch"), default=0
+        )
+        configs = [(self._configs[policy], max(n, 0) + 1) for policy, n in lost.items()]
+        most = max((n + own.dataflow.max_staleness) * own.trainer.groups_per_step for own, n in configs)
+        return max(known, self._ledger.count_groups()) + most
 
     def fence(self, policies: Collection[str], epoch: int) -> None:
         """Let only the trainer that claimed these policies last go on.
@@ -277,6 +296,18 @@ class Flow:
                 if epoch > newest:  # of a copy of the ledger that was ahead
                     problem = f"epoch {epoch} was never given, {policy} is in epoch {newest}"
                 raise Superseded(f"{problem}. A policy has one trainer: end this one, or start it anew")
+
+    def flush_checkpoint(self, policy: str, version: int) -> None:
+        """Have a checkpoint on the disk, not only in memory that a power cut loses. Touches no state: it may run in a
+        thread. What is not there is left out: a version of one's own may be kept elsewhere."""
+        folder = self._run_dir / "checkpoints" / policy
+        for path in [*(folder / str(version)).rglob("*"), folder / str(version), folder]:
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def commit(self, policy: str, version: int) -> None:
         """The policy's trainer has committed a checkpoint of `version`."""

@@ -90,7 +90,7 @@ class DataflowService:
             case "batch":
                 return await self._batch(message, hold_s)
             case "committed":
-                return self._committed(message)
+                return await self._committed(message)
         raise WireError(f"there is no message {name!r}: send one of {', '.join(NAMES)}")
 
     async def _lease(self, message: Any, hold_s: float) -> Answer:
@@ -176,6 +176,7 @@ class DataflowService:
         trainer, versions, after = messages.claim_of(message)
         for policy, version in versions.items():
             _, newest = self._policy({"policy": policy})
+            newest = max(newest, self._flow.newest_checkpoint(policy))  # the ledger may be an older copy
             messages.version_of({"version": version}, "version", oldest=0, newest=newest)
         claimed, epoch = self._flow.claim(trainer, versions, after)
         self._notify()
@@ -211,10 +212,14 @@ class DataflowService:
         except StepError as error:
             raise WireError(str(error)) from error
 
-    def _committed(self, message: Any) -> Answer:
+    async def _committed(self, message: Any) -> Answer:
         policy, newest = self._policy(message)
         version = messages.version_of(message, "version", oldest=0, newest=newest)
-        self._flow.fence([policy], messages.epoch_of(message))
+        epoch = messages.epoch_of(message)
+        self._flow.fence([policy], epoch)
+        # Before it counts: with the commit, batches are forgotten that only earlier checkpoints need.
+        await asyncio.to_thread(self._flow.flush_checkpoint, policy, version)
+        self._flow.fence([policy], epoch)
         self._flow.commit(policy, version)
         self._notify()
         return {}
