@@ -8,6 +8,8 @@ from flowjax.config import ConfigError, default_config
 def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that edits a workflow of operators, which runs after each edit; the answer of its last run counts.
 
+    Needs bubblewrap (apt-get install bubblewrap): workflows run programs.
+
     nano          2 CPU cores, 5 min   python -m flowjax.launch --config=configs/canvas.py:nano
                   (beside other load; about as long again for the base model, which is made once)
                   the executor is simulated: docs/worlds/canvas.md. Held-out correct 0.34 -> 0.66 [0.62, 0.70], mean

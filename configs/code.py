@@ -8,6 +8,8 @@ from flowjax.config import ConfigError, default_config
 def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that writes one Python program per problem, judged in a sandbox by tests that it does not see.
 
+    Needs bubblewrap (apt-get install bubblewrap).
+
     nano       2 CPU cores   python -m flowjax.launch --config=configs/code.py:nano
                generated problems of one or two steps, programs of up to 26 words
                held-out success of greedy play 0.508 -> 0.984 (README)

@@ -83,5 +83,5 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
     config.trainer.row_tokens = 16384
-    config.trainer.micro_batch_rows = 2
+    config.trainer.micro_batch_rows = 4
     config.optimizer.learning_rate = 2e-5

@@ -25,6 +25,10 @@ class WorldError(ValueError):
     """A world, or an option of one, that cannot be used; the message names it and the remedy."""
 
 
+class NotReady(WorldError):
+    """What a world needs is not on this machine: its files, a package or a program. The message says how to get it."""
+
+
 class EnvDied(RuntimeError):
     """The environment of an episode is gone; `status` is what the episode's trajectory gets."""
 

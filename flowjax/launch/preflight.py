@@ -42,8 +42,9 @@ def examine(config: ConfigDict, run_dir: Path, devices: Devices, *, resume: bool
     here += [*check_accelerators(config, devices), *check_unused(run_dir)]
     if not here:
         problems += _engine_problems(config, run_dir)
-    found, plan = _finish_probe(probe)
+    found, lacking, plan = _finish_probe(probe)
     problems += [text for text in found if text not in problems]
+    here += lacking
     here += check_folder(run_dir, 0 if problems else disk_bytes(config, plan))
     return Findings(problems, here, plan)
 
@@ -92,7 +93,7 @@ def _start_probe(config: ConfigDict, devices: Devices, checkpoints: Path | None)
     return process
 
 
-def _finish_probe(process: subprocess.Popen[str]) -> tuple[list[str], dict[str, Any]]:
+def _finish_probe(process: subprocess.Popen[str]) -> tuple[list[str], list[str], dict[str, Any]]:
     errors = f"no answer within {_PROBE_TIMEOUT_S:.0f} s"
     try:
         output, errors = process.communicate(timeout=_PROBE_TIMEOUT_S)
@@ -101,5 +102,5 @@ def _finish_probe(process: subprocess.Popen[str]) -> tuple[list[str], dict[str, 
         process.kill()
         process.wait()
         reason = "\n    ".join(errors.strip().splitlines()[-5:])
-        return [f"the modules that the config names could not be examined: {reason}"], {}
-    return answer["problems"], answer["plan"]
+        return [f"the modules that the config names could not be examined: {reason}"], [], {}
+    return answer["problems"], answer["here"], answer["plan"]

@@ -1,7 +1,8 @@
 """What can be refused, and planned, only with JAX and the run's own modules at hand: names, mesh, memory, checkpoints.
 
 Runs in a process of its own, `python -m flowjax.launch.probe`, so that the supervisor stays small and starts at once.
-Reads {"config", "devices", "checkpoints"} as JSON, writes {"problems", "plan"}.
+Reads {"config", "devices", "checkpoints"} as JSON, writes {"problems", "here", "plan"}: what no machine can run, what
+this one lacks, and sizes.
 """
 
 import ast
@@ -10,66 +11,59 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from flowjax.config import base_configs, default_config, policies_on, policy_configs, task_options
+from flowjax.envs.base import Constrained, NotReady, load_world
 from flowjax.launch.checks import in_base
-
-# Shapes of models whose folder may be on another machine, as in their config.json.
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
-_SHAPE_FIELDS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "tie_word_embeddings",
-)
-KNOWN_MODELS = {
-    name: {**_QWEN3, **dict(zip(_SHAPE_FIELDS, shape, strict=True))}
-    for name, shape in {
-        "Qwen3-0.6B": (1024, 28, 16, 3072, True),
-        "Qwen3-1.7B": (2048, 28, 16, 6144, True),
-        "Qwen3-4B": (2560, 36, 32, 9728, True),
-        "Qwen3-8B": (4096, 36, 32, 12288, False),
-        "Qwen3-14B": (5120, 40, 40, 17408, False),
-        "Qwen3-32B": (5120, 64, 64, 25600, False),
-    }.items()
-}
 
 
 def inspect_run(config: ConfigDict, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
-    """Problems, and the sizes that a plan shows. `checkpoints` is the folder that a resumed run goes on from."""
-    problems = [
-        text for check in (_world, _workflow, _data_algorithms, _learning, _rules) for text in _messages(check, config)
-    ]
+    """Problems, what is not ready on this machine, and the sizes that a plan shows.
+
+    `checkpoints` is the folder that a resumed run goes on from.
+    """
     plan: dict[str, Any] = {}
-    problems += _messages(_mesh, config, device_count, plan)
-    problems += _messages(_bases, config, device_count, plan)
+    here: list[str] = []
+    problems = [
+        text
+        for check in (_world, _data, _workflow, _data_algorithms, _learning, _rules)
+        for text in _messages(check, config, here=here)
+    ]
+    problems += _messages(_mesh, config, device_count, plan, here=here)
+    problems += _messages(_bases, config, device_count, plan, here=here)
     if checkpoints is not None:
-        problems += _messages(_newest_checkpoint, checkpoints)
-    # A world that cannot be imported stops more than one check; rooms below name fields without the leading "config.".
-    named = [f"config.{text}" if text.startswith("env.") else text for text in problems]
-    return {"problems": list(dict.fromkeys(named)), "plan": plan}
+        problems += _messages(_newest_checkpoint, checkpoints, here=here)
+    return {"problems": _named(problems), "here": _named(here), "plan": plan}
 
 
-def _messages(check: Callable[..., Iterator[str]], *args: Any) -> list[str]:
-    """The problems that a check yields or raises; every room's own error is a ValueError with a message for users."""
+def _named(problems: Sequence[str]) -> list[str]:
+    """Each once: a world that cannot be imported stops several checks. Rooms below name fields without "config."."""
+    return list(dict.fromkeys(f"config.{text}" if text.startswith("env.") else text for text in problems))
+
+
+def _messages(check: Callable[..., Iterator[str]], *args: Any, here: list[str] | None = None) -> list[str]:
+    """The problems that a check yields or raises; every room's own error is a ValueError with a message for users.
+
+    What is only missing on this machine goes to `here`; without a list to take it, it ends the check around this one.
+    """
     found: list[str] = []
     try:
         found.extend(check(*args))
+    except NotReady as error:
+        if here is None:
+            raise
+        here.append(str(error))
     except ValueError as error:
         found.append(str(error))
     return found
 
 
 def _world(config: ConfigDict) -> Iterator[str]:
-    from flowjax.dataflow.task_sources import train_tasks
-    from flowjax.envs.base import Constrained, load_world
-
     world = load_world(config.env.module)
     longest_step_s = getattr(world, "longest_step_s", None)  # of worlds whose steps have a limit of their own
     for source in config.env.sources or ("",):
@@ -86,8 +80,6 @@ def _world(config: ConfigDict) -> Iterator[str]:
                 f"{config.env.module} may take {longest_step_s(**options)} s: raise step_timeout_s, or lower the "
                 "world's limits"
             )
-    if config.env.sources:
-        train_tasks(config)
     if config.rollout.structured_outputs and not isinstance(world, Constrained):
         yield (
             f"config.rollout.structured_outputs is True, but {config.env.module} has no structured_outputs(): "
@@ -98,6 +90,17 @@ def _world(config: ConfigDict) -> Iterator[str]:
             "config.rollout.structured_outputs is True, but config.env.prompt is 'compact': the words of nano models "
             "carry no spaces, so that no grammar with spaces can be kept to; set one of them back"
         )
+
+
+def _data(config: ConfigDict) -> Iterator[str]:
+    """The files that tasks come from."""
+    from flowjax.dataflow.task_sources import held_out_tasks, train_tasks
+
+    if not config.eval.versions:
+        train_tasks(config)
+    if config.eval.tasks:
+        held_out_tasks(config)
+    yield from ()
 
 
 def _data_algorithms(config: ConfigDict) -> Iterator[str]:
@@ -118,7 +121,6 @@ def _learning(config: ConfigDict) -> Iterator[str]:
 
 
 def _reward(config: ConfigDict) -> Iterator[str]:
-    from flowjax.envs.base import load_world
     from flowjax.rewards.scores import check_reward
 
     if config.reward.components:
@@ -299,20 +301,19 @@ def _trained(config: ConfigDict, mesh: Mapping[str, int], plan: dict[str, Any]) 
 
 
 def _model(config: ConfigDict) -> Any:
-    """The decoder's shape: from its folder, the nano recipe, or the table of known names; None when it is not known."""
-    from flowjax.models.config import parse_config, read_config
+    """The decoder's shape: from its folder, the nano recipe, or the known shapes; None where it is not known."""
+    from flowjax.models.config import known_shape, read_config
 
     folder = Path(config.model.path)
     if (folder / "config.json").exists():
         return read_config(folder)
     if config.model.nano is not None:
-        from flowjax.envs.base import load_world
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
         from flowjax.workflows.imitation import base_words
 
         words = len(base_words(config, load_world(config.env.module)))
         return nano_config(words + len(SPECIAL_TOKENS), **config.model.nano.to_dict())
-    return parse_config(KNOWN_MODELS[folder.name]) if folder.name in KNOWN_MODELS else None
+    return known_shape(folder.name)
 
 
 def _newest_checkpoint(directory: Path) -> Iterator[str]:

@@ -74,6 +74,54 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Shapes of models that may not be downloaded yet, as their config.json gives them: a plan needs no weights.
+_SHAPE = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+_SHAPES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen3": {
+        "Qwen3-0.6B": (1024, 28, 16, 8, 3072, 151936, True),
+        "Qwen3-1.7B": (2048, 28, 16, 8, 6144, 151936, True),
+        "Qwen3-4B": (2560, 36, 32, 8, 9728, 151936, True),
+        "Qwen3-8B": (4096, 36, 32, 8, 12288, 151936, False),
+        "Qwen3-14B": (5120, 40, 40, 8, 17408, 151936, False),
+        "Qwen3-32B": (5120, 64, 64, 8, 25600, 151936, False),
+    },
+    "qwen2": {
+        "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True),
+        "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+        "Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, True),
+        "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False),
+        "Qwen2.5-14B": (5120, 48, 40, 8, 13824, 152064, False),
+        "Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False),
+    },
+    "llama": {
+        "Llama-3.2-1B": (2048, 16, 32, 8, 8192, 128256, True),
+        "Llama-3.2-3B": (3072, 28, 24, 8, 8192, 128256, True),
+        "Llama-3.1-8B": (4096, 32, 32, 8, 14336, 128256, False),
+    },
+}
+_HEAD_DIM = {"qwen3": 128}  # of others, hidden size over heads
+_VARIANTS = ("-Instruct", "-Base")  # trained further, of the same shape
+
+
+def known_shape(name: str) -> ModelConfig | None:
+    """The model of that name, of a folder or on the Hugging Face hub; None where its shape is not built in."""
+    for ending in _VARIANTS:
+        name = name.removesuffix(ending)
+    for kind, shapes in _SHAPES.items():
+        if name in shapes:
+            fields = dict(zip(_SHAPE, shapes[name], strict=True))
+            return parse_config({"model_type": kind, "head_dim": _HEAD_DIM.get(kind), **fields}, source=name)
+    return None
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     """The model that `<folder>/config.json` describes.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowjax.envs.alfworld.generate import TASK_TYPES
 from flowjax.envs.alfworld.packages import DATA_VARIABLE
-from flowjax.envs.base import Split, WorldError
+from flowjax.envs.base import NotReady, Split, WorldError
 from flowjax.envs.options import build_options
 
 GENERATED = "generated"
@@ -57,7 +57,7 @@ class Options:
         """The folder whose train, valid_seen and valid_unseen hold the games; None where they are generated.
 
         Raises:
-            WorldError: it is named but does not hold them.
+            NotReady: it is named but does not hold them.
         """
         named = os.environ.get(DATA_VARIABLE) if self.path is None else self.path
         if not named or named == GENERATED:
@@ -67,7 +67,7 @@ class Options:
         for root in (folder / FOLDER, folder):
             if any((root / split).is_dir() for split in ("train", "valid_seen", "valid_unseen")):
                 return root
-        raise WorldError(
+        raise NotReady(
             f"{source} is {named}, which holds no {FOLDER} with train, valid_seen and valid_unseen: {GET_DATA}"
         )
 

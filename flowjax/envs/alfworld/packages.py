@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from flowjax.envs.base import WorldError
+from flowjax.envs.base import NotReady
 
 DATA_VARIABLE = "ALFWORLD_DATA"
 
@@ -22,7 +22,7 @@ def package(name: str) -> ModuleType:
     alfworld sets ALFWORLD_DATA, and makes a folder for it, when it is imported; here both stay as the user has them.
 
     Raises:
-        WorldError: it is not installed.
+        NotReady: it is not installed.
     """
     named = os.environ.get(DATA_VARIABLE)
     if named is None:
@@ -30,7 +30,7 @@ def package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise WorldError(
+        raise NotReady(
             f'ALFWorld needs packages that are not installed ({error}): pip install -e ".[alfworld]"'
         ) from error
     finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.canvas.values import Problem, ProblemKind
-from flowjax.envs.base import WorldError
+from flowjax.envs.base import NotReady, WorldError
 from flowjax.envs.canvas.published_tests import called, hidden_tests, statements
 from flowjax.grading.code import Suite
 from flowjax.grading.math import last_boxed
@@ -228,9 +228,8 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     except (OSError, ValueError) as error:
         if isinstance(error, WorldError):
             raise
-        raise WorldError(
-            f"{path} cannot be read as JSON lines ({error}): give a file with one object a line"
-        ) from error
+        kind = NotReady if isinstance(error, FileNotFoundError) else WorldError
+        raise kind(f"{path} cannot be read as JSON lines ({error}): give a file with one object a line") from error
 
 
 def _plain_name(source: str) -> str:

@@ -21,7 +21,7 @@ from flowjax.canvas.operators.registry import describe
 from flowjax.canvas.run import run as run_workflow
 from flowjax.canvas.text import show
 from flowjax.canvas.values import Problem, Run, Usage
-from flowjax.envs.base import EnvDied, Observation, Step
+from flowjax.envs.base import EnvDied, NotReady, Observation, Step
 from flowjax.envs.canvas import experts
 from flowjax.envs.canvas.grading import RememberingSandbox, scored
 from flowjax.envs.canvas.options import Options, read_options
@@ -29,6 +29,7 @@ from flowjax.envs.canvas.protocol import TEMPLATES, observe
 from flowjax.envs.canvas.published import hint, structure_parts
 from flowjax.envs.canvas.sources import load
 from flowjax.envs.canvas.structure import Structure, measure
+from flowjax.grading.sandbox import IsolationError, require_isolation
 from flowjax.records import Task, state_key
 
 STEPS_WAIT = True  # for executors: environments of one process step side by side
@@ -264,8 +265,18 @@ def _await(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
 
 
 def make(**options: Any) -> Canvas:
-    """An environment; see `Options`."""
-    return Canvas(read_options(options))
+    """An environment; see `Options`.
+
+    Raises:
+        WorldError: an option is wrong.
+        NotReady: this machine cannot isolate the programs that workflows run.
+    """
+    chosen = read_options(options)
+    try:
+        require_isolation(allow_none=chosen.allow_no_isolation)
+    except IsolationError as error:
+        raise NotReady(f"{error} with env.options allow_no_isolation=True") from error
+    return Canvas(chosen)
 
 
 def expert(env: Canvas) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowjax.envs.base import WorldError
+from flowjax.envs.base import NotReady, WorldError
 from flowjax.grading.code import Call, Check, Lines, Suite
 from flowjax.grading.code_asserts import calls_of, from_assert, from_check, parse_quietly
 from flowjax.records import state_key
@@ -207,7 +207,8 @@ def open_problems(path: str) -> ProblemFile:
     """The problems at `path`.
 
     Raises:
-        WorldError: there is no such file, or it is not JSONL.
+        NotReady: there is no such file.
+        WorldError: it is not JSONL.
     """
     offsets, position = [], 0
     try:
@@ -219,7 +220,8 @@ def open_problems(path: str) -> ProblemFile:
         found = ProblemFile(path, tuple(offsets))
         found.fields(offsets[0])
     except (OSError, ValueError, IndexError) as error:
-        raise WorldError(
+        kind = NotReady if isinstance(error, FileNotFoundError) else WorldError
+        raise kind(
             f"env.options path={path!r} holds no problems ({type(error).__name__}: {error}): give a JSONL file in one "
             f"of the formats {FORMATS}. docs/worlds/code.md says where to get them; python -m data.code.build makes "
             "small ones"

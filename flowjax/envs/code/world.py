@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import Observation, Step, WorldError
+from flowjax.envs.base import NotReady, Observation, Step, WorldError
 from flowjax.envs.code.generated import OPERATIONS, Recipe, draw
 from flowjax.envs.code.generated import problem as generated_problem
 from flowjax.envs.code.options import Options, read_options
@@ -96,7 +96,8 @@ def make(**options: Any) -> Code:
     """Options: see `Options`.
 
     Raises:
-        WorldError: an option is wrong, the file has no problems, or this machine cannot isolate programs.
+        WorldError: an option is wrong, or the file has no problems.
+        NotReady: there is no such file, or this machine cannot isolate programs.
     """
     chosen = read_options(options)
     for path in filter(None, (chosen.path, chosen.held_out_path)):
@@ -104,7 +105,7 @@ def make(**options: Any) -> Code:
     try:
         require_isolation(allow_none=chosen.allow_no_isolation)
     except IsolationError as error:
-        raise WorldError(f"{error} with env.options allow_no_isolation=True") from error
+        raise NotReady(f"{error} with env.options allow_no_isolation=True") from error
     return Code(chosen)
 
 

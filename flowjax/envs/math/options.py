@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from flowjax.envs.base import WorldError
+from flowjax.envs.base import NotReady, WorldError
 from flowjax.envs.math.generated import Arithmetic
 from flowjax.envs.options import build_options
 
@@ -35,7 +35,7 @@ class Options(Arithmetic):
                 f"env.options calculator={self.calculator}: give the most calculations of an episode, 0 for none"
             )
         if (self.path or self.answer == "anywhere") and importlib.util.find_spec("math_verify") is None:
-            raise WorldError('answers that are formulas need math-verify: pip install -e ".[math]"')
+            raise NotReady('answers that are formulas need math-verify: pip install -e ".[math]"')
 
 
 def read_options(options: Mapping[str, Any]) -> Options:

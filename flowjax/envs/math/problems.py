@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowjax.envs.base import Split, WorldError
+from flowjax.envs.base import NotReady, Split, WorldError
 from flowjax.grading.math import last_boxed
 from flowjax.records import state_key
 
@@ -87,10 +87,11 @@ def read(path: Path) -> list[Problem]:
     """All problems of a file.
 
     Raises:
+        NotReady: there is no such file, or the package that reads it is not installed.
         WorldError: see `load`; or a row has fields of no known format.
     """
     if path.suffix not in SUFFIXES or not path.is_file():
-        raise WorldError(
+        raise NotReady(
             f"env.options path={str(path)!r} is no {', '.join(SUFFIXES)} file: download GSM8K, MATH, DeepScaleR, DAPO "
             "or AIME from Hugging Face, or make a small file with python -m data.math.build --out=FOLDER"
         )
@@ -121,7 +122,7 @@ def _rows(path: Path) -> Iterable[Any]:
             return rows if isinstance(rows, list) else [rows]
         return [json.loads(line) for line in text.split("\n") if line.strip()]
     except ImportError as error:
-        raise WorldError(f'{path} needs pyarrow to be read: pip install -e ".[math]"') from error
+        raise NotReady(f'{path} needs pyarrow to be read: pip install -e ".[math]"') from error
     except (OSError, ValueError) as error:
         raise WorldError(f"{path} cannot be read ({error}): download it again") from error
 

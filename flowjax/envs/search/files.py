@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import Split, WorldError
+from flowjax.envs.base import NotReady, Split, WorldError
 from flowjax.envs.search.corpus import Document, Question
 
 CORPUS = "corpus.jsonl"
@@ -34,7 +34,7 @@ class Corpus(Sequence[Document]):
     def __init__(self, path: str | Path):
         path = Path(path)
         if not path.is_file() or not path.stat().st_size:
-            raise WorldError(f"the corpus {path} is missing or empty: {HOW_TO_GET}")
+            raise NotReady(f"the corpus {path} is missing or empty: {HOW_TO_GET}")
         self._path = path
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -124,7 +124,7 @@ def _read_split(folder: Path, split: Split) -> list[Question]:
         if path.is_file():
             break
     else:
-        raise WorldError(f"{folder} holds neither {name}.parquet nor {name}.jsonl: {HOW_TO_GET}")
+        raise NotReady(f"{folder} holds neither {name}.parquet nor {name}.jsonl: {HOW_TO_GET}")
     questions = []
     for number, row in enumerate(_rows(path), 1):
         try:
@@ -142,7 +142,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         try:
             from pyarrow import parquet
         except ImportError as error:
-            raise WorldError(f'{path} needs pyarrow: pip install -e ".[search]", or convert it to JSONL') from error
+            raise NotReady(f'{path} needs pyarrow: pip install -e ".[search]", or convert it to JSONL') from error
         wanted = ("question", "golden_answers", "answer", "aug_answer", "reward_model", "metadata")
         table = parquet.ParquetFile(path)
         names = [name for name in wanted if name in table.schema_arrow.names]

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from jaxtyping import Float, Int
 
-from flowjax.envs.base import WorldError
+from flowjax.envs.base import NotReady, WorldError
 
 Scored = list[tuple[int, float]]  # rows and their scores, best first
 Encoder = Callable[[Sequence[str], Literal["query", "passage"]], Float[np.ndarray, "texts width"]]
@@ -167,7 +167,7 @@ def import_bm25s() -> tuple[Any, frozenset[str], Any]:
             from bm25s.stopwords import STOPWORDS_EN
         import Stemmer
     except ImportError as error:
-        raise WorldError(f'BM25 needs bm25s and PyStemmer ({error}): pip install -e ".[search]"') from error
+        raise NotReady(f'BM25 needs bm25s and PyStemmer ({error}): pip install -e ".[search]"') from error
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     return bm25s, frozenset(STOPWORDS_EN), Stemmer.Stemmer("english")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowjax.envs.base import Observation, Split, Step, WorldError
+from flowjax.envs.base import NotReady, Observation, Split, Step
 from flowjax.envs.options import check_split
 from flowjax.envs.search.client import Retriever
 from flowjax.envs.search.corpus import Document, Question, Questions, encyclopedia
@@ -169,7 +169,7 @@ def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Tas
         questions = Questions(book, split, data_seed, read.hop_counts)
         return grain.MapDataset.source(_TaskSource(questions, None, f"search-{read.documents}-{read.corpus_seed}"))
     if not read.servers and not (Path(read.path) / CORPUS).is_file():
-        raise WorldError(f"env.options path={read.path!r} holds no {CORPUS}: {HOW_TO_GET}, or name a retriever")
+        raise NotReady(f"env.options path={read.path!r} holds no {CORPUS}: {HOW_TO_GET}, or name a retriever")
     questions = read_questions(read.path, split)
     order = np.random.default_rng([data_seed, split == "held_out"]).permutation(len(questions))
     return grain.MapDataset.source(_TaskSource(questions, order, f"search-{split}"))

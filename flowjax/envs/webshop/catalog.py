@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from flowjax.envs.base import WorldError
+from flowjax.envs.base import NotReady, WorldError
 from flowjax.envs.webshop.bm25 import Index
 from flowjax.envs.webshop.generate import generate
 
@@ -98,7 +98,7 @@ def _read(folder: Path, products: int, human: bool) -> dict[str, Any]:
     found = {name: _file(folder, name, products) for name in names}
     missing = [f"{name}.json" for name, file in found.items() if file is None]
     if missing:
-        raise WorldError(f"env.options path={str(folder)!r} lacks {', '.join(missing)}: {HOW_TO_GET}")
+        raise NotReady(f"env.options path={str(folder)!r} lacks {', '.join(missing)}: {HOW_TO_GET}")
     read: dict[str, Any] = {}
     for name, file in found.items():
         try:

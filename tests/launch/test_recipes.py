@@ -1,0 +1,102 @@
+"""Every recipe and variant can be planned on a machine that has neither its model nor its data."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flowjax.config import ConfigError
+from flowjax.grading.sandbox import isolation
+from flowjax.launch.__main__ import read_request
+from flowjax.launch.checks import check_config, on_each_base
+from flowjax.launch.command_line import load_recipe
+from flowjax.launch.machine import check_model
+from flowjax.launch.plan import render_plan
+from flowjax.launch.preflight import Findings
+from flowjax.launch.probe import inspect_run
+from flowjax.launch.roles import choose_ports, run_roles
+
+ROOT = Path(__file__).parents[2]
+
+
+def variants() -> list[str]:
+    """`configs/math.py:nano` and all others, as each recipe lists its own."""
+    found = []
+    for recipe in sorted((ROOT / "configs").glob("*.py")):
+        with pytest.raises(ConfigError) as refused:
+            load_recipe(f"{recipe}:no such variant")
+        listed = re.search(r"use one of (.+)$", str(refused.value))
+        assert listed, f"{recipe} does not list its variants"
+        found += [f"configs/{recipe.name}:{name}" for name in listed[1].split(", ")]
+    return found
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder without models and data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_every_recipe_can_be_planned_without_model_and_data(variant: str, elsewhere: Path):
+    request = read_request([f"--config={ROOT / variant}", "--dry_run"])
+    config, devices = request.config, request.devices
+    assert check_config(config) == []
+    answer = inspect_run(config, devices.trainer_count, None)
+    assert answer["problems"] == []
+    found = Findings([], [*on_each_base(config, check_model), *answer["here"]], answer["plan"])
+    ports = choose_ports(config)
+    roles = run_roles(config, request.run_dir, ports, devices)
+    console = Console(width=200, record=True, file=(elsewhere / "screen").open("w"))
+    console.print(render_plan(config, request.run_dir, roles, ports, devices, found))
+    plan = console.export_text()
+    assert "cannot run" not in plan and "parameters" in plan and "trainer memory per device" in plan
+    if config.model.nano is None:
+        assert "which does not exist" in plan
+        assert (len(devices.trainer), len(devices.engine)) == (4, 4), "its docstring promises eight"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", variants())
+def test_every_recipe_can_be_planned_by_the_command(variant: str, elsewhere: Path):
+    command = [sys.executable, "-m", "flowjax.launch", f"--config={ROOT / variant}", "--dry_run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def without_bubblewrap(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
+    """No program is found by name."""
+    (elsewhere / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(elsewhere / "bin"))
+    isolation.cache_clear()
+    yield
+    isolation.cache_clear()
+
+
+@pytest.mark.parametrize("variant", ["configs/canvas.py:nano", "configs/code.py:nano"])
+def test_a_machine_without_bubblewrap_is_not_ready(variant: str, without_bubblewrap: None):
+    config = load_recipe(str(ROOT / variant))
+    answer = inspect_run(config, 1, None)
+    assert answer["problems"] == []
+    (message,) = answer["here"]
+    assert "bubblewrap is not installed" in message and "apt-get install bubblewrap" in message
+    config.env.options.allow_no_isolation = True
+    assert inspect_run(config, 1, None)["here"] == []
+
+
+@pytest.mark.slow
+def test_a_machine_without_bubblewrap_is_told_before_anything_starts(without_bubblewrap: None, elsewhere: Path):
+    command = [sys.executable, "-m", "flowjax.launch", f"--config={ROOT}/configs/canvas.py:nano"]
+    planned = subprocess.run([*command, "--dry_run"], capture_output=True, text=True, timeout=120, check=False)
+    assert planned.returncode == 0, planned.stderr
+    plan = " ".join(planned.stdout.split())
+    assert re.search("not ready on this machine .*apt-get install bubblewrap", plan)
+    started = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert started.returncode == 2 and "apt-get install bubblewrap" in started.stderr
+    assert not (elsewhere / "runs").exists()
