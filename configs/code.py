@@ -25,6 +25,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.env.workers = 2
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "grpo"
+    config.env.step_timeout_s = 245.0  # a program that waited for a processor too long is judged a second time
+    config.dataflow.lease_s = 300.0
     recipes[arg](config)
     return config
 
@@ -58,10 +60,17 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.name = "code-qwen3-8b"
     config.model.path = "models/Qwen3-8B"
     config.env.options = ConfigDict(
-        {"path": "data/deepcoder.jsonl", "held_out_path": "data/lcb_v5.jsonl", "wall_s": 60.0, "case_s": 6.0}
+        {
+            "path": "data/deepcoder.jsonl",
+            "held_out_path": "data/lcb_v5.jsonl",
+            "cpu_s": 60.0,
+            "case_cpu_s": 6.0,
+            "wall_guard_s": 300.0,
+        }
     )
     config.env.workers = 16
-    config.env.step_timeout_s = 90.0
+    config.env.step_timeout_s = 605.0
+    config.dataflow.lease_s = 660.0
     config.rollout.episode_timeout_s = 1800.0
     config.policy.lora.rank = 64
     config.policy.lora.alpha = 64.0

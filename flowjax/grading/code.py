@@ -1,8 +1,9 @@
 """Whether a program is right: its results, compared outside the sandbox with what was expected.
 
-The tested program gets inputs and gives back data (or text); expected results never enter the sandbox, so there is
-nothing there to read, patch or print that would make a wrong program right. Tests that are code run in a second box,
-which reaches the program only by sending it arguments, and whose verdicts carry a token that the program never sees.
+The tested program gets one input at a time and gives back data (or text); expected results never enter its sandbox, so
+there is nothing there to read, patch or print that would make a wrong program right. Tests that are code run in a
+second box, which reaches the program's objects through `sandbox_objects` and whose verdicts carry a token that the
+program never sees.
 """
 
 import functools
@@ -11,20 +12,23 @@ import marshal
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from flowjax.grading import sandbox_runner
+from flowjax.grading import sandbox_objects, sandbox_runner
 from flowjax.grading.code_asserts import Call, Check, parse_quietly
-from flowjax.grading.sandbox import Box, Isolation, Limits, Result, require_isolation, run
+from flowjax.grading.sandbox import STARTS, Box, Isolation, Limits, StarvedError, require_isolation
 
 __all__ = ["JUDGE_LIMITS", "Call", "Check", "Lines", "Suite", "Verdict", "judge", "matches", "same_text"]
 
-JUDGE_LIMITS = Limits(wall_s=8.0, cpu_s=8.0, processes=8)
+JUDGE_LIMITS = Limits(cpu_s=8.0, idle_s=5.0, wall_guard_s=120.0, processes=8)
+CASE_CPU_S = 3.0
+TALK_BYTES = 64 << 20  # longest message between tests and program
 NOT_RUN = "not reached"
+_FILES = re.compile(r"\b(?:open|os|shutil|tempfile|pathlib|Path|zipfile|tarfile|glob|sqlite3|csv|chdir|cwd)\b")
 _NUMBER = re.compile(r"[+-]?\d{1,1000}(\.\d{0,1000})?(e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE)
 
 
@@ -74,31 +78,32 @@ def judge(
     suite: Suite,
     limits: Limits = JUDGE_LIMITS,
     *,
-    case_s: float = 3.0,
+    case_cpu_s: float = CASE_CPU_S,
     isolation: Isolation | None = None,
     allow_none: bool = False,
     packages: Sequence[str] = (),
 ) -> Verdict:
-    """Run `program` on every case. `case_s` bounds one case, `limits.wall_s` all of them together.
+    """Run `program` on every case, in their order among those of a kind.
+
+    `case_cpu_s` bounds one case: so long on a processor, or so long asleep. `limits` bound all cases of a kind
+    together. How busy the machine is has no say in a verdict.
 
     Raises:
         IsolationError: there is no isolation, and neither `isolation` nor `allow_none` accepts that.
+        StarvedError: the machine had no processor for the program until `limits.wall_guard_s`, `STARTS` times.
     """
     where = isolation or require_isolation(allow_none=allow_none)
     started_s = time.monotonic()
-    answers: dict[int, str] = {}  # case -> "" where it passed, else a remark
-    source = complete(program, suite)
+    session = _Session(complete(program, suite), suite, limits, case_cpu_s, where, packages)
+    remarks = [NOT_RUN] * len(suite.cases)  # "" where a case passed
     for kind, judged in ((Call, _calls), (Lines, _scripts), (Check, _checks)):
         numbers = [number for number, case in enumerate(suite.cases) if isinstance(case, kind)]
-        left_s = limits.wall_s - (time.monotonic() - started_s)
-        if numbers and left_s > 0:
+        if numbers:
             cases: list[Any] = [suite.cases[number] for number in numbers]
-            session = _Session(source, suite, replace(limits, wall_s=left_s), case_s, where, packages)
-            remarks = judged(session, cases)
-            answers |= dict(zip(numbers, remarks, strict=True))
-    remarks = tuple(answers.get(number, NOT_RUN) for number in range(len(suite.cases)))
+            for number, remark in zip(numbers, session.patiently(judged, cases), strict=True):
+                remarks[number] = remark
     passed = tuple(not remark for remark in remarks)
-    return Verdict(passed, remarks, time.monotonic() - started_s, where.name)
+    return Verdict(passed, tuple(remarks), time.monotonic() - started_s, where.name)
 
 
 def complete(program: str, suite: Suite) -> str:
@@ -116,38 +121,67 @@ class _Session:
     program: str
     suite: Suite
     limits: Limits
-    case_s: float
+    case_cpu_s: float
     isolation: Isolation
     packages: Sequence[str]
 
+    def patiently(self, judged: Any, cases: list[Any]) -> list[str]:
+        """The remarks of `judged`, which is begun anew where the machine was too busy.
+
+        Raises:
+            StarvedError: it was so every time.
+        """
+        for _ in range(STARTS - 1):
+            try:
+                return judged(self, cases)
+            except StarvedError:
+                continue
+        return judged(self, cases)
+
+    def box(self, source: str, output_bytes: int) -> Box:
+        limits = replace(self.limits, output_bytes=output_bytes)
+        return Box(source, limits, self.isolation, packages=self.packages)
+
     def job(self, mode: str, **more: Any) -> bytes:
-        fields = {"mode": mode, "program": self.program, "entry": self.suite.entry, "case_s": self.case_s, **more}
-        data = marshal.dumps(fields, 2)
+        fields = {"mode": mode, "program": self.program, "entry": self.suite.entry, "case_cpu_s": self.case_cpu_s}
+        data = marshal.dumps({**fields, **more}, 2)
         return len(data).to_bytes(8, "little") + data
 
-    def answers(self, mode: str, room_bytes: int, **more: Any) -> tuple[dict[int, list[Any]], str]:
-        """The runner's answers by case, and what is to be said of a case that has none."""
-        limits = replace(self.limits, output_bytes=self.limits.output_bytes + room_bytes)
-        job = self.job(mode, output_bytes=limits.output_bytes, **more)
-        result = run(_runner(), job, limits, isolation=self.isolation, packages=self.packages)
-        found: dict[int, list[Any]] = {}
-        remark = _ending(result)
-        for line in result.stdout.split(b"\n"):
-            answer = _read(line)
-            if answer and answer[0] == "load" and len(answer) == 2:
-                remark = str(answer[1])
-            elif len(answer) >= 3 and type(answer[0]) is int:
-                found.setdefault(answer[0], answer)
-        return found, remark
+    def ask_all(self, mode: str, room_bytes: int, inputs: Sequence[Any]) -> list[tuple[str, Any]]:
+        """The program's answer to each input: "ok" and a result, or "error" and a remark.
+
+        An input is sent when the answer to the one before is in. So the program cannot tell, in its answer to a public
+        test, what a hidden one will ask.
+        """
+        output_bytes = self.limits.output_bytes + room_bytes
+        answers: list[tuple[str, Any]] = []
+        with self.box(_runner(), output_bytes) as box:
+            box.send(self.job(mode, output_bytes=output_bytes))
+            for number, value in enumerate(inputs):
+                data = marshal.dumps(value, 2)
+                box.send(b"%d\n" % len(data) + data)
+                answer = _answer_to(box, number)
+                answers.append(answer or ("error", _ending(box)))
+                if answer is None or answer[0] == "load":
+                    break
+        return answers + [("error", answers[-1][1])] * (len(inputs) - len(answers))
+
+
+def _answer_to(box: Box, number: int) -> tuple[str, Any] | None:
+    while (line := box.read_line()) is not None:
+        answer = _read(line)
+        if answer[:1] == ["load"] and len(answer) == 2 and number == 0:
+            return "load", answer[1]
+        if len(answer) >= 3 and type(answer[0]) is int and answer[0] == number:
+            return str(answer[1]), answer[2]
+    return None
 
 
 def _calls(session: _Session, cases: Sequence[Call]) -> list[str]:
     arguments = [sandbox_runner.encode(case.arguments) for case in cases]
     room_bytes = 4 * sum(len(repr(case.expected)) for case in cases)
-    found, missing = session.answers("calls", room_bytes, arguments=arguments)
     remarks = []
-    for number, case in enumerate(cases):
-        _, kind, value, *_ = found.get(number, (number, "error", missing))
+    for case, (kind, value) in zip(cases, session.ask_all("calls", room_bytes, arguments), strict=True):
         if kind != "ok":
             remarks.append(_short(str(value)) or "failed")
         else:
@@ -157,10 +191,9 @@ def _calls(session: _Session, cases: Sequence[Call]) -> list[str]:
 
 def _scripts(session: _Session, cases: Sequence[Lines]) -> list[str]:
     room_bytes = 4 * sum(len(case.output) for case in cases)
-    found, missing = session.answers("scripts", room_bytes, inputs=[case.input for case in cases])
     remarks = []
-    for number, case in enumerate(cases):
-        _, kind, value, *_ = found.get(number, (number, "error", missing))
+    answers = session.ask_all("scripts", room_bytes, [case.input for case in cases])
+    for case, (kind, value) in zip(cases, answers, strict=True):
         if kind != "ok":
             remarks.append(_short(str(value)) or "failed")
         elif isinstance(value, str) and same_text(value, case.output):
@@ -174,28 +207,38 @@ def _checks(session: _Session, cases: Sequence[Check]) -> list[str]:
     """Two boxes, one with the tests and one with the program; this process carries messages between them."""
     token = secrets.token_hex(16)
     sources = [case.source for case in cases]
-    tests = session.job("check", sources=sources, setup=session.suite.setup, token=token, program="")
+    talk = {"objects": _objects(), "files": any(_FILES.search(text) for text in (session.suite.setup, *sources))}
     found: dict[int, str] = {}
-    start: Callable[[], Box] = functools.partial(
-        Box, _runner(), session.limits, session.isolation, packages=session.packages
-    )
-    with start() as tester, start() as tested:
-        tester.send(tests)
-        tested.send(session.job("serve"))
+    with session.box(_runner(), TALK_BYTES) as tester, session.box(_runner(), TALK_BYTES) as tested:
+        tested.send(session.job("serve", **talk))
+        line = tested.read_line()
+        loaded = _read(line) if line is not None else []
+        if loaded[:1] != ["names"]:
+            return [str(loaded[1]) if loaded[:1] == ["load"] and len(loaded) == 2 else _ending(tested)] * len(cases)
+        names = [name for name in loaded[1:] if isinstance(name, str)]
+        tests = {"sources": sources, "setup": session.suite.setup, "token": token, "names": names}
+        tester.send(session.job("check", program="", **talk, **tests))
+        ended = ""
         while (line := tester.read_line()) is not None:
-            message = _read(line)
-            if message[:2] == ["verdict", token] and len(message) == 5:
-                found[message[2]] = "" if message[3] is True else str(message[4]) or "failed"
-            elif message[:1] == ["call"]:
-                tested.send(json.dumps(message[1:]).encode() + b"\n")
-                reply = tested.read_line()
-                answer = _read(reply) if reply is not None else []
-                if answer[:1] == ["load"]:
-                    return [str(answer[-1])] * len(cases)
-                if len(answer) != 3:
-                    answer = ["answer", "error", "the program ended before it answered"]
-                tester.send(json.dumps(answer).encode() + b"\n")
-    return [found.get(number, NOT_RUN) for number in range(len(cases))]
+            if line.startswith(b"peer "):
+                reply = None
+                if not ended:
+                    tested.send(line[5:] + b"\n")
+                    reply = _reply(tested)
+                    ended = "" if reply is not None else _ending(tested)
+                tester.send((reply or b'["gone"]') + b"\n")
+            elif (message := _read(line))[:2] == ["verdict", token] and len(message) == 5:
+                found[message[2]] = ended or ("" if message[3] is True else str(message[4]) or "failed")
+        missing = _ending(tester)
+    return [_short(found.get(number, missing)) for number in range(len(cases))]
+
+
+def _reply(box: Box) -> bytes | None:
+    """The next message of the program's side; whatever else it writes is none."""
+    while (line := box.read_line()) is not None:
+        if line.startswith(b"peer "):
+            return line[5:]
+    return None
 
 
 def _read(line: bytes) -> list[Any]:
@@ -207,14 +250,28 @@ def _read(line: bytes) -> list[Any]:
     return message if isinstance(message, list) else []
 
 
-def _ending(result: Result) -> str:
+def _ending(box: Box) -> str:
+    """Why a box answers no more.
+
+    Raises:
+        StarvedError: that is not known, as the machine had no processor for it.
+    """
+    if box.status == "starved":
+        raise StarvedError(
+            "a program waited for a processor until wall_guard_s: judge fewer at a time, or raise the guard"
+        )
     reasons = {"timeout": "took too long", "output": "printed too much", "killed": "was killed (memory or time)"}
-    return reasons.get(result.status, "the program ended before it answered")
+    return reasons.get(box.status or "", "the program ended before it answered")
 
 
 @functools.cache
 def _runner() -> str:
     return Path(sandbox_runner.__file__).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _objects() -> str:
+    return Path(sandbox_objects.__file__).read_text(encoding="utf-8")
 
 
 def matches(case: Call, answer: Any) -> bool:

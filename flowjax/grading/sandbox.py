@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from flowjax.grading.sandbox_commands import (
+    WATCH_S,
     Interpreter,
     Limits,
     bubblewrap_command,
@@ -29,18 +30,34 @@ from flowjax.grading.sandbox_commands import (
     own_uid,
 )
 from flowjax.grading.sandbox_seccomp import seccomp_filter
+from flowjax.grading.sandbox_usage import ProcessTree, Usage
 
-__all__ = ["Box", "Isolation", "IsolationError", "Limits", "Result", "isolation", "require_isolation", "run"]
+__all__ = [
+    "Box",
+    "Isolation",
+    "IsolationError",
+    "Limits",
+    "Result",
+    "StarvedError",
+    "isolation",
+    "require_isolation",
+    "run",
+]
 
-Status = Literal["ok", "error", "killed", "timeout", "output"]
+Status = Literal["ok", "error", "killed", "timeout", "output", "starved"]
 BUBBLEWRAP, RLIMITS_ONLY = "bubblewrap", "rlimits only"
 _CHUNK_BYTES = 1 << 16
 _PROBE = "print('ready')"
 _DRAIN_S = 0.5  # for what a program wrote just before its end
+STARTS = 2  # of a program that the machine had no processor for, before that is an error
 
 
 class IsolationError(ValueError):
     """This machine cannot isolate untrusted programs, and nobody allowed them to run without."""
+
+
+class StarvedError(RuntimeError):
+    """The machine was too busy to give a program the processor time that is due to it: nothing is known about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +72,9 @@ class Isolation:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a program ended. `error`: an exit code other than 0; `killed`: a signal; `output`: it wrote too much.
+    """How a program ended. `error`: an exit code other than 0; `killed`: a signal, or too much memory; `output`: it
+    wrote too much; `timeout`: it used up its processor time, or its time asleep. `starved` says nothing about the
+    program: the machine had no processor for it until the wall clock's guard (`run` raises instead).
 
     `stdout` and `stderr` are cut at the output limit. `cpu_s` includes the start of the sandbox and of Python.
     """
@@ -96,8 +115,8 @@ def isolation() -> Isolation:
 def _failure(candidate: Isolation) -> str | None:
     """Why a trial start did not succeed, None where it did."""
     try:
-        result = run(_PROBE, isolation=candidate, limits=Limits(wall_s=20.0))
-    except OSError as error:
+        result = run(_PROBE, isolation=candidate, limits=Limits(idle_s=20.0))
+    except (OSError, StarvedError) as error:
         return str(error)
     if result.stdout == b"ready\n":
         return None
@@ -136,17 +155,27 @@ def run(
 
     Raises:
         IsolationError: see `require_isolation`.
+        StarvedError: `STARTS` times in a row the machine had no processor for it.
     """
     where = isolation or require_isolation(allow_none=allow_none)
-    with Box(program, limits or Limits(), where, packages=packages) as box:
-        box.send(stdin.encode() if isinstance(stdin, str) else stdin)
-        return box.finish()
+    limits = limits or Limits()
+    for _ in range(STARTS):
+        with Box(program, limits, where, packages=packages) as box:
+            box.send(stdin.encode() if isinstance(stdin, str) else stdin)
+            result = box.finish()
+        if result.status != "starved":
+            return result
+    raise StarvedError(
+        f"a program waited for a processor for most of {limits.wall_guard_s:g} s (wall_guard_s), {STARTS} times: run "
+        "less beside it, or raise the guard"
+    )
 
 
 class Box:
     """A program that runs in the sandbox, and its streams. A context manager; leaving it kills whatever is left.
 
-    The wall clock starts with the program. Output is capped while it is read.
+    Output that nobody has taken is capped while it is read. What the program uses is watched while somebody waits for
+    it, from `WATCH_S` after each time that the waiting begins.
     """
 
     def __init__(self, program: str, limits: Limits, isolation: Isolation, *, packages: Sequence[str] = ()):
@@ -158,14 +187,16 @@ class Box:
         self._exit: tuple[int, float] | None = None  # status as waitpid has it, cpu seconds
         self._selector = selectors.DefaultSelector()
         self._started_s = time.monotonic()
-        self._deadline_s = self._started_s + limits.wall_s
+        self._drained_s = float("inf")  # when what an ended program wrote is given up
         try:
             self._process = self._start(program, packages)
         except OSError:
             self._remove_folder()
             raise
+        self._tree = ProcessTree(self._process.pid)
+        self._watch = _Watch(limits)
         self._output = {"stdout": bytearray(), "stderr": bytearray()}
-        self._taken = 0  # bytes of stdout that read_line has given out
+        self._searched = 0  # bytes of stdout that hold no end of a line
         self._streams: dict[str, IO[bytes]] = {}
         for name in ("stdin", "stdout", "stderr"):
             stream = getattr(self._process, name)
@@ -192,19 +223,28 @@ class Box:
                 self._selector.register(self._streams["stdin"], selectors.EVENT_WRITE, "stdin")
             self._pending += data
 
+    @property
+    def status(self) -> Status | None:
+        """The limit that it broke, None where it has broken none."""
+        return self._ending
+
     def read_line(self) -> bytes | None:
         """The next whole line of stdout, None where the program ends or breaks a limit first."""
         out = self._output["stdout"]
-        while (end := out.find(b"\n", self._taken)) < 0:
+        self._watch.begin()
+        while (end := out.find(b"\n", self._searched)) < 0:
+            self._searched = len(out)
             if "stdout" not in self._streams or not self._pump():
                 return None
-        line = bytes(out[self._taken : end])
-        self._taken = end + 1
+        line = bytes(out[:end])
+        del out[: end + 1]
+        self._searched = 0
         return line
 
     def finish(self) -> Result:
         """End the input and wait for the program's end."""
         self._input_ended = True
+        self._watch.begin()
         if not self._pending:
             self._close("stdin")
         while self._streams.keys() & {"stdout", "stderr"} and self._pump():
@@ -268,19 +308,20 @@ class Box:
         """Move some bytes. False where that was the last: the program has ended or broken a limit."""
         if self._ending is not None:
             return False
-        for key, _ in self._selector.select(max(0.0, min(self._deadline_s - time.monotonic(), 0.05))):
+        ready = self._selector.select(max(0.0, min(self._drained_s - time.monotonic(), WATCH_S)))
+        for key, _ in ready:
             if key.data == "stdin":
                 self._write()
             else:
                 self._read(key.data)
-        if self._ending is None and time.monotonic() > self._deadline_s:
-            if self._exit is None:
-                self._break("timeout")
+        if time.monotonic() > self._drained_s:
             return False
         if self._exit is None and self._reap():
             # Nothing can write any more in bubblewrap; without it, what the program left behind might hold the pipes.
             self._kill_group()
-            self._deadline_s = min(self._deadline_s, time.monotonic() + _DRAIN_S)
+            self._drained_s = time.monotonic() + _DRAIN_S
+        if self._exit is None and self._ending is None:
+            self._look(answered=bool(ready))
         return self._ending is None
 
     def _read(self, name: str) -> None:
@@ -310,6 +351,10 @@ class Box:
             with contextlib.suppress(OSError):
                 stream.close()
 
+    def _look(self, *, answered: bool) -> None:
+        if broken := self._watch.look(self._tree, answered=answered):
+            self._break(broken)
+
     def _break(self, status: Status) -> None:
         self._ending = status
         self._kill()
@@ -317,8 +362,7 @@ class Box:
     def _await_exit(self) -> None:
         pause_s = 0.0002
         while not self._reap() and self._ending is None:
-            if time.monotonic() > self._deadline_s:
-                self._break("timeout")
+            self._look(answered=False)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
         self._reap(block=True)
@@ -346,6 +390,50 @@ class Box:
     def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Watch:
+    """Which limit the processes of a box have broken, by what they have used while somebody waited for them.
+
+    The time between two answers is taken apart into time on a processor, waiting for one, and asleep. Sleep is only
+    counted where nothing has been answered and no process is awake: then all its waiting is known.
+    """
+
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._since_s = self._looked_s = time.monotonic()
+        self._before = Usage(0.0, 0.0, True, 0, ())
+        self._last = self._before
+        self._asleep_s = self._asleep_before_s = 0.0  # in this wait and all before; in those before
+        self._own_s = self._own_before_s = 0.0  # likewise, all time but that of waiting for a processor
+        self._wall_s = self._wall_before_s = 0.0
+
+    def begin(self) -> None:
+        """Somebody begins to wait."""
+        self._since_s = self._looked_s = time.monotonic()
+        self._before = self._last
+        self._asleep_before_s, self._own_before_s, self._wall_before_s = self._asleep_s, self._own_s, self._wall_s
+
+    def look(self, tree: ProcessTree, *, answered: bool) -> Status | None:
+        """The broken limit, None where there is none or the last look was a moment ago."""
+        now_s, limits = time.monotonic(), self._limits
+        if now_s - self._looked_s < WATCH_S:
+            return None
+        self._looked_s, self._last = now_s, tree.read()
+        usage, wall_s = self._last, now_s - self._since_s
+        waited_s = usage.waited_s - self._before.waited_s
+        self._wall_s = self._wall_before_s + wall_s
+        self._own_s = self._own_before_s + max(0.0, wall_s - waited_s)
+        if not usage.awake and not answered:
+            busy_s = usage.cpu_s - self._before.cpu_s + waited_s
+            self._asleep_s = self._asleep_before_s + max(0.0, wall_s - busy_s)
+        if usage.memory_bytes > limits.memory_bytes and usage.proportional_bytes() > limits.memory_bytes:
+            return "killed"
+        if usage.cpu_s > limits.cpu_s or self._asleep_s > limits.idle_s:
+            return "timeout"
+        if self._wall_s > limits.wall_guard_s:  # had it as much as is due to it, in whatever state?
+            return "timeout" if self._own_s > limits.cpu_s + limits.idle_s else "starved"
+        return None
 
 
 def _memory_file(stack: contextlib.ExitStack, data: bytes) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+WATCH_S = 0.05  # between two looks at what a program has used
 PROGRAM = "/box/program.py"  # where bubblewrap shows the program
 _SHARED_MEMORY_BYTES = 16 << 20
 OWN_UIDS = 1 << 30  # uids from here on are one per box, so that no box counts another's processes
@@ -41,11 +42,16 @@ exec(code, {"__name__": "__main__", "__file__": settings["program"], "__builtins
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use. Bytes and seconds; `memory_bytes` is per process, so all of them together may use
-    `processes` times as much for as long as the wall clock lets them."""
+    """What a program, all its processes together, may use. Bytes and seconds.
 
-    wall_s: float = 10.0
+    `cpu_s` is time on processors and `idle_s` time asleep: a program that uses them up was too slow, however busy the
+    machine. `wall_guard_s` only bounds what neither counts, a program that waits for a processor. `memory_bytes` bounds
+    each process at once (address space), and all of them (resident) within `WATCH_S`, or at once in a cgroup.
+    """
+
     cpu_s: float = 10.0
+    idle_s: float = 5.0
+    wall_guard_s: float = 60.0
     memory_bytes: int = 512 << 20
     processes: int = 8  # threads count
     file_bytes: int = 16 << 20  # one file
@@ -57,7 +63,7 @@ class Limits:
         """The limits that the kernel enforces, by their names in `resource`."""
         return {
             "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_CPU": max(1, round(self.cpu_s + 0.499)),
+            "RLIMIT_CPU": max(1, round(self.cpu_s + 0.499)) + 1,  # whole seconds: where nobody watches
             "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NOFILE": self.open_files,
             "RLIMIT_NPROC": self.processes,

@@ -12,6 +12,7 @@ import builtins
 import marshal
 import os
 import sys
+import time
 from _json import encode_basestring_ascii
 
 Module = type(sys)
@@ -99,22 +100,67 @@ def _json(value):
     return {None: "null", True: "true", False: "false"}[value] if value is None or type(value) is bool else repr(value)
 
 
-def _ring(number, frame):
-    raise _Late
+_read, _write, _open, _close = os.read, os.write, os.open, os.close  # before a test patches them
+
+
+def _waited_s(pid="self"):
+    """Seconds that a process's first thread has waited for a processor; 0 where the kernel does not count them."""
+    try:
+        fd = _open(f"/proc/{pid}/schedstat", os.O_RDONLY)
+        try:
+            return int(_read(fd, 100).split()[1]) / 1e9
+        finally:
+            _close(fd)
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _cpu_s(pid):
+    """Seconds that a process has been on processors."""
+    try:
+        fd = _open(f"/proc/{pid}/stat", os.O_RDONLY)
+        try:
+            fields = _read(fd, 2000).rpartition(b")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        finally:
+            _close(fd)
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 class _Clock:
-    """Raises `_Late` after a while, and again soon in case it was caught."""
+    """Raises `_Late` when a case has used up its processor time, or as much time asleep; and again, if it was caught.
 
-    def __init__(self, seconds):
-        self._seconds = seconds
+    Time in which this process waits for a processor counts as neither, nor does `paused_s`, time in which it waits for
+    another box. `child` is the process whose time is meant, None for this one.
+    """
+
+    def __init__(self, seconds, child=None):
+        self._seconds, self._child, self.paused_s = seconds, child, 0.0
 
     def __enter__(self):
-        signal.signal(signal.SIGALRM, _ring)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds, 0.2)
+        self._since_s, self._waited_s = time.monotonic(), 0.0 if self._child else _waited_s()
+        self._cpu_s = 0.0 if self._child else time.process_time()
+        signal.signal(signal.SIGPROF, self._ring)
+        signal.signal(signal.SIGALRM, self._look)
+        if self._child is None:
+            signal.setitimer(signal.ITIMER_PROF, self._seconds, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, min(0.1, self._seconds / 2), 0.1)
+        return self
 
     def __exit__(self, *exc):
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ring(self, number, frame):
+        raise _Late
+
+    def _look(self, number, frame):
+        used_s = _cpu_s(self._child) if self._child else time.process_time() - self._cpu_s
+        waited_s = _waited_s(self._child or "self") - self._waited_s
+        asleep_s = time.monotonic() - self._since_s - used_s - waited_s - self.paused_s
+        if (self._child and used_s > self._seconds) or asleep_s > self._seconds:
+            raise _Late
 
 
 class _Lines:
@@ -131,24 +177,36 @@ class _Lines:
         del self._unread[:end]
         return job
 
-    def read(self):
-        import json
-
+    def read_line(self):
+        """The next line, None where there is none."""
         while b"\n" not in self._unread:
             if not self._fill():
                 return None
         line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(bytes(line))
+        return bytes(line)
+
+    def read_value(self):
+        """The next line, which is a number of bytes, and then that many bytes of `marshal`; None at the end."""
+        line = self.read_line()
+        if line is None:
+            return None
+        size = int(line)
+        while len(self._unread) < size:
+            if not self._fill():
+                return None
+        data = bytes(self._unread[:size])
+        del self._unread[:size]
+        return marshal.loads(data)
 
     def _fill(self):
-        data = os.read(0, 1 << 16)
+        data = _read(0, 1 << 16)
         self._unread += data
         return len(data)
 
     def write(self, *message):
         data = memoryview(_json(list(message)).encode() + b"\n")
         while data:
-            data = data[os.write(self._out, data) :]
+            data = data[_write(self._out, data) :]
 
 
 def _reason(error, file):
@@ -167,9 +225,9 @@ def _reason(error, file):
     return type(error).__name__ + (": " + said if said else "") + (f" (line {line})" if line else "")
 
 
-def _load(source, name):
+def _load(source, name, module=None):
     """A fresh module that has run `source`."""
-    module = Module(name)
+    module = module or Module(name)
     module.__file__ = name + ".py"
     sys.modules[name] = module
     exec(compile(source, name + ".py", "exec"), module.__dict__)
@@ -188,73 +246,136 @@ def _function(module, entry):
 def _solution(job, lines):
     """The tested function; None, and said so, where the program does not load."""
     try:
-        with _Clock(job["case_s"]):
+        with _Clock(job["case_cpu_s"]):
             return _function(_load(job["program"], "solution"), job["entry"])
     except BaseException as error:
         lines.write("load", _reason(error, "solution.py"))
         return None
 
 
-def _answer(function, arguments: list, keywords: list, seconds):
+def _answer(function, arguments: list, seconds):
     try:
         with _Clock(seconds):
-            result = function(*decode(arguments), **decode(keywords))  # pyright: ignore[reportCallIssue]
+            result = function(*decode(arguments))  # pyright: ignore[reportCallIssue, reportGeneralTypeIssues]
             return ["ok", encode(result)]
     except BaseException as error:
         return ["error", _reason(error, "solution.py")]
 
 
 def calls(job, lines):
-    """Call the function once for each of the job's arguments."""
+    """Call the function once for each of the arguments that come, one at a time: later ones are not here yet."""
     function = _solution(job, lines)
-    if function is not None:
-        for number, arguments in enumerate(job["arguments"]):
-            lines.write(number, *_answer(function, arguments, ["dict"], job["case_s"]))
+    number = 0
+    while function is not None and (arguments := lines.read_value()) is not None:
+        lines.write(number, *_answer(function, arguments, job["case_cpu_s"]))
+        number += 1
+
+
+def _peer(job, lines, decides):
+    """This side of the talk with the other box."""
+    objects = _load(job["objects"], "sandbox_objects")
+    import json
+
+    dumps, loads, now_s = json.dumps, json.loads, time.monotonic
+    clocks = []
+
+    def send(message):
+        data = memoryview(b"peer " + dumps(message).encode() + b"\n")
+        while data:
+            data = data[_write(lines._out, data) :]
+
+    def receive():
+        since_s = now_s()
+        line = lines.read_line()
+        for clock in clocks:
+            clock.paused_s += now_s() - since_s
+        return None if line is None else loads(line)
+
+    return objects, objects.Peer(send, receive, decides=decides, files=job["files"]), clocks
 
 
 def serve(job, lines):
-    """Call the function for whoever asks."""
-    function = _solution(job, lines)
-    while function is not None:
-        request = lines.read()
-        if request is None:
-            return
-        lines.write("answer", *_answer(function, request[0], request[1], job["case_s"]))
+    """Be the program's side of the talk with its tests."""
+    try:
+        with _Clock(job["case_cpu_s"]):
+            module = Module("solution")
+            module.__tested__ = True
+            _load(job["program"], "solution", module)
+    except BaseException as error:
+        lines.write("load", _reason(error, "solution.py"))
+        return
+    _, peer, clocks = _peer(job, lines, decides=False)
+    solution = getattr(module, "Solution", None)
+    if not hasattr(module, job["entry"]) and hasattr(solution, job["entry"]):
+        setattr(module, job["entry"], getattr(solution(), job["entry"]))  # pyright: ignore[reportOptionalCall]
+    lines.write("names", *[name for name in vars(module) if not name.startswith("__")])
+    while (message := peer._receive()) is not None:
+        clock = _Clock(job["case_cpu_s"])
+        clocks.append(clock)
+        try:
+            with clock:
+                peer.serve(message)
+        except _Late:
+            peer._send(["late"])
+        clocks.clear()
 
 
 def check(job, lines):
-    """Run tests against a function that is in another box. Only this box knows the token."""
-
-    def candidate(*arguments, **keywords):
-        lines.write("call", encode(arguments), encode(keywords))
-        reply = lines.read()
-        if reply is None:
-            raise RuntimeError("the program has ended")
-        if reply[1] != "ok":
-            raise RuntimeError(reply[2])
-        return decode(reply[2])
-
-    for number, source in enumerate(job["sources"]):
+    """Run tests against a program that is in another box. Only this box knows the token."""
+    objects, peer, clocks = _peer(job, lines, decides=True)
+    write, reason, compiled = lines.write, _reason, []
+    token, job["token"] = job["token"], ""
+    for source in (job["setup"], *job["sources"]):
         try:
-            with _Clock(job["case_s"]):
-                names = Module("tests").__dict__
-                exec(compile(job["setup"], "setup.py", "exec"), names)
-                names.update({"candidate": candidate, job["entry"]: candidate})
-                exec(compile(source, "tests.py", "exec"), names)
-            lines.write("verdict", job["token"], number, True, "")
+            compiled.append(compile(source, "tests.py", "exec"))
+        except (SyntaxError, ValueError) as error:
+            compiled.append(error)
+    module = Module("solution")
+    module.__getattr__ = lambda name: peer.ask("name", name)
+    sys.modules["solution"] = module
+    used = set()
+    for code in compiled:
+        used |= objects.names_of(code) if not isinstance(code, BaseException) else set()
+    peer.named = {name for name in used if name[:1].isupper()}
+    if "mock" in used or "patch" in used or "MagicMock" in used:
+        objects.follow_patches(peer)
+    for number, code in enumerate(compiled[1:]):
+        clock = _Clock(job["case_cpu_s"])
+        clocks.append(clock)
+        try:
+            with clock:
+                if isinstance(code, BaseException):
+                    raise code
+                if isinstance(compiled[0], BaseException):
+                    raise compiled[0]
+                tests = Module("tests")
+                sys.modules["tests"] = tests
+                names = tests.__dict__
+                exec(compiled[0], names)
+                for name in job["names"]:
+                    if name == job["entry"] or (name in used and name not in names):
+                        names[name] = peer.ask("name", name)
+                if job["entry"] in names:
+                    names["candidate"] = names[job["entry"]]
+                exec(code, names)
+            said = peer.late
         except BaseException as error:
-            lines.write("verdict", job["token"], number, False, _reason(error, "tests.py"))
+            said = peer.late or reason(error, "tests.py") or "failed"
+        clocks.clear()
+        write("verdict", token, number, not said, said)
 
 
 def scripts(job, lines):
-    """Run the program once for each of the job's inputs, each time as a process of its own."""
-    code = None
+    """Run the program once for each of the inputs that come, each time as a process of its own."""
+    code, number = None, 0
     try:
         code = compile(job["program"], "solution.py", "exec")
     except BaseException as error:
         lines.write("load", _reason(error, "solution.py"))
-    for number, text in enumerate(job["inputs"]) if code is not None else ():
-        lines.write(number, *_script(code, text.encode("utf-8", "surrogatepass"), job["case_s"], job["output_bytes"]))
+    while code is not None and (text := lines.read_value()) is not None:
+        data = text.encode("utf-8", "surrogatepass")
+        lines.write(number, *_script(code, data, job["case_cpu_s"], job["output_bytes"]))
+        number += 1
 
 
 def _unnamed_file(data=b""):
@@ -272,10 +393,10 @@ def _script(code, text, seconds, output_bytes):
     files = [_unnamed_file(text), _unnamed_file(), _unnamed_file()]
     child = os.fork()
     if child == 0:
-        _become(code, files)
+        _become(code, files, seconds)
     status = None
     try:
-        with _Clock(seconds):
+        with _Clock(seconds, child):
             status = os.waitpid(child, 0)[1]
     except _Late:
         pass
@@ -288,7 +409,7 @@ def _script(code, text, seconds, output_bytes):
     out, err = (os.pread(fd, output_bytes + 1, 0).decode("utf-8", "replace") for fd in files[1:])
     for fd in files:
         os.close(fd)
-    if status is None:
+    if status is None or status & 127 == signal.SIGPROF:
         return ["error", "took too long", out]
     if len(out) > output_bytes:
         return ["error", "printed too much", ""]
@@ -298,12 +419,14 @@ def _script(code, text, seconds, output_bytes):
     return ["ok", out]
 
 
-def _become(code, files):
+def _become(code, files, seconds):
     """In the child: be the program, and end."""
     status = 1
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends it
         for number, fd in enumerate(files):
             os.dup2(fd, number)
         os.closerange(3, 64)

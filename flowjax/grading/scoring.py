@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-from flowjax.grading.code import JUDGE_LIMITS, Suite, judge
+from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Suite, judge
 from flowjax.grading.math import equal, is_number, last_boxed, plain_form
 from flowjax.grading.multiple_choice import right_choice
 from flowjax.grading.processes import GraderError, GraderProcesses
@@ -63,13 +63,13 @@ class Scorer:
         workers: int = 1,
         timeout_s: float = 15.0,
         limits: Limits = JUDGE_LIMITS,
-        case_s: float = 3.0,
+        case_cpu_s: float = CASE_CPU_S,
         isolation: Isolation | None = None,
         allow_none: bool = False,
         packages: Sequence[str] = (),
     ):
         self._formulas = GraderProcesses("flowjax.grading.math:equal", workers=workers, timeout_s=timeout_s)
-        self._limits, self._case_s, self._packages = limits, case_s, packages
+        self._limits, self._case_cpu_s, self._packages = limits, case_cpu_s, packages
         self._isolation, self._allow_none = isolation, allow_none
 
     def __enter__(self) -> "Scorer":
@@ -139,7 +139,7 @@ class Scorer:
             blocks[-1] if blocks else answer,
             suite,
             self._limits,
-            case_s=self._case_s,
+            case_cpu_s=self._case_cpu_s,
             isolation=self._isolation,
             allow_none=self._allow_none,
             packages=self._packages,

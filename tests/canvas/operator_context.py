@@ -40,10 +40,10 @@ class ScriptedContext:
         return self.replies[len(self.asked) - 1]
 
     async def execute(self, program: str, stdin: bytes = b"") -> Result:
-        return run(program, stdin, Limits(wall_s=20.0))
+        return run(program, stdin, Limits(idle_s=20.0))
 
     async def judge(self, program: str, suite: Suite) -> Verdict:
-        return judge(program, suite, Limits(wall_s=20.0), case_s=10.0)
+        return judge(program, suite, Limits(idle_s=20.0), case_cpu_s=10.0)
 
 
 def use(

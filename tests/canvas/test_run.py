@@ -302,7 +302,7 @@ def test_programs_run_in_the_sandbox():
             result = await context.execute("print(input() * 2)", b"ab")
             return {"answer": result.stdout.decode().strip()}
 
-    result = go("Execute", Execute, sandbox=Sandbox(Limits(wall_s=20.0), allow_none=True))
+    result = go("Execute", Execute, sandbox=Sandbox(Limits(idle_s=20.0), allow_none=True))
     assert result.answer == "abab"
 
 

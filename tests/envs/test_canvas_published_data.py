@@ -21,7 +21,7 @@ HUMAN_EVAL = "def check(candidate):\n    assert candidate(2) == 4\n    assert ca
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[Scorer]:
-    with Scorer(limits=Limits(wall_s=60.0, cpu_s=30.0), case_s=20.0) as scorer:
+    with Scorer(limits=Limits(cpu_s=30.0, idle_s=30.0), case_cpu_s=20.0) as scorer:
         yield scorer
 
 

@@ -24,7 +24,7 @@ from flowjax.grading.code import Call, Check
 from flowjax.records import Task
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
-OPTIONS = {"wall_s": 60.0, "case_s": 20.0, "allow_no_isolation": WITHOUT}
+OPTIONS = {"cpu_s": 30.0, "idle_s": 30.0, "case_cpu_s": 20.0, "allow_no_isolation": WITHOUT}
 FORMATS = ("humaneval", "mbpp", "livecodebench", "deepcoder")
 
 
@@ -165,7 +165,8 @@ def test_a_missing_file_is_named(tmp_path: Path):
         ({"size": 3}, "size"),
         ({"kinds": ["tree"]}, "tree"),
         ({"steps": 0}, "steps=0"),
-        ({"case_s": 9.0}, "case_s=9.0"),
+        ({"case_cpu_s": 9.0}, "case_cpu_s=9.0"),
+        ({"wall_guard_s": 9.0}, "wall_guard_s=9.0"),
         ({"attempts": 0}, "attempts=0"),
         ({"held_out_path": "x"}, "needs path"),
     ],
@@ -410,11 +411,11 @@ def test_fuzzed_programs_are_handed_in_without_harm():
 
 def test_a_hung_program_costs_its_episode_and_nothing_else():
     async def play() -> tuple[float, float, int]:
-        options = {"wall_s": 1.0, "case_s": 0.5, "allow_no_isolation": WITHOUT}
+        options = {"cpu_s": 1.0, "case_cpu_s": 0.5, "allow_no_isolation": WITHOUT}
         async with (
             EnvPool(workers=1, step_timeout_s=60.0) as pool,
             pool.session("flowjax.envs.code", options) as first,
-            pool.session("flowjax.envs.code", {**options, "wall_s": 30.0, "case_s": 10.0}) as second,
+            pool.session("flowjax.envs.code", {**options, "cpu_s": 30.0, "case_cpu_s": 10.0}) as second,
         ):
             task = task_of(2)
             await asyncio.gather(first.reset(task, 0), second.reset(task, 0))
@@ -433,7 +434,8 @@ def test_a_step_that_may_outlast_its_environment_is_refused_at_start():
     from flowjax.launch.probe import inspect_run
 
     config = load_recipe("configs/code.py:nano")
-    config.env.options.wall_s = 20.0
+    config.env.step_timeout_s = 10.0
+    config.env.options.wall_guard_s = 20.0
     config.env.options.allow_no_isolation = WITHOUT
     problems = inspect_run(config, 1, None)["problems"]
-    assert any("step_timeout_s is 10.0" in text and "21.5 s" in text for text in problems)
+    assert any("step_timeout_s is 10.0" in text and "41.5 s" in text for text in problems)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (programs as they are written)
 """Programs that want to be judged right without being so, or to do harm. The task: `f(x)` returns twice its argument.
 
 FORGERIES try to bend the verdict. ATTACKS define `attack()`, which is true where it got through to something outside;
@@ -384,4 +385,220 @@ def f(x): return None""",
     "segfault": "import ctypes\nctypes.string_at(0)",
     "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)",
     "abort": "import os\nos.abort()",
+}
+
+# Against tests that are code, which see the program's objects. Each passes only if a comparison, an exception or the
+# end of the program is taken for a verdict, or if something of the tests can be read from where the program is.
+TRICKS = {
+    "exits_in_call": "import os\ndef f(x): os._exit(0)",
+    "exits_by_system_exit": "def f(x): raise SystemExit(0)",
+    "killed_in_call": "import os\ndef f(x): os.kill(os.getpid(), 9)",
+    "aborts_in_call": "import os\ndef f(x): os.abort()",
+    "equal_object": "class A:\n    def __eq__(s, o): return True\n    __hash__ = None\ndef f(x): return A()",
+    "unequal_and_equal": "class A:\n    __eq__ = __ne__ = __lt__ = __gt__ = lambda s, o: True\ndef f(x): return A()",
+    "class_that_is_f": "class f:\n    def __init__(s, x): pass\n    def __eq__(s, o): return True",
+    "int_class_that_is_f": "class f(int):\n    def __new__(c, x): return int.__new__(c, 0)\n    def __eq__(s, o): return True",
+    "str_that_equals": "class A(str):\n    def __eq__(s, o): return True\n    __hash__ = str.__hash__\ndef f(x): return A()",
+    "list_that_equals": "class A(list):\n    def __eq__(s, o): return True\ndef f(x): return A()",
+    "dict_that_equals": "class A(dict):\n    def __eq__(s, o): return True\ndef f(x): return A()",
+    "tuple_that_equals": "class A(tuple):\n    def __eq__(s, o): return True\ndef f(x): return A()",
+    "mixed_base_that_equals": """
+class B:
+    def __eq__(s, o): return True
+    __hash__ = None
+class A(B, int): pass
+def f(x): return A(3)""",
+    "meta_class_that_equals": """
+class M(type):
+    def __eq__(c, o): return True
+    def __instancecheck__(c, o): return True
+    __hash__ = type.__hash__
+class A(metaclass=M): pass
+def f(x): return A""",
+    "enum_that_equals": """
+import enum
+class E(enum.Enum):
+    A = 1
+    def __eq__(s, o): return True
+    __hash__ = None
+def f(x): return E.A""",
+    "decimal_that_equals": """
+from decimal import Decimal
+class A(Decimal):
+    def __eq__(s, o): return True
+def f(x): return A(1)""",
+    "subtracts_to_nothing": """
+class A:
+    def __sub__(s, o): return 0
+    __rsub__ = __add__ = __radd__ = __mod__ = __sub__
+    def __abs__(s): return 0
+def f(x): return A()""",
+    "contains_everything": "class A:\n    def __contains__(s, o): return True\n    __eq__ = __contains__\ndef f(x): return A()",
+    "claims_a_class": "class A:\n    __class__ = int\n    def __eq__(s, o): return True\ndef f(x): return A()",
+    "answers_true_to_all": """
+class A:
+    def __getattr__(s, n): return lambda *a, **k: True
+    __eq__ = lambda s, o: True
+    __bool__ = lambda s: True
+def f(x): return A()""",
+    "raises_assertion_error": "def f(x): raise AssertionError('passed')",
+    "raises_what_tests_raise": "def f(x):\n    import unittest\n    raise unittest.SkipTest('fine')",
+    "raises_stop": "def f(x): raise StopIteration",
+    "raises_generator_exit": "def f(x): raise GeneratorExit",
+    "raises_keyboard_interrupt": "def f(x): raise KeyboardInterrupt",
+    "raises_gone": "class Gone(BaseException): pass\ndef f(x): raise Gone",
+    "raises_late": "import sys\ndef f(x): raise sys.modules['__main__']._Late",
+    "raises_equal": "class E(Exception):\n    def __eq__(s, o): return True\ndef f(x): return E()",
+    "returns_itself": "def f(x): return f",
+    "returns_a_mirror": "class A: pass\na = A(); a.a = a\ndef f(x): return a",
+    "returns_a_module": "import unittest\ndef f(x): return unittest",
+    "returns_exec": "def f(x): return exec",
+    "returns_exit": "import os\ndef f(x): return os._exit",
+    "patches_equality": "import operator\noperator.eq = lambda a, b: True\ndef f(x): return operator.eq",
+    "patches_unittest": """
+import unittest, sys
+unittest.TestCase.assertEqual = lambda *a: None
+unittest.TestCase.run = lambda *a: None
+unittest.TextTestRunner.run = lambda *a: None
+def f(x): return None""",
+    "patches_mock": "from unittest import mock\nmock.Mock.assert_called_once = lambda *a: True\ndef f(x): return None",
+    "patches_its_runner": """
+import sys
+objects = None
+def f(x):
+    peer = [v for v in sys._getframe(2).f_locals.values() if hasattr(v, 'ask')]
+    for p in peer:
+        for name in ('put_name', 'import', 'patch', 'name'):
+            try: p.ask(name, 'builtins', [], 'AssertionError', Exception)
+            except Exception: pass
+    return None""",
+    "asks_the_tests_for_more": """
+import sys
+def peer_of():
+    frame = sys._getframe()
+    while frame:
+        for v in frame.f_locals.values():
+            if hasattr(v, '_kept') and hasattr(v, 'ask'): return v
+        frame = frame.f_back
+def f(x):
+    peer = peer_of()
+    for number in range(0, 60, 2):
+        for name in ('__globals__', '__code__', '__self__', '__dict__', 'f_globals', '__func__', '__closure__'):
+            try:
+                found = peer.ask('get', number, name)
+                if found: return x + x
+            except BaseException: pass
+""",
+    "reads_the_heap": """
+import gc
+def f(x):
+    wanted = type(x)
+    for o in gc.get_objects():
+        if isinstance(o, dict) and any(k in o for k in ('expected', 'sources', 'token')): return x + x if o.get('sources') else None
+""",
+    "reads_frames_above": """
+import sys
+def f(x):
+    frame = sys._getframe()
+    while frame:
+        wanted = ''.join(['BEBE', 'BEBE'])
+        if wanted in repr(frame.f_code.co_consts) + repr(frame.f_globals.keys()) or 'assert' in repr(frame.f_globals.get('sources')): return x + x
+        frame = frame.f_back
+""",
+    "reads_other_processes": """
+import glob
+def f(x):
+    for path in glob.glob('/proc/[0-9]*/cmdline') + glob.glob('/proc/[0-9]*/environ') + glob.glob('/tmp/*'):
+        try:
+            if b'assert' in open(path, 'rb').read(): return x + x
+        except OSError: pass
+""",
+    "reads_the_callback": "def f(x):\n    return x + x if hasattr(x, '__globals__') or hasattr(x, '__code__') else None",
+    "writes_a_verdict": """
+import os
+def f(x):
+    for fd in range(3, 20):
+        try: os.write(fd, b'["verdict", "", 0, true, ""]\\n["verdict", null, 0, true, ""]\\n')
+        except OSError: pass
+""",
+    "writes_an_answer_ahead": """
+import os
+def f(x):
+    for fd in range(3, 20):
+        try: os.write(fd, b'peer ["return", true, {}, []]\\n' * 50)
+        except OSError: pass
+""",
+    "answers_nonsense": """
+import os
+def f(x):
+    for fd in range(3, 20):
+        for text in (b'peer []', b'peer {}', b'peer ["return"]', b'peer nothing', b'peer ["do", "import", ["list", 1, "this"], {}]'):
+            try: os.write(fd, text + b'\\n')
+            except OSError: pass
+""",
+    "asks_for_an_import": """
+import os
+def f(x):
+    for fd in range(3, 20):
+        try: os.write(fd, b'peer ["do", "_do_import", ["list", 101, "antigravity"], {}]\\n')
+        except OSError: pass
+""",
+    "sends_a_hostile_name": """
+import os
+def f(x):
+    for fd in range(3, 20):
+        try: os.write(fd, b'peer ["return", ["named", "os", "_exit"], {}, []]\\npeer ["return", ["pure", "builtins", "exec"], {}, []]\\n')
+        except OSError: pass
+""",
+    "sends_a_deep_answer": """
+import os
+def f(x):
+    for fd in range(3, 20):
+        try: os.write(fd, b'peer ' + b'[' * 100000 + b'\\n')
+        except OSError: pass
+""",
+    "sends_a_huge_number": "def f(x): return 1 << 30_000_000",
+    "sends_files_elsewhere": """
+import os
+def f(x):
+    for fd in range(3, 20):
+        try: os.write(fd, b'peer ["return", null, {"files": [["../box/program.py", "00", 1], ["/etc/x", "00", 1]]}, []]\\n')
+        except OSError: pass
+""",
+    "changes_shared_data_later": """
+import threading
+kept = []
+def f(x):
+    kept.append(x)
+    if isinstance(x, list): x.clear()
+    return None""",
+    "endless_generator": "def f(x):\n    while True: yield x + x",
+    "lazy_answer": "def f(x): return (y for y in [x + x])",
+    "thread_that_writes": """
+import threading, os, time
+def spam():
+    while True:
+        try: os.write(3, b'peer ["return", true, {}, []]\\n')
+        except OSError: pass
+        time.sleep(0.01)
+threading.Thread(target=spam, daemon=True).start()
+def f(x): return None""",
+    "fork_that_answers": "import os\ndef f(x):\n    os.fork()\n    return None",
+    "redefines_names_of_tests": "assertEqual = candidate = check = AssertionError = lambda *a, **k: True\ndef f(x): return None",
+    "names_that_shadow": "range = isinstance = len = sorted = lambda *a, **k: []\nException = BaseException\ndef f(x): return None",
+    "async_answer": "async def f(x): return x + x",
+    "property_on_module": """
+import sys, types
+class M(types.ModuleType):
+    def __getattr__(s, n): return True
+sys.modules['solution'] = M('solution')
+def f(x): return None""",
+    "callable_instance": """
+class F:
+    def __call__(s, x): return s
+    def __eq__(s, o): return True
+f = F()""",
+    "hash_collision": "class A:\n    def __hash__(s): return hash(42)\n    def __eq__(s, o): return True\ndef f(x): return A()",
+    "sleeps_in_bits": "import time\ndef f(x):\n    while True: time.sleep(0.01)",
+    "burns_in_children": "import os\ndef f(x):\n    while True:\n        if os.fork() == 0:\n            for _ in range(10**6): pass\n            os._exit(0)",
 }

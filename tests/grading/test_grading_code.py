@@ -14,7 +14,7 @@ from flowjax.grading.code_asserts import from_assert, from_check
 from flowjax.grading.sandbox import Limits
 from flowjax.grading.sandbox_runner import decode, encode
 
-PATIENT = Limits(wall_s=60.0, cpu_s=30.0)
+PATIENT = Limits(idle_s=30.0, cpu_s=60.0)
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
 hashable = st.recursive(scalars, lambda x: st.lists(x, max_size=3).map(tuple), max_leaves=4)
@@ -31,7 +31,7 @@ values = st.recursive(
 
 
 def judged(program: str, suite: Suite, **options: Any) -> Verdict:
-    return judge(program, suite, options.pop("limits", PATIENT), case_s=options.pop("case_s", 20.0), **options)
+    return judge(program, suite, options.pop("limits", PATIENT), case_cpu_s=options.pop("case_cpu_s", 20.0), **options)
 
 
 def same_data(a: Any, b: Any) -> bool:
@@ -193,11 +193,11 @@ def test_one_run_cannot_change_the_next():
 
 def test_a_slow_case_costs_only_itself():
     suite = Suite((Call((1,), 1), Call((2,), 2), Call((3,), 3)), "f")
-    verdict = judged("def f(x):\n    while x == 2: pass\n    return x", suite, case_s=0.5)
+    verdict = judged("def f(x):\n    while x == 2: pass\n    return x", suite, case_cpu_s=0.5)
     assert verdict.passed == (True, False, True)
     assert verdict.remarks[1] == "took too long"
     lines = Suite((Lines("1", "1"), Lines("2", "2"), Lines("3", "3")))
-    assert judged("x = input()\nwhile x == '2': pass\nprint(x)", lines, case_s=0.5).passed == (True, False, True)
+    assert judged("x = input()\nwhile x == '2': pass\nprint(x)", lines, case_cpu_s=0.5).passed == (True, False, True)
 
 
 def test_what_a_case_left_is_ended_with_it():

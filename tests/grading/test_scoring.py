@@ -20,7 +20,7 @@ DOUBLE = Suite((Call((2,), 4), Call((0,), 0), Call((-3,), -6)), "double")
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[Scorer]:
-    with Scorer(limits=Limits(wall_s=60.0, cpu_s=30.0), case_s=20.0, timeout_s=60.0) as scorer:
+    with Scorer(limits=Limits(cpu_s=30.0, idle_s=30.0), case_cpu_s=20.0, timeout_s=60.0) as scorer:
         yield scorer
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from flowjax.envs.base import WorldError
 from flowjax.envs.code.generated import OPERATIONS
 from flowjax.envs.options import build_options
-from flowjax.grading.code import JUDGE_LIMITS
+from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS
 from flowjax.grading.sandbox import Limits
 
 
@@ -15,7 +15,9 @@ from flowjax.grading.sandbox import Limits
 class Options:
     """`kinds`, `steps` and `cases` shape generated problems; `path` (and `held_out_path`) name files of real ones.
 
-    `case_s` bounds one test and `wall_s` all tests of one program, both in seconds; `public_tests` tests are shown.
+    `case_cpu_s` bounds one test and `cpu_s` all tests of one program, in seconds on a processor; `idle_s` is how long
+    they may be asleep. `wall_guard_s` bounds what waits for a processor, which makes no verdict. `public_tests` tests
+    are shown.
     `allow_no_isolation` lets programs run where there is no isolation but resource limits.
     """
 
@@ -26,8 +28,10 @@ class Options:
     cases: int = 8
     public_tests: int = 2
     attempts: int = 1
-    case_s: float = 3.0
-    wall_s: float = 8.0
+    case_cpu_s: float = CASE_CPU_S
+    cpu_s: float = JUDGE_LIMITS.cpu_s
+    idle_s: float = JUDGE_LIMITS.idle_s
+    wall_guard_s: float = JUDGE_LIMITS.wall_guard_s
     memory_mb: int = 512
     packages: Sequence[str] = ()
     allow_no_isolation: bool = False
@@ -39,16 +43,27 @@ class Options:
         for name, least in (("steps", 1), ("cases", 1), ("public_tests", 0), ("attempts", 1), ("memory_mb", 64)):
             if getattr(self, name) < least:
                 raise WorldError(f"env.options {name}={getattr(self, name)}: give {least} or more")
-        if not 0 < self.case_s <= self.wall_s:
+        if not 0 < self.case_cpu_s <= self.cpu_s:
             raise WorldError(
-                f"env.options case_s={self.case_s}, wall_s={self.wall_s}: one test cannot take longer than all of "
-                "them; give 0 < case_s <= wall_s"
+                f"env.options case_cpu_s={self.case_cpu_s}, cpu_s={self.cpu_s}: one test cannot take longer than all "
+                "of them; give 0 < case_cpu_s <= cpu_s"
+            )
+        if not self.idle_s > 0 or not self.cpu_s + self.idle_s <= self.wall_guard_s:
+            raise WorldError(
+                f"env.options cpu_s={self.cpu_s}, idle_s={self.idle_s}, wall_guard_s={self.wall_guard_s}: the wall "
+                "clock only guards; give idle_s above 0 and wall_guard_s of cpu_s + idle_s or more (some times as much)"
             )
         if self.held_out_path and not self.path:
             raise WorldError(f"env.options held_out_path={self.held_out_path!r} needs path, the training problems")
 
     def limits(self) -> Limits:
-        return replace(JUDGE_LIMITS, wall_s=self.wall_s, cpu_s=self.wall_s, memory_bytes=self.memory_mb << 20)
+        return replace(
+            JUDGE_LIMITS,
+            cpu_s=self.cpu_s,
+            idle_s=self.idle_s,
+            wall_guard_s=self.wall_guard_s,
+            memory_bytes=self.memory_mb << 20,
+        )
 
 
 def read_options(options: Mapping[str, Any]) -> Options:

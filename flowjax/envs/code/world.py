@@ -18,7 +18,7 @@ from flowjax.envs.code.problems import Problem, open_problems, problem_of
 from flowjax.envs.code.programs import MAX_PROGRAM_CHARACTERS, normalised
 from flowjax.envs.code.statements import read_short, show
 from flowjax.grading.code import Verdict, judge
-from flowjax.grading.sandbox import IsolationError, require_isolation
+from flowjax.grading.sandbox import STARTS, IsolationError, require_isolation
 from flowjax.records import Task, state_key
 
 OUTCOMES = ("success", "score")
@@ -60,7 +60,7 @@ class Code:
             action,
             self.problem.suite,
             options.limits(),
-            case_s=options.case_s,
+            case_cpu_s=options.case_cpu_s,
             allow_none=options.allow_no_isolation,
             packages=options.packages,
         )
@@ -111,7 +111,7 @@ def make(**options: Any) -> Code:
 
 def longest_step_s(**options: Any) -> float:
     """What one step may take; `config.env.step_timeout_s` must not be shorter."""
-    return read_options(options).wall_s + SLACK_S
+    return STARTS * read_options(options).wall_guard_s + SLACK_S
 
 
 def expert(env: Code) -> str:

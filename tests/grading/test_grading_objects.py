@@ -1,0 +1,132 @@
+"""Tests that are code: right programs of the data sets' shapes pass, wrong ones and tricks do not, nothing leaks."""
+
+import time
+
+import pytest
+from canonical_problems import PROBLEMS
+from hostile_programs import TRICKS
+
+from flowjax.grading.code import Call, Check, Lines, Suite, judge
+from flowjax.grading.sandbox import Limits
+
+TIGHT = Limits(idle_s=1.0, cpu_s=3.0, memory_bytes=192 << 20)
+PATIENT = Limits(idle_s=30.0, cpu_s=60.0)
+ROOMY = Limits(idle_s=30.0, cpu_s=60.0, memory_bytes=2 << 30)
+_TESTS = """
+import unittest
+class TestF(unittest.TestCase):
+    def test_number(self):
+        self.assertEqual(f(21), 42)
+    def test_words(self):
+        for word in ("BEBE", "x"):
+            with self.subTest(word=word):
+                self.assertEqual(f(word), word + word)
+    def test_list(self):
+        data = [1]
+        self.assertEqual(f(data), [1, 1])
+        self.assertEqual(data, [1])
+found = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(TestF))
+assert found.wasSuccessful() and found.testsRun
+"""
+_PATIENT_TESTS = """
+def attempt(*given):
+    try:
+        return f(*given)
+    except Exception:
+        return None
+assert attempt(21) is not None
+assert attempt(21) in (42, 43) and attempt("BEBE") == "BEBEBEBE" and abs(attempt(1.5) - 3.0) < 1e-9
+"""
+SUITE = Suite(
+    (
+        Check(_TESTS),
+        Check(_PATIENT_TESTS),
+        Check("assert candidate(21) == 42"),
+        Check("try:\n    f(21)\nexcept:\n    pass\nassert 42 == f(21)"),
+        Check("def callback(): return 'BEBE'\nf(callback)\nassert {f(21)} == {42}"),
+    ),
+    "f",
+)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_right_programs_pass_and_wrong_ones_fail(name: str):
+    entry, tests, right, wrong = PROBLEMS[name]
+    suite = Suite((Check(tests),), entry)
+    verdict = judge(right, suite, PATIENT, case_cpu_s=20.0)
+    assert verdict.success, verdict.remarks
+    assert not judge(wrong, suite, PATIENT, case_cpu_s=20.0).success
+
+
+def test_a_right_program_passes_what_tricks_are_tried_on():
+    right = "def f(x):\n    return 2 * x() if callable(x) else x + x"
+    verdict = judge(right, SUITE, PATIENT, case_cpu_s=20.0)
+    assert verdict.success, verdict
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_tricks_do_not_pass(name: str):
+    started_s = time.process_time()
+    verdict = judge(TRICKS[name], SUITE, TIGHT, case_cpu_s=0.5)
+    assert verdict.score == 0.0, verdict
+    assert time.process_time() - started_s < 10
+
+
+_SEARCH = """
+import gc, glob, os, re, sys
+def found():
+    texts = []
+    for o in gc.get_objects():
+        if isinstance(o, (list, tuple, dict)):
+            try: texts.append(repr(o))
+            except Exception: pass
+    frame = sys._getframe()
+    while frame:
+        for v in list(frame.f_locals.values()) + list(frame.f_globals.values()):
+            try: texts.append(repr(v))
+            except Exception: pass
+        frame = frame.f_back
+    for line in open('/proc/self/maps'):
+        low, high = (int(n, 16) for n in line.split()[0].split('-'))
+        if 'rw' in line and high - low < 1 << 28:
+            try:
+                with open('/proc/self/mem', 'rb') as memory:
+                    memory.seek(low)
+                    texts.append(memory.read(high - low).decode('latin1'))
+            except (OSError, ValueError): pass
+    for path in glob.glob('/proc/[0-9]*/environ') + glob.glob('/proc/[0-9]*/cmdline') + glob.glob('/tmp/*'):
+        try: texts.append(open(path, errors='replace').read())
+        except OSError: pass
+    for text in texts:
+        if match := re.search('HIDDEN-[0-9]{6}', text): return match[0]
+    return 'nothing'
+"""
+_LEAKS = {
+    "calls": (
+        Suite((Call(("public",), "a"), Call(("HIDDEN-271828",), "b")), "f"),
+        _SEARCH + "def f(x): return found()",
+    ),
+    "scripts": (Suite((Lines("public", "a"), Lines("HIDDEN-271828", "b"))), _SEARCH + "print(found())"),
+    "checks": (
+        Suite((Check("assert f('public') == 'a', f('x')"), Check("assert f('HIDDEN-271828') == 'HIDDEN-314159'")), "f"),
+        _SEARCH + "def f(x): return found()",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _LEAKS)
+def test_what_is_said_of_a_public_test_holds_no_hidden_input(kind: str):
+    """The program searches its memory for the hidden input when it answers the public test; later it finds it."""
+    suite, program = _LEAKS[kind]
+    public, hidden = judge(program, suite, ROOMY, case_cpu_s=30.0).remarks
+    assert "nothing" in public and "HIDDEN" not in public
+    assert "HIDDEN-271828" in hidden or kind == "checks"  # it does look in the right places
+
+
+def test_a_program_that_dies_says_nothing_of_hidden_inputs():
+    suite = Suite((Call(("public",), "a"), Call(("HIDDEN-271828",), "b")), "f")
+    program = f"""{_SEARCH}
+def f(x):
+    os.write(3, ('["load", "%s"]\\n' % found()).encode())
+    os._exit(0)"""
+    assert "HIDDEN" not in judge(program, suite, ROOMY, case_cpu_s=30.0).remarks[0]
