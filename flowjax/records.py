@@ -133,7 +133,8 @@ class TokenRow:
 
     `sampled` is False on prompt and environment tokens; `advantages` and `logprobs` are zero there. `versions` is the
     policy version that sampled each token, -1 where none did. `trajectory_tokens` are the sampled tokens of all rows of
-    the same trajectory, 0 where the row is all of it.
+    the same trajectory, 0 where the row is all of it; `trajectory_id` is its name, which a trainer names when it cannot
+    train on the row.
     """
 
     policy: str
@@ -143,6 +144,7 @@ class TokenRow:
     advantages: Float[np.ndarray, "tokens"]
     versions: Int[np.ndarray, "tokens"]
     trajectory_tokens: int = 0
+    trajectory_id: str = ""
 
 
 def state_key(*parts: str | bytes | int) -> int:

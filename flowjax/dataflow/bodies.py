@@ -49,7 +49,7 @@ def limits(bounds: Bounds, *, most_bytes: int) -> dict[str, Limit]:
     )
     leases = Limit(_SMALL_BYTES + MOST_SLOTS * _LEASE_BYTES, 2 * MOST_SLOTS)
     small = Limit(_SMALL_BYTES, _SMALL_BYTES // 8)
-    found = {"": small, "episodes": episodes, "renew": leases, "give_back": leases}
+    found = {"": small, "episodes": episodes, "renew": leases, "give_back": leases, "refuse": leases}
     return {name: Limit(min(limit.size_bytes, most_bytes), limit.elements) for name, limit in found.items()}
 
 

@@ -1,6 +1,7 @@
 """What to play next and what to train on next: leases, evaluation and batches over the ledger."""
 
 import contextlib
+import logging
 import os
 import time
 from collections import Counter
@@ -30,6 +31,8 @@ from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.record_checks import Bounds, Leased
 from flowjax.records import Episode, Group, Lease, Task
 from flowjax.rewards.scores import required_outcomes, trajectory_scores
+
+_LONGEST_REASON = 500  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +165,10 @@ class Flow:
         """Take in a played episode; False when it does not count (a duplicate, or of another run)."""
         return self.accept_all([(lease_id, episode)])[0]
 
-    def accept_all(self, played: Sequence[tuple[str, Episode]]) -> list[bool]:
-        """Take in episodes with their leases, all of them or none."""
+    def accept_all(self, played: Sequence[tuple[str, Episode]], *, worker: str = "") -> list[bool]:
+        """Take in episodes with their leases, all of them or none; `worker` is who sends them."""
         with self._ledger.transaction():
-            taken = [self._ledger.accept(lease_id, episode) for lease_id, episode in played]
+            taken = [self._ledger.accept(lease_id, episode, worker) for lease_id, episode in played]
         self._completed([group_id for _, complete in taken for group_id in complete])
         return [counted for counted, _ in taken]
 
@@ -247,9 +250,12 @@ class Flow:
 
     def credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch:
         """The rows of a batch. Touches no state of the flow: it may run in a thread."""
-        config = self._configs[policy]
-        if config.dataflow.keep_trajectories:
+        if self._configs[policy].dataflow.keep_trajectories:
             write_transcripts(self._run_dir, policy, step, groups)
+        return self._credit(policy, groups)
+
+    def _credit(self, policy: str, groups: Sequence[Group]) -> CreditedBatch:
+        config = self._configs[policy]
         return credit_batch(
             groups,
             components=config.reward.components.to_dict(),
@@ -257,6 +263,27 @@ class Flow:
             options=config.credit.options.to_dict(),
             trained=np.concatenate([self._trained(group, policy) for group in groups]),
         )
+
+    def uncreditable(self, policy: str, groups: Sequence[Group]) -> dict[str, str]:
+        """Of a batch whose credit fails, the first trajectory of each group that it fails for alone, and why."""
+        reasons = {}
+        for group in groups:
+            try:
+                self._credit(policy, [group])
+            except Exception as error:
+                reason = f"no credit can be given: {type(error).__name__}: {error}"
+                reasons[group.trajectories[0].trajectory_id] = reason[:_LONGEST_REASON]
+        return reasons
+
+    def quarantine(self, policy: str, step: int, reasons: Mapping[str, str]) -> list[str]:
+        """Put the groups of the policy's batch `step` aside that hold these trajectories; the batch is made anew, and
+        other tasks are played in their place. Returns the groups."""
+        groups = self._ledger.quarantine(policy, step, reasons)
+        for group_id in groups:
+            logging.warning("%s, step %d: group %s is put aside: %s", policy, step, group_id, reasons)
+        if groups:
+            self._told.pop(policy, None)  # what the new batch is made of is another line
+        return groups
 
     def _trained(self, group: Group, policy: str) -> np.ndarray:
         """Which of a group's trajectories the loss may have."""
@@ -340,6 +367,7 @@ class Flow:
             "short_groups": of_all.get("short_groups", 0),
             "failed": _under(of_all, "failed/"),
             "last_failures": self._ledger.last_failures(),
+            "put_aside": self._ledger.put_aside(),
             "passed_over_tasks": of_all.get("passed_over", 0),
             "forced_tasks": of_all.get("forced", 0),
             "algorithms": self._algorithms.metrics(),
@@ -352,7 +380,7 @@ class Flow:
             "version": self.serving[policy],
             "committed": self.committed[policy],
             "lag": max(self.committed[policy] - self.serving[policy], 0),
-            **{f"{state}_groups": by_state.get(state, 0) for state in ("ready", "open")},
+            **{f"{state}_groups": by_state.get(state, 0) for state in ("ready", "open", "quarantined")},
             "dropped_groups": self._ledger.count_dropped(policy),
             "dropped": _under(counts, "dropped/"),
             "ages": {str(age): groups for age, groups in sorted(ages.items())},

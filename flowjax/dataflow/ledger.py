@@ -9,7 +9,7 @@ A group is one task, played `members` times. Its life for one policy that learns
         |                   |                     | ^                |
         |                   |                     | +--- claim ------+     a new trainer starts from a checkpoint
         v                   v                     v                        from before that batch
-     dropped             dropped               dropped
+     dropped             dropped               dropped            quarantined: no trainer can train on it
      (failed, silent)    (not_kept)            (too_old, lost_version, overflow)       lost_ledger: any of these three
 
 Policies use up the same group at their own rates, each has a row of its own. `filter` waits for the data algorithms. A
@@ -84,7 +84,7 @@ CREATE TABLE IF NOT EXISTS policy_groups (  -- a policy's part of a group
     policy TEXT NOT NULL,          -- "" for evaluation
     group_id TEXT NOT NULL REFERENCES groups,
     position INTEGER NOT NULL,
-    state TEXT NOT NULL,           -- open | complete | ready | used | closed | dropped
+    state TEXT NOT NULL,           -- open | complete | ready | used | closed | dropped | quarantined
     arrival INTEGER,               -- place in the order in which they became complete
     oldest_version INTEGER,        -- that sampled any of its tokens, once it is complete
     newest_version INTEGER,        -- likewise
@@ -142,6 +142,15 @@ CREATE TABLE IF NOT EXISTS trainers (  -- who trains each policy, and how far it
     trainer TEXT NOT NULL,         -- its name
     made INTEGER NOT NULL,         -- batches that led to where it is: the next one is of this step
     committed INTEGER NOT NULL     -- newest version on disk, -1 before the first
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS quarantine (  -- groups that a trainer refused: kept, and never trained on
+    policy TEXT NOT NULL,
+    group_id TEXT NOT NULL,
+    step INTEGER NOT NULL,         -- of the batch that they were in
+    trajectory_id TEXT NOT NULL,   -- the first one that it cannot train on
+    worker TEXT NOT NULL,          -- who sent it
+    reason TEXT NOT NULL,
+    PRIMARY KEY (policy, group_id)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, key BLOB NOT NULL);  -- "lease": leases are signed with it;
                                                                              -- "boot": deadlines are by its clock
@@ -484,8 +493,9 @@ class Ledger:
 
     # ----------------------------------------------------------------- episode: leased -> done; group: open -> complete
 
-    def accept(self, lease_id: str, episode: Episode) -> tuple[bool, list[str]]:
-        """Take in a played episode: True and the groups complete by it, or (False, []) for one that does not count.
+    def accept(self, lease_id: str, episode: Episode, worker: str = "") -> tuple[bool, list[str]]:
+        """Take in a played episode that `worker` sends: True and the groups complete by it, or (False, []) for one that
+        does not count.
 
         An episode counts once, whoever sends it, under whichever lease was ever given for it. One that failed for a
         cause outside the policies (`env_error`, `timeout`, `cancelled`) does not: see `failed` of the constructor. One
@@ -506,8 +516,9 @@ class Ledger:
             # State and content in one row: there is no moment at which the episode is done and not kept. A worker
             # that gets no answer because somebody died sends it again, and that copy is a duplicate or the first.
             self._db.execute(
-                "UPDATE episodes SET state = 'done', episode = ?, lease_id = NULL WHERE episode_id = ?",
-                (pack(episode), episode.episode_id),
+                "UPDATE episodes SET state = 'done', episode = ?, lease_id = NULL,"
+                " worker = COALESCE(NULLIF(?, ''), worker) WHERE episode_id = ?",
+                (pack(episode), worker, episode.episode_id),
             )
             return True, self._complete([row["group_id"]])
 
@@ -616,6 +627,42 @@ class Ledger:
             )
             self._set_trainer(policy, made=step + 1)
             return chosen
+
+    # -------------------------------------------------------------------------- a trainer refuses: used -> quarantined
+
+    def quarantine(self, policy: str, step: int, reasons: Mapping[str, str]) -> list[str]:
+        """Put the groups of the policy's batch `step` aside that hold these trajectories, with why and who sent them.
+
+        They are kept and never served again. The other groups of the batch are ready again, so that it is made anew
+        with a group in their place. Returns the groups; none where the batch has none of them.
+        """
+        with Transaction(self._db):
+            refused = {
+                group_id: (trajectory.trajectory_id, reasons[trajectory.trajectory_id])
+                for group_id in self.batch(policy, step)
+                for trajectory in reversed(self.group(group_id, policy).trajectories)
+                if trajectory.trajectory_id in reasons
+            }
+            for group_id, (trajectory_id, reason) in refused.items():
+                (worker,) = self._db.execute(
+                    "SELECT worker FROM episodes WHERE group_id = :group_id AND (episode_id = :trajectory_id"
+                    " OR substr(:trajectory_id, 1, length(episode_id) + 1) = episode_id || '/')",
+                    {"group_id": group_id, "trajectory_id": trajectory_id},
+                ).fetchone() or ("",)
+                self._db.execute(
+                    "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)",
+                    (policy, group_id, step, trajectory_id, worker or "", reason),
+                )
+                self._db.execute(
+                    "UPDATE policy_groups SET state = 'quarantined' WHERE policy = ? AND group_id = ?",
+                    (policy, group_id),
+                )
+            # Out of the batch and put aside in one: who dies before it is served the same batch, which is refused
+            # again; who dies after it is served another, and a late copy of the refusal finds none of these groups.
+            if refused:
+                self._undo_after(policy, step - 1)
+                self._set_trainer(policy, made=step)
+            return list(refused)
 
     # ------------------------------------------------------------------------------- a trainer starts: used -> ready
 
@@ -890,6 +937,11 @@ class Ledger:
         """The newest failed episode of each cause, in words."""
         rows = self._db.execute("SELECT name, last FROM counts WHERE name LIKE 'failed/%'")
         return {row["name"].removeprefix("failed/"): row["last"] for row in rows}
+
+    def put_aside(self) -> list[dict[str, Any]]:
+        """The newest groups that trainers refused: policy, group, step, trajectory, who sent it and why."""
+        newest = "SELECT * FROM quarantine ORDER BY step DESC, group_id LIMIT 20"
+        return [dict(row) for row in self._db.execute(newest)]
 
     def evaluations(self, state: str | None = None) -> dict[str, dict[str, int]]:
         """Versions of the policies in every evaluation, by its name; with `state`, of those with groups in it."""

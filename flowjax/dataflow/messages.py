@@ -34,6 +34,12 @@ def worker_of(message: Any) -> str:
     return worker
 
 
+def sender_of(message: Any) -> str:
+    """Who sends it, where it says so: for people, and nothing depends on it."""
+    sender = message.get("worker")
+    return sender[:_LONGEST_NAME] if isinstance(sender, str) else ""
+
+
 def slots_of(message: Any) -> int:
     (slots,) = fields(message, slots=int)
     if not 0 < slots <= MOST_SLOTS:
@@ -88,6 +94,17 @@ def epoch_of(message: Any) -> int:
             f"field epoch is {given}: a trainer claims its policies first, and sends the epoch it was given"
         )
     return fields(message, epoch=int)[0]
+
+
+def refused_of(message: Any) -> tuple[int, dict[str, str]]:
+    """The step of the batch that a trainer refuses, and the trajectories of it that it cannot train on, with why."""
+    step, reasons = fields(message, step=int, trajectories=dict)
+    for trajectory_id, reason in reasons.items():
+        if not isinstance(trajectory_id, str) or not isinstance(reason, str):
+            raise WireError("field trajectories is no map of texts: send trajectory_id -> why it cannot be trained on")
+    if not reasons:
+        raise WireError("field trajectories is empty: name those that cannot be trained on")
+    return step, {name: reason[:_LONGEST_NAME] for name, reason in reasons.items()}
 
 
 def lease_ids_of(message: Any) -> list[str]:

@@ -99,7 +99,8 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
     sampled_tokens: Counter[str] = Counter()
     for turn in trajectory.turns:
         sampled_tokens[turn.policy] += len(turn.sampled_ids)
-    return [replace(row, trajectory_tokens=sampled_tokens[row.policy]) for row in rows]
+    names = {"trajectory_id": trajectory.trajectory_id}
+    return [replace(row, trajectory_tokens=sampled_tokens[row.policy], **names) for row in rows]
 
 
 def _join(policy: str, spans: Sequence[tuple[np.ndarray, ...]]) -> TokenRow:

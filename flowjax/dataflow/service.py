@@ -24,6 +24,7 @@ from typing import Any
 
 from flowjax.broker import Answer, Busy
 from flowjax.dataflow import messages
+from flowjax.dataflow.algorithms.chain import AlgorithmError
 from flowjax.dataflow.flow import Flow, Taken
 from flowjax.dataflow.ledger import StepError
 from flowjax.dataflow.workers import Can
@@ -31,7 +32,7 @@ from flowjax.monitor.trouble import unwritable
 from flowjax.record_checks import check_lease
 from flowjax.records import Lease, WireError
 
-NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch", "committed")
+NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch", "committed", "refuse")
 HOLD_S = 1.0
 _PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
@@ -91,6 +92,8 @@ class DataflowService:
                 return await self._batch(message, hold_s)
             case "committed":
                 return await self._committed(message)
+            case "refuse":
+                return self._refuse(message)
         raise WireError(f"there is no message {name!r}: send one of {', '.join(NAMES)}")
 
     async def _lease(self, message: Any, hold_s: float) -> Answer:
@@ -147,13 +150,13 @@ class DataflowService:
         counted = []
         if self._flow.full:
             evaluation, played = self._flow.by_kind(played)
-            counted = self._flow.accept_all(evaluation)
+            counted = self._flow.accept_all(evaluation, worker=messages.sender_of(message))
             until = time.monotonic() + hold_s
             while played and self._flow.full:
                 if time.monotonic() > until:
                     raise Busy("more groups than config.dataflow.max_ready_groups wait for the trainer: send it again")
                 await asyncio.sleep(_LATEST_S)
-        counted += self._flow.accept_all(played)
+        counted += self._flow.accept_all(played, worker=messages.sender_of(message))
         self._notify()
         return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
 
@@ -200,8 +203,18 @@ class DataflowService:
             return {"state": "wait"}
         self._notify()  # groups that are used or dropped make room for others
         policy, (groups, dropped) = taken[0], (taken[1].groups, taken[1].dropped)
-        async with self._crediting:
-            batch = await asyncio.to_thread(self._flow.credit, policy, steps[policy], groups)
+        try:
+            async with self._crediting:
+                batch = await asyncio.to_thread(self._flow.credit, policy, steps[policy], groups)
+        except (AlgorithmError, OSError):
+            raise
+        except Exception:
+            async with self._crediting:
+                reasons = await asyncio.to_thread(self._flow.uncreditable, policy, groups)
+            if not self._flow.quarantine(policy, steps[policy], reasons):
+                raise  # no group of it is at fault
+            self._notify()
+            return {"state": "wait"}
         return {"state": "run", "policy": policy, "rows": batch.rows, "totals": batch.totals, "dropped": dropped}
 
     def _take(self, steps: Mapping[str, int], epoch: int) -> tuple[str, Taken] | None:
@@ -223,6 +236,16 @@ class DataflowService:
         self._flow.commit(policy, version)
         self._notify()
         return {}
+
+    def _refuse(self, message: Any) -> Answer:
+        """Put groups aside that a trainer cannot train on. A copy of the message finds the batch without them."""
+        policy, newest = self._policy(message)
+        step, reasons = messages.refused_of(message)
+        messages.version_of({"step": step}, "step", oldest=max(self._flow.committed[policy], 0), newest=newest)
+        self._flow.fence([policy], messages.epoch_of(message))
+        groups = self._flow.quarantine(policy, step, reasons)
+        self._notify()
+        return {"quarantined": groups}
 
     def _policy(self, message: Any) -> tuple[str, int]:
         """The policy that a message is about, and the newest version that there can be of it."""

@@ -130,11 +130,22 @@ def _keeping(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"{n} failed ({cause.replace('_', ' ')})"
     if status.get("short_groups"):
         yield f"{status['short_groups']} short groups"
+    if aside := status.get("put_aside"):
+        last = aside[0]
+        sender = f"sent by {last['worker']}" if last["worker"] else "sender unknown"
+        yield f"{_put_aside(status)} groups put aside, {last['group_id']} {sender}: {last['reason']}"
+    if refused := status.get("refused"):
+        yield f"{sum(refused.values())} messages refused ({', '.join(f'{n} {name}' for name, n in refused.items())})"
     if status.get("passed_over_tasks"):
         yield f"{status['passed_over_tasks']} tasks passed over"
     for name, counts in status.get("algorithms", {}).items():
         for key, value in counts.items():
             yield f"{name}.{key} {value:.3g}"
+
+
+def _put_aside(status: Mapping[str, Any]) -> int:
+    """Groups that trainers refused, of all policies."""
+    return sum(counts.get("quarantined_groups", 0) for counts in status.get("policies", {}).values())
 
 
 def _dropped(counts: Mapping[str, Any]) -> str:

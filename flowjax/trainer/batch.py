@@ -23,6 +23,37 @@ class BatchError(ValueError):
     """Rows that cannot be trained on; the message names the config field to change."""
 
 
+def unusable_rows(rows: Sequence[TokenRow], *, row_tokens: int, vocabulary: int) -> dict[str, str]:
+    """The trajectories of rows that cannot be trained on, and why.
+
+    Args:
+        row_tokens: the longest row there is room for (config.trainer.row_tokens).
+        vocabulary: tokens of the model; the log-probability of any other id would be that of no token.
+    """
+    reasons = ((row, _unusable(row, row_tokens, vocabulary)) for row in rows)
+    return {row.trajectory_id: reason for row, reason in reasons if reason}
+
+
+def _unusable(row: TokenRow, row_tokens: int, vocabulary: int) -> str:
+    length = len(row.tokens)
+    columns = {"sampled": row.sampled, "logprobs": row.logprobs, "advantages": row.advantages, "versions": row.versions}
+    for name, column in columns.items():
+        if column.shape != (length,):
+            return f"{name} have the shape {column.shape}, tokens ({length},)"
+    if length > row_tokens:
+        return f"{length} tokens, but config.trainer.row_tokens is {row_tokens}"
+    if not length:
+        return ""
+    if row.sampled[0]:
+        return "the first token is a sampled one: nothing before it predicts it"
+    if row.tokens.min() < 0 or row.tokens.max() >= vocabulary:
+        return f"tokens from {row.tokens.min()} to {row.tokens.max()}, but the model has {vocabulary}"
+    for name in ("logprobs", "advantages"):
+        if not np.isfinite(columns[name]).all():
+            return f"{name} that are not finite"
+    return ""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MicroBatch:
@@ -63,11 +94,13 @@ def pack(
     For long-tailed lengths, and batches small beside `row_tokens * micro_batch_rows`.
 
     Raises:
-        BatchError: a sequence is longer than `row_tokens`, or no token was sampled at all.
+        BatchError: a sequence is longer than `row_tokens` or begins with a sampled token, or none was sampled at all.
     """
     longest = max((len(row.tokens) for row in rows), default=0)
     if longest > row_tokens:
         raise BatchError(f"a sequence has {longest} tokens, but config.trainer.row_tokens is {row_tokens}: raise it")
+    if any(row.sampled[:1].any() for row in rows):  # the token before it would be the last one of its neighbour
+        raise BatchError("a sequence begins with a sampled token, which nothing predicts: give it a prompt")
     if not any(row.sampled.any() for row in rows):
         raise BatchError("the batch has no sampled token to train on: check config.rollout.max_new_tokens")
     bins = _first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)

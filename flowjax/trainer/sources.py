@@ -1,16 +1,20 @@
 """Where batches come from: the dataflow, or a fixed stream of rows for supervised training."""
 
 import asyncio
+import logging
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flowjax.broker import Answer, Connect
 from flowjax.records import TokenRow
+from flowjax.trainer.batch import BatchError
+
+Unusable = Callable[[str, Sequence[TokenRow]], Mapping[str, str]]
 
 
 class SourceError(RuntimeError):
@@ -51,10 +55,12 @@ class DataflowSource:
     Args:
         connect: opens the broker to the dataflow.
         timeout_s: longest wait for a batch, with the dataflow up or down.
+        unusable: trajectories of the rows of a policy's batch that cannot be trained on, and why. Such a batch is
+            refused for another: the dataflow puts their groups aside.
     """
 
-    def __init__(self, connect: Connect, *, timeout_s: float):
-        self._connect, self._timeout_s = connect, timeout_s
+    def __init__(self, connect: Connect, *, timeout_s: float, unusable: Unusable = lambda policy, rows: {}):
+        self._connect, self._timeout_s, self._unusable = connect, timeout_s, unusable
         self._trainer, self._epoch = uuid.uuid4().hex, 0
 
     def claim(self, versions: Mapping[str, int]) -> None:
@@ -74,19 +80,33 @@ class DataflowSource:
 
         Raises:
             SourceError: there was none in that time.
+            BatchError: a batch that was refused came again.
             DataflowError: the dataflow does not answer, or refuses: with `Superseded` once another trainer has claimed.
         """
         until = time.monotonic() + self._timeout_s
         behind_first = dict(sorted(steps.items(), key=lambda item: item[1]))  # a policy always ready starves no other
+        refused: Mapping[str, str] = {}
         while (left_s := until - time.monotonic()) > 0:
             answer = self._call("batch", {"policies": behind_first, "epoch": self._epoch}, left_s)
-            if answer["state"] == "run":
-                return Served(answer["policy"], answer["rows"], answer["totals"], answer["dropped"])
+            if answer["state"] != "run":
+                continue
+            policy, before = answer["policy"], refused
+            if not (refused := self._unusable(policy, answer["rows"])):
+                return Served(policy, answer["rows"], answer["totals"], answer["dropped"])
+            if refused.keys() & before.keys():
+                name, reason = next(iter(refused.items()))
+                raise BatchError(f"batch {steps[policy]} of {policy} came again after it was refused: {name}: {reason}")
+            self._refuse(policy, steps[policy], refused)
         wanted = ", ".join(f"step {step} of {policy}" for policy, step in steps.items())
         raise SourceError(
             f"no batch for {wanted} within config.trainer.step_timeout_s ({self._timeout_s:g} s): "
             "see logs/rollout.log and logs/dataflow.log for what holds the episodes up"
         )
+
+    def _refuse(self, policy: str, step: int, reasons: Mapping[str, str]) -> None:
+        logging.warning("%s, step %d: %d trajectories cannot be trained on: %s", policy, step, len(reasons), reasons)
+        message = {"policy": policy, "step": step, "epoch": self._epoch, "trajectories": dict(reasons)}
+        self._call("refuse", message, self._timeout_s)
 
     def committed(self, policy: str, version: int) -> None:
         """See `Source`.

@@ -34,7 +34,7 @@ from flowjax.models.sharding import ROW_AXES, make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.token import known_token
 from flowjax.records import TokenRow
-from flowjax.trainer.batch import MicroBatch, pack
+from flowjax.trainer.batch import MicroBatch, pack, unusable_rows
 from flowjax.trainer.cost import step_flops
 from flowjax.trainer.log import Counters, OnStep, StepLog, StepResult, TrainerStatus, episode_metrics, row_metrics
 from flowjax.trainer.optimizer import OptimizerMemory, learning_rate_schedule, make_optimizer
@@ -76,6 +76,7 @@ def run(run_dir: Path, only: str = "") -> None:
 
     # -------------------------------------------------------------------------------------- models, optimiser, restore
     decoders = make_models(config, mesh, configs)
+    sizes = {name: decoder.config.vocab_size for name, decoder in decoders.items()}
     with contextlib.ExitStack() as opened:
         policies = {}
         for name, policy_config in configs.items():
@@ -91,7 +92,9 @@ def run(run_dir: Path, only: str = "") -> None:
         # ------------------------------------------------------------------------------------- where data and lines go
         endpoints = json.loads((run_dir / "endpoints.json").read_text())
         to_dataflow = partial(connect, endpoints["dataflow"], token=known_token(run_dir))
-        source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s)
+        bounds = {name: (own.trainer.row_tokens, sizes[name]) for name, own in configs.items()}
+        unusable = partial(_unusable, bounds)
+        source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s, unusable=unusable)
         if is_first():
             source.claim(steps)  # a trainer from before, and late copies of what it said, are refused from now on
         metrics, on_step = None, _nothing
@@ -103,6 +106,12 @@ def run(run_dir: Path, only: str = "") -> None:
 
         # ------------------------------------------------------------------------------------------ compile, then loop
         train(policies, source, mesh=mesh, metrics=metrics, on_step=on_step)
+
+
+def _unusable(bounds: Mapping[str, tuple[int, int]], policy: str, rows: Sequence[TokenRow]) -> dict[str, str]:
+    """See `unusable_rows`; `bounds` are the length of a row and the vocabulary of each policy."""
+    row_tokens, vocabulary = bounds[policy]
+    return unusable_rows(rows, row_tokens=row_tokens, vocabulary=vocabulary)
 
 
 def _nothing(line: Mapping[str, object]) -> None:

@@ -93,6 +93,7 @@ class Dataflow:
             "/versions": {"worker": "w", "policy": "agent", "serving": 0, "in_use": [0]},
             "/claim": {"trainer": "new", "policies": {"agent": 0}, "after": self.epoch},
             "/batch": {"policy": "agent", "step": 0, "epoch": self.epoch},
+            "/refuse": {"policy": "agent", "step": 0, "epoch": self.epoch, "trajectories": {"x": "why"}},
             "/committed": {"policy": "agent", "version": 0, "epoch": self.epoch},
         }
 
