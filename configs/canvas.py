@@ -19,7 +19,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   0.34 -> 0.65, 0.33 -> 0.64, 0.37 -> 0.64, with 3 min a run on the machine alone
     qwen3_8b      8 x A100 80 GB, and an executor   (not run by us)
                   python -m flowjax.launch --config=configs/canvas.py:qwen3_8b --config.env.options.path=FOLDER
-                  the executor is the run's own base model; for another endpoint change config.env.options.backends
+                  the executor is the run's own base model, on all its engines; for another model name one of
+                  config.bases in config.env.options.backends.executor.base, for an endpoint give it kind openai
     """
     recipes = {"nano": _nano, "nano_append": _nano_append, "nano_grpo": _nano_grpo, "qwen3_8b": _qwen3_8b}
     if arg not in recipes:
@@ -96,9 +97,7 @@ def _nano_grpo(config: ConfigDict) -> None:
 def _qwen3_8b(config: ConfigDict) -> None:
     config.name = "canvas-qwen3-8b"
     config.model.path = "models/Qwen3-8B"
-    config.engine.port = 8100
-    executor = {"kind": "openai", "base_url": f"http://127.0.0.1:{config.engine.port}/v1", "model": "base"}
-    config.env.options.backends = ConfigDict({"executor": executor})
+    config.env.options.backends = ConfigDict({"executor": {"kind": "run", "base": "base"}})
     config.env.options.step_s = 550.0
     config.env.options.max_seconds = 3000.0
     config.env.options.max_tokens = 2_000_000

@@ -132,13 +132,17 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         options = read_config(arguments.config) if arguments.config else {}
-        backends = backends_from_config(options["backends"]) if options.get("backends") else {}
+        given = {name: dict(each) for name, each in (options.get("backends") or {}).items()}
+        engines = [name for name, each in given.items() if each.get("kind") == "run"]
+        given = {name: each for name, each in given.items() if name not in engines}
+        backends = backends_from_config(given) if given else {}
     except (DoctorError, BackendConfigError) as error:
         print(error, file=sys.stderr)
         return 1
     extra = [*options.get("extra_operators", ()), *arguments.operators]
     no_isolation = arguments.allow_no_isolation or bool(options.get("allow_no_isolation"))
     found = asyncio.run(_examine_and_close(backends, extra, no_isolation, arguments.timeout_s))
+    found += [Finding(f"backend {name}", True, "an engine of the run, which starts it") for name in engines]
     for finding in found:
         print(f"{'ok' if finding.works else 'FAILS':6}{finding.subject}: {finding.text}")
     return 0 if all(finding.works for finding in found) else 1

@@ -20,6 +20,8 @@ Message = Mapping[str, str]  # {"role": ..., "content": ...}
 
 RUN_VARIABLE = "FLOWJAX_RUN"  # environment variable that names the run's folder to processes that hold environments
 
+ENGINES_VARIABLE = "FLOWJAX_ENGINES"  # the same for the addresses of its engines, by base model, as JSON
+
 
 class WorldError(ValueError):
     """A world, or an option of one, that cannot be used; the message names it and the remedy."""

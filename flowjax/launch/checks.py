@@ -18,7 +18,7 @@ from flowjax.config import (
     policies_on,
     policy_configs,
 )
-from flowjax.rollout.names import idle_bases, speakers
+from flowjax.rollout.names import executor_bases, idle_bases, speakers
 
 GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "gigpo", "rewardflow", "maxrl", "pass_at_k", "best_of_group"}
 
@@ -104,8 +104,17 @@ def _bases(config: ConfigDict) -> Iterator[str]:
             )
         else:
             yield (
-                f"config.bases.{base} speaks for no agent, and no policy is trained on it: name it in config.agents or "
-                "in the policy.base of a policy, or leave it out"
+                f"config.bases.{base} speaks for no agent, no policy is trained on it and no backend of the world asks "
+                "it: name it in config.agents or in the policy.base of a policy, or leave it out"
+            )
+    full = {own.policy.base for own in policy_configs(config).values() if own.policy.train == "full"}
+    for field, base in executor_bases(config).items():
+        if base not in base_configs(config):
+            yield f"{field} is {base!r}: use one of the run's base models, {', '.join(base_configs(config))}"
+        elif base in full:
+            yield (
+                f"{field} is {base!r}, but with policy.train 'full' the engine replaces that base model by what is "
+                "trained: name one of config.bases, or train 'lora'"
             )
     trained = list(dict.fromkeys(own.policy.base for own in policy_configs(config).values()))
     if len(trained) > 1 and not config.separate_trainers:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from ml_collections import ConfigDict
 
 from flowjax.broker import DataflowError, connect
 from flowjax.config import ConfigError, load_run
-from flowjax.envs.base import RUN_VARIABLE, WorldError
+from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import ModelError
 from flowjax.monitor.endpoint import MetricsEndpoint
@@ -43,12 +44,18 @@ def _endpoints(config: ConfigDict, run_dir: Path) -> tuple[dict[str, list[str]],
         raise ConfigError(f"{path} does not name engine and dataflow ({error}): start the run's roles first") from error
 
 
+def tell_environments(run_dir: Path, urls: Mapping[str, Sequence[str]]) -> None:
+    """Name the run and its engines to environments, which live in processes of their own, and may ask an engine."""
+    os.environ[RUN_VARIABLE] = str(run_dir)
+    os.environ[ENGINES_VARIABLE] = json.dumps(dict(urls))
+
+
 async def _serve(config: ConfigDict, run_dir: Path) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     urls, dataflow_url = _endpoints(config, run_dir)
-    os.environ[RUN_VARIABLE] = str(run_dir)  # environments live in processes of their own
+    tell_environments(run_dir, urls)
     worker = f"{socket.gethostname()}-{os.getpid()}"
     async with (
         bases_of_run(config, run_dir, urls) as bases,

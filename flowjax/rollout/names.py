@@ -1,8 +1,12 @@
 """Names that the parts of a run agree on: of its engines, base model and world, of who speaks for an agent."""
 
+from collections.abc import Mapping
+
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, ConfigError, base_configs, policy_configs, task_options
+
+RUN_BACKEND = "run"  # kind of a backend that is an engine of the run
 
 
 def engine_names(count: int, base: str = BASE_NAME) -> list[str]:
@@ -74,7 +78,20 @@ def speakers(config: ConfigDict) -> dict[str, str]:
     return chosen
 
 
+def executor_bases(config: ConfigDict) -> dict[str, str]:
+    """Field of the config -> the base model that this backend of the run's world asks, by kind "run"."""
+    found = {}
+    for source in config.env.sources or ("",):
+        field = f"config.env.sources.{source}.options" if source else "config.env.options"
+        backends = task_options(config, source).get("backends") or {}
+        for name, given in backends.items() if isinstance(backends, Mapping) else ():
+            if isinstance(given, Mapping) and given.get("kind") == RUN_BACKEND:
+                found[f"{field}.backends.{name}.base"] = str(given.get("base", BASE_NAME))
+    return found
+
+
 def idle_bases(config: ConfigDict) -> list[str]:
-    """Base models that no policy is trained on and that speak for no agent."""
+    """Base models that no policy is trained on, that speak for no agent, and that no backend of the world asks."""
     used = {own.policy.base for own in policy_configs(config).values()} | set(config.agents.values())
+    used |= set(executor_bases(config).values())
     return [base for base in base_configs(config) if base not in used]

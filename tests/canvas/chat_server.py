@@ -54,13 +54,13 @@ class ChatServer:
 
 
 @contextlib.asynccontextmanager
-async def serving(*replies: Reply) -> AsyncIterator[ChatServer]:
+async def serving(*replies: Reply, port: int = 0) -> AsyncIterator[ChatServer]:
     server = ChatServer(list(replies)) if replies else ChatServer()
     application = web.Application()
     application.router.add_post("/v1/chat/completions", server.answer)
     runner = web.AppRunner(application, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     host, port = runner.addresses[0][:2]
     server.url = f"http://{host}:{port}/v1"

@@ -26,12 +26,12 @@ SUM = exercises.Exercise("arithmetic", "math", "Compute 2 + 3.", "5", 2)
 
 
 @contextlib.contextmanager
-def endpoint(*replies: Reply) -> Iterator[ChatServer]:
+def endpoint(*replies: Reply, port: int = 0) -> Iterator[ChatServer]:
     """A server in a thread of its own, for worlds, which block."""
     started, done, found = threading.Event(), threading.Event(), []
 
     async def serve() -> None:
-        async with serving(*replies) as server:
+        async with serving(*replies, port=port) as server:
             found.append(server)
             started.set()
             await asyncio.to_thread(done.wait)

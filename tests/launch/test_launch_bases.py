@@ -97,7 +97,7 @@ def test_missing_nano_bases_are_made_one_after_the_other(both, tmp_path, monkeyp
     ("changes", "message"),
     [
         ({"separate_trainers": False}, "config.separate_trainers is False, but policies are trained on 2 base models"),
-        ({"bases.spare": {}}, "config.bases.spare speaks for no agent, and no policy is trained on it"),
+        ({"bases.spare": {}}, "config.bases.spare speaks for no agent, no policy is trained on it"),
         ({"policies.solver": {"policy": {"base": "small"}}}, "the run's own base model (config.model) neither speaks"),
         ({"bases.small.engine": {"max_model_tokens": 9}}, "config.bases.small.engine.max_model_tokens is 9, but"),
         ({"bases.small.engine": {"replicas": 0}}, "config.bases.small.engine.replicas is 0: it must be at least 1"),
@@ -213,3 +213,17 @@ def test_what_is_trained_on_each_base_takes_disk(both):
     plan = {"bases": {"base": {"model": model}, "small": {"model": {**model, "checkpoint_bytes": 3}}}}
     both.trainer.keep_checkpoints, both.dataflow.max_staleness = 3, 1
     assert disk_bytes(both, plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10)
+
+
+def test_a_base_that_only_a_backend_of_the_world_asks_is_started_and_checked(config):
+    config.env.options = ConfigDict({"backends": {"large": {"kind": "run", "base": "judge"}}})
+    config.bases = ConfigDict({"judge": JUDGE})
+    assert check_config(config) == []
+    assert list(choose_ports(config)) == ["engine", "engine-judge-0", "engine-judge-1", "dataflow"]
+    config.env.options.backends.large.base = "jugde"
+    assert [problem for problem in check_config(config) if "backends.large.base is 'jugde': use one of" in problem]
+    config.env.options.backends.large.base = "base"
+    problems = check_config(config)
+    assert [problem for problem in problems if "config.bases.judge speaks for no agent" in problem]
+    config.bases, config.policy.train = ConfigDict(), "full"
+    assert [problem for problem in check_config(config) if "the engine replaces that base model" in problem]

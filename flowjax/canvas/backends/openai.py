@@ -384,7 +384,7 @@ class OpenAIBackend:
 
     def _retry_s(self, rounds: int) -> float:
         """Exponential back-off with jitter."""
-        longest_s = min(self._patience.first_retry_s * 2**rounds, self._patience.last_retry_s)
+        longest_s = min(self._patience.first_retry_s * 2.0 ** min(rounds, 60), self._patience.last_retry_s)
         return longest_s * random.uniform(0.5, 1.0)
 
     def _connections(self) -> _Connections:

@@ -13,8 +13,11 @@ from flowjax.canvas.backends.config import BackendConfigError, backends_from_con
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.canvas.cache import Cache, Outcome
 from flowjax.canvas.values import Usage
-from flowjax.envs.base import RUN_VARIABLE, WorldError
+from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 
+# An engine that restarts comes back at the same address: requests wait for it as long as the world lets them.
+_PATIENT = {"timeout_s": 600.0, "retries": 10_000, "last_retry_s": 5.0, "failures_in_a_row": 1_000_000}
+_NOWHERE = "http://127.0.0.1:9/v1"  # outside a run, such as while its config is checked: nobody listens at `discard`
 _CACHE_FILE = "executor-replies.sqlite"
 
 
@@ -69,7 +72,8 @@ def open_executors(config: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Back
     Raises:
         WorldError: one is configured wrongly.
     """
-    return _opened(json.dumps({name: dict(given) for name, given in config.items()}, sort_keys=True), run_folder())
+    asked = json.dumps({name: dict(given) for name, given in config.items()}, sort_keys=True)
+    return _opened(asked, run_folder(), os.environ.get(ENGINES_VARIABLE, ""))
 
 
 def run_folder() -> str:
@@ -89,10 +93,34 @@ def price_list(config: Mapping[str, Mapping[str, Any]], default: str) -> str:
     return "\n".join(lines)
 
 
+def _of_run(name: str, options: dict[str, Any], run: str, urls: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Options of kind "run" as those of an endpoint: all replicas of the base model that they name."""
+    if options.get("kind") != "run":
+        return options
+    given = {option: value for option, value in options.items() if option not in ("kind", "base")}
+    if known := [option for option in ("base_url", "model", "identity") if option in given]:
+        raise WorldError(
+            f"env.options backends.{name}.{known[0]}: a backend of kind run has address and model from the run: leave "
+            "it out, or give kind openai"
+        )
+    base = options.get("base", "base")
+    addresses = [f"{url}/v1" for url in urls.get(base, ())] or [_NOWHERE]
+    return {
+        "kind": "openai",
+        "base_url": addresses,
+        "model": base,
+        "identity": f"{base} of the run {run}",  # which has the same weights also after a restart
+        **_PATIENT,
+        **given,
+    }
+
+
 @functools.lru_cache(maxsize=8)
-def _opened(config: str, run: str) -> Mapping[str, Backend]:
+def _opened(config: str, run: str, engines: str) -> Mapping[str, Backend]:
+    urls = json.loads(engines) if engines else {}
+    given = {name: _of_run(name, options, run, urls) for name, options in json.loads(config).items()}
     try:
-        backends = backends_from_config(json.loads(config))
+        backends = backends_from_config(given)
     except BackendConfigError as error:
         raise WorldError(f"env.options {error}") from error
     if not any(isinstance(backend, OpenAIBackend) for backend in backends.values()):

@@ -1,0 +1,105 @@
+"""Executors that are engines of the run: found at whatever ports they have, all replicas, and waited for."""
+
+import runpy
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+from test_outage import endpoint, task
+
+from flowjax.config import policy_configs
+from flowjax.envs import canvas
+from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, EnvDied, WorldError
+from flowjax.launch.checks import check_config
+from flowjax.launch.roles import choose_ports, write_endpoints
+from flowjax.rollout.__main__ import _endpoints, tell_environments
+from tests.canvas.chat_server import chat
+
+RECIPES = Path(__file__).parents[2] / "configs" / "canvas.py"
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> ConfigDict:
+    monkeypatch.setenv(RUN_VARIABLE, "")
+    monkeypatch.setenv(ENGINES_VARIABLE, "")
+    return runpy.run_path(str(RECIPES))["get_config"]("qwen3_8b")
+
+
+def consecutive_ports(count: int) -> int:
+    """The first of so many free ports."""
+    while True:
+        with ExitStack() as held:
+            first = held.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                for number in range(port + 1, port + count):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def start(config: ConfigDict, folder: Path) -> canvas.Canvas:
+    """An environment of the run, as the rollout service has it."""
+    assert check_config(config) == [] and policy_configs(config)
+    write_endpoints(config, folder, choose_ports(config))
+    tell_environments(folder, _endpoints(config, folder)[0])
+    env = canvas.make(**config.env.options.to_dict())
+    env.reset(task(), 0)
+    return env
+
+
+def test_all_replicas_are_asked_at_the_port_that_the_command_line_gives(config: ConfigDict, tmp_path: Path):
+    config.engine.port, config.engine.replicas = consecutive_ports(4), 4
+    with ExitStack() as open_servers:
+        ports = range(config.engine.port, config.engine.port + 4)
+        servers = [open_servers.enter_context(endpoint(port=port)) for port in ports]
+        env = start(config, tmp_path)
+        step = env.step("add [" + ", ".join(f'Custom{{"{number}"}}' for number in range(8)) + "]")
+        assert step.valid and step.outcome["executor_calls"] == 8
+        assert [len(server.bodies) for server in servers] == [2, 2, 2, 2]
+        assert {body["model"] for server in servers for body in server.bodies} == {"base"}
+
+
+def test_a_backend_may_name_a_base_that_speaks_for_nobody(config: ConfigDict, tmp_path: Path):
+    config.bases = ConfigDict(
+        {"executor": {"model": {"path": "models/other"}, "engine": {"port": consecutive_ports(1)}}}
+    )
+    config.env.options.backends.executor.base = "executor"
+    with endpoint(port=config.bases.executor.engine.port) as server:
+        assert start(config, tmp_path).step("add Custom").outcome["executor_calls"] == 1
+        assert server.bodies[0]["model"] == "executor"
+
+
+def test_a_request_waits_for_an_engine_that_restarts(config: ConfigDict, tmp_path: Path):
+    config.engine.port, config.env.options.step_s = consecutive_ports(1), 60.0
+    env = start(config, tmp_path)
+    outcomes = []
+    episode = threading.Thread(target=lambda: outcomes.append(env.step("add Custom").outcome))
+    episode.start()
+    time.sleep(1.0)  # nobody listens yet
+    assert episode.is_alive() and not outcomes
+    with endpoint(lambda body: chat("Answer: 5"), port=config.engine.port):
+        episode.join(30)
+    assert outcomes and outcomes[0]["success"] == 1.0
+
+
+def test_outside_a_run_there_is_no_engine_to_ask(config: ConfigDict):
+    config.env.options.step_s = 1.0
+    env = canvas.make(**config.env.options.to_dict())
+    env.reset(task(), 0)
+    with pytest.raises(EnvDied) as died:
+        env.step("add Custom")
+    assert died.value.status == "executor_error"
+
+
+@pytest.mark.parametrize("option", ["base_url", "model"])
+def test_address_and_model_are_the_runs(config: ConfigDict, option: str):
+    config.env.options.backends.executor[option] = "http://127.0.0.1:1/v1"
+    with pytest.raises(WorldError, match=rf"backends\.executor\.{option}: a backend of kind run has address and model"):
+        canvas.make(**config.env.options.to_dict())
