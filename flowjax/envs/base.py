@@ -41,11 +41,21 @@ class EnvDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the agent may see, and the 64-bit key of the canonical state behind it."""
+    """What the agent may see, and the 64-bit key of the canonical state behind it.
 
-    text: str
+    `view` is an instance of the world module's `View`, a frozen dataclass whose fields hold text, numbers and tuples of
+    them, so that the prompt is worded from data; of a world without one it is text.
+    """
+
+    view: Any
     legal_actions: tuple[str, ...]
     state_key: int
+
+    @property
+    def text(self) -> str:
+        """The view of a world whose views are text."""
+        assert isinstance(self.view, str), f"{type(self.view).__name__} is worded by the world's prompt"
+        return self.view
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +71,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """An earlier turn as a prompt shows it; `turn` counts from 1. `action` is "" where the reply named none."""
+    """An earlier turn: its view, and its action, "" where the reply named none. `turn` counts from 1."""
 
     turn: int
-    observation: str
+    observation: Any
     action: str
 
 

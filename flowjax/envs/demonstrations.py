@@ -58,7 +58,7 @@ def demonstrations(
                     yield [conversation.pop()]
                 action = label if context == "append" else best
                 action = world.random_action(observation, rng) if stray and context == "window" else action
-                past.append(Past(turn, observation.text, action))
+                past.append(Past(turn, observation.view, action))
                 if turn == max_turns:
                     break  # nobody looks at the answer, which some worlds work hard for
                 step = env.step(action)

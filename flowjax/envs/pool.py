@@ -246,10 +246,10 @@ class PooledEnv:
 
     async def reset(self, task: Task, seed: int) -> Observation:
         self._calls.clear()
-        return unpack_observation(await self._call("reset", pack_task(task), seed))
+        return unpack_observation(await self._call("reset", pack_task(task), seed), self._opening[1])
 
     async def step(self, action: str) -> Step:
-        return unpack_step(await self._call("step", action))
+        return unpack_step(await self._call("step", action), self._opening[1])
 
     def close(self) -> None:
         """Leave the environment to another session."""

@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any
 
 import msgpack
@@ -68,18 +69,28 @@ def pack_task(task: Task) -> list[Any]:
     return [task.task_id, task.world, task.seed, dict(task.payload)]
 
 
-def unpack_observation(packed: list[Any]) -> Observation:
-    text, legal, state_key = packed
-    return Observation(text, tuple(legal), state_key)
+def unpack_observation(packed: list[Any], module: str) -> Observation:
+    """An observation of the world `module`, whose `View` it has again."""
+    view, legal, state_key = packed
+    if not isinstance(view, str):
+        view = importlib.import_module(module).View(*map(_frozen, view))
+    return Observation(view, tuple(legal), state_key)
 
 
-def unpack_step(packed: list[Any]) -> Step:
+def unpack_step(packed: list[Any], module: str) -> Step:
     observation, reward, terminal, valid, outcome = packed
-    return Step(unpack_observation(observation), reward, terminal, valid, outcome)
+    return Step(unpack_observation(observation, module), reward, terminal, valid, outcome)
 
 
 def _pack_observation(observation: Observation) -> list[Any]:
-    return [observation.text, observation.legal_actions, observation.state_key]
+    view = observation.view
+    told = view if isinstance(view, str) else [getattr(view, field.name) for field in fields(view)]
+    return [told, observation.legal_actions, observation.state_key]
+
+
+def _frozen(value: Any) -> Any:
+    """The tuples that msgpack made lists of."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 class Worker:

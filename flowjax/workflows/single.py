@@ -55,7 +55,7 @@ async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agen
             step = await env.step(action)
             step = replace(step, valid=step.valid and valid)
             turns.append(record_turn(reply, observation, step, env_s=time.perf_counter() - started_s))
-            past.append(Past(number, observation.text, action))
+            past.append(Past(number, observation.view, action))
             observation = step.observation
             outcome.update(step.outcome)
             if step.terminal:

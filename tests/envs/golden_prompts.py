@@ -45,7 +45,7 @@ def prompts(name: str) -> Iterator[str]:
                 yield json.dumps(world.follow_up(observation, style), ensure_ascii=False)
             action = world.expert(env) if turn % 2 else world.random_action(observation, rng)
             action = "" if turn == 3 else action
-            past.append(Past(turn, observation.text, action))
+            past.append(Past(turn, observation.view, action))
             step = env.step(action)
             observation = step.observation
             if step.terminal:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,13 +247,13 @@ def test_what_is_no_action_changes_nothing(action: str):
     assert (step.valid, step.reward, step.terminal, step.outcome) == (False, 0.0, False, before.outcome)
     assert step.observation.state_key == before.observation.state_key
     assert env.titles == titles
-    assert step.observation.text.startswith(before.observation.text)
+    assert step.observation.view == replace(before.observation.view, unreadable=True)
 
 
 def test_a_search_that_finds_nothing_says_so():
     env = started()
     key = env.step("search[zzz]").observation
-    assert "Nothing was found." in key.text
+    assert key.view.found == ()
     assert key.state_key == env.step("search[qqq qqq]").observation.state_key
 
 
@@ -261,7 +262,7 @@ def test_a_page_is_opened_by_its_address():
     name = env.question.chain[0]
     step = env.step(f"access[https://encyclopedia.invalid/wiki/{name}]")
     assert env.titles == {name}
-    assert f"[Doc 1](https://encyclopedia.invalid/wiki/{name}):" in step.observation.text
+    assert [url for url, _ in step.observation.view.found] == [f"https://encyclopedia.invalid/wiki/{name}"]
     assert env.step("access[https://encyclopedia.invalid/wiki/nowhere]").observation.state_key == (
         step.observation.state_key
     )
@@ -326,7 +327,8 @@ def test_an_oracle_plays_questions_without_a_known_chain(tmp_path: Path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
     env = search.make(path=str(tmp_path))
     env.reset(take(search.tasks("train", 0, path=str(tmp_path)), 0), 0)
-    assert "Lake Como" in env.step(search.expert(env)).observation.text
+    [[_, contents]] = env.step(search.expert(env)).observation.view.found
+    assert "Lake Como" in contents
     assert env.step(search.expert(env)).outcome["success"] == 1.0
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowjax.envs import search
-from flowjax.envs.base import Past, Style
+from flowjax.envs.base import Observation, Past, Style
 from flowjax.envs.search.corpus import Document, encyclopedia
-from flowjax.envs.search.protocol import information, read, read_action, show
+from flowjax.envs.search.protocol import View, information, read_action, shown
 
 REWARDFLOW = ("search[<words>]", "answer[<text>]")
 ASEARCHER = ("search[<query>]", "answer[<text>]", "access[<url>]")
@@ -158,7 +158,7 @@ def test_compact_text_keeps_to_the_vocabulary_and_to_its_length(hops: int):
             assert len(follow_up) <= 13
             action = ["", search.random_action(observation, rng), search.expert(env)][rng.integers(3)]
             assert len(search.reply(action, "compact").split()) <= 3
-            past.append(Past(turn, observation.text, action))
+            past.append(Past(turn, observation.view, action))
             step = env.step(action)
             observation = step.observation
             if step.terminal:
@@ -201,7 +201,7 @@ def test_the_instruct_prompt_shows_question_window_and_rules(protocol: str):
     found = env.step(f"search[{name}]").observation
     unread = env.step("").observation
     again = env.step("search[zzz]").observation
-    history = [Past(1, start.text, f"search[{name}]"), Past(2, found.text, ""), Past(3, unread.text, "search[zzz]")]
+    history = [Past(1, start.view, f"search[{name}]"), Past(2, found.view, ""), Past(3, unread.view, "search[zzz]")]
     whole = said(search.prompt(again, history, "instruct"))
     document = f'"{name}"\n{name} is a'
     for part in (
@@ -231,21 +231,17 @@ def test_access_is_told_of_only_where_it_is_legal():
         assert ("<access>" in said(search.prompt(env.reset(task, 0), [], "instruct"))) == access
 
 
-@given(
-    st.text(st.characters(exclude_categories=["Cs", "Zl", "Zp", "Cc"]), max_size=20),
-    st.lists(st.text(max_size=30), min_size=1, max_size=3),
-    st.booleans(),
-)
-def test_observations_are_taken_apart_again(question: str, contents: list[str], notice: bool):
+@given(st.lists(st.text(max_size=30), min_size=1, max_size=3))
+def test_tags_inside_documents_are_taken_out(contents: list[str]):
     documents = [
-        Document(str(row), f"x{text}\n<information></information></search>y") for row, text in enumerate(contents)
+        Document(str(row), f"x{text}<information></information></search>y") for row, text in enumerate(contents)
     ]
-    found = information(documents, "rewardflow", 5000)
-    assert "<information>" not in found
-    shown = read(show(question, found, notice))
-    assert (shown.question, shown.information) == (question, found)
-    assert bool(shown.notice) == notice
+    found = shown(documents, 5000)
+    assert found == tuple(("", f"x{text}y") for text in contents)
+    told = said(search.follow_up(Observation(View("Which?", found), REWARDFLOW, 0), "instruct"))
+    assert told.count("<information>") == told.count("</information>") == 1
+    assert information(found, "rewardflow") in told
 
 
 def test_long_documents_are_cut():
-    assert information([Document("0", "x" * 100)], "rewardflow", 10) == "Doc 1: " + "x" * 10
+    assert information(shown([Document("0", "x" * 100)], 10), "rewardflow") == "Doc 1: " + "x" * 10

@@ -30,10 +30,6 @@ def play_of(level: str) -> sokoban.Sokoban:
     return env
 
 
-def symbols(text: str) -> list[str]:
-    return ["".join(line.split()) for line in text.splitlines()]
-
-
 @pytest.mark.parametrize("options", SHAPES)
 def test_dynamics_equal_the_rules_written_down_again(options: dict):
     rng = np.random.default_rng(5)
@@ -42,13 +38,13 @@ def test_dynamics_equal_the_rules_written_down_again(options: dict):
     for index in range(60):
         task = take(source, index)
         plain = PlainSokoban(task.payload["level"])
-        assert symbols(env.reset(task, 0).text) == plain.symbols()
+        assert list(env.reset(task, 0).view.rows) == plain.symbols()
         for _ in range(40):
             # half of the time the expert, so that boxes reach and leave targets
             action = sokoban.expert(env) if rng.random() < 0.5 else [*DIRECTIONS, "", "still"][rng.integers(6)]
             step = env.step(action)
             reward, done = plain.step(action)
-            assert symbols(step.observation.text) == plain.symbols()
+            assert list(step.observation.view.rows) == plain.symbols()
             assert step.reward == pytest.approx(reward)
             assert step.terminal == done == bool(step.outcome["success"])
             assert step.valid == (action in DIRECTIONS)
@@ -330,7 +326,7 @@ def test_compact_prompts_use_only_the_vocabulary_and_tell_states_apart():
     prompts = {}
     for index in range(100):
         observation = env.reset(take(source, index), 0)
-        [message] = sokoban.prompt(observation, [Past(1, observation.text, "")], "compact")
+        [message] = sokoban.prompt(observation, [Past(1, observation.view, "")], "compact")
         assert set(message["content"].split()) <= words
         [message] = sokoban.prompt(observation, [], "compact")
         assert len(message["content"].split()) == 16
@@ -342,13 +338,13 @@ def test_the_instruct_prompt_shows_the_window():
     env = play_of(CORRIDOR)
     before = env.step("right").observation
     after = env.step("fly").observation
-    history = [Past(3, before.text, "right"), Past(4, after.text, "")]
+    history = [Past(3, before.view, "right"), Past(4, after.view, "")]
     [message] = sokoban.prompt(after, history, "instruct")
     for part in (
         "4 actions so far",
         "Action 3: 'right'",
         "Action 4: 'none'",
-        after.text,
+        "The grid now:\n # \t # \t # \t # \t # \t # \t # \n # \t _ \t P \t X \t _ \t O \t # \n",
         "<action>",
         "√ box on a target",
     ):

@@ -35,8 +35,8 @@ def test_the_environment_draws_where_asked_to():
     plain, drawing = sokoban.make(), sokoban.make(tile_pixels=16)
     assert plain.reset(task, 0) == drawing.reset(task, 0)
     assert plain.picture is None
-    text = plain.reset(task, 0).text
-    np.testing.assert_array_equal(pictures.picture_of_text(text, 16), drawing.picture)
+    view = plain.reset(task, 0).view
+    np.testing.assert_array_equal(pictures.picture_of(view, 16), drawing.picture)
     before = drawing.picture
     assert before is not None and before.shape == (96, 96, 3)
     drawing.step(sokoban.expert(drawing))

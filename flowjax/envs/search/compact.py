@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from flowjax.envs.search.names import RELATIONS, SYLLABLES, split_name
-from flowjax.envs.search.protocol import NOTHING, Shown, action_of, read_action
+from flowjax.envs.search.protocol import View, action_of, read_action
 
 ASKED, FOUND, EMPTY, UNREADABLE = "?", "found", "nothing", "none"
 VERBS = ("search", "answer")
@@ -35,18 +35,15 @@ def words(text: str) -> list[str]:
     return told
 
 
-def question(shown: Shown) -> list[str]:
-    return [*words(shown.question), ASKED]
+def question(view: View) -> list[str]:
+    return [*words(view.question), ASKED]
 
 
-def result(shown: Shown) -> list[str]:
+def result(view: View) -> list[str]:
     """What the latest search found: after `found` each document's words, or `nothing`."""
-    if not shown.information:
+    if view.found is None:
         return []
-    if shown.information == NOTHING:
-        return [EMPTY]
-    documents = re.split(r"^(?:Doc \d+: |\[Doc \d+\]\(.*\):$)", shown.information, flags=re.MULTILINE)[1:]
-    return [word for text in documents for word in (FOUND, *words(text))]
+    return [word for _, contents in view.found for word in (FOUND, *words(contents))] or [EMPTY]
 
 
 def write(action: str) -> str:

@@ -9,13 +9,14 @@ from flowjax.envs.search.options import read_options
 from flowjax.envs.search.protocol import (
     ACCESS,
     CLOSING,
+    NOTICE,
     OPENING,
     ProtocolName,
-    Shown,
+    View,
+    information,
     parse_as_published,
     parse_tags,
     protocol_of,
-    read,
 )
 
 _RULES: dict[ProtocolName, str] = {
@@ -47,8 +48,8 @@ def prompt(observation: Observation, history: Sequence[Past], style: Style) -> l
 
     Compact: the question's words, the past turns', the latest result's.
     """
-    shown = read(observation.text)
-    after = [read(past.observation) for past in history[1:]] + [shown] if history else []
+    shown: View = observation.view
+    after = [past.observation for past in history[1:]] + [shown] if history else []
     steps = [(past, _news(result)) for past, result in zip(history, after, strict=True)]
     latest = None if any(past.action for past, _ in steps) else shown  # what the steps below do not show
     if style == "compact":
@@ -59,23 +60,23 @@ def prompt(observation: Observation, history: Sequence[Past], style: Style) -> l
         return [{"role": "user", "content": " ".join(word for part in parts for word in part)}]
     name = protocol_of(observation.legal_actions)
     parts = [_RULES[name], f"Question: {shown.question}"]
-    if latest and latest.information:
-        parts.append("The latest search:\n" + _result(Shown(shown.question, shown.information)))
+    if latest and latest.found is not None:
+        parts.append("The latest search:\n" + _result(View(shown.question, shown.found), name))
     if steps:
         parts.append(f"Steps taken so far: {history[-1].turn}. The latest:")
-        parts += [_step(past, result) for past, result in steps]
-    elif shown.notice:
-        parts.append(shown.notice)
+        parts += [_step(past, result, name) for past, result in steps]
+    elif shown.unreadable:
+        parts.append(NOTICE)
     access = _ACCESS if ACCESS in observation.legal_actions else ""
     return [{"role": "user", "content": "\n\n".join([*parts, _INSTRUCTION[name].format(access=access)])}]
 
 
 def follow_up(observation: Observation, style: Style) -> list[Message]:
     """What the last action found; only a notice where it was none, since the conversation holds the rest."""
-    shown = _news(read(observation.text))
+    shown = _news(observation.view)
     if style == "compact":
         return [{"role": "user", "content": " ".join(_compact_result(shown))}]
-    return [{"role": "user", "content": _result(shown)}]
+    return [{"role": "user", "content": _result(shown, protocol_of(observation.legal_actions))}]
 
 
 def reply(action: str, style: Style) -> str:
@@ -95,24 +96,24 @@ def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False)
     return parse_as_published(reply, legal) if reference else parse_tags(reply, legal)
 
 
-def _news(shown: Shown) -> Shown:
+def _news(view: View) -> View:
     """What an action brought: nothing but a notice where it was none."""
-    return Shown(shown.question, "", shown.notice) if shown.notice else shown
+    return View(view.question, None, True) if view.unreadable else view
 
 
-def _notice(shown: Shown) -> list[str]:
-    return [compact.UNREADABLE] if shown.notice else []
+def _notice(view: View) -> list[str]:
+    return [compact.UNREADABLE] if view.unreadable else []
 
 
-def _compact_result(shown: Shown) -> list[str]:
-    return [*compact.result(shown), *_notice(shown)]
+def _compact_result(view: View) -> list[str]:
+    return [*compact.result(view), *_notice(view)]
 
 
-def _step(past: Past, after: Shown) -> str:
+def _step(past: Past, after: View, name: ProtocolName) -> str:
     said = reply(past.action, "instruct") if past.action else _UNREADABLE
-    return f"Step {past.turn}: {said}\n{_result(after)}".rstrip()
+    return f"Step {past.turn}: {said}\n{_result(after, name)}".rstrip()
 
 
-def _result(shown: Shown) -> str:
-    found = [f"{OPENING}\n{shown.information}\n{CLOSING}"] if shown.information else []
-    return "\n".join([*found, shown.notice] if shown.notice else found)
+def _result(view: View, name: ProtocolName) -> str:
+    found = [] if view.found is None else [f"{OPENING}\n{information(view.found, name)}\n{CLOSING}"]
+    return "\n".join([*found, NOTICE] if view.unreadable else found)

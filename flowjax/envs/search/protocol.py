@@ -15,7 +15,7 @@ ProtocolName = Literal["rewardflow", "asearcher"]
 
 MAX_QUERY_CHARACTERS = 1000
 MAX_ANSWER_CHARACTERS = 1000  # anything longer is no short answer, and ends the episode as malformed
-QUESTION, NOTICE, NOTHING = "Question: ", "The last reply held no legal action.", "Nothing was found."
+NOTICE, NOTHING = "The last reply held no legal action.", "Nothing was found."
 OPENING, CLOSING = "<information>", "</information>"
 
 ANSWER = "answer[<text>]"
@@ -31,12 +31,13 @@ _ACTION = re.compile(r"(search|answer|access)\[(.*)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """An observation's text taken apart: the question, the latest result ("" before the first), a notice."""
+class View:
+    """The question, what the latest action found, as (address, contents) of each document, and whether the last reply
+    held no legal action. `found` is None before the first search."""
 
     question: str
-    information: str
-    notice: str = ""
+    found: tuple[tuple[str, str], ...] | None = None
+    unreadable: bool = False
 
 
 def templates(protocol: ProtocolName, access: bool) -> tuple[str, ...]:
@@ -95,29 +96,18 @@ def parse_as_published(reply: str, legal: Sequence[str]) -> str | None:
     return None
 
 
-def information(documents: Sequence[Document], protocol: ProtocolName, limit_characters: int) -> str:
-    """What a search found, without the tags around it. Tags inside documents are taken out."""
-    if not documents:
+def shown(documents: Sequence[Document], limit_characters: int) -> tuple[tuple[str, str], ...]:
+    """Address and contents of each document as an agent may see them. Tags inside documents are taken out."""
+    return tuple(
+        (_SHOWN_TAGS.sub("", one.url), _SHOWN_TAGS.sub("", one.contents)[:limit_characters]) for one in documents
+    )
+
+
+def information(found: Sequence[tuple[str, str]], protocol: ProtocolName) -> str:
+    """What a search found, without the tags around it."""
+    if not found:
         return NOTHING
-    lines = []
-    for number, found in enumerate(documents, 1):
-        contents = _SHOWN_TAGS.sub("", found.contents)[:limit_characters]
-        url = _SHOWN_TAGS.sub("", found.url)
-        lines.append(f"[Doc {number}]({url}):\n{contents}" if protocol == "asearcher" else f"Doc {number}: {contents}")
-    return "\n".join(lines)
-
-
-def show(question: str, found: str, notice: bool) -> str:
-    """The text of an observation; `read` takes it apart again."""
-    parts = [QUESTION + question]
-    if found:
-        parts += [OPENING, found, CLOSING]
-    return "\n".join([*parts, NOTICE] if notice else parts)
-
-
-def read(text: str) -> Shown:
-    first, _, rest = text.partition("\n")
-    notice = NOTICE if rest == NOTICE or rest.endswith(f"{CLOSING}\n{NOTICE}") else ""
-    start, end = rest.find(OPENING), rest.rfind(CLOSING)
-    inside = rest[start + len(OPENING) : end].strip("\n") if 0 <= start < end else ""
-    return Shown(first.removeprefix(QUESTION), inside, notice)
+    return "\n".join(
+        f"[Doc {number}]({url}):\n{contents}" if protocol == "asearcher" else f"Doc {number}: {contents}"
+        for number, (url, contents) in enumerate(found, 1)
+    )

@@ -15,11 +15,10 @@ from flowjax.envs.search.files import CORPUS, HOW_TO_GET, read_questions
 from flowjax.envs.search.options import Options, read_options
 from flowjax.envs.search.protocol import (
     MAX_ANSWER_CHARACTERS,
+    View,
     action_of,
-    information,
-    read,
     read_action,
-    show,
+    shown,
     templates,
 )
 from flowjax.grading.qa import augmented_f1, exact_match, f1_score, normalise_answer
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("success", "f1", "answered", "searches")
 _CAPITALISED = re.compile(r"\b[A-Z]\w+")
-_FRAME = frozenset({"Question", "What", "Doc", "The", "Nothing"})  # capitalised, and no names
+_FRAME = frozenset({"What", "The"})  # capitalised, and no names
 
 
 class Search:
@@ -70,7 +69,8 @@ class Search:
         self._known: dict[str, str] = {}  # id -> title
         self._queries: list[str] = []
         self._latest: frozenset[str] = frozenset()
-        self._found, self._notice, self._verdict = "", False, ""
+        self._found: tuple[tuple[str, str], ...] | None = None
+        self._notice, self._verdict = False, ""
         self._f1 = 0.0
         return self._observe()
 
@@ -89,7 +89,7 @@ class Search:
         self._queries.append(argument)
         self._latest = frozenset([argument, *(passage.title for passage in found)])
         self._known.update((passage.id, passage.title) for passage in found)
-        self._found = information(found, self._options.protocol, self._options.document_characters)
+        self._found = shown(found, self._options.document_characters)
         return Step(self._observe(), 0.0, False, True, self._outcome())
 
     def _look_up(self, verb: str, argument: str) -> list[Document]:
@@ -110,8 +110,8 @@ class Search:
         return self._f1 if self._options.score == "f1" else float(self._verdict == "right")
 
     def _observe(self) -> Observation:
-        text = show(self.question.text, self._found, self._notice)
-        return Observation(text, self._legal, self._key())
+        view = View(self.question.text, self._found, self._notice)
+        return Observation(view, self._legal, self._key())
 
     def _key(self) -> int:
         """Wrong answers that score differently are different states: a state has one reward."""
@@ -194,13 +194,13 @@ def random_action(observation: Observation, rng: np.random.Generator) -> str:
     """A search or an answer at random, about a name that the observation holds (or a word, where it holds none)."""
     template = observation.legal_actions[rng.integers(len(observation.legal_actions))]
     verb = template.split("[")[0]
-    shown = read(observation.text)
+    view: View = observation.view
+    found = view.found or ()
     if verb == "access":
-        addresses = re.findall(r"^\[Doc \d+\]\((.*)\):$", shown.information, re.MULTILINE)
-        if addresses:
-            return action_of(verb, addresses[rng.integers(len(addresses))])
+        if found:
+            return action_of(verb, found[rng.integers(len(found))][0])
         verb = "search"
-    text = f"{shown.question}\n{shown.information}"
+    text = "\n".join([view.question, *(contents for _, contents in found)])
     names = [name for name in dict.fromkeys(_CAPITALISED.findall(text)) if name not in _FRAME]
     names = names or re.findall(r"\w+", text) or ["nothing"]
     return action_of(verb, names[rng.integers(len(names))])

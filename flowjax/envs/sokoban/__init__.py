@@ -2,12 +2,14 @@
 
 from flowjax.envs.sokoban.options import Options
 from flowjax.envs.sokoban.prompts import follow_up, parse_action, prompt, published_format, reply, vocabulary
+from flowjax.envs.sokoban.rooms import View
 from flowjax.envs.sokoban.world import OUTCOMES, Sokoban, expert, make, random_action, tasks
 
 __all__ = [
     "OUTCOMES",
     "Options",
     "Sokoban",
+    "View",
     "expert",
     "follow_up",
     "make",

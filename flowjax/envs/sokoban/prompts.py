@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowjax.envs.base import Message, Observation, Past, Style, tagged_action
-from flowjax.envs.sokoban.rooms import DIRECTIONS, SYMBOLS
+from flowjax.envs.sokoban.rooms import DIRECTIONS, SYMBOLS, View
 
 RULES = """You are playing Sokoban. Push every box onto a target.
 
@@ -26,28 +26,35 @@ def prompt(observation: Observation, history: Sequence[Past], style: Style) -> l
     grid without its outer wall, which is the same in every level; every symbol a word."""
     if style == "compact":
         words = [f"{_compact(past.observation)} {past.action or 'none'}" for past in history]
-        return [{"role": "user", "content": " ".join([*words, _compact(observation.text)])}]
-    past = [f"[Observation {p.turn}: '\n{p.observation}\n', Action {p.turn}: '{p.action or 'none'}']" for p in history]
+        return [{"role": "user", "content": " ".join([*words, _compact(observation.view)])}]
+    past = [
+        f"[Observation {p.turn}: '\n{_instruct(p.observation)}\n', Action {p.turn}: '{p.action or 'none'}']"
+        for p in history
+    ]
     parts = [RULES]
     if history:
         parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n" + "\n".join(past))
-    parts.append(f"The grid now:\n{observation.text}")
+    parts.append(f"The grid now:\n{_instruct(observation.view)}")
     parts.append(INSTRUCTION)
     return [{"role": "user", "content": "\n\n".join(parts)}]
 
 
 def follow_up(observation: Observation, style: Style) -> list[Message]:
     if style == "compact":
-        return [{"role": "user", "content": _compact(observation.text)}]
-    return [{"role": "user", "content": f"The grid now:\n{observation.text}\n\n{INSTRUCTION}"}]
+        return [{"role": "user", "content": _compact(observation.view)}]
+    return [{"role": "user", "content": f"The grid now:\n{_instruct(observation.view)}\n\n{INSTRUCTION}"}]
 
 
 def reply(action: str, style: Style) -> str:
     return action if style == "compact" else f"<action>{action}</action>"
 
 
-def _compact(text: str) -> str:
-    return " ".join(cell for row in text.split("\n")[1:-1] for cell in row.split()[1:-1])
+def _instruct(view: View) -> str:
+    return "\n".join(" " + " \t ".join(row) + " " for row in view.rows)
+
+
+def _compact(view: View) -> str:
+    return " ".join(cell for row in view.rows[1:-1] for cell in row[1:-1])
 
 
 def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:

@@ -61,6 +61,13 @@ def key(room: Room, position: Position) -> int:
     return state_key("sokoban", room.rows, room.columns, room.floor, room.targets, position.boxes, position.player)
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """All of a room, as rows of `SYMBOLS`."""
+
+    rows: tuple[str, ...]
+
+
 def grid(room: Room, position: Position) -> list[str]:
     """One string of symbols for each row."""
     floor, targets, boxes = room.floor, room.targets, position.boxes

@@ -10,7 +10,7 @@ from flowjax.envs.options import check_split
 from flowjax.envs.sokoban.levels import Shape, generate
 from flowjax.envs.sokoban.options import Options, read_options
 from flowjax.envs.sokoban.pictures import picture, tiles
-from flowjax.envs.sokoban.rooms import DIRECTIONS, Position, Room, grid, key, move, parse, solved
+from flowjax.envs.sokoban.rooms import DIRECTIONS, Position, Room, View, grid, key, move, parse, solved
 from flowjax.envs.sokoban.solver import best_direction
 from flowjax.records import Task
 
@@ -68,9 +68,8 @@ class Sokoban:
         return Step(self._observe(), reward, finished, True, self._outcome())
 
     def _observe(self) -> Observation:
-        lines = grid(self.room, self._position)
-        text = "\n".join(" " + " \t ".join(line) + " " for line in lines)
-        return Observation(text, DIRECTIONS, key(self.room, self._position))
+        view = View(tuple(grid(self.room, self._position)))
+        return Observation(view, DIRECTIONS, key(self.room, self._position))
 
     def _outcome(self) -> dict[str, float]:
         room, boxes = self.room, self._position.boxes
