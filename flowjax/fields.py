@@ -6,6 +6,7 @@ annotations.
 """
 
 import difflib
+import inspect
 import math
 import re
 import types
@@ -25,6 +26,7 @@ _KINDS: dict[Any, str] = {
     tuple: "a tuple such as ('a', 'b')",
     dict: "a dict",
 }
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _MOST = 10**9  # of a whole number whose declaration names no end
 _LONGEST_CHARACTERS = 4096  # of a text: as long as a path may be
 _SHOWN_CHARACTERS = 160  # of a refused value
@@ -283,11 +285,25 @@ def type_problem(kind: Any, value: Any) -> str | None:
 def option_problems(path: str, options: Mapping[str, Any], declared: Mapping[str, Any], owner: str) -> Iterator[str]:
     """What is wrong with options at `path` that `owner` declares by name and annotated type."""
     for name, value in options.items():
+        if "**" in declared and name not in declared:
+            continue
         if name not in declared:
             listed = ", ".join(declared) or "none"
             yield f"{path}.{name} is no option of {owner}{nearest(name, declared)}; it has {listed}"
         elif problem := type_problem(declared[name], value):
             yield f"{path}.{name} is {shown(value)}: {problem}"
+
+
+def declared_types(owner: Any) -> dict[str, Any]:
+    """Annotated type of every parameter of a function or field of a dataclass; Any of those without one, and of
+    "**" where it takes any name."""
+    try:
+        hints = typing.get_type_hints(inspect.unwrap(owner) if inspect.isfunction(owner) else owner)
+    except (NameError, TypeError):  # an annotation that only a type checker can resolve
+        hints = {}
+    parameters = inspect.signature(owner).parameters
+    named = {name: hints.get(name, Any) for name, each in parameters.items() if each.kind not in _SEVERAL}
+    return named | ({"**": Any} if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else {})
 
 
 def _text_problem(text: str) -> str | None:

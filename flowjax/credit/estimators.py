@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jaxtyping import Array, Float
 
 from flowjax.credit.table import TurnTable
+from flowjax.fields import type_problem
 
 Estimator = Callable[..., Float[Array, "turns"]]
 
@@ -96,6 +97,8 @@ def _check_value(field: str, option: str, value: Any, hint: Any) -> None:
     expected = {float: (int, float), int: (int,), bool: (bool,)}.get(hint)
     if expected and (not isinstance(value, expected) or (isinstance(value, bool) and hint is not bool)):
         raise CreditError(f"{field} is {value!r}, it takes a {hint.__name__}")
+    if not expected and (problem := type_problem(Any if hint is None else hint, value)):
+        raise CreditError(f"{field} is {value!r}: {problem}")
     low, high = _RANGES.get(option, (float("-inf"), float("inf")))
     if expected and not low <= value <= high:
         raise CreditError(f"{field} is {value}, it must lie in [{low}, {high}]")

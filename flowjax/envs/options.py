@@ -1,10 +1,10 @@
 """What the options of all worlds have in common: keyword arguments that become a frozen dataclass."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from flowjax.envs.base import Split, WorldError
+from flowjax.fields import declared_types, option_problems
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -18,9 +18,8 @@ def build_options(kind: "type[Options]", options: Mapping[str, Any], world: str)
     Raises:
         WorldError: one is unknown, or has a value that it cannot have.
     """
-    known = [field.name for field in fields(kind)]
-    if unknown := sorted(options.keys() - set(known)):
-        raise WorldError(f"env.options {unknown}: those of {world} are {', '.join(known)}")
+    for problem in option_problems("env.options", options, declared_types(kind), world):
+        raise WorldError(problem)
     try:
         return kind(**options)
     except TypeError as error:

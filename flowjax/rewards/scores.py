@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from flowjax.fields import declared_types, option_problems
 from flowjax.records import Group
 from flowjax.rewards import components as built_in
 from flowjax.rewards.outcomes import DERIVED, RewardError, gather_outcomes
@@ -136,8 +137,9 @@ def _split(components: Components) -> tuple[dict[str, float], dict[str, dict[str
         weight = chosen.pop("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not np.isfinite(weight):
             raise RewardError(f"{field} has weight {weight!r}, it takes a number")
-        if unknown := sorted(set(chosen) - set(known)):
-            raise RewardError(f"{field}.{unknown[0]} is no option of it; it has {', '.join(known) or 'none'}")
+        types = {option: kind for option, kind in declared_types(get_component(name)).items() if option in known}
+        for problem in option_problems(field, chosen, types, repr(name)):
+            raise RewardError(problem)
         needed = [key for key, p in known.items() if p.default is inspect.Parameter.empty and key not in chosen]
         if needed:
             raise RewardError(f"{field}.{needed[0]} is missing: give it a value")

@@ -18,7 +18,7 @@ def test_a_shipped_world_offers_everything_and_names_what_it_does_not_take(name:
     assert "success" in world.OUTCOMES
     with pytest.raises(WorldError, match=r"split is 'test': give train or held_out"):
         world.tasks("test", 0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(WorldError, match=r"\['colour'\]: those of .* are \w+, \w+"):
+    with pytest.raises(WorldError, match=r"env\.options\.colour is no option of .*; it has \w+, \w+"):
         world.tasks("train", 0, colour="red")
 
 

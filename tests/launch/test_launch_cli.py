@@ -54,7 +54,7 @@ def test_all_that_is_wrong_is_told_together_and_nothing_is_left_behind(recipe, t
         "config.mesh is data=3",
         "config.engine.python is '/no/such/python'",
         "config.model.path is 'absent-model'",
-        "config.env.options ['colums']",
+        "config.env.options.colums is no option of Sokoban (did you mean 'columns'?)",
     ):
         assert sum(line.startswith(field) for line in lines) == 1, (field, done.stderr)
     assert any("sucess" in line for line in lines)

@@ -48,7 +48,8 @@ def test_what_one_policy_has_of_its_own_is_checked_under_its_name(section, value
 @pytest.mark.parametrize(
     ("algorithms", "message"),
     [
-        ({"greso": {"windw": 3}}, "config.dataflow.algorithms.greso is {'windw': 3}: .*'windw'"),
+        ({"greso": {"windw": 3}}, r"config.dataflow.algorithms.greso.windw is no option .*did you mean 'window'\?"),
+        ({"greso": {"window": 3.5}}, "config.dataflow.algorithms.greso.window is 3.5: give a whole number"),
         ({"gresso": {}}, "config.dataflow.algorithms.gresso is no data algorithm"),
         ({"mine": {"path": "no.such:Thing"}}, "config.dataflow.algorithms.mine.path cannot be imported"),
         (

@@ -170,7 +170,7 @@ def test_every_component_is_known_and_described():
         ),
         ({"success": "1"}, "has weight '1', it takes a number"),
         ({"success": float("nan")}, "has weight nan"),
-        ({"success": {"weight": 1.0, "scale": 2}}, "success.scale is no option of it; it has none"),
+        ({"success": {"weight": 1.0, "scale": 2}}, "success.scale is no option of 'success'; it has none"),
         ({"overlong": 1.0}, "overlong.limit_tokens is missing"),
         ({"nowhere:reward": 1.0}, "cannot be imported"),
     ],

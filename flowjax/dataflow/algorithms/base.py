@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
+from flowjax.fields import declared_types, option_problems
 from flowjax.records import Task, state_key
 
 BUILT_IN = {
@@ -157,6 +158,9 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
         raise ConfigError(f"{field}.path cannot be imported ({reason}): give package.module:Class") from error
     if not (isinstance(kind, type) and Algorithm in kind.__mro__):
         raise ConfigError(f"{field}.path is {module}:{attribute}, which is no subclass of {__name__}.Algorithm")
+    known = {option: of for option, of in declared_types(kind.__init__).items() if option not in ("self", "seed")}
+    for problem in option_problems(field, options, known, repr(name)):
+        raise ConfigError(problem)
     try:
         return kind(seed=seed, **options)
     except (TypeError, ValueError) as error:

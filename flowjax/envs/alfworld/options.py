@@ -78,5 +78,5 @@ class Options:
 
 def read_options(options: Mapping[str, Any]) -> Options:
     """Options of keyword arguments; see `build_options`."""
-    lists = {name: tuple(options[name]) for name in ("task_types", "scenes") if options.get(name) is not None}
+    lists = {name: tuple(options[name]) for name in ("task_types", "scenes") if isinstance(options.get(name), list)}
     return build_options(Options, {**options, **lists}, "ALFWorld")

@@ -1,0 +1,51 @@
+"""Every option of every world refuses values of another type, by its annotation alone."""
+
+import importlib
+import math
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from flowjax.envs.base import WorldError
+from flowjax.fields import declared_types, option_problems
+
+WORLDS = ("alfworld", "canvas", "code", "math", "search", "sokoban", "webshop")
+OPTIONS = {world: importlib.import_module(f"flowjax.envs.{world}.options") for world in WORLDS}
+
+
+def wrong_values(kind: Any) -> list[Any]:
+    """Values that an annotated type does not have."""
+    if get_origin(kind) is Literal:
+        return ["no such choice", 3.5, math.nan]
+    plain = {int: [math.nan, 1.5, "many", True], float: [math.nan, math.inf, "fast", True], bool: ["yes", 2]}
+    if kind in plain:
+        return plain[kind]
+    if kind is str:
+        return [3, math.nan, ("a",)]
+    wrong = [object()]
+    return wrong if str in get_args(kind) else [*wrong, "text alone"]
+
+
+@pytest.mark.parametrize(
+    ("world", "option"), [(world, option) for world, own in OPTIONS.items() for option in declared_types(own.Options)]
+)
+def test_an_option_of_another_type_is_refused_by_its_name(world: str, option: str):
+    module = OPTIONS[world]
+    for value in wrong_values(declared_types(module.Options)[option]):
+        with pytest.raises(WorldError) as refused:
+            module.read_options({option: value})
+        assert option in str(refused.value)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest():
+    with pytest.raises(WorldError, match=r"env\.options\.colums is no option of Sokoban \(did you mean 'columns'\?\)"):
+        OPTIONS["sokoban"].read_options({"rows": 6, "colums": 6})
+
+
+def test_an_owner_that_takes_any_name_is_not_asked_about_others():
+    def estimator(*, gamma: float = 0.9, **others: Any) -> None: ...
+
+    types = declared_types(estimator)
+    assert not list(option_problems("config.credit.options", {"anything": 1}, types, "it"))
+    (message,) = option_problems("config.credit.options", {"gamma": "a"}, types, "it")
+    assert message == "config.credit.options.gamma is 'a': give a number"
