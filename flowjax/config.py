@@ -27,6 +27,7 @@ from flowjax.fields import (
     shown,
     table_rows,
 )
+from flowjax.files import replace_file
 
 BASE_NAME = "base"  # of the run's own base model, also on its engines
 
@@ -486,7 +487,7 @@ def task_options(config: ConfigDict, source: str) -> dict[str, Any]:
 def save_run(config: ConfigDict, run_dir: Path) -> None:
     """Write the resolved config to `<run_dir>/config.json`."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(config.to_json(indent=2))
+    replace_file(run_dir / "config.json", config.to_json(indent=2))
 
 
 def load_run(run_dir: Path) -> ConfigDict:

@@ -197,7 +197,9 @@ def open_tables(path: Path | str) -> sqlite3.Connection:
         LedgerError: its tables are those of another version of flowjax.
     """
     if str(path) != ":memory:":
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # it holds the key of the leases: nobody else's to read
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.fchmod(descriptor, 0o600)  # it holds the key of the leases: nobody else's to read, an older run's neither
+        os.close(descriptor)
     db = sqlite3.connect(path, isolation_level=None)
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA journal_mode=WAL")

@@ -9,6 +9,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, base_configs, policy_configs
+from flowjax.files import replace_file
 from flowjax.launch.devices import Devices, processes_here
 from flowjax.launch.health import answers
 from flowjax.launch.machine import free_port
@@ -62,11 +63,9 @@ def write_endpoints(config: ConfigDict, run_dir: Path, ports: dict[str, int]) ->
         for base, names in engines_by_base(config).items()
         for name, url in zip(names, bases[base].engine.urls, strict=False)
     }
-    partial_file = run_dir / "endpoints.json.partial"
     hosts = {"dataflow": reachable(config.dataflow.host)}
     started = {name: f"http://{hosts.get(name, '127.0.0.1')}:{port}" for name, port in ports.items()}
-    partial_file.write_text(json.dumps({**given, **started}))
-    partial_file.replace(run_dir / "endpoints.json")
+    replace_file(run_dir / "endpoints.json", json.dumps({**given, **started}))
 
 
 def missing_bases(config: ConfigDict) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from flowjax.files import replace_file
 from flowjax.monitor.progress import read_status
 
 TARGETS_FILE = "prometheus.json"
@@ -30,6 +31,4 @@ def write_targets(run_dir: Path) -> None:
     """Bring `prometheus.json` up to date: rollout and trainers answer at another port after every restart."""
     path, text = run_dir / TARGETS_FILE, json.dumps(metrics_targets(run_dir), indent=2)
     if not path.exists() or path.read_text() != text:
-        partial = path.with_suffix(".partial")
-        partial.write_text(text)
-        partial.replace(path)
+        replace_file(path, text, durable=False)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from flowjax.files import replace_file
 from flowjax.monitor.trouble import write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -128,9 +129,7 @@ def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
     with _locked(path):
         entries = read_metrics(path)
         kept = [e for e in entries if e.get("kind") not in ("train", "eval") or e.get("step", 0) <= last(e)]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        partial.replace(path)
+        replace_file(path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 @contextlib.contextmanager

@@ -1,16 +1,15 @@
 """What is known of a run's progress: its metrics file and status files, read again and again as they grow."""
 
-import contextlib
 import json
 import os
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flowjax.files import replace_file
 from flowjax.monitor.metrics import METRICS_FILE, parse_lines
 
 RECENT_STEPS = 10
@@ -137,15 +136,8 @@ def read_status(run_dir: Path, role: str) -> Mapping[str, Any]:
 
 def write_status(run_dir: Path, role: str, status: Mapping[str, Any]) -> None:
     """Replace `status-<role>.json` in one step, with the time, so that who reads it never sees half of it."""
-    path = run_dir / f"status-{role}.json"
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    try:
-        partial.write_text(json.dumps({**status, "time_s": time.time()}))
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+    told = json.dumps({**status, "time_s": time.time()})
+    replace_file(run_dir / f"status-{role}.json", told, durable=False)
 
 
 def number(entry: Mapping[str, Any], name: str) -> float | None:

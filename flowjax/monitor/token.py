@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 
+from flowjax.config import ConfigError
+from flowjax.files import replace_file
+
 VARIABLE = "FLOWJAX_TOKEN"  # on a machine that lacks the run folder
 
 
@@ -28,19 +31,31 @@ def reachable(host: str) -> str:
 
 
 def make_token(run_dir: Path) -> str:
-    """The run's token; made at the first call, readable by its owner alone."""
+    """The run's token; made at the first call, readable by its owner alone.
+
+    Raises:
+        ConfigError: the file is there and empty, as a full disk could leave it: with "" every request would pass.
+    """
     path = run_dir / "token"
     if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(32))
-    return path.read_text().strip()
+        replace_file(path, secrets.token_urlsafe(32), mode=0o600)
+    return _read(path)
 
 
 def known_token(run_dir: Path) -> str:
-    """The token that a client shows: of the environment, else of the run folder, else none ("")."""
+    """The token that a client shows: of the environment, else of the run folder, else none ("").
+
+    Raises:
+        ConfigError: the file is there and empty.
+    """
     path = run_dir / "token"
-    return os.environ.get(VARIABLE) or (path.read_text().strip() if path.exists() else "")
+    return os.environ.get(VARIABLE) or (_read(path) if path.exists() else "")
+
+
+def _read(path: Path) -> str:
+    if not (token := path.read_text().strip()):
+        raise ConfigError(f"{path} is empty, so that anybody would be let in: delete it, and a new token is made")
+    return token
 
 
 def bearer(token: str) -> dict[str, str]:

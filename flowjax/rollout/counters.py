@@ -1,14 +1,9 @@
 """What a rollout service has done so far and does per second."""
 
 import json
-import os
-import threading
-import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from flowjax.records import COUNTED_STATUSES, Episode
 
@@ -57,10 +52,3 @@ def read_leases(path: Path) -> list[str]:
         return [str(lease_id) for lease_id in json.loads(path.read_text())["leases"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def write_status(path: Path, status: Mapping[str, Any]) -> None:
-    """Replace the status file in one step, so that who reads it never sees half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    partial.write_text(json.dumps({**status, "time_s": time.time()}))
-    partial.replace(path)

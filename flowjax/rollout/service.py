@@ -17,11 +17,12 @@ from ml_collections import ConfigDict
 
 from flowjax.broker import DataflowError
 from flowjax.config import policy_configs
+from flowjax.monitor.progress import write_status
 from flowjax.records import COUNTED_STATUSES, Episode, Lease
 from flowjax.rollout.admission import Admission
 from flowjax.rollout.bases import Base
 from flowjax.rollout.client import EngineError
-from flowjax.rollout.counters import Counters, Rates, read_leases, write_status
+from flowjax.rollout.counters import Counters, Rates, read_leases
 from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import Player
 from flowjax.rollout.names import world_name
@@ -63,8 +64,10 @@ class RolloutService:
         self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
         self._can = {"worlds": [world_name(config)], "policies": self._policies, "kinds": ["train", "eval"]}
         self._renew_every_s = config.dataflow.lease_s / 3
-        self._status_path = run_dir / "status-rollout.json"
-        self._left_behind = read_leases(self._status_path)  # by a service that was killed: nobody plays them now
+        self._run_dir = run_dir
+        self._left_behind = read_leases(
+            run_dir / "status-rollout.json"
+        )  # by a service that was killed: nobody plays them now
         self._bases, self._dataflow, self._player = bases, dataflow, player
         self._followers = {policy: base.follower for base in bases for policy in base.policies}
         self._playing: dict[str, asyncio.Task[None]] = {}  # by lease
@@ -245,7 +248,7 @@ class RolloutService:
     def _note_status(self) -> None:
         self.told = self._status()
         with contextlib.suppress(OSError):  # a full disk stops the trainer, whose message is the better one
-            write_status(self._status_path, self.told)
+            write_status(self._run_dir, "rollout", self.told)
 
     def _status(self) -> dict[str, Any]:
         pool = self._player.pool.counts

@@ -1,7 +1,6 @@
 """The planner's translation of a game's PDDL, as plain data that can be kept on disk for other processes."""
 
 import json
-import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -10,6 +9,8 @@ from typing import Any
 
 import fast_downward
 from fast_downward.translate.pddl.conditions import Truth
+
+from flowjax.files import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,5 @@ def translated(domain: str, problem: str, name: str, cache: Path | None) -> Tran
     except (OSError, ValueError, TypeError):  # not there, or not whole
         made = translate(domain, problem)
     cache.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(asdict(made)))
-    partial.replace(path)
+    replace_file(path, json.dumps(asdict(made)), durable=False)  # one that is not whole is made anew
     return made
