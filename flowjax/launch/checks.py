@@ -139,7 +139,7 @@ def _engines(config: ConfigDict) -> Iterator[str]:
             f"config.engine.replicas is {engine.replicas}, but config.engine.urls names engines that run elsewhere: "
             "leave replicas at 1 or urls empty"
         )
-    if engine.port and engine.port + engine.replicas - 1 > 65535 and not engine.urls:
+    if engine.port <= 65535 < engine.port + engine.replicas - 1 and not engine.urls:
         yield (
             f"config.engine.port is {engine.port}, but config.engine.replicas is {engine.replicas}, and the last would "
             f"take port {engine.port + engine.replicas - 1}: lower the port to {65536 - engine.replicas} or less"
