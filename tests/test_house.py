@@ -1,6 +1,10 @@
 """The check of what is reachable, on a small tree of its own."""
 
+import time
 from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.house import unreachable
 
@@ -61,3 +65,10 @@ def test_what_only_itself_and_words_reach_is_found(tmp_path: Path):
     assert unreachable(tmp_path) == names
     (tmp_path / "docs" / "canvas.md").write_text("    only_in_words()\n")  # a page of a library
     assert unreachable(tmp_path) == [*names[:2], names[3]]
+
+
+@given(st.none())
+@settings(max_examples=1)
+def test_no_example_is_against_the_clock(_: None):
+    assert settings.default is not None and settings.default.deadline is None
+    time.sleep(0.3)  # over Hypothesis's own deadline
