@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from light_run import LightRun
@@ -84,7 +85,7 @@ def test_processes_of_several_hosts_are_started_one_on_each(config, tmp_path, mo
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_a_run_with_two_trainer_processes_trains_to_its_end(tmp_path):
-    overrides = {"trainer__processes": 2, "mesh__fsdp": 2, "mesh__data": 1, "trainer__steps": 3}
+    overrides: dict[str, Any] = {"trainer__processes": 2, "mesh__fsdp": 2, "mesh__data": 1, "trainer__steps": 3}
     with LightRun(tmp_path, **overrides) as light:
         run = light.launch()
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -15,6 +16,7 @@ class CountingEngine:
         self.models = set(models)
         self.dies_after: int | None = None  # tokens of each answer, after which it is dead
         self.dead = False
+        self.on_death: Callable[[], object] = lambda: None
         self.token_s = 0.0
         self.requests: list[dict[str, Any]] = []
         self.metrics = ""
@@ -83,5 +85,6 @@ class CountingEngine:
 
     def _die(self, request: web.Request) -> None:
         self.dead = True
+        self.on_death()
         assert request.transport is not None
         request.transport.abort()

@@ -131,7 +131,7 @@ def test_an_engine_that_stays_away_is_named_by_its_log(tmp_path):
         async with run.both() as (servers, judge):
             judge.away = True
             async with run.serving(servers) as serving:
-                await asyncio.wait([serving.task], timeout=20)
+                await asyncio.wait([serving.task], timeout=120)
                 with pytest.raises(Exception, match=r"has been away .* see logs/engine-judge\.log"):
                     serving.task.result()
                 serving.task = asyncio.create_task(asyncio.sleep(0))

@@ -19,15 +19,15 @@ SAMPLING = Sampling(1.0, 8)
 
 
 @contextlib.asynccontextmanager
-async def pool_of(engines: Sequence[CountingEngine], **options) -> AsyncIterator[EnginePool]:
-    """A pool that knows what its engines serve."""
+async def pool_of(engines: Sequence[CountingEngine], away_s: float = 120.0, **options) -> AsyncIterator[EnginePool]:
+    """A pool that knows what its engines serve, and bears it for `away_s` that all of them are away."""
     await asyncio.gather(*(engine.server.start_server() for engine in engines))
     clients = [
-        EngineClient(engine.url, request_timeout_s=1.0, patient=False, batch_window_s=0.0, **options)
+        EngineClient(engine.url, request_timeout_s=away_s, patient=False, batch_window_s=0.0, **options)
         for engine in engines
     ]
     try:
-        async with EnginePool(clients, request_timeout_s=1.0) as pool:
+        async with EnginePool(clients, request_timeout_s=away_s) as pool:
             for member in pool.members:
                 await member.models()
             yield pool
@@ -112,18 +112,10 @@ def test_a_call_whose_engine_dies_is_answered_by_another(pair, stream):
 
 def test_what_was_sampled_before_the_death_is_not_sampled_again(pair):
     async def ask(pool):
-        pair[0].dies_after = pair[1].dies_after = 3
-
-        async def revive():
-            while not (pair[0].dead or pair[1].dead):
-                await asyncio.sleep(0.001)
-            (alive,) = [engine for engine in pair if not engine.dead]
-            alive.dies_after = None
-
-        revived = asyncio.create_task(revive())
-        answer = await pool.generate(MODEL, [7, 7], SAMPLING)
-        await revived
-        return answer
+        pair[0].dies_after = pair[1].dies_after = 3  # whichever is asked; the other lives on
+        pair[0].on_death = lambda: setattr(pair[1], "dies_after", None)
+        pair[1].on_death = lambda: setattr(pair[0], "dies_after", None)
+        return await pool.generate(MODEL, [7, 7], SAMPLING)
 
     assert run(ask, *pair, stream=True).sampled_ids == tuple(range(2, 10))
     first, second = sorted((request for engine in pair for request in engine.requests), key=lambda r: -r["max_tokens"])
@@ -189,19 +181,25 @@ def test_an_engine_that_has_lost_a_version_is_left_out_until_it_lists_it_again(p
 
 
 def test_calls_wait_while_all_engines_are_away_but_not_forever(pair):
-    async def ask(pool):
+    async def wait(pool):
         for engine in pair:
             engine.dead = True
         assert not await pool.healthy()
         waiting = asyncio.create_task(pool.generate(MODEL, [1], SAMPLING))
         await asyncio.sleep(0.2)
+        assert not waiting.done()
         pair[1].dead = False
         assert (await waiting).sampled_ids[0] == 1
-        pair[1].dead = True
+
+    async def give_up(pool):
+        for engine in pair:
+            engine.dead = True
         with pytest.raises(EngineError, match=r"all engines .* have been away for 1 s"):
             await pool.generate(MODEL, [1], SAMPLING)
 
-    run(ask, *pair)
+    run(wait, *pair)
+    pair[:] = [CountingEngine(MODEL), CountingEngine(MODEL)]
+    run(give_up, *pair, away_s=1.0)
 
 
 def test_the_load_of_the_pool_is_that_of_its_engines(pair):

@@ -30,5 +30,5 @@ def test_the_role_answers_with_its_counts(tmp_path):
 
 
 def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read().decode()

@@ -99,7 +99,7 @@ class Run:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(condition, timeout_s: float = 5.0) -> None:
+async def until(condition, timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)
@@ -118,7 +118,7 @@ def test_hands_over_each_published_version(tmp_path, engine):
             await asyncio.sleep(0.05)
             assert not waiting.done()
             run.publish(0)
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 120)
             assert follower.current("agent") == (0, "agent@0")
             run.publish(1)
             await until(lambda: follower.current("agent") == (1, "agent@1"))
@@ -137,7 +137,7 @@ def test_retires_only_what_is_old_and_unused_and_deletes_only_what_is_not_needed
             with follower.using("agent", 0):
                 for step in (1, 2, 3, 4):
                     run.publish(step)
-                    assert await asyncio.wait_for(follower.changed("agent", step - 1), 5) == step
+                    assert await asyncio.wait_for(follower.changed("agent", step - 1), 120) == step
                 await until(lambda: set(engine.loaded) == {"agent@0", "agent@3", "agent@4"})
                 assert run.folders() == {f"agent@{step}" for step in range(5)}, "nothing said what is needed"
                 assert follower.in_use("agent") == [0]
@@ -163,7 +163,7 @@ def test_an_engine_restart_gets_current_and_pinned_versions_back(tmp_path, engin
                 follower.recheck("agent@2")
                 await asyncio.sleep(0.05)
                 engine.restart()
-                await asyncio.wait_for(follower.serve("agent", 2), 5)
+                await asyncio.wait_for(follower.serve("agent", 2), 120)
                 await until(lambda: engine.loaded.get("agent@0") == 0.0)
             assert engine.loaded["agent@2"] == 2.0 and follower.current("agent")[0] == 2
 
@@ -198,7 +198,7 @@ def test_a_name_the_engine_has_already_counts_as_served(tmp_path, engine):
 
         engine.models = models_late
         async with run.following() as follower:
-            await asyncio.wait_for(follower.ready(), 5)
+            await asyncio.wait_for(follower.ready(), 120)
             assert follower.current("agent") == (3, "agent@3")
         assert engine.calls == ["load agent@3"]
 
@@ -227,7 +227,7 @@ def test_gives_up_on_a_version_that_stays_refused(tmp_path, engine):
         engine.refuse.add("agent@0")
         run.publish(0)
         with pytest.raises(WeightsError, match=r"agent@0 has not reached the engine .*max_lora_rank.*policy\.lora"):
-            await asyncio.wait_for(run.follower.run(), 10)
+            await asyncio.wait_for(run.follower.run(), 120)
 
     asyncio.run(scenario())
 
@@ -242,7 +242,7 @@ def test_a_checkpoint_that_vanishes_between_listing_and_reading_is_passed_over(t
         async with run.following() as follower:
             await asyncio.sleep(0.1)
             monkeypatch.setattr(follow, "committed_steps", listed)
-            await asyncio.wait_for(follower.ready(), 5)
+            await asyncio.wait_for(follower.ready(), 120)
             assert follower.current("agent")[0] == 1
         assert engine.calls == ["load agent@1"]
 
@@ -258,7 +258,7 @@ def test_an_old_version_can_be_asked_for_again(tmp_path, engine):
             await follower.ready()
             assert set(engine.loaded) == {"agent@3"}
             with follower.using("agent", 1):
-                await asyncio.wait_for(follower.serve("agent", 1), 5)
+                await asyncio.wait_for(follower.serve("agent", 1), 120)
                 assert engine.loaded["agent@1"] == 1.0
                 assert follower.current("agent")[0] == 3
             await until(lambda: set(engine.loaded) == {"agent@3"})
@@ -313,22 +313,22 @@ def test_full_weights_replace_each_other_once_no_episode_is_pinned(tmp_path, eng
         run = Run(tmp_path, engine, in_place=True)
         async with run.following() as follower:
             run.publish(0)
-            await asyncio.wait_for(follower.ready(), 5)
+            await asyncio.wait_for(follower.ready(), 120)
             with follower.using("agent", 0, pinned=True):
-                await asyncio.wait_for(follower.serve("agent", 0), 5)
+                await asyncio.wait_for(follower.serve("agent", 0), 120)
                 run.publish(1)
                 await asyncio.sleep(0.1)
                 assert engine.loaded == {"agent@0": 0.0} and follower.current("agent")[0] == 0
             with follower.using("agent", 0):  # a single turn holds nothing up: the engine ends it first
-                assert await asyncio.wait_for(follower.changed("agent", 0), 5) == 1
+                assert await asyncio.wait_for(follower.changed("agent", 0), 120) == 1
             assert engine.loaded == {"agent@1": 1.0}
             with follower.using("agent", 0, pinned=True):  # an evaluation of an older version
-                await asyncio.wait_for(follower.serve("agent", 0), 5)
+                await asyncio.wait_for(follower.serve("agent", 0), 120)
                 assert engine.loaded == {"agent@0": 0.0}
                 waiting = asyncio.create_task(follower.serve_current("agent"))
                 await asyncio.sleep(0.05)
                 assert not waiting.done()
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 120)
             assert engine.loaded == {"agent@1": 1.0}
         assert not any(call.startswith("unload") for call in engine.calls)
 
@@ -385,9 +385,9 @@ def test_an_engine_that_hangs_does_not_hold_the_others_up(tmp_path):
         run = Run(tmp_path, Engine(), Hanging())
         run.publish(0)
         async with run.following() as follower:
-            await until(lambda: follower._current.get("agent") == 0, 10)
+            await until(lambda: follower._current.get("agent") == 0)
             run.publish(1)
-            await until(lambda: follower.current("agent")[0] == 1, 1)
+            await until(lambda: follower.current("agent")[0] == 1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(follow, "_FIRST_LOOK_S", 0.2)
