@@ -368,6 +368,7 @@ class Flow:
             "failed": _under(of_all, "failed/"),
             "last_failures": self._ledger.last_failures(),
             "put_aside": self._ledger.put_aside(),
+            "opened_groups": self._ledger.count_groups(),
             "passed_over_tasks": of_all.get("passed_over", 0),
             "forced_tasks": of_all.get("forced", 0),
             "algorithms": self._algorithms.metrics(),

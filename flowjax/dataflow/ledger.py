@@ -39,8 +39,10 @@ Times are of the machine's monotonic clock, which no setting of its date moves. 
 and begins anew with the machine (`boot`): leases from before then get a whole term again.
 """
 
+import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -194,8 +196,60 @@ def open_tables(path: Path | str) -> sqlite3.Connection:
     """The database at `path`, made when it is missing.
 
     Raises:
-        LedgerError: its tables are those of another version of flowjax.
+        LedgerError: it is damaged, or its tables are those of another version of flowjax.
     """
+    try:
+        db = _opened(path)
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        if is_damage(error):
+            raise damaged(path, str(error)) from error
+        raise
+    if found != "ok":
+        db.close()
+        raise damaged(path, found.replace("\n", " "))
+    return db
+
+
+def is_damage(error: BaseException) -> bool:
+    """True of what SQLite says of a file that is no database, or no longer."""
+    code = getattr(error, "sqlite_errorcode", None) or 0
+    return isinstance(error, sqlite3.Error) and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def damaged(path: Path | str, found: str) -> LedgerError:
+    """The error that names a damaged ledger and its remedy."""
+    return LedgerError(
+        f"{path} is damaged ({found}): python -m flowjax.launch --resume={Path(path).parent} --fresh_ledger sets it "
+        "aside and goes on from the newest checkpoint with a new one; other tasks are played for what was ready"
+    )
+
+
+def start_anew(path: Path, *, least_position: int) -> int:
+    """Set a ledger aside as `<name>.aside-<n>` and make a new one, whose tasks begin after those of the old one.
+
+    Args:
+        path: of the ledger; it may be damaged.
+        least_position: where tasks begin at least: how far they had come by the other signs that there are.
+
+    Returns:
+        The position of the first task: no group that may have been trained on comes again.
+    """
+    position = least_position
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as old:
+        position = max(position, old.execute("SELECT COALESCE(MAX(position) + 1, 0) FROM groups").fetchone()[0])
+    aside = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.aside-{n}").exists())
+    for part in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + part).rename(path.with_name(f"{path.name}.aside-{aside}{part}"))
+    ledger = Ledger(path, lease_s=1.0, max_attempts=1)
+    if position:
+        ledger.pass_over(f"train-{position - 1:08d}", Task("", "", 0), position=position - 1)
+    ledger.close()
+    return position
+
+
+def _opened(path: Path | str) -> sqlite3.Connection:
     if str(path) != ":memory:":
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.fchmod(descriptor, 0o600)  # it holds the key of the leases: nobody else's to read, an older run's neither

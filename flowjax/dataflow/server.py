@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 from flowjax.broker import Answer, Busy, Superseded
 from flowjax.dataflow.bodies import Bodies, BodyError, Limit, limits
 from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.ledger import damaged
 from flowjax.dataflow.service import HOLD_S, NAMES, DataflowService
 from flowjax.monitor.progress import write_status
 from flowjax.monitor.prometheus import CONTENT_TYPE, exposition
@@ -51,6 +52,11 @@ class Server:
         self._handling = asyncio.Semaphore(_HANDLED_AT_ONCE)
         self._refused: Counter[str] = Counter()  # by name and HTTP status
         self._last_refused: dict[str, str] = {}
+
+    @property
+    def damage(self) -> str:
+        """Damage of the ledger that a message has met, in words; "" for none."""
+        return self._service.damage
 
     def application(self) -> web.Application:
         logging.getLogger("aiohttp.server").addFilter(_without_trace)
@@ -159,7 +165,11 @@ async def _healthy(request: web.Request) -> web.Response:
 
 
 async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set, writing `status-dataflow.json` every second."""
+    """Serve until `stop` is set, writing `status-dataflow.json` every second.
+
+    Raises:
+        LedgerError: the ledger turned out to be damaged.
+    """
     host = config.dataflow.host
     token = "" if is_loopback(host) else make_token(run_dir)
     server = Server(flow, token=token, max_message_bytes=config.dataflow.max_message_bytes)
@@ -168,6 +178,8 @@ async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, sto
     await web.TCPSite(runner, host, port).start()
     try:
         while not stop.is_set():
+            if server.damage:
+                raise damaged(run_dir / "dataflow.sqlite", server.damage)
             with contextlib.suppress(OSError):  # on a full disk messages are told to wait; who asks is not sent away
                 write_status(run_dir, "dataflow", server.status())
             try:

@@ -26,7 +26,7 @@ from flowjax.broker import Answer, Busy
 from flowjax.dataflow import messages
 from flowjax.dataflow.algorithms.chain import AlgorithmError
 from flowjax.dataflow.flow import Flow, Taken
-from flowjax.dataflow.ledger import StepError
+from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.dataflow.workers import Can
 from flowjax.monitor.trouble import unwritable
 from flowjax.record_checks import check_lease
@@ -51,6 +51,7 @@ class DataflowService:
         self._waiting: dict[Can, deque[_Waiting]] = {}  # by what they can play
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
+        self.damage = ""  # of the ledger, found on the way
 
     async def answer(self, name: str, message: Any, *, hold_s: float = HOLD_S) -> Answer:
         """The answer to the message of that name.
@@ -70,6 +71,8 @@ class DataflowService:
         try:
             return await self._answer(name, message, hold_s)
         except (sqlite3.Error, OSError) as error:
+            if is_damage(error):
+                self.damage = str(error)
             if problem := unwritable(error):
                 raise Busy(f"the dataflow cannot write to the run's folder: {problem}") from error
             raise

@@ -2,6 +2,7 @@
 
 --name=NAME      the run folder is <config.runs>/NAME; by default a fresh name after the recipe's
 --resume=FOLDER  go on with the run in FOLDER, exactly where it stopped
+--fresh_ledger   with --resume: set a damaged ledger aside, go on from the newest checkpoints with other tasks
 --dry_run        print the plan (roles, devices, batch, memory, ports) and the obstacles, start nothing
 --status=FOLDER  show what the run in FOLDER is doing: roles, queues, versions, ages
 --devices=N      with --dry_run: plan for a machine with N accelerators
@@ -61,6 +62,7 @@ class Request:
     resume: bool
     dry_run: bool
     devices: Devices
+    fresh_ledger: bool = False
 
 
 def read_request(argv: Sequence[str]) -> Request:
@@ -77,14 +79,16 @@ def read_request(argv: Sequence[str]) -> Request:
         config.name, config.runs = run_dir.name, str(run_dir.parent)
     else:
         run_dir = _fresh_folder(config, values)
-    return Request(
-        config, run_dir, bool(values["resume"].value), bool(values["dry_run"].value), _devices(config, values)
-    )
+    flag = {name: bool(values[name].value) for name in ("resume", "dry_run", "fresh_ledger")}
+    if flag["fresh_ledger"] and (not flag["resume"] or flag["dry_run"]):
+        raise ConfigError("--fresh_ledger changes a run that has begun: give --resume=<run folder>, and no --dry_run")
+    return Request(config, run_dir, flag["resume"], flag["dry_run"], _devices(config, values), flag["fresh_ledger"])
 
 
 def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("resume", "", "Run folder to go on with.", flag_values=values)
     flags.DEFINE_string("name", "", "Name of the run.", flag_values=values)
+    flags.DEFINE_bool("fresh_ledger", False, "Set the run's ledger aside and make a new one.", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "Print the plan and stop.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Accelerators to plan for.", lower_bound=0, flag_values=values)
 
@@ -159,11 +163,31 @@ def main(argv: Sequence[str]) -> int:
     try:
         save_run(request.config, request.run_dir)
         with hold(request.run_dir):
+            if request.fresh_ledger:
+                _start_ledger_anew(request, console)
             return _run(request, console)
     except RunInUse as error:
         return _refuse([str(error)])
     except OSError as error:
         return _refuse([f"run folder {request.run_dir}: {error.strerror}: give another --config.runs=<folder>"])
+
+
+def _start_ledger_anew(request: Request, console: Console) -> None:
+    """Have tasks go on after all that were ever opened: the old ledger's, or what other files tell of it."""
+    from flowjax.dataflow.ledger import start_anew
+    from flowjax.weights.publish import committed_steps
+
+    run_dir, config = request.run_dir, request.config
+    made = [
+        max(committed_steps(run_dir / "checkpoints" / policy), default=0) * own.trainer.groups_per_step
+        for policy, own in policy_configs(config).items()
+    ]
+    opened = int(read_status(run_dir, "dataflow").get("opened_groups", 0))
+    # The status is a second old, and more groups than a batch may have been opened since.
+    ahead = (config.dataflow.max_staleness + 2) * config.trainer.groups_per_step
+    position = start_anew(run_dir / "dataflow.sqlite", least_position=max([opened, *made]) + ahead)
+    say = f"a new ledger in {run_dir}: training goes on with task {position}; the old one lies beside it"
+    console.print(say, highlight=False, soft_wrap=True)
 
 
 def _show_status(run_dir: Path) -> int:

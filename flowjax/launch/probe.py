@@ -317,11 +317,18 @@ def _model(config: ConfigDict) -> Any:
 
 
 def _newest_checkpoint(directory: Path) -> Iterator[str]:
-    from flowjax.weights.publish import committed_steps, read_adapter
+    """The newest checkpoint, or one before it, can be read: the trainer goes back to that one."""
+    from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
-    if steps := committed_steps(directory):
-        read_adapter(directory, steps[-1])
-    yield from ()
+    problems = []
+    for step in reversed(committed_steps(directory)):
+        try:
+            read_adapter(directory, step)
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
+            return
+    yield from problems[:1]
 
 
 def main() -> None:

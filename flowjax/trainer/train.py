@@ -245,10 +245,10 @@ def start(name: str, config: ConfigDict, decoder: Decoder, checkpoints: Checkpoi
 
     # --------------------------------------------------------------------------------------------------------- restore
     step, counters = 0, Counters()
-    latest = checkpoints.latest() if checkpoints is not None else None
-    if checkpoints is not None and latest is not None:
-        saved = checkpoints.restore(latest, adapter=trained, optimizer=optimizer_state)
-        step, trained, optimizer_state = latest, saved.adapter, saved.optimizer
+    newest = checkpoints.restore_newest(adapter=trained, optimizer=optimizer_state) if checkpoints is not None else None
+    if newest is not None:
+        step, saved = newest
+        trained, optimizer_state = saved.adapter, saved.optimizer
         counters = Counters(saved.data["skipped"], saved.data.get("empty", 0))
     policy = Policy(
         name=name,
@@ -264,13 +264,13 @@ def start(name: str, config: ConfigDict, decoder: Decoder, checkpoints: Checkpoi
         recent={},
         counters=counters,
     )
-    if latest is None:
+    if newest is None:
         publish(policy)  # engines serve version 0, so that the first batch has a version like any other
     if checkpoints is not None:
         # A resumed run still gets rows of these versions, and compares log-probs under each.
         oldest = step - config.dataflow.max_staleness
         known = [version for version in checkpoints.committed_steps() if oldest <= version < step]
-        policy.recent |= {version: checkpoints.restore_adapter(version, trained) for version in known}
+        policy.recent |= checkpoints.restore_adapters(known, trained)
     policy.recent[step] = _copied(trained)
     return policy
 

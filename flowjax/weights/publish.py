@@ -4,9 +4,11 @@ A step folder holds three items, each readable without the others: `adapter` (wh
 `data` (JSON: counters, iterator and random state).
 """
 
+import errno
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +20,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from flowjax.monitor.trouble import explain
 from flowjax.weights.quiet import quiet_orbax
 
 PyTree = Any
 _COMMIT_MARKER = "commit_success.txt"
+_log = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
@@ -116,6 +120,54 @@ class Checkpoints:
                 _restore_like(path / "adapter", adapter), _restore_like(path / "optimizer", optimizer), saved
             )
 
+    def restore_newest(self, *, adapter: PyTree, optimizer: PyTree) -> tuple[int, Restored] | None:
+        """The newest checkpoint that can be read and its step, as `restore`; None where there is no checkpoint at all.
+
+        Later ones are set aside as `damaged-<step>` with a warning. Their versions are made anew: the dataflow still
+        has the batches that led to them, as it keeps those of as many steps as there are checkpoints.
+
+        Raises:
+            CheckpointError: none can be read; says why the newest cannot.
+        """
+        steps = self.committed_steps()
+        problems: dict[int, CheckpointError] = {}
+        for step in reversed(steps):
+            try:
+                restored = self.restore(step, adapter=adapter, optimizer=optimizer)
+            except CheckpointError as error:
+                # Several processes would have to agree on it; and a process that is short of files or memory, or may
+                # not read, knows nothing of the checkpoint.
+                if jax.process_count() > 1 or _is_the_readers(error):
+                    raise
+                problems[step] = error
+                continue
+            if problems:
+                self._set_aside(problems, step)
+            return step, restored
+        if problems:
+            raise problems[steps[-1]]  # all alike: the run's model or optimiser is another now
+        return None
+
+    def _set_aside(self, problems: Mapping[int, CheckpointError], step: int) -> None:
+        self._manager.close()
+        for damaged, error in problems.items():
+            aside = self.directory / f"damaged-{damaged}"
+            if aside.exists():
+                shutil.rmtree(aside)
+            (self.directory / str(damaged)).rename(aside)
+            _log.warning("%s. It is set aside as %s; the run goes on from step %d", error, aside, step)
+        self._manager = self._open()  # the old one still knows the steps
+
+    def restore_adapters(self, steps: Iterable[int], adapter: PyTree) -> dict[int, PyTree]:
+        """Those of the adapters of these steps that can be read, by step; of the others a warning."""
+        found = {}
+        for step in steps:
+            try:
+                found[step] = self.restore_adapter(step, adapter)
+            except CheckpointError as error:
+                _log.warning("%s; the sampler's log-probs of that version are not compared with", error)
+        return found
+
     def restore_adapter(self, step: int, adapter: PyTree) -> PyTree:
         """Only the adapter, shaped and placed like `adapter`; the optimizer is not read.
 
@@ -173,6 +225,11 @@ class Checkpoints:
             self._remove_unfinished()
             self._manager = self._open()  # the old manager would raise the same error again
             raise
+
+
+def _is_the_readers(error: BaseException) -> bool:
+    """Whether a checkpoint could not be read for a lack of the process that tried, and not for damage."""
+    return bool(explain(error)) and os.strerror(errno.EIO) not in explain(error)
 
 
 def _restore_like(path: Path, tree: PyTree) -> PyTree:

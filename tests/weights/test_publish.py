@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ def test_kill_during_save_leaves_only_complete_steps(tmp_path):
     assert process.stdout is not None
     for _ in range(4):
         process.stdout.readline()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list(tmp_path.glob("*tmp*/*")):
         time.sleep(0.001)
     os.kill(process.pid, signal.SIGKILL)
@@ -202,3 +203,52 @@ def test_full_disk_is_said_once_and_earlier_checkpoints_stay(tmp_path):
     assert "bytes are free" in message or not can_mount
     assert kept.startswith("KEPT [0") and kept.endswith("AFTERWARDS 100")
     assert "Traceback" not in done.stderr
+
+
+def damage(folder: Path, item: str) -> None:
+    """Cut the files of an item, as a disk that lost its last blocks does."""
+    for path in (folder / item).rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("item", ["adapter", "optimizer", "data"])
+def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(tmp_path, item, caplog):
+    like = {"adapter": {"a": jnp.zeros(300)}, "optimizer": {"m": jnp.zeros(300)}}
+
+    def write(checkpoints: Checkpoints, step: int, value: float) -> None:
+        trees = {name: jax.tree.map(lambda leaf: leaf + value, tree) for name, tree in like.items()}
+        checkpoints.save(step, trees["adapter"], trees["optimizer"], {"counted": step})
+        checkpoints.wait()
+
+    with Checkpoints(tmp_path, keep=5) as checkpoints:
+        for step in (1, 2, 3):
+            write(checkpoints, step, float(step))
+    for step in (2, 3):
+        damage(tmp_path / str(step), item)
+    with Checkpoints(tmp_path, keep=5) as checkpoints:
+        newest = checkpoints.restore_newest(**like)
+        assert newest is not None
+        step, restored = newest
+        assert (step, restored.data, float(restored.adapter["a"][0])) == (1, {"counted": 1}, 1.0)
+        assert checkpoints.committed_steps() == [1]
+        assert (tmp_path / "damaged-2").is_dir() and (tmp_path / "damaged-3").is_dir()
+        assert f"checkpoint {tmp_path / '3'} cannot be read" in caplog.text and "goes on from step 1" in caplog.text
+        write(checkpoints, 2, 7.0)  # made anew, by the same manager
+    with Checkpoints(tmp_path, keep=5) as checkpoints:
+        assert (tmp_path / "damaged-3").is_dir(), "kept for whoever wants to look at it"
+        newest = checkpoints.restore_newest(**like)
+        assert newest is not None and newest[0] == 2 and float(newest[1].adapter["a"][0]) == 7.0
+
+
+def test_checkpoints_of_another_shape_are_not_taken_for_damaged(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"a": jnp.zeros(3)}, {}, {})
+            checkpoints.wait()
+        with pytest.raises(CheckpointError, match=rf"{tmp_path / '2'}"):
+            checkpoints.restore_newest(adapter={"b": jnp.zeros(5)}, optimizer={})
+        assert checkpoints.committed_steps() == [1, 2]
+        damage(tmp_path / "1", "adapter")
+        found = checkpoints.restore_adapters([1, 2], {"a": jnp.zeros(3)})
+        assert list(found) == [2]

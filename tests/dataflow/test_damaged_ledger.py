@@ -1,0 +1,83 @@
+"""A ledger that a disk has damaged: it is named with its remedy, and the remedy gives a run no task twice."""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from flowjax.dataflow.ledger import Ledger, LedgerError, is_damage, start_anew
+from flowjax.dataflow.service import DataflowService
+from tests.dataflow.test_flow import make_flow, play, train_leases
+
+
+def overwrite(path: Path, start: int, size: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(b"\xff" * size)
+
+
+@pytest.mark.parametrize("where", ["header", "pages", "all"])
+def test_a_damaged_ledger_is_named_with_the_remedy(tmp_path, where):
+    flow = make_flow(tmp_path)
+    flow.report_serving("agent", 0)
+    play(flow, train_leases(flow), version=0)
+    flow.close()
+    path = tmp_path / "dataflow.sqlite"
+    size = path.stat().st_size
+    start, much = {"header": (0, 16), "pages": (4096, size // 2), "all": (0, size)}[where]
+    overwrite(path, start, much)
+    with pytest.raises(LedgerError, match=r"is damaged .*--resume=.* --fresh_ledger"):
+        make_flow(tmp_path)
+
+
+def test_damage_that_a_message_meets_ends_the_dataflow_with_the_remedy(tmp_path):
+    flow = make_flow(tmp_path)
+    service = DataflowService(flow)
+
+    def broken(*args, **kwargs):
+        error = sqlite3.DatabaseError("database disk image is malformed")
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
+
+    flow.renew = broken
+    with pytest.raises(sqlite3.DatabaseError):
+        asyncio.run(service.answer("renew", {"worker": "w", "lease_ids": []}))
+    assert "malformed" in service.damage
+    assert not is_damage(sqlite3.OperationalError("database is locked"))
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_new_ledger_goes_on_with_other_tasks(tmp_path, readable):
+    flow = make_flow(tmp_path)
+    flow.report_serving("agent", 0)
+    before = {lease.group_id for lease in train_leases(flow)}
+    opened = flow.status()["opened_groups"]
+    assert opened == len(before) > 0
+    flow.close()
+    path = tmp_path / "dataflow.sqlite"
+    if not readable:
+        overwrite(path, 0, path.stat().st_size)
+    position = start_anew(path, least_position=0 if readable else opened + 6)
+    assert position == (opened if readable else opened + 6)
+    assert (tmp_path / "dataflow.sqlite.aside-1").exists()
+    flow = make_flow(tmp_path)
+    (tmp_path / "checkpoints" / "agent" / "2").mkdir(parents=True)  # what the trainer goes on from
+    claimed, epoch = flow.claim("trainer", {"agent": 2}, 0)
+    assert claimed and epoch == 1
+    flow.report_serving("agent", 2)
+    leases = train_leases(flow)
+    assert leases and not before & {lease.group_id for lease in leases}
+    assert min(lease.group_id for lease in leases) == f"train-{position:08d}"
+    play(flow, leases, version=2)
+    taken = flow.take("agent", 2)
+    assert taken is not None and not before & {group.group_id for group in taken.groups}
+    flow.close()
+
+
+def test_a_second_one_leaves_the_first_aside_alone(tmp_path):
+    path = tmp_path / "dataflow.sqlite"
+    Ledger(path, lease_s=1.0, max_attempts=1).close()
+    assert start_anew(path, least_position=3) == 3
+    assert start_anew(path, least_position=0) == 3, "what the new one has counted on from"
+    assert (tmp_path / "dataflow.sqlite.aside-1").exists() and (tmp_path / "dataflow.sqlite.aside-2").exists()
