@@ -5,11 +5,13 @@ Messages and answers are maps as docs/dataflow.md lists them, packed as `flowjax
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -17,11 +19,13 @@ import aiohttp
 
 from flowjax.config import ConfigError
 from flowjax.monitor.token import bearer
+from flowjax.monitor.trouble import explain
 from flowjax.records import WireError, pack, unpack
 
 Answer = dict[str, Any]
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _ANSWER_TIMEOUT_S = 60.0
+_LACKING_S = 10.0  # who is short of files itself does not wait for the dataflow: starting anew may help
 _BUSY, _SUPERSEDED = 429, 409
 
 
@@ -63,30 +67,52 @@ Connect = Callable[[], AbstractAsyncContextManager[Broker]]
 
 
 @contextlib.asynccontextmanager
-async def connect(address: str, *, token: str = "") -> AsyncIterator[Broker]:
+async def connect(address: str | Callable[[], str], *, token: str = "") -> AsyncIterator[Broker]:
     """The broker to the dataflow at `address`, whose scheme says which.
 
     Args:
-        address: `dataflow` in the run's endpoints.json.
+        address: `dataflow` in the run's endpoints.json, or what gives it as it is now (`Address`).
         token: of the run, where its dataflow listens beyond loopback.
 
     Raises:
         ConfigError: there is no broker for that scheme.
     """
-    if urlsplit(address).scheme not in ("http", "https"):
-        raise ConfigError(f"dataflow is {address!r} in endpoints.json: give an address that begins with http://")
+    where = address if callable(address) else lambda: address
+    if urlsplit(where()).scheme not in ("http", "https"):
+        raise ConfigError(f"dataflow is {where()!r} in endpoints.json: give an address that begins with http://")
     headers = {"Content-Type": "application/msgpack", **bearer(token)}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        yield HttpBroker(address.rstrip("/"), session)
+        yield HttpBroker(where, session)
+
+
+class Address:
+    """Where a role listens, as the run's endpoints.json has it now: it moves when another process takes its port.
+
+    Raises:
+        OSError, ValueError, KeyError: the file does not say, when this is made; later on the last known one counts.
+    """
+
+    def __init__(self, run_dir: Path, name: str):
+        self._path, self._name = run_dir / "endpoints.json", name
+        self._last: str = json.loads(self._path.read_text())[name]
+
+    def __call__(self) -> str:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            self._last = json.loads(self._path.read_text())[self._name]
+        return self._last
 
 
 @dataclass(frozen=True)
 class HttpBroker:
     """Posts each message to the dataflow's server (`flowjax.dataflow.server`)."""
 
-    url: str
+    where: Callable[[], str]
     session: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        return self.where().rstrip("/")
 
     async def call(self, name: str, message: Mapping[str, Any], *, away_s: float) -> Answer:
         post = partial(self._post, name, pack(dict(message)))
@@ -125,7 +151,7 @@ async def until_answered(attempt: Callable[[], Awaitable[Answer]], *, where: str
         away_s: how long there may be no answer.
 
     Raises:
-        DataflowError: there was none for longer.
+        DataflowError: there was none for longer, or this process is short of something that asking takes.
     """
     heard_s, pause_s = time.monotonic(), _FIRST_RETRY_S
     while True:
@@ -135,6 +161,8 @@ async def until_answered(attempt: Callable[[], Awaitable[Answer]], *, where: str
             heard_s = time.monotonic()
         except Unanswered as error:
             silent_s = time.monotonic() - heard_s
+            if (lacking := explain(error)) and silent_s > _LACKING_S:
+                raise DataflowError(f"{where} cannot be asked: {lacking}") from error
             if silent_s > away_s:
                 problem = f"{where} has not answered for {silent_s:.0f} s ({error})"
                 raise DataflowError(f"{problem}: see logs/dataflow.log") from error

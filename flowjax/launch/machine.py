@@ -79,7 +79,7 @@ def check_ports(config: ConfigDict) -> list[str]:
     problems = []
     for field, ports in wanted.items():
         for port in ports:
-            if not _can_bind(port):
+            if not can_bind(port):
                 which = "which" if port == ports[0] else f"and an engine takes {port}, which"
                 problems.append(
                     f"{field} is {ports[0]}, {which} another process uses: free it, or set it to 0 for a free one"
@@ -206,7 +206,8 @@ def _used(run_dir: Path, lock: IO[str]) -> str:
     return f"run folder {run_dir} is in use by process {lock.read().strip() or '?'}: stop that one first"
 
 
-def _can_bind(port: int) -> bool:
+def can_bind(port: int) -> bool:
+    """Whether a server could listen there now: nobody else does."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

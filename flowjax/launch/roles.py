@@ -1,8 +1,11 @@
 """The roles of a run: their commands, environments, health and patience."""
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from flowjax.config import BASE_NAME, base_configs, policy_configs
 from flowjax.files import replace_file
 from flowjax.launch.devices import Devices, processes_here
 from flowjax.launch.health import answers
-from flowjax.launch.machine import free_port
+from flowjax.launch.machine import can_bind, free_port
 from flowjax.launch.supervisor import Role
 from flowjax.monitor.token import reachable
 from flowjax.rollout.names import engines_by_base
@@ -155,4 +158,31 @@ def run_roles(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices:
             restarts=config.max_restarts,
         ),
     ]
+    again = partial(_again, config, run_dir, ports, devices)
+    roles = [replace(role, again=partial(again, role.name)) if role.name in ports else role for role in roles]
     return [role for role in roles if role.name not in config.elsewhere]
+
+
+def _again(config: ConfigDict, run_dir: Path, ports: dict[str, int], devices: Devices, name: str) -> tuple[Role, str]:
+    """A server as it is started anew: at another port where somebody else has taken its own meanwhile.
+
+    Who calls it learns of it by endpoints.json.
+
+    Raises:
+        OSError: the port is taken, and the config fixes it.
+    """
+    news, port = "", ports[name]
+    if not can_bind(port):
+        if name in fixed_ports(config):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), f"port {port}")
+        ports[name] = free_port()
+        write_endpoints(config, run_dir, ports)
+        news = f"another process has taken port {port}: it listens at {ports[name]} from now on"
+    return next(role for role in run_roles(config, run_dir, ports, devices) if role.name == name), news
+
+
+def fixed_ports(config: ConfigDict) -> set[str]:
+    """Servers whose ports the config gives."""
+    bases = base_configs(config)
+    fixed = {name for base, names in engines_by_base(config).items() if bases[base].engine.port for name in names}
+    return fixed | ({"dataflow"} if config.dataflow.port else set())

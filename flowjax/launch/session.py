@@ -20,7 +20,14 @@ from flowjax.monitor.trouble import explain, probe
 OK, ROLE_FAILED = 0, 1
 _REFRESH_S = 0.4
 _PROBE_EVERY_S = 2.0
-_TOLD = ("down", "paused", "restart", "failed", "kill")  # events worth a line that stays; the screen shows the others
+_TOLD = (
+    "down",
+    "moved",
+    "paused",
+    "restart",
+    "failed",
+    "kill",
+)  # events worth a line that stays; the screen shows the others
 
 
 class Session:

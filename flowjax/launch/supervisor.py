@@ -34,7 +34,8 @@ class Role:
     """One child process of a run. A `finite` role ends by itself with status 0; for others every end is a failure.
 
     It may be restarted `restarts` times within an hour; what dies more often has failed for good. It is up when
-    `health` says so, or once it has written the file `told`.
+    `health` says so, or once it has written the file `told`. `again` makes it anew for a restart, with what there is to
+    tell of that; it may raise an OSError, and the role waits.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Role:
     restarts: int = 0
     start_timeout_s: float = 300.0
     finite: bool = False
+    again: "Callable[[], tuple[Role, str]] | None" = None
 
 
 class RoleFailed(Exception):
@@ -156,7 +158,7 @@ class Supervisor:
         restarted_s: list[float] = []  # when, as far as it still counts
         paused_s, said = None, ""  # since when the machine, and not the role, is what is wrong; in words
         while True:
-            status, reason, trouble = await self._live(role, state)
+            role, status, reason, trouble = await self._live(role, state)
             ever_up = ever_up or state.phase == "up"
             if role.name in self._stopping:
                 return
@@ -191,21 +193,25 @@ class Supervisor:
             state.restarts += 1
             restarted_s.append(time.monotonic())
 
-    async def _live(self, role: Role, state: RoleState) -> tuple[int, str, str]:
-        """One life of a role: its exit status, why it ended, and what was wrong with the machine ("": nothing)."""
+    async def _live(self, role: Role, state: RoleState) -> tuple[Role, int, str, str]:
+        """A life of a role: itself, exit status, why it ended, and what was wrong with the machine ("": nothing)."""
         log = self._log(role)
         state.phase, state.log_start_bytes = "starting", _size_bytes(log)
         try:
+            if role.again is not None and role.name in self._children:
+                role, news = role.again()
+                if news:
+                    self._on_event(role.name, "moved", news)
             child = self._children[role.name] = _Child(role, log)
         except OSError as error:
-            return 1, "cannot be started", explain(error) or str(error)
+            return role, 1, "cannot be started", explain(error) or str(error)
         state.pid, state.started_s = child.pid, time.time()
         self._on_event(role.name, "restart" if state.restarts else "start", f"process {child.pid}")
         status, reason = await self._watch(role, child, state)
         if status == 0 and role.finite:
-            return status, reason, ""
+            return role, status, reason, ""
         said = unwritable_in("\n".join(_tail(log, 40, since_bytes=state.log_start_bytes)))
-        return status, reason, said or probe(self._logs)
+        return role, status, reason, said or probe(self._logs)
 
     async def _writable(self, *, until_s: float) -> bool:
         """Wait until the run's folder can be written; False when it could not be until then."""

@@ -20,6 +20,7 @@ _REMEDIES = {
     errno.EIO: "the disk may be broken: see dmesg",
     errno.EACCES: "give its owner the right to read and write it",
     errno.EPERM: "give its owner the right to read and write it",
+    errno.EADDRINUSE: "another process has its port: end that one",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "the whole machine has too many files open: close some",
     errno.EAGAIN: "raise the limit of processes (ulimit -u), or end some",

@@ -1,6 +1,7 @@
 """The rollout role: `python -m flowjax.rollout --run=<run folder>`."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from flowjax.broker import DataflowError, connect
+from flowjax.broker import Address, DataflowError, connect
 from flowjax.config import ConfigError, load_run
 from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
@@ -30,16 +31,17 @@ from flowjax.weights.follow import WeightsError
 from flowjax.workflows.codec import CodecError
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
+_LOOK_EVERY_S = 1.0
 _FAILED, _USER_MISTAKE = 1, 2  # exit statuses; starting again mends only the first
 
 
-def _endpoints(config: ConfigDict, run_dir: Path) -> tuple[dict[str, list[str]], str]:
-    """Addresses of the engines, by base model, and of the dataflow."""
+def _engine_urls(config: ConfigDict, run_dir: Path) -> dict[str, list[str]]:
+    """Addresses of the engines, by base model."""
     path = run_dir / "endpoints.json"
     try:
         endpoints = json.loads(path.read_text())
-        engines = {base: [endpoints[name] for name in names] for base, names in engines_by_base(config).items()}
-        return engines, endpoints["dataflow"]
+        assert endpoints["dataflow"]
+        return {base: [endpoints[name] for name in names] for base, names in engines_by_base(config).items()}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} does not name engine and dataflow ({error}): start the run's roles first") from error
 
@@ -50,16 +52,28 @@ def tell_environments(run_dir: Path, urls: Mapping[str, Sequence[str]]) -> None:
     os.environ[ENGINES_VARIABLE] = json.dumps(dict(urls))
 
 
+async def _until_moved(
+    config: ConfigDict, run_dir: Path, urls: Mapping[str, Sequence[str]], stop: asyncio.Event
+) -> None:
+    """Stop the service when an engine listens elsewhere: another process has taken its port."""
+    while True:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        with contextlib.suppress(ConfigError):  # not to be read now
+            if _engine_urls(config, run_dir) != urls:
+                stop.set()
+                return
+
+
 async def _serve(config: ConfigDict, run_dir: Path) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    urls, dataflow_url = _endpoints(config, run_dir)
+    urls = _engine_urls(config, run_dir)
     tell_environments(run_dir, urls)
     worker = f"{socket.gethostname()}-{os.getpid()}"
     async with (
         bases_of_run(config, run_dir, urls) as bases,
-        connect(dataflow_url, token=known_token(run_dir)) as broker,
+        connect(Address(run_dir, "dataflow"), token=known_token(run_dir)) as broker,
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
         dataflow = DataflowClient(broker, worker=worker, away_s=config.dataflow.lease_s)
@@ -68,7 +82,13 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
         logging.info("playing as %s on %s", worker, ", ".join(url for own in urls.values() for url in own))
         with MetricsEndpoint(lambda: service.told, role="rollout") as metrics:
             service.metrics_url = metrics.url
-            await service.run(stop)
+            watching = asyncio.create_task(_until_moved(config, run_dir, urls, stop))
+            try:
+                await service.run(stop)
+            finally:
+                watching.cancel()
+            if watching.done() and not watching.cancelled():
+                raise RolloutError("engines have moved, as endpoints.json says: it is to be started anew")
     logging.info("stopped after %d episodes", service.counters.episodes)
 
 

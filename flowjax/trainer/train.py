@@ -6,7 +6,6 @@ state (`start`). `train` compiles and loops: batch, pack, mismatch, update, log,
 """
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from flowjax.broker import connect
+from flowjax.broker import Address, connect
 from flowjax.config import ConfigError, base_configs, load_run, policies_on, policy_configs
 from flowjax.losses.mismatch import mismatch_metrics
 from flowjax.models.decoder import Decoder, with_adapter
@@ -90,8 +89,7 @@ def run(run_dir: Path, only: str = "") -> None:
         steps = {name: policy.state.step for name, policy in policies.items()}
 
         # ------------------------------------------------------------------------------------- where data and lines go
-        endpoints = json.loads((run_dir / "endpoints.json").read_text())
-        to_dataflow = partial(connect, endpoints["dataflow"], token=known_token(run_dir))
+        to_dataflow = partial(connect, Address(run_dir, "dataflow"), token=known_token(run_dir))
         bounds = {name: (own.trainer.row_tokens, sizes[name]) for name, own in configs.items()}
         unusable = partial(_unusable, bounds)
         source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s, unusable=unusable)

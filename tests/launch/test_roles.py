@@ -100,7 +100,7 @@ def test_too_few_accelerators_for_all_replicas(config):
         ({"policy.name": "base"}, "a policy is named 'base'"),
         ({"agents": {"solver": "nobody"}}, "config.agents.solver is 'nobody'"),
         ({"agents": {"solver": "base"}}, "nothing is trained"),
-        ({"elsewhere": ("dataflow",)}, "config.elsewhere has 'dataflow': name 'rollout', 'trainer' or both"),
+        ({"elsewhere": ("dataflow",)}, "config.elsewhere has 'dataflow': use one of rollout, trainer"),
     ],
 )
 def test_what_cannot_be(config, changes, message):
