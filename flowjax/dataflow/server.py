@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from flowjax.broker import Answer, Busy, Superseded
 from flowjax.dataflow.bodies import Bodies, BodyError, Limit, limits
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.ledger import damaged
+from flowjax.dataflow.ledger import damaged, is_damage
 from flowjax.dataflow.service import HOLD_S, NAMES, DataflowService
 from flowjax.monitor.progress import write_status
 from flowjax.monitor.prometheus import CONTENT_TYPE, exposition
@@ -54,9 +54,9 @@ class Server:
         self._last_refused: dict[str, str] = {}
 
     @property
-    def damage(self) -> str:
-        """Damage of the ledger that a message has met, in words; "" for none."""
-        return self._service.damage
+    def failure(self) -> Exception | None:
+        """What messages have met that the dataflow cannot go on with: damage, or a disk that fails again and again."""
+        return self._service.failure
 
     def application(self) -> web.Application:
         logging.getLogger("aiohttp.server").addFilter(_without_trace)
@@ -169,6 +169,7 @@ async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, sto
 
     Raises:
         LedgerError: the ledger turned out to be damaged.
+        OSError, sqlite3.Error: the disk fails again and again.
     """
     host = config.dataflow.host
     token = "" if is_loopback(host) else make_token(run_dir)
@@ -178,8 +179,9 @@ async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, sto
     await web.TCPSite(runner, host, port).start()
     try:
         while not stop.is_set():
-            if server.damage:
-                raise damaged(run_dir / "dataflow.sqlite", server.damage)
+            if server.failure is not None:
+                broken = is_damage(server.failure)
+                raise damaged(run_dir / "dataflow.sqlite", str(server.failure)) if broken else server.failure
             with contextlib.suppress(OSError):  # on a full disk messages are told to wait; who asks is not sent away
                 write_status(run_dir, "dataflow", server.status())
             try:

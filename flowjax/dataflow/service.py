@@ -28,12 +28,13 @@ from flowjax.dataflow.algorithms.chain import AlgorithmError
 from flowjax.dataflow.flow import Flow, Taken
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.dataflow.workers import Can
-from flowjax.monitor.trouble import unwritable
+from flowjax.monitor.trouble import explain, unwritable
 from flowjax.record_checks import check_lease
 from flowjax.records import Lease, WireError
 
 NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch", "committed", "refuse")
 HOLD_S = 1.0
+_FAILING_S = 10.0  # of nothing but a broken disk, after which the dataflow says so and ends
 _PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
@@ -51,7 +52,8 @@ class DataflowService:
         self._waiting: dict[Can, deque[_Waiting]] = {}  # by what they can play
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
-        self.damage = ""  # of the ledger, found on the way
+        self.failure: Exception | None = None  # that the dataflow is to end of
+        self._failing_since_s: float | None = None
 
     async def answer(self, name: str, message: Any, *, hold_s: float = HOLD_S) -> Answer:
         """The answer to the message of that name.
@@ -69,10 +71,15 @@ class DataflowService:
                 is full or read-only: nothing has changed, and who asks waits until it can be written.
         """
         try:
-            return await self._answer(name, message, hold_s)
+            answer = await self._answer(name, message, hold_s)
+            self._failing_since_s = None
+            return answer
         except (sqlite3.Error, OSError) as error:
-            if is_damage(error):
-                self.damage = str(error)
+            self._failing_since_s = self._failing_since_s or time.monotonic()
+            if is_damage(error) or (
+                explain(error) and not unwritable(error) and time.monotonic() - self._failing_since_s > _FAILING_S
+            ):
+                self.failure = error
             if problem := unwritable(error):
                 raise Busy(f"the dataflow cannot write to the run's folder: {problem}") from error
             raise

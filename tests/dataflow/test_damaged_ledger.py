@@ -1,11 +1,13 @@
 """A ledger that a disk has damaged: it is named with its remedy, and the remedy gives a run no task twice."""
 
 import asyncio
+import contextlib
 import sqlite3
 from pathlib import Path
 
 import pytest
 
+from flowjax.dataflow import service as service_module
 from flowjax.dataflow.ledger import Ledger, LedgerError, is_damage, start_anew
 from flowjax.dataflow.service import DataflowService
 from tests.dataflow.test_flow import make_flow, play, train_leases
@@ -43,8 +45,33 @@ def test_damage_that_a_message_meets_ends_the_dataflow_with_the_remedy(tmp_path)
     flow.renew = broken
     with pytest.raises(sqlite3.DatabaseError):
         asyncio.run(service.answer("renew", {"worker": "w", "lease_ids": []}))
-    assert "malformed" in service.damage
+    assert service.failure is not None and is_damage(service.failure)
     assert not is_damage(sqlite3.OperationalError("database is locked"))
+
+
+def test_a_disk_that_fails_again_and_again_ends_the_dataflow_and_one_that_recovers_does_not(tmp_path, monkeypatch):
+    flow, now_s = make_flow(tmp_path), [0.0]
+    monkeypatch.setattr(service_module.time, "monotonic", lambda: now_s[0])
+    service, renew = DataflowService(flow), flow.renew
+
+    def broken(*args, **kwargs):
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+        raise error
+
+    async def ask(at_s: float, answer) -> None:
+        now_s[0], flow.renew = at_s, answer
+        with pytest.raises(sqlite3.OperationalError) if answer is broken else contextlib.nullcontext():
+            await service.answer("renew", {"worker": "w", "lease_ids": []})
+
+    async def main() -> None:
+        for at_s, answer in ((1.0, broken), (8.0, broken), (9.0, renew), (12.0, broken), (21.0, broken)):
+            await ask(at_s, answer)
+            assert service.failure is None
+        await ask(23.0, broken)
+        assert "disk I/O error" in str(service.failure)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("readable", [True, False])

@@ -32,6 +32,7 @@ def test_episodes_wait_for_room_and_count_once(tmp_path: Path):
     flow = make_flow(tmp_path)
     service = DataflowService(flow)
     flow.report_serving("agent", 0)
+    assert flow.claim("trainer", {"agent": 0}, 0) == (True, 1)
     leases = train_leases(flow)
     items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases]
 
@@ -44,7 +45,7 @@ def test_episodes_wait_for_room_and_count_once(tmp_path: Path):
         empty(flow, most)
         assert (await service.answer("episodes", {"worker": "w", "items": items}))["accepted"] == len(items)
         assert (await service.answer("episodes", {"worker": "w", "items": items}))["duplicate"] == len(items)
-        answer = await service.answer("batch", {"policy": "agent", "step": 0})
+        answer = await service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1})
         assert answer["totals"]["episodes"] == 6
 
     asyncio.run(main())
@@ -59,6 +60,7 @@ def test_the_line_of_a_batch_or_evaluation_that_the_disk_refused_is_written_late
     flow = make_flow(tmp_path, config)
     service = DataflowService(flow)
     flow.report_serving("agent", 0)
+    assert flow.claim("trainer", {"agent": 0}, 0) == (True, 1)
     metrics = tmp_path / METRICS_FILE
     metrics.unlink(missing_ok=True)
     metrics.symlink_to("/dev/full")
@@ -70,9 +72,9 @@ def test_the_line_of_a_batch_or_evaluation_that_the_disk_refused_is_written_late
         with pytest.raises(Busy):
             await service.answer("episodes", {"worker": "w", "items": items})
         with pytest.raises(Busy):
-            await service.answer("batch", {"policy": "agent", "step": 0})
+            await service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1})
         metrics.unlink()
-        await service.answer("batch", {"policy": "agent", "step": 0})
+        await service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1})
         await service.answer("lease", {"worker": "w", "slots": 1}, hold_s=0.0)
 
     asyncio.run(main())
