@@ -95,7 +95,7 @@ def test_a_new_ledger_goes_on_with_other_tasks(tmp_path, readable):
     flow.report_serving("agent", 2)
     leases = train_leases(flow)
     assert leases and not before & {lease.group_id for lease in leases}
-    assert min(lease.group_id for lease in leases) == f"train-{position:08d}"
+    assert min(lease.group_id for lease in leases) >= f"train-{position:08d}"
     play(flow, leases, version=2)
     taken = flow.take("agent", 2)
     assert taken is not None and not before & {group.group_id for group in taken.groups}
