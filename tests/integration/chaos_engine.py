@@ -30,8 +30,9 @@ class ChaosEngine(FakeEngine):
         for index in range(len(body["prompt"])):
             high, low = divmod(next(self._numbers), 2**20)
             tokens = [f"token_id:{self._random.choice(self.actions)}", f"token_id:{EOS}"]
-            # Two float32 values that hold 40 bits: each is exact below 2**22.
-            logprobs = {"tokens": tokens, "token_logprobs": [-float(high % 2**20 + 1), -float(low + 1)]}
+            # Two float32 values that hold 40 bits: each is exact, and a log-probability is above -1000.
+            values = [-(512 + number / 2**14) for number in (high % 2**20, low)]
+            logprobs = {"tokens": tokens, "token_logprobs": values}
             choices.append({"index": index, "finish_reason": "stop", "logprobs": logprobs})
         return web.json_response({"model": body["model"], "choices": choices})
 

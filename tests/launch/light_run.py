@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / "rollout"), str(ROOT / "tests" / "integration")]
+PARTS = [str(ROOT / "tests" / "rollout"), str(ROOT / "tests" / "integration")]
+sys.path += PARTS
 
 from rollout_run import RolloutRun  # noqa: E402
 
@@ -71,7 +72,7 @@ class LightRun:
 
     def __enter__(self) -> "LightRun":
         command = [sys.executable, str(ROOT / "tests/integration/chaos_engine.py"), str(self.engine_port)]
-        parts = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[-2:]])}
+        parts = {"PYTHONPATH": os.pathsep.join([str(ROOT), *PARTS])}
         self._engine = subprocess.Popen([*command, *self._actions], env=environment() | parts)
         until = time.monotonic() + 120
         while not _listens(self.engine_port):
