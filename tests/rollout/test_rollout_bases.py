@@ -16,7 +16,7 @@ from flowjax.config import ConfigDict, ConfigError, default_config, save_run
 from flowjax.envs import sokoban
 from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.models.nano import build_tokenizer
-from flowjax.rollout.__main__ import _endpoints
+from flowjax.rollout.__main__ import _engine_urls
 from flowjax.rollout.admission import Admission, Load
 from flowjax.rollout.names import engine_logs, engine_names, engines_by_base, idle_bases, speakers
 from flowjax.weights.publish import Checkpoints
@@ -197,10 +197,10 @@ def test_endpoints_are_found_by_base(tmp_path):
     save_run(config, tmp_path)
     urls = {name: f"http://{name}" for names in engines_by_base(config).values() for name in names}
     (tmp_path / "endpoints.json").write_text(json.dumps({**urls, "dataflow": "http://d"}))
-    engines, dataflow = _endpoints(config, tmp_path)
+    engines = _engine_urls(config, tmp_path)
     assert engines["large-8b"] == ["http://engine-large-8b-0", "http://engine-large-8b-1"]
-    assert (engines["base"], engines["judge"], dataflow) == (["http://engine"], ["http://engine-judge"], "http://d")
+    assert (engines["base"], engines["judge"]) == (["http://engine"], ["http://engine-judge"])
     del urls["engine-judge"]
     (tmp_path / "endpoints.json").write_text(json.dumps({**urls, "dataflow": "http://d"}))
     with pytest.raises(ConfigError, match=r"does not name engine and dataflow \('engine-judge'\)"):
-        _endpoints(config, tmp_path)
+        _engine_urls(config, tmp_path)
