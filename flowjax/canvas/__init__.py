@@ -1,6 +1,6 @@
 """Workflows of operators as values: built, edited, drawn and run with any OpenAI-compatible backend."""
 
-from flowjax.canvas.backends.config import backends_from_config
+from flowjax.canvas.backends.config import backends_from_config, open_backends
 from flowjax.canvas.budget import Budget
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.draw import mermaid, svg
@@ -23,6 +23,7 @@ __all__ = [
     "backends_from_config",
     "load_operators",
     "mermaid",
+    "open_backends",
     "parse",
     "run",
     "show",

@@ -8,6 +8,7 @@
         {"kind": "sequence", "id": "n4", "steps": [...]},
         {"kind": "loop", "id": "n5", "body": {...}, "count": 2}]}
 
+A field that is bound several times needs pairs: "inputs": [["candidates", "n1.answer"], ["candidates", "n2.answer"]].
 What is empty may be left out; `next_number` too, and is then the first that no node has.
 """
 
@@ -46,7 +47,9 @@ def from_json(value: Any) -> Workflow:
 def _node_to_json(node: Node) -> dict[str, Any]:
     match node:
         case Call(operator, instruction, backend, inputs):
-            given = {"instruction": instruction, "backend": backend, "inputs": dict(inputs)}
+            repeated = len(dict(inputs)) < len(inputs)
+            bound = [list(pair) for pair in inputs] if repeated else dict(inputs)
+            given = {"instruction": instruction, "backend": backend, "inputs": bound}
             fields = {"operator": operator, **{name: value for name, value in given.items() if value}}
         case Sequence(steps):
             fields = {"steps": [_node_to_json(step) for step in steps]}
@@ -95,13 +98,18 @@ def _node(value: Any, path: str, depth: int) -> Node:
 
 def _bindings(given: Mapping[str, Any], path: str) -> tuple[tuple[str, str], ...]:
     inputs = given.get("inputs", {})
-    if not isinstance(inputs, Mapping):
+    pairs = list(inputs.items()) if isinstance(inputs, Mapping) else inputs
+    if (
+        not isinstance(pairs, list)
+        or inputs == []
+        or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+    ):
         raise WorkflowError(f"{path}.inputs: expected an object of field -> node.field, got {_excerpt(inputs)}.")
-    for field, source in inputs.items():
+    for field, source in pairs:
         parts = source.split(".") if isinstance(source, str) else ()
-        if len(parts) != 2 or not all(NAME.fullmatch(part) for part in (field, *parts)):
+        if len(parts) != 2 or not all(isinstance(part, str) and NAME.fullmatch(part) for part in (field, *parts)):
             raise WorkflowError(f'{path}.inputs.{field}: expected "node.field", got {_excerpt(source)}.')
-    return tuple(inputs.items())
+    return tuple((field, source) for field, source in pairs)
 
 
 def _object(value: Any, path: str, known: set[str]) -> Mapping[str, Any]:

@@ -85,3 +85,14 @@ def test_aggregate_may_find_a_new_answer():
     outputs, context = use("Aggregate", SUM, {**among("2", "3"), "subproblems": ("first?", "second?")}, "Answer: 5")
     assert outputs["answer"] == "5"
     assert "2. second?" in context.asked[0] and "2. 3" in context.asked[0]
+
+
+def test_a_vote_offers_every_candidate_however_many_there_are():
+    candidates = tuple(str(number) for number in range(30))
+    outputs, context = use("ScEnsemble", "?", {"candidates": candidates}, '{"choice": "AD"}')
+    assert outputs == {"answer": "29"}
+    schema = context.schemas[0]
+    assert schema is not None
+    offered = schema["properties"]["choice"]["enum"]
+    assert len(set(offered)) == 30 and [offered[0], offered[25], offered[26]] == ["A", "Z", "AA"]
+    assert "AD.\n29" in context.asked[0]

@@ -1,6 +1,7 @@
 """The README's library example runs as it stands, against an endpoint on this machine."""
 
 import asyncio
+import gc
 import json
 import re
 import threading
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from chat_server import chat, serving
+
+from flowjax.grading import sandbox
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -21,9 +24,15 @@ def reply(body: dict[str, Any]) -> Any:
     return chat("```python\nprint(72)\n```" if "program" in str(body["messages"]) else "Answer: 72")
 
 
-def test_ten_lines_build_run_and_draw_a_workflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+@pytest.mark.parametrize("without_isolation", [False, True])
+def test_a_dozen_lines_build_run_and_draw_a_workflow(
+    without_isolation: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, caplog
+):
+    if without_isolation:
+        weak = sandbox.Isolation(sandbox.RLIMITS_ONLY, sandbox.isolation().interpreter, False, "no bubblewrap")
+        monkeypatch.setattr(sandbox, "isolation", lambda: weak)
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len([line for line in program.splitlines() if line.strip()]) <= 10
+    assert len([line for line in program.splitlines() if line.strip()]) <= 12
     monkeypatch.chdir(tmp_path)
     started, done = threading.Event(), threading.Event()
     url = ""
@@ -43,5 +52,10 @@ def test_ten_lines_build_run_and_draw_a_workflow(tmp_path: Path, monkeypatch: py
     finally:
         done.set()
         server.join()
-    assert capsys.readouterr().out.startswith("72 ok Usage(calls=")
+    answer, status, usage, *errors = capsys.readouterr().out.splitlines()
+    assert (answer, status) == ("72", "ok") and usage.startswith("Usage(calls=")
+    assert bool(errors) == without_isolation, "a step that failed is named although others stood in for it"
+    assert not errors or errors[0].startswith("n3 Programmer: IsolationError: ")
+    gc.collect()
+    assert "Unclosed" not in caplog.text
     assert (tmp_path / "workflow.svg").read_text().startswith("<svg")

@@ -1,6 +1,7 @@
 """The canvas world: edits run, whatever an agent does has an answer, what counts is the run's, splits, prompts."""
 
 import contextlib
+import json
 import runpy
 from pathlib import Path
 
@@ -424,3 +425,15 @@ def test_recipes_can_be_started_as_they_are(variant: str):
         longest = LONGEST_PROMPT_WORDS if config.env.context == "window" else 8 + 6 * (12 + LONGEST_RESULT_WORDS)
         assert longest <= config.rollout.max_prompt_tokens
         assert config.rollout.max_new_tokens == 12 > LONGEST_REPLY_WORDS
+
+
+def test_published_descriptions_are_told_and_make_operators(tmp_path: Path):
+    file = tmp_path / "operator.json"
+    merge = {"description": "Merges answers.", "interface": "merge(solutions: List[str]) -> dict with key 'response'"}
+    plan = {"description": "Thinks first.", "interface": "plan(problem: str) -> dict with key 'plan'"}
+    file.write_text(json.dumps({"Merge": merge, "Plan": plan}))
+    env, first = begin(descriptions=str(file))
+    assert "Merge (combiner): Merges answers." in first.text and "Plan (planner): Thinks first." in first.text
+    assert env.step("add [Custom, Custom] -> Merge").valid
+    with pytest.raises(WorldError, match=r"descriptions: .*absent\.json cannot be read"):
+        canvas.make(descriptions="absent.json")

@@ -8,10 +8,11 @@
 Nothing is guessed: an unknown name, a missing address or an unset key variable is an error that says what to do.
 """
 
+import contextlib
 import difflib
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,6 +48,22 @@ def backends_from_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, B
     if not config:
         raise BackendConfigError("backends is empty: configure at least one")
     return {name: _backend(f"backends.{name}", options) for name, options in config.items()}
+
+
+@contextlib.asynccontextmanager
+async def open_backends(config: Mapping[str, Mapping[str, Any]]) -> AsyncIterator[dict[str, Backend]]:
+    """The same, whose connections are closed at the end.
+
+    Raises:
+        BackendConfigError: in words, and without secrets.
+    """
+    backends = backends_from_config(config)
+    try:
+        yield backends
+    finally:
+        for backend in backends.values():
+            if (close := getattr(backend, "close", None)) is not None:
+                await close()
 
 
 def _backend(where: str, options: Mapping[str, Any]) -> Backend:

@@ -51,15 +51,21 @@ def majority(candidates: Sequence[str], problem: Problem) -> str | None:
     return largest[0] if 2 * len(largest) > len(candidates) else None
 
 
+def _letters(place: int) -> str:
+    """A to Z, then AA to AZ and so on, as spreadsheets name their columns."""
+    before, last = divmod(place, len(string.ascii_uppercase))
+    return (_letters(before - 1) if before else "") + string.ascii_uppercase[last]
+
+
 async def vote(context: Context, inputs: State, choices: Sequence[str], *, seed: int = 0) -> int:
     """The place of the choice that the backend votes for.
 
     Raises:
         OperatorError: the vote could not be read.
     """
-    letters = string.ascii_uppercase[: len(choices)]
-    schema = object_schema(choice={"type": "string", "enum": list(letters)})
-    listed = "\n\n".join(f"{letter}.\n{text}" for letter, text in zip(letters, choices, strict=False))
+    letters = [_letters(place) for place in range(len(choices))]
+    schema = object_schema(choice={"type": "string", "enum": letters})
+    listed = "\n\n".join(f"{letter}.\n{text}" for letter, text in zip(letters, choices, strict=True))
     rest = {name: value for name, value in inputs.items() if name != "candidates"}
     messages = prompt(context, rest, f"{object_form(schema)}\n\n{section('Candidates', listed)}")
     found = await ask_object(context, messages, schema, seed=seed)

@@ -166,7 +166,7 @@ class _Asked:
         """A letter of the choices that are listed in the message."""
         letters = self._schema["choice"]["enum"]
         listed = self._shown.rpartition("## Candidates")[2]
-        choices = [part.strip() for part in re.split(r"^[A-Z]\.\n", listed, flags=re.MULTILINE)[1:]]
+        choices = [part.strip() for part in re.split(r"^[A-Z]+\.\n", listed, flags=re.MULTILINE)[1:]]
         right = [letter for letter, choice in zip(letters, choices, strict=False) if self._is_right(choice)]
         return right[0] if right and self._happens(VOTED, "vote") else letters[self._pick(len(letters), "letter")]
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from flowjax.canvas.backends.base import Backend
 from flowjax.canvas.budget import Budget
 from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators.described import load_descriptions
 from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, load_operators
 from flowjax.envs.base import WorldError
 from flowjax.envs.canvas.executors import open_executors, price_list
@@ -26,6 +27,7 @@ class Options:
     turns: int = 20  # actions of an episode; keep it equal to config.env.max_turns
     operators: Sequence[str] = ()  # names of those on offer; () is every one that is advertised
     extra_operators: Sequence[str] = ()  # further ones, as package.module:Class
+    descriptions: str = ""  # file in the published operator.json's format: descriptions, and operators made of them
     backends: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"offline": OFFLINE})
     default_backend: str = ""  # who answers calls that name nobody; "" is the first
     temperature: float = 0.0  # of the executor's answers
@@ -89,6 +91,10 @@ class Options:
             found = load_operators(self.extra_operators)
         except OperatorRegistryError as error:
             raise WorldError(f"env.options extra_operators: {error}") from error
+        try:
+            found = load_descriptions(self.descriptions, found) if self.descriptions else found
+        except OperatorRegistryError as error:
+            raise WorldError(f"env.options descriptions: {error}") from error
         if unknown := [name for name in self.operators if name not in found]:
             raise WorldError(f"env.options operators={unknown[0]!r}: there are {', '.join(found)}")
         extra = [name for name in found if name not in load_operators(entry_points=False)]

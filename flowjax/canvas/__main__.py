@@ -1,0 +1,91 @@
+"""Runs a workflow on a problem: `python -m flowjax.canvas --workflow=... --problem=... --backends=backends.json`.
+
+    python -m flowjax.canvas --workflow="Plan -> Custom -> Format" --problem="What is 6 times 7?" \\
+        --backends=backends.json --svg=workflow.svg
+    python -m flowjax.canvas --workflow=workflow.json --problem=@problem.txt --kind=qa --backends=backends.json
+
+The workflow is its text, or a file of its JSON form; backends.json is as for `flowjax.canvas.doctor`. The answer goes
+to standard output; status, cost and what failed to standard error. Exit status: 0 with an answer, 1 without, 2 for
+what is wrong in the command.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from flowjax.canvas.backends.config import BackendConfigError, open_backends
+from flowjax.canvas.checks import problems
+from flowjax.canvas.doctor import DoctorError, read_config
+from flowjax.canvas.draw import svg
+from flowjax.canvas.graph import Workflow, WorkflowError
+from flowjax.canvas.json_form import from_json, to_json
+from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
+from flowjax.canvas.run import run
+from flowjax.canvas.text import parse
+from flowjax.canvas.values import Problem, ProblemKind, Run
+
+
+def read_workflow(source: str) -> Workflow:
+    """The workflow of a text, or of a file that ends in `.json`.
+
+    Raises:
+        WorkflowError: it is none, or the file cannot be read.
+    """
+    if not source.endswith(".json"):
+        return parse(source)
+    try:
+        return from_json(json.loads(Path(source).read_text(encoding="utf-8")))
+    except (OSError, json.JSONDecodeError) as error:
+        raise WorkflowError(f"{source} cannot be read ({error}): give a file of a workflow's JSON form") from error
+
+
+async def _run(arguments: argparse.Namespace) -> Run:
+    workflow = read_workflow(arguments.workflow)
+    operators = load_operators(arguments.operators)
+    options = read_config(arguments.backends)
+    text = arguments.problem
+    text = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+    async with open_backends(options.get("backends", options)) as backends:
+        if faults := problems(workflow, operators, backends):
+            raise WorkflowError(" ".join(faults))
+        first = next(iter(backends))
+        result = await run(
+            workflow, Problem(text, arguments.kind), operators=operators, backends=backends, default_backend=first
+        )
+    if arguments.svg:
+        Path(arguments.svg).write_text(svg(workflow, result, operators), encoding="utf-8")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(to_json(workflow), indent=1), encoding="utf-8")
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flowjax.canvas", description="Run a workflow on a problem.")
+    parser.add_argument("--workflow", required=True, help="a workflow's text, or a file of its JSON form")
+    parser.add_argument("--problem", required=True, help="the problem's text, or @file")
+    parser.add_argument("--kind", default="general", choices=get_args(ProblemKind), help="of the problem")
+    parser.add_argument("--backends", required=True, help="a JSON file, or a recipe; the first one answers")
+    parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
+    parser.add_argument("--svg", default="", help="where to draw the run")
+    parser.add_argument("--json", default="", help="where to write the workflow's JSON form")
+    try:
+        result = asyncio.run(_run(parser.parse_args(argv)))
+    except (WorkflowError, BackendConfigError, DoctorError, OperatorRegistryError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    usage = result.usage
+    tokens = usage.prompt_tokens + usage.sampled_tokens
+    print(f"{result.status}: {usage.calls} calls, {tokens} tokens, {usage.cost:g} cost", file=sys.stderr)
+    for line in dict.fromkeys([*result.errors, *([result.error] if result.error and not result.errors else [])]):
+        print(line, file=sys.stderr)
+    if result.answer:
+        print(result.answer)
+    return 0 if result.answer else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
