@@ -14,14 +14,20 @@ from flowjax.dataflow.task_sources import episode_seed, task_at
 from flowjax.records import Task
 
 MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
+_LEAST_KEPT = 0.1  # share of groups that is planned with at least: no more than ten are opened for one that is missing
+_SPREAD = 1.0  # standard deviations by which fewer groups may be kept than expected without a second round
 
 
 class Admission:
     """Opens the groups of training. One is opened only while for some policy
 
-        unused groups < (serving version + max_staleness + 1 - batches made) * fresh groups per step
+        usable groups < (serving version + max_staleness + 1 - batches made) * fresh groups per step
 
-    so that it will be trained at most `max_staleness` versions after the one it is played with.
+    so that it will be trained at most `max_staleness` versions after the one it is played with. Usable are those that
+    are ready, and those under way as far as the data algorithms can be relied on to keep them: n of them count as
+    p n - sqrt(p (1 - p) n (1 + n / m)), where a share p of the m newest was kept. So what a batch lacks is opened at
+    once, divided by the share that is kept, not one round after the other (the adaptive batch of GRESO, arXiv
+    2506.02177). Where all are kept, n count as n. Groups too old for the next batch are no longer usable.
 
     Args:
         serving: the newest version that the engine serves of each policy.
@@ -61,6 +67,7 @@ class Admission:
                 position=position,
                 temperature=config.rollout.temperature,
                 policies=learning,
+                serving=self._serving,
                 forced=forced,
                 learnt=learnt,
             )
@@ -79,8 +86,6 @@ class Admission:
 
     def _admits(self, policy: str) -> bool:
         config = self._configs[policy]
-        by_state = self._ledger.count_by_state(policy)
-        unused = sum(by_state.get(state, 0) for state in ("open", "complete", "ready"))
         made, serving = self._ledger.batches(policy), self._serving[policy]
         ahead = min(serving + config.dataflow.max_staleness + 1, config.trainer.steps) - made
         groups = config.trainer.groups_per_step
@@ -90,7 +95,15 @@ class Admission:
             admitted = max(admitted, groups - count_replayed(self._algorithms, used, step=made, groups=groups))
         if config.dataflow.max_ready_groups:
             admitted = min(admitted, self._most_ready(policy))
-        return unused < admitted
+        ready, under_way = self._ledger.unused(policy, made - config.dataflow.max_staleness)
+        return ready + self._kept_of(policy, under_way) < admitted
+
+    def _kept_of(self, policy: str, groups: int) -> float:
+        """How many of these groups will be kept, all but surely."""
+        share, known = self._ledger.keep_share(policy)
+        share = max(share, _LEAST_KEPT)
+        variance = share * (1 - share) * groups * (1 + groups / known)  # of the groups, and of the share itself
+        return max(share * groups - _SPREAD * math.sqrt(variance), _LEAST_KEPT * groups)
 
     def shed(self) -> None:
         """Drop the oldest groups of a policy that has fallen far behind the others, for which groups are opened."""

@@ -64,10 +64,12 @@ NOTHING = Learnt()
 _EVALUATION = ""  # the policy of an evaluation's group
 _BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
 _OUTAGES = ("executor_error",)  # statuses of episodes that would have gone well at another time
+_KEEP_DECAY = 1 - 1 / 256  # of the share of groups that are kept: over so many
+_KEEP_PRIOR = 4.0  # groups that are taken to have been kept before the first
 _EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
 
 # --------------------------------------------------------------------------------------------------------------- schema
-_VERSION = 4  # of the tables
+_VERSION = 5  # of the tables
 _SCHEMA = f"""
 PRAGMA user_version = {_VERSION};
 CREATE TABLE IF NOT EXISTS groups (
@@ -88,8 +90,8 @@ CREATE TABLE IF NOT EXISTS policy_groups (  -- a policy's part of a group
     position INTEGER NOT NULL,
     state TEXT NOT NULL,           -- open | complete | ready | used | closed | dropped | quarantined
     arrival INTEGER,               -- place in the order in which they became complete
-    oldest_version INTEGER,        -- that sampled any of its tokens, once it is complete
-    newest_version INTEGER,        -- likewise
+    oldest_version INTEGER,        -- that sampled any of its tokens; until it is complete, served when it was opened
+    newest_version INTEGER,        -- that sampled any of its tokens, once it is complete
     PRIMARY KEY (policy, group_id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS policy_groups_by_state ON policy_groups (policy, state, position);
@@ -153,6 +155,11 @@ CREATE TABLE IF NOT EXISTS quarantine (  -- groups that a trainer refused: kept,
     worker TEXT NOT NULL,          -- who sent it
     reason TEXT NOT NULL,
     PRIMARY KEY (policy, group_id)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keep_shares (  -- of the groups that are in, those that a trainer may have
+    policy TEXT PRIMARY KEY,
+    kept REAL NOT NULL,            -- the newest ones, each weighing less by _KEEP_DECAY than the one after it
+    seen REAL NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, key BLOB NOT NULL);  -- "lease": leases are signed with it;
                                                                              -- "boot": deadlines are by its clock
@@ -387,13 +394,14 @@ class Ledger:
         policies: Sequence[str] = (_EVALUATION,),
         evaluation: str = "",
         versions: Mapping[str, int] | None = None,
+        serving: Mapping[str, int] | None = None,
         forced: bool = False,
         learnt: Learnt = NOTHING,
     ) -> None:
         """Open a group with one waiting episode per seed, for each of `policies`.
 
-        A group that exists already is left as it is. One that is `forced`, chosen by no data algorithm, is
-        counted. What these have `learnt` is kept with it.
+        `serving` has the version that each is played with. A group that exists already is left as it is. One that is
+        `forced`, chosen by no data algorithm, is counted. What these have `learnt` is kept with it.
         """
         with Transaction(self._db):
             # The next position is one more than the highest: who dies before this opens the same task again, under the
@@ -408,8 +416,9 @@ class Ledger:
                     [(f"{group_id}/{member:03d}", group_id, seed) for member, seed in enumerate(seeds)],
                 )
                 self._db.executemany(
-                    "INSERT INTO policy_groups (policy, group_id, position, state) VALUES (?, ?, ?, 'open')",
-                    [(policy, group_id, position) for policy in policies],
+                    "INSERT INTO policy_groups (policy, group_id, position, state, oldest_version)"
+                    " VALUES (?, ?, ?, 'open', ?)",
+                    [(policy, group_id, position, (serving or {}).get(policy, 0)) for policy in policies],
                 )
             self._count("forced", n=forced)
             self._keep(learnt)
@@ -610,6 +619,7 @@ class Ledger:
             parts = episodes if policy == _EVALUATION else trajectories_of(episodes, policy)
             if not parts:
                 self._drop(policy, [group_id], "silent")
+                self._weigh(policy, kept=False)
                 continue
             versions = [turn.version for part in parts for turn in part.turns] or [0]
             # In the transaction of the last episode: who dies before the data algorithms are asked finds the group
@@ -633,7 +643,15 @@ class Ledger:
                 ("ready" if keep else "dropped", policy, group_id),
             )
             self._count("dropped/not_kept", policy, not keep)
+            self._weigh(policy, kept=keep)
             self._keep(learnt)
+
+    def _weigh(self, policy: str, *, kept: bool) -> None:
+        self._db.execute(
+            "INSERT INTO keep_shares VALUES (:policy, :kept, 1)"
+            " ON CONFLICT DO UPDATE SET kept = kept * :decay + :kept, seen = seen * :decay + 1",
+            {"policy": policy, "kept": int(kept), "decay": _KEEP_DECAY},
+        )
 
     def drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
         """Drop a policy's part of these groups."""
@@ -971,6 +989,23 @@ class Ledger:
         """The policy's groups by state, as far as they are still kept."""
         rows = self._db.execute("SELECT state, n FROM policy_group_counts WHERE policy = ? AND n > 0", (policy,))
         return {row["state"]: row["n"] for row in rows}
+
+    def unused(self, policy: str, oldest_version: int) -> tuple[int, int]:
+        """The policy's groups that are ready, and those that may become it, without tokens older than that version."""
+        rows = self._db.execute(
+            "SELECT state = 'ready' AS ready, COUNT(*) AS n FROM policy_groups WHERE policy = ?"
+            " AND state IN ('open', 'complete', 'ready') AND oldest_version >= ? GROUP BY 1",
+            (policy, oldest_version),
+        )
+        counts = {row["ready"]: row["n"] for row in rows}
+        return counts.get(1, 0), counts.get(0, 0)
+
+    def keep_share(self, policy: str) -> tuple[float, float]:
+        """Of a policy's newest groups that are in, the share that its trainer may have, and of how many that is known.
+        1 until one is not kept."""
+        row = self._db.execute("SELECT kept, seen FROM keep_shares WHERE policy = ?", (policy,)).fetchone()
+        kept, seen = (row["kept"], row["seen"]) if row else (0.0, 0.0)
+        return (kept + _KEEP_PRIOR) / (seen + _KEEP_PRIOR), seen + _KEEP_PRIOR
 
     def count_dropped(self, policy: str) -> int:
         """The policy's groups that were ever dropped."""

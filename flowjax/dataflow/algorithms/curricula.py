@@ -95,8 +95,8 @@ class Greso(Algorithm):
     `easy_above`; hard: not). It is played with probability max(p_kind ** z, floor_kind). After each `window` groups,
     p_kind falls by `step` where the share of groups of that kind is at least its target, else rises by it; p stays
     within [0.01, 0.99]. Groups of tasks played for the first time, which nothing could have passed over, do not count
-    in that share, as in the first epoch of the authors' program. The floors are AstraFlow's. Batches of rollouts no
-    larger than needed, the paper's third part, are what the dataflow admits in any case.
+    in that share, as in the first epoch of the authors' program. The floors are AstraFlow's. The paper's third part,
+    batches of rollouts as large as the share that is kept makes needful, is admission's (`flowjax.dataflow.admission`).
     """
 
     least_group_size = 2
