@@ -69,7 +69,7 @@ _KEEP_PRIOR = 4.0  # groups that are taken to have been kept before the first
 _EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
 
 # --------------------------------------------------------------------------------------------------------------- schema
-_VERSION = 5  # of the tables
+_VERSION = 6  # of the tables
 _SCHEMA = f"""
 PRAGMA user_version = {_VERSION};
 CREATE TABLE IF NOT EXISTS groups (
