@@ -4,8 +4,8 @@
 #   bash launch/test.sh [--torch-index URL] [--unit] [arguments of pytest ...]
 #   bash launch/test.sh [--torch-index URL] --long|--soak [arguments of pytest ...]
 #
-# Without --long: what every change needs, in under 15 minutes on two cores: lint, types, import contracts, the unit
-# tests, and those of one real vLLM (--unit leaves that out).
+# Without --long: what every change needs, in under 15 minutes on two cores: lint, types, import contracts, names that
+# nothing reaches, the unit tests, and those of one real vLLM (--unit leaves that out).
 # --long: the second tier: all tests with real engines and processes, and what takes longer than a change should wait for.
 # --soak: further seeds of the longest ones, for hours; CI leaves them out.
 set -euo pipefail
@@ -43,6 +43,7 @@ case $tier in
     ruff format --check .
     pyright
     lint-imports
+    python -m tests.house
     check -n 2 --dist loadfile -m "not integration and not slow and not soak" "$@"
     # alone, because it uses every core
     [ -n "$unit" ] || check -m "engine and not slow" "$@"

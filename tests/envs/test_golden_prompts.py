@@ -1,4 +1,7 @@
-"""Prompts are equal byte for byte to those that models were trained on."""
+"""Prompts are equal byte for byte to those that models were taught on.
+
+A change that is meant: `python -m tests.envs.golden_prompts`, and base models made anew.
+"""
 
 import json
 
