@@ -32,10 +32,11 @@ def rewardflow(
 ) -> Float[Array, "turns"]:
     """A = (x - mean) + w (d - mean of d over the turns that started in the same state), d = V(s') - V(s).
 
-    V(s) = max over s' of gamma^distance * reward(s'): the best that any sibling reached, so that a turn that changes
-    nothing looks better than an honest try that failed. Means are over turns, so that long episodes weigh more; x is
-    the episode's return less the penalty of the turn. Takes the whole table for one rollout that ended with its longest
-    episode. `edge_direction="bidirectional"` is how edges may have been walked when the paper's numbers were made.
+    V(s) = max over s' of gamma^distance * reward(s'): the best that any sibling reached, so that in a state that others
+    left for where nobody succeeded, doing nothing has a positive step part. Means are over turns, so that long episodes
+    weigh more; x is the episode's return less the penalty of the turn. Takes the whole table for one rollout that ended
+    with its longest episode. `edge_direction="bidirectional"` is how edges may have been walked when the paper's
+    numbers were made.
     """
     found = published_values(table, gamma=gamma, edge_direction=edge_direction)
     # The last move of the longest episodes is not in the graph: it keeps the environment's own reward.

@@ -24,10 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from jaxtyping import Array, Float
 from scipy import stats
 
+from flowjax.credit.episode import grpo
 from flowjax.credit.estimators import ESTIMATORS, estimate
-from flowjax.credit.table import table_from_columns, table_rows
+from flowjax.credit.returns import turn_rewards
+from flowjax.credit.segments import normalise, segment_statistics
+from flowjax.credit.table import TurnTable, table_from_columns, table_rows
 from flowjax.envs.sokoban.levels import Shape, generate
 from flowjax.envs.sokoban.rooms import Position, Room, move, solved
 from flowjax.envs.sokoban.solver import best_direction
@@ -46,6 +50,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gae, trace 0": ("gae", {"trace": 0.0}),
     "gae, trace 1": ("gae", {"trace": 1.0}),
     "published.rewardflow, no penalty": ("published.rewardflow", {"invalid_penalty": 0.0}),
+    "values of the best sibling": (f"{__name__}:best_sibling", {}),
     "published.rewardflow, both directions": ("published.rewardflow", {"edge_direction": "bidirectional"}),
 }
 GROUP, GROUPS = 8, 16
@@ -266,6 +271,24 @@ def train(
                 whole[: len(part)] = array[part]
             network, state = update(network, state, *padded, np.arange(rows // 2) < len(part))
     return network
+
+
+def best_sibling(table: TurnTable, *, gamma: float = 0.9) -> Float[Array, "turns"]:
+    """The losing design: V is the best that any sibling went on to reach, also for an episode that the turn limit cut
+    in that state, and a turn without companion is compared with the whole group. Honest tries that led nowhere lose all
+    of V, doing nothing loses (1 - gamma) V, even in the last turn."""
+    earned, nodes = turn_rewards(table, "score"), 2 * table.mask.shape[0]
+    values = jnp.zeros(nodes)
+    for _ in range(Guess.max_turns):
+        after = jnp.where(table.terminal, 0.0, values[table.next_state])
+        ahead = jnp.where(table.mask, earned + gamma * after, 0.0)
+        values = jnp.zeros(nodes).at[table.state].max(jnp.where(table.state == table.next_state, 0.0, ahead))
+    after = jnp.where(table.terminal, 0.0, values[table.next_state])
+    credit = jnp.where(table.mask, earned + gamma * after - values[table.state], 0.0)
+    visits, state_mean, _ = segment_statistics(credit, table.state, table.mask, nodes)
+    _, group_mean, deviation = segment_statistics(credit, table.group, table.mask)
+    step_part = normalise(credit, jnp.where(visits > 1, state_mean, group_mean), deviation, "mean_std")
+    return jnp.where(table.mask, grpo(table) + step_part, 0.0)
 
 
 def interval(values: Sequence[float]) -> str:

@@ -84,16 +84,16 @@ def test_a_turn_that_changes_nothing_never_pays():
     assert stays > 100_000
 
 
-def test_the_published_form_pays_for_doing_nothing():
-    """Two siblings try and lose, one does nothing and then wins by the same door: staying beats trying."""
+def test_where_the_published_form_prefers_doing_nothing_to_trying():
+    """Two siblings try another door and lose, one waits twice and then wins: its waiting is no merit of its own."""
     paths = [Path([0, 1], [0.0]), Path([0, 2], [0.0]), Path([0, 0, 0, 3], [0.0, 0.0, 1.0])]
     longer = Path([5] * 5, [0.0] * 4, terminal=False, group=1)
     table = paths_table([*paths, longer])
-    then = np.asarray(published(table, invalid_penalty=0.0))
-    now = np.asarray(step_credit(table))
-    stayed = [2, 3]
-    assert then[stayed].min() > 0 > then[[0, 1]].max()
-    assert now[stayed].max() < 0
+    then = [np.asarray(published(table, invalid_penalty=0.0, step_weight=weight)) for weight in (1.0, 0.0)]
+    step_part = then[0] - then[1]
+    waited, tried = [2, 3], [0, 1]
+    assert step_part[waited].min() > 0 > step_part[tried].max()
+    assert np.asarray(step_credit(table))[waited].max() < 0
 
 
 @settings(max_examples=20, deadline=None)
