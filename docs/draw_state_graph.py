@@ -47,7 +47,9 @@ def main() -> None:
     room, start = generate(np.random.default_rng(LEVEL_SEED), Shape())
     rng = np.random.default_rng(EPISODE_SEED)
     table, drawn = episodes_table(room, [play(room, start, rng) for _ in range(EPISODES)])
-    graph = state_graph(table, np.asarray(estimate(table, "rewardflow")), labels=drawn)
+    # The step part alone: the episode's part is the same for all turns of an episode, good and bad.
+    step_part = np.asarray(estimate(table, "rewardflow") - estimate(table, "grpo"))
+    graph = state_graph(table, step_part, labels=drawn)
     Path(__file__).with_name("images").joinpath("state_graph.svg").write_text(to_svg(graph), encoding="utf-8")
 
 
