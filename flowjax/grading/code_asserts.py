@@ -48,12 +48,30 @@ def from_assert(source: str, entry: str) -> tuple[Call | Check, ...]:
     return (Check(source),)
 
 
+_UNITTEST = """
+import unittest as _unittest
+_cases = [case for case in list(globals().values()) if isinstance(case, type) and issubclass(case, _unittest.TestCase)]
+_load = _unittest.defaultTestLoader.loadTestsFromTestCase
+_found = _unittest.TextTestRunner().run(_unittest.TestSuite(map(_load, _cases)))
+assert _found.wasSuccessful() and _found.testsRun, "; ".join(
+    text.strip().splitlines()[-1] for _, text in _found.errors + _found.failures
+)
+"""
+
+
+def from_unittest(source: str) -> Check:
+    """Test code that defines classes of `unittest`, all of whose tests have to pass."""
+    return Check(source + "\n" + _UNITTEST)
+
+
 def from_check(source: str, entry: str) -> tuple[Call | Check, ...]:
-    """The cases of HumanEval's test code, which defines `check(candidate)`."""
+    """The cases of HumanEval's test code, which defines `check(candidate)`, or BigCodeBench's `unittest` classes."""
     whole = (Check(f"{source}\n\ncheck(candidate)\n"),)
     module = parse_quietly(source)
     if module is None:
         return whole
+    if "TestCase" in source and not any(getattr(node, "name", "") == "check" for node in module.body):
+        return (from_unittest(source),)
     definitions = [node for node in module.body if not _is_remark(node) and not _is_metadata(node)]
     if len(definitions) != 1:
         return whole

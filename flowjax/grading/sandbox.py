@@ -193,7 +193,7 @@ class Box:
         except OSError:
             self._remove_folder()
             raise
-        self._tree = ProcessTree(self._process.pid)
+        self._tree = ProcessTree(self._process.pid, complete=3 if isolation.name == BUBBLEWRAP else 1)
         self._watch = _Watch(limits)
         self._output = {"stdout": bytearray(), "stderr": bytearray()}
         self._searched = 0  # bytes of stdout that hold no end of a line
@@ -251,6 +251,7 @@ class Box:
             pass
         self._await_exit()
         status, cpu_s = self._exit or (signal.SIGKILL, 0.0)
+        cpu_s = max(cpu_s, self._watch.cpu_s)  # of what was killed the kernel tells nothing
         seconds = time.monotonic() - self._started_s
         out, err = (bytes(self._output[name][: self._limits.output_bytes]) for name in ("stdout", "stderr"))
         return Result(out, err, self._ending or _status(status), seconds, cpu_s, self._isolation.name)
@@ -407,6 +408,11 @@ class _Watch:
         self._asleep_s = self._asleep_before_s = 0.0  # in this wait and all before; in those before
         self._own_s = self._own_before_s = 0.0  # likewise, all time but that of waiting for a processor
         self._wall_s = self._wall_before_s = 0.0
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds on processors, when last looked at."""
+        return self._last.cpu_s
 
     def begin(self) -> None:
         """Somebody begins to wait."""

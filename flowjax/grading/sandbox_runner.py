@@ -101,6 +101,7 @@ def _json(value):
 
 
 _read, _write, _open, _close = os.read, os.write, os.open, os.close  # before a test patches them
+_now_s, _process_s = time.monotonic, time.process_time
 
 
 def _waited_s(pid="self"):
@@ -131,16 +132,17 @@ def _cpu_s(pid):
 class _Clock:
     """Raises `_Late` when a case has used up its processor time, or as much time asleep; and again, if it was caught.
 
-    Time in which this process waits for a processor counts as neither, nor does `paused_s`, time in which it waits for
-    another box. `child` is the process whose time is meant, None for this one.
+    Time in which this process waits for a processor counts as neither, nor does what lies between `pause` and `go_on`,
+    in which it waits for another box. `child` is the process whose time is meant, None for this one.
     """
 
     def __init__(self, seconds, child=None):
-        self._seconds, self._child, self.paused_s = seconds, child, 0.0
+        self._seconds, self._child = seconds, child
+        self._paused_s, self._paused_since_s = 0.0, None
 
     def __enter__(self):
-        self._since_s, self._waited_s = time.monotonic(), 0.0 if self._child else _waited_s()
-        self._cpu_s = 0.0 if self._child else time.process_time()
+        self._since_s, self._waited_s = _now_s(), 0.0 if self._child else _waited_s()
+        self._cpu_s = 0.0 if self._child else _process_s()
         signal.signal(signal.SIGPROF, self._ring)
         signal.signal(signal.SIGALRM, self._look)
         if self._child is None:
@@ -152,13 +154,22 @@ class _Clock:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
+    def pause(self):
+        self._paused_since_s = _now_s()
+
+    def go_on(self):
+        self._paused_s += _now_s() - (self._paused_since_s or 0.0)
+        self._paused_since_s = None
+
     def _ring(self, number, frame):
         raise _Late
 
     def _look(self, number, frame):
-        used_s = _cpu_s(self._child) if self._child else time.process_time() - self._cpu_s
+        if self._paused_since_s is not None:
+            return
+        used_s = _cpu_s(self._child) if self._child else _process_s() - self._cpu_s
         waited_s = _waited_s(self._child or "self") - self._waited_s
-        asleep_s = time.monotonic() - self._since_s - used_s - waited_s - self.paused_s
+        asleep_s = _now_s() - self._since_s - used_s - waited_s - self._paused_s
         if (self._child and used_s > self._seconds) or asleep_s > self._seconds:
             raise _Late
 
@@ -276,7 +287,7 @@ def _peer(job, lines, decides):
     objects = _load(job["objects"], "sandbox_objects")
     import json
 
-    dumps, loads, now_s = json.dumps, json.loads, time.monotonic
+    dumps, loads = json.dumps, json.loads
     clocks = []
 
     def send(message):
@@ -285,10 +296,11 @@ def _peer(job, lines, decides):
             data = data[_write(lines._out, data) :]
 
     def receive():
-        since_s = now_s()
+        for clock in clocks:
+            clock.pause()
         line = lines.read_line()
         for clock in clocks:
-            clock.paused_s += now_s() - since_s
+            clock.go_on()
         return None if line is None else loads(line)
 
     return objects, objects.Peer(send, receive, decides=decides, files=job["files"]), clocks

@@ -38,10 +38,13 @@ class Usage:
 
 
 class ProcessTree:
-    """A process and all its descendants, those that have ended included."""
+    """A process and all its descendants, those that have ended included.
 
-    def __init__(self, pid: int):
-        self._root = pid
+    With fewer than `complete` of them, what they are to run is still being started: that counts as awake.
+    """
+
+    def __init__(self, pid: int, *, complete: int = 1):
+        self._root, self._complete = pid, complete
         self._seen: dict[int, tuple[float, float]] = {}  # pid -> processor time and waiting, when last seen
 
     def read(self) -> Usage:
@@ -66,6 +69,7 @@ class ProcessTree:
         cpu_s = sum(cpu for cpu, _ in self._seen.values())
         cpu_s = max(cpu_s, reaped_s + sum(self._seen[pid][0] for pid in living))
         waited_s = sum(waited for _, waited in self._seen.values())
+        awake |= len(living) < self._complete
         return Usage(cpu_s, waited_s, awake, memory, tuple(living))
 
 

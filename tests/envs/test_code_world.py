@@ -439,3 +439,15 @@ def test_a_step_that_may_outlast_its_environment_is_refused_at_start():
     config.env.options.allow_no_isolation = WITHOUT
     problems = inspect_run(config, 1, None)["problems"]
     assert any("step_timeout_s is 10.0" in text and "41.5 s" in text for text in problems)
+
+
+def test_problems_of_bigcodebench_are_read_with_their_unittest_classes(tmp_path: Path):
+    tests = "import unittest\nclass Tests(unittest.TestCase):\n    def test(self):\n        self.assertEqual(task_func(2), 4)"
+    fields = {"complete_prompt": "def task_func(x):\n", "entry_point": "task_func", "test": tests}
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({**fields, "canonical_solution": "    return 2 * x"}) + "\n")
+    env = code.make(path=str(path), **OPTIONS)
+    task = Task("t", "code", 0, {"file": "path", "offset": 0})
+    for program, success in ((None, 1.0), ("def task_func(x):\n    return x", 0.0)):
+        env.reset(task, 0)
+        assert env.step(program or code.expert(env)).outcome["success"] == success

@@ -4,19 +4,13 @@
 `check(candidate)`, asserts, or `unittest` classes. The wrong program fails in the very thing that the problem is about.
 """
 
-UNITTEST = """
-import unittest as _unittest
-_cases = [case for case in list(globals().values()) if isinstance(case, type) and issubclass(case, _unittest.TestCase)]
-_load = _unittest.defaultTestLoader.loadTestsFromTestCase
-_found = _unittest.TextTestRunner().run(_unittest.TestSuite(map(_load, _cases)))
-assert _found.wasSuccessful() and _found.testsRun, [t for _, t in _found.errors + _found.failures]
-"""
+from flowjax.grading.code_asserts import from_unittest
 
 PROBLEMS: dict[str, tuple[str, str, str, str]] = {}
 
 
 def _add(name: str, entry: str, tests: str, right: str, wrong: str) -> None:
-    PROBLEMS[name] = (entry, tests + (UNITTEST if "TestCase" in tests else ""), right, wrong)
+    PROBLEMS[name] = (entry, from_unittest(tests).source if "TestCase" in tests else tests, right, wrong)
 
 
 _add(

@@ -10,16 +10,9 @@ from typing import Any
 from flowjax.envs.base import WorldError
 from flowjax.envs.code.problems import problem_of
 from flowjax.grading.code import Check, Suite
-from flowjax.grading.code_asserts import parse_quietly
+from flowjax.grading.code_asserts import from_unittest, parse_quietly
 
 _DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
-_UNITTEST = """
-import unittest as _unittest
-_cases = [case for case in list(globals().values()) if isinstance(case, type) and issubclass(case, _unittest.TestCase)]
-_load = _unittest.defaultTestLoader.loadTestsFromTestCase
-_found = _unittest.TextTestRunner().run(_unittest.TestSuite(map(_load, _cases)))
-assert _found.wasSuccessful() and _found.testsRun
-"""
 
 
 def hidden_tests(fields: Mapping[str, Any], text: str) -> Suite | None:
@@ -45,7 +38,7 @@ def hidden_tests(fields: Mapping[str, Any], text: str) -> Suite | None:
         prompt = fields.get("prompt") or fields.get("code_prompt") or ""
         return _read({"prompt": prompt, "test": test, "entry_point": entry})
     if "TestCase" in test:
-        return Suite((Check(test + _UNITTEST),), entry)
+        return Suite((from_unittest(test),), entry)
     asserts = [node for node in module.body if isinstance(node, ast.Assert)]
     others = [node for node in module.body if not isinstance(node, ast.Assert)]
     if asserts and all(isinstance(node, _DEFINITIONS) for node in others):

@@ -1,4 +1,4 @@
-"""Programming problems in the files of HumanEval, MBPP, LiveCodeBench and DeepCoder, told apart by their fields."""
+"""Programming problems in the files of several data sets (`FORMATS`), told apart by their fields."""
 
 import ast
 import base64
@@ -20,8 +20,8 @@ from flowjax.grading.code import Call, Check, Lines, Suite
 from flowjax.grading.code_asserts import calls_of, from_assert, from_check, parse_quietly
 from flowjax.records import state_key
 
-FORMATS = "HumanEval (prompt, test, entry_point), MBPP (text or prompt, test_list), LiveCodeBench (question_content, \
-public_test_cases) and DeepCoder (problem or question, tests or input_output)"
+FORMATS = "HumanEval, BigCodeBench (prompt or complete_prompt, test, entry_point), MBPP (text or prompt, test_list), \
+LiveCodeBench (question_content, public_test_cases) and DeepCoder (problem or question, tests or input_output)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ def problem_of(fields: Mapping[str, Any], *, public_tests: int = 1) -> Problem:
 
 
 def _human_eval(fields: Mapping[str, Any]) -> Problem:
-    prompt, entry = fields["prompt"], fields["entry_point"]
+    prompt = fields["prompt"] if "prompt" in fields else fields["complete_prompt"]
+    entry = fields["entry_point"]
     preamble = _before(prompt, entry)
     examples = _examples(prompt, entry)
     suite = Suite((*examples, *from_check(fields["test"], entry)), entry, preamble, setup=preamble)

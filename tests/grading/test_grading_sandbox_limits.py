@@ -1,0 +1,223 @@
+"""What a program uses: time told apart from waiting, memory of a box bounded. A busy machine is a clock told so."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flowjax.grading import code, sandbox
+from flowjax.grading.code import Call, Suite, judge
+from flowjax.grading.sandbox import Box, Limits, StarvedError, require_isolation, run
+from flowjax.grading.sandbox_usage import ProcessTree, Usage
+
+WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
+LIMITS = Limits(cpu_s=2.0, idle_s=1.0, wall_guard_s=20.0, memory_bytes=64 << 20)
+needs_bubblewrap = pytest.mark.skipif(WITHOUT, reason="FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP is set")
+
+
+class _Tree:
+    """A box whose time passes as told: seconds of each second on a processor, and waiting for one."""
+
+    def __init__(self, clock: "_Clock", cpu: float, waited: float, *, awake: bool):
+        self._clock, self._cpu, self._waited, self._awake = clock, cpu, waited, awake
+
+    def read(self) -> Usage:
+        now_s = self._clock.now_s
+        return Usage(self._cpu * now_s, self._waited * now_s, self._awake, 1 << 20, ())
+
+
+class _Clock:
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("cpu", "waited", "awake", "answered", "status", "at_s"),
+    [
+        (1.0, 0.0, True, False, "timeout", 2.0),  # computes
+        (0.1, 0.9, True, False, "timeout", 20.0),  # computes, on a busy machine: 2 s of 20
+        (0.02, 0.98, True, False, "starved", 20.0),  # and on one that is busier still
+        (0.0, 1.0, False, False, "starved", 20.0),
+        (0.0, 0.0, False, False, "timeout", 1.0),  # sleeps
+        (0.05, 0.85, False, False, "timeout", 10.0),  # sleeps a tenth of the time
+        (0.0, 0.0, True, False, "timeout", 20.0),  # is awake by its own account, and does nothing
+        (0.01, 0.0, False, True, "timeout", 20.0),  # talks now and then, and does nothing
+    ],
+)
+def test_time_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, cpu: float, waited: float, awake: bool, answered: bool, status: str, at_s: float
+):
+    clock = _Clock()
+    monkeypatch.setattr(sandbox, "time", clock)
+    watch, tree = sandbox._Watch(LIMITS), _Tree(clock, cpu, waited, awake=awake)
+    found = None
+    while found is None and clock.now_s < 30:
+        clock.now_s += 0.06
+        found = watch.look(tree, answered=answered)  # pyright: ignore[reportArgumentType]
+    assert found == status
+    assert clock.now_s == pytest.approx(at_s, abs=0.2)
+
+
+def test_time_between_two_waits_is_not_the_programs(monkeypatch: pytest.MonkeyPatch):
+    clock = _Clock()
+    monkeypatch.setattr(sandbox, "time", clock)
+    watch, tree = sandbox._Watch(LIMITS), _Tree(clock, 0.0, 0.0, awake=False)
+    status = None
+    for _ in range(20):
+        clock.now_s += 30.0  # whoever reads was busy elsewhere
+        watch.begin()
+        clock.now_s += 0.06
+        status = watch.look(tree, answered=False)  # pyright: ignore[reportArgumentType]
+    assert status == "timeout"  # 20 waits of 0.06 s asleep are over a second
+    assert clock.now_s > 500
+
+
+def _always_waiting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The first boxes read as if they had only waited for a processor."""
+    read, seen = ProcessTree.read, set()
+
+    def waited(tree: ProcessTree) -> Usage:
+        seen.add(id(tree))
+        kept.append(tree)  # or its id might be another's
+        if len(seen) > times:
+            return read(tree)
+        return Usage(0.0, time.monotonic(), True, 0, ())
+
+    kept: list[ProcessTree] = []
+    monkeypatch.setattr(ProcessTree, "read", waited)
+
+
+@pytest.mark.parametrize("busy", [1, 2])
+def test_a_program_that_waited_for_a_processor_is_judged_again(monkeypatch: pytest.MonkeyPatch, busy: int):
+    where = require_isolation(allow_none=WITHOUT)
+    _always_waiting(monkeypatch, busy)
+    limits = Limits(cpu_s=30.0, idle_s=30.0, wall_guard_s=0.2)
+    slow = "import time\ndef f(x):\n    time.sleep(0.6)\n    return x"
+    if busy == 1:  # the second box is read for real: it had its time
+        assert judge(slow, Suite((Call((1,), 1),), "f"), Limits(wall_guard_s=0.3, idle_s=0.1), isolation=where).remarks
+        return
+    with pytest.raises(StarvedError, match="wall_guard_s"):
+        judge(slow, Suite((Call((1,), 1),), "f"), limits, isolation=where)
+
+
+def test_run_gives_up_on_a_machine_that_is_too_busy(monkeypatch: pytest.MonkeyPatch):
+    where = require_isolation(allow_none=WITHOUT)
+    _always_waiting(monkeypatch, 100)
+    with pytest.raises(StarvedError, match="2 times"):
+        run("import time; time.sleep(60)", limits=Limits(wall_guard_s=0.2), isolation=where)
+
+
+def test_a_right_program_is_right_twelve_at_a_time():
+    program = "def f(x):\n    total = 0\n    for n in range(300_000):\n        total += n\n    return x + x"
+    limits = Limits(cpu_s=2.0, idle_s=1.0)
+    verdicts: list[bool] = []
+
+    def one() -> None:
+        suite = Suite(tuple(Call((n,), 2 * n) for n in range(4)), "f")
+        verdicts.append(judge(program, suite, limits, case_cpu_s=0.5, allow_none=WITHOUT).success)
+
+    threads = [threading.Thread(target=one) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verdicts == [True] * 12
+
+
+MEMORY = {
+    "two_processes": """
+import os, time
+os.fork()
+x = bytearray(44 << 20)
+for n in range(0, len(x), 4096): x[n] = 1
+time.sleep(30)""",
+    "shared_memory": """
+import mmap, time, os
+os.fork()
+x = mmap.mmap(-1, 44 << 20)
+for n in range(0, len(x), 4096): x[n] = 1
+time.sleep(30)""",
+}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_of_all_processes_together_is_limited(name: str):
+    limits = Limits(cpu_s=20.0, idle_s=20.0, memory_bytes=64 << 20)
+    assert run(MEMORY[name], limits=limits).status == "killed"
+
+
+KERNEL_MEMORY = {
+    "pipes": """
+import os, time
+ends = []
+try:
+    while True: ends.append(os.pipe())
+except OSError: pass
+for read, write in ends:
+    os.set_blocking(write, False)
+    try:
+        while True: os.write(write, b'x' * 65536)
+    except OSError: pass
+print(len(ends), flush=True)
+time.sleep(30)""",
+    "sockets": """
+import socket, time
+ends = []
+try:
+    while True: ends += socket.socketpair()
+except OSError: pass
+for end in ends:
+    try: end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+    except OSError: pass
+    end.setblocking(False)
+    try:
+        while True: end.send(b'x' * 65536)
+    except OSError: pass
+print(len(ends), flush=True)
+time.sleep(30)""",
+    "semaphores": """
+import ctypes, time
+libc = ctypes.CDLL(None)
+print(sum(libc.semget(0, 32000, 0o600) >= 0 for _ in range(400)), flush=True)
+time.sleep(30)""",
+    "tmpfs": """
+import os, time
+n = 0
+try:
+    while True:
+        n += 1
+        open(f'/tmp/{n}', 'wb').write(b'x' * 1_000_000)
+except OSError: pass
+print(n, flush=True)
+time.sleep(30)""",
+}
+
+
+def _machine_bytes() -> int:
+    """Memory in use on this machine that no cache could give back."""
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    names = ("SUnreclaim", "Shmem", "KernelStack")
+    return sum(int(facts[name].split()[0]) << 10 for name in names)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", KERNEL_MEMORY)
+def test_kernel_memory_of_a_box_stays_below_its_limit(name: str):
+    """400 sets of semaphores took 1 GB; what other programs of this machine do meanwhile is far less than the bound."""
+    limits = Limits(cpu_s=20.0, idle_s=20.0, memory_bytes=64 << 20, disk_bytes=32 << 20)
+    before = _machine_bytes()
+    with Box(KERNEL_MEMORY[name], limits, require_isolation()) as box:
+        line = box.read_line()
+        assert line is not None
+        grown = _machine_bytes() - before
+    assert grown < limits.memory_bytes + limits.disk_bytes + (200 << 20), f"{grown >> 20} MiB for {line!r}"
+    assert name != "semaphores" or line == b"0"
+
+
+def test_judge_limits_leave_room_for_a_busy_machine():
+    assert code.JUDGE_LIMITS.wall_guard_s >= 8 * (code.JUDGE_LIMITS.cpu_s + code.JUDGE_LIMITS.idle_s)
