@@ -442,7 +442,9 @@ def test_a_step_that_may_outlast_its_environment_is_refused_at_start():
 
 
 def test_problems_of_bigcodebench_are_read_with_their_unittest_classes(tmp_path: Path):
-    tests = "import unittest\nclass Tests(unittest.TestCase):\n    def test(self):\n        self.assertEqual(task_func(2), 4)"
+    tests = (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(task_func(2), 4)"
+    )
     fields = {"complete_prompt": "def task_func(x):\n", "entry_point": "task_func", "test": tests}
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({**fields, "canonical_solution": "    return 2 * x"}) + "\n")
