@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -32,6 +34,7 @@ from flowjax.workflows.codec import CodecError
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _LOOK_EVERY_S = 1.0
+_HANDOVER_S = 10.0  # longest that a service which was told to end may take
 _FAILED, _USER_MISTAKE = 1, 2  # exit statuses; starting again mends only the first
 
 
@@ -62,6 +65,32 @@ async def _until_moved(
             if _engine_urls(config, run_dir) != urls:
                 stop.set()
                 return
+
+
+@contextlib.contextmanager
+def only_service(run_dir: Path) -> Iterator[None]:
+    """Be the run's only rollout service: a second one would take the leases of the first for left behind, and sweep
+    away the adapters that it serves. The kernel frees the lock with its process, however that dies; children that it
+    forked do not hold it, which is why it is a POSIX lock.
+
+    Raises:
+        ConfigError: another one plays, and has not ended within `_HANDOVER_S`.
+    """
+    path, until = run_dir / "rollout.lock", time.monotonic() + _HANDOVER_S
+    with path.open("a+") as file:
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    problem = f"another rollout service ({path.read_text().strip()}) plays the run {run_dir}"
+                    raise ConfigError(f"{problem}: several on one run are not supported yet, stop that one") from error
+                time.sleep(0.1)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 async def _serve(config: ConfigDict, run_dir: Path) -> None:
@@ -95,7 +124,9 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
 def run(run_dir: Path) -> int:
     """Play until SIGTERM. Returns the exit status; what went wrong is the last line on stderr."""
     try:
-        asyncio.run(_serve(load_run(run_dir), run_dir))
+        config = load_run(run_dir)
+        with only_service(run_dir):
+            asyncio.run(_serve(config, run_dir))
     except (EngineError, DataflowError, RolloutError, WeightsError) as error:
         problem, status = error, _FAILED
     except (CodecError, ConfigError, ModelError, WorldError) as error:
