@@ -399,7 +399,7 @@ def test_a_grammar_of_its_actions_for_the_engine():
         ({"operators": ["Custm"]}, "operators='Custm'"),
         ({"backends": {"a": {"kind": "openai"}}}, "backends.a.base_url"),
         ({"default_backend": "b"}, "default_backend='b'"),
-        ({"expert": "best"}, "expert='best'"),
+        ({"expert": "best"}, "expert is 'best'"),
         ({"turn": 3}, "turn"),
         ({"path": "/nowhere.jsonl"}, "nowhere"),
     ],
