@@ -14,7 +14,6 @@ import msgpack
 import pytest
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
-from hostile_messages import WRONG, array, changed, episode, on_the_wire, paths, without
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from flowjax.dataflow.server import Server
 from flowjax.models.config import hf_config
 from flowjax.models.nano import nano_config
 from flowjax.records import Task
+from tests.dataflow.hostile_messages import WRONG, array, changed, episode, on_the_wire, paths, without
 
 GROUPS, MEMBERS, STEPS, VOCABULARY = 2, 2, 4, 64
 Message = dict[str, Any]
@@ -32,10 +32,12 @@ Message = dict[str, Any]
 class Dataflow:
     """A server with some episodes leased, and a view of everything that it holds."""
 
-    def __init__(self, folder: Path, *, eval_tasks: int = 0, **options: Any):
+    def __init__(
+        self, folder: Path, *, eval_tasks: int = 0, rollout: Message | None = None, steps: int = STEPS, **options: Any
+    ):
         config = default_config()
-        config.rollout.group_size = MEMBERS
-        config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
+        config.rollout.update({"group_size": MEMBERS, **(rollout or {})})
+        config.trainer.update({"steps": steps, "groups_per_step": GROUPS})
         config.agents = {"player": "agent", "judge": "base"}
         config.eval.tasks = eval_tasks
         config.reward.components = {"success": 1.0}
@@ -61,7 +63,7 @@ class Dataflow:
     async def raw(self, path: str, body: bytes, **headers: str) -> tuple[int, Any]:
         url = self.server.make_url(path)
         async with ClientSession() as session, session.post(url, data=body, headers=headers) as answer:
-            return answer.status, _body(await answer.read())
+            return answer.status, body_of(await answer.read())
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:
         return await self.raw(path, on_the_wire(body))
@@ -466,7 +468,7 @@ def _at(message: Any, path: tuple[Any, ...]) -> Any:
     return message
 
 
-def _body(data: bytes) -> Any:
+def body_of(data: bytes) -> Any:
     message: Any = msgpack.unpackb(data)
     return message["body"]
 
