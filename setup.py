@@ -33,6 +33,7 @@ EXTRAS: dict[str, list[str]] = {
     "search": ["bm25s>=0.3.16", "PyStemmer>=2.2", "pyarrow>=15.0"],
     "webshop": ["rapidfuzz>=3.9"],
     "test": [
+        "beartype>=0.20",  # checks the shapes in signatures
         "gym==0.26.2",  # what gym-sokoban, the measure of our Sokoban, needs
         "gym_sokoban==0.0.6",
         "hypothesis>=6.100",

@@ -1,8 +1,17 @@
-"""Settings of all tests."""
+"""Settings of all tests; types and shapes in the signatures of the losses are checked wherever a test goes through."""
 
+from beartype import BeartypeConf, beartype
 from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+CHECKED = ("losses",)
 
 # Hypothesis fails an example that takes over 0.2 s, and a test whose examples are slow to make: both are a matter of
 # what else the machine does.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as type checkers have it
+
+# Before anything of these rooms is imported, and never taken away: some modules are imported only inside a test.
+install_import_hook([f"flowjax.{room}" for room in CHECKED], "tests.conftest.checked")

@@ -30,7 +30,7 @@ HOPPER = (9, 0)
 
 
 def choose_attention(
-    wanted: Attention, config: ModelConfig, *, platform: str, tokens: int, dtype: DTypeLike, sequence_parts: int = 1
+    wanted: str, config: ModelConfig, *, platform: str, tokens: int, dtype: DTypeLike, sequence_parts: int = 1
 ) -> Literal["xla", "cudnn", "splash"]:
     """The form of attention for rows of `tokens` tokens on "cpu", "cuda" or "tpu".
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flowjax.models import params
-from flowjax.models.attention_kernels import Attention, attend_by, choose_attention
+from flowjax.models.attention_kernels import attend_by, choose_attention
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch, lora_linear
 from flowjax.models.moe import mixture
 from flowjax.models.pattern import Block, layer_blocks
@@ -49,8 +49,8 @@ class Decoder(nnx.Module):
         *,
         lora: Lora | None = None,
         dtype: DTypeLike = jnp.bfloat16,
-        remat: Remat = "layer",
-        attention: Attention = "auto",
+        remat: str = "layer",
+        attention: str = "auto",
         key: jax.Array,
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
@@ -58,8 +58,7 @@ class Decoder(nnx.Module):
         if remat not in ("none", *_KEPT):
             raise ModelError(f"config.model.remat is {remat!r}: it must be 'none', 'dots' or 'layer'")
         self.config, self.lora, self.dtype = config, lora, jnp.dtype(dtype)
-        self.remat: Remat = remat
-        self.attention: Attention = attention
+        self.remat, self.attention = remat, attention
         self.placement = make_placement(config, mesh, rules)
         base_key, adapter_key = jax.random.split(key)
         base = params.initialise(base_specs(config, dtype), base_key, self.placement)

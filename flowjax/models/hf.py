@@ -17,9 +17,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from flowjax.models.attention_kernels import Attention
 from flowjax.models.config import hf_config, read_config
-from flowjax.models.decoder import Decoder, Remat, base_specs, init_adapter, make_placement
+from flowjax.models.decoder import Decoder, base_specs, init_adapter, make_placement
 from flowjax.models.lora import ALL_TARGETS, Lora, hf_module, merge
 from flowjax.models.params import ParamSpec, owners
 from flowjax.models.quantize import quantized_matrix
@@ -138,8 +137,8 @@ def load_decoder(
     dtype: DTypeLike = jnp.bfloat16,
     mesh: Mesh | None = None,
     rules: ShardingRules | None = None,
-    remat: Remat = "layer",
-    attention: Attention = "auto",
+    remat: str = "layer",
+    attention: str = "auto",
     quantize: str = "",
     key: jax.Array | None = None,
 ) -> Decoder:

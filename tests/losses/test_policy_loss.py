@@ -56,7 +56,8 @@ def by_hand(kind, logprobs, behaviour, advantages, mask, sequences, weights_from
     ratio, frozen = np.exp(logprobs - behaviour), np.exp(weights_from - behaviour)
     low, high = 0.2, 0.28
     if kind == "m2po":
-        low, high = (float(b) for b in m2po_bounds(weights_from, behaviour, advantages, mask, threshold=0.01)[:2])
+        arrays = map(jnp.asarray, (weights_from, behaviour, advantages, mask))
+        low, high = (float(bound) for bound in m2po_bounds(*arrays, threshold=0.01)[:2])
     if kind in ("ppo", "m2po"):
         losses = -np.minimum(advantages * ratio, advantages * np.clip(ratio, 1 - low, 1 + high))
     elif kind == "gspo":
