@@ -6,8 +6,8 @@
 #
 # Without --long: what every change needs, in under 15 minutes on two cores: lint, types, import contracts, names that
 # nothing reaches, the unit tests, and those of one real vLLM (--unit leaves that out).
-# --long: the second tier: all tests with real engines and processes, and what takes longer than a change should wait for.
-# --soak: further seeds of the longest ones, for hours; CI leaves them out.
+# --long: the second tier: the other tests with real engines and processes, and slow units; about 20 minutes more.
+# --soak: every recipe trained for some steps, kills for minutes, further seeds: hours; CI leaves them out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -50,8 +50,8 @@ case $tier in
     ;;
   long)
     check -n 2 --dist loadfile -m "slow and not integration and not soak" "$@"
-    check -m "integration and not soak" "$@"  # one at a time: each uses every core
+    check -m "integration and not engine and not slow and not soak" "$@"  # one at a time: each uses every core
     ;;
-  soak) check -m soak "$@" ;;
+  soak) check -m "soak or (integration and slow)" "$@" ;;
 esac
 [ -n "$found" ] || { echo "launch/test.sh: no test of this tier fits $*" >&2; exit 5; }
