@@ -4,9 +4,9 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from flowjax.canvas.backends.base import Backend, BackendError, BackendUnavailable, Completion, Request, in_thinking
 from flowjax.canvas.budget import BudgetSpent, Meter
@@ -14,9 +14,11 @@ from flowjax.canvas.operators.base import OperatorError
 from flowjax.canvas.values import Message, Problem, State, Usage, Value
 from flowjax.grading import code, sandbox
 from flowjax.grading.code import JUDGE_LIMITS, Suite, Verdict
-from flowjax.grading.sandbox import Isolation, Limits, Result
+from flowjax.grading.sandbox import Isolation, Limits, Result, StarvedError
 
 _LIMITS = Limits()
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Sandbox:
 
         Raises:
             IsolationError: this machine cannot isolate it.
+            StarvedError: this machine had no processor for it.
         """
         return sandbox.run(
             program, stdin, self.limits, isolation=self.isolation, allow_none=self.allow_none, packages=self.packages
@@ -47,6 +50,7 @@ class Sandbox:
 
         Raises:
             IsolationError: this machine cannot isolate the program.
+            StarvedError: this machine had no processor for it.
         """
         return code.judge(
             program,
@@ -92,7 +96,7 @@ class CallContext:
         self.instruction = instruction
         self.usage = Usage()
         self.spent: BudgetSpent | None = None  # a request was refused by the budget
-        self.away: BackendUnavailable | None = None  # a request had no answer for a reason that is not in it
+        self.away: BackendUnavailable | None = None  # a request or a program met an outage
         self.complete = True  # every request was answered
         self._backend, self._operator, self._inputs = backend, operator, inputs
         self._seed, self._sampling, self._sandbox = seed, sampling, sandbox
@@ -162,13 +166,34 @@ class CallContext:
 
     async def execute(self, program: str, stdin: bytes = b"") -> Result:
         """See `flowjax.canvas.operators.base.Context`. Cancelled, it leaves the program to its own time limit."""
-        async with self._slots:
-            return await asyncio.to_thread(self._sandbox.run, program, stdin)
+        return await self._sandboxed(_own_s(self._sandbox.limits), self._sandbox.run, program, stdin)
 
     async def judge(self, program: str, suite: Suite) -> Verdict:
         """See `flowjax.canvas.operators.base.Context`. Cancelled, it leaves the program to its own time limit."""
+        kinds = len({type(case) for case in suite.cases})
+        own_s = kinds * _own_s(self._sandbox.judge_limits)
+        return await self._sandboxed(own_s, self._sandbox.judge, program, suite)
+
+    async def _sandboxed(
+        self, own_s: float, run: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Result:
+        """What became of a program. A machine that cannot start it, or has no processor for it, is away as a backend
+        may be. `own_s` is the longest that the program takes by itself: what exceeds it was waiting."""
         async with self._slots:
-            return await asyncio.to_thread(self._sandbox.judge, program, suite)
+            started_s = time.monotonic()
+            try:
+                return await asyncio.to_thread(run, *args, **kwargs)
+            except asyncio.CancelledError:
+                waited_s = time.monotonic() - started_s - own_s
+                self._meter.unanswered_s = max(self._meter.unanswered_s, waited_s)
+                raise
+            except (StarvedError, OSError) as error:
+                self.away = BackendUnavailable(f"sandbox: {error}")
+                raise self.away from error
+
+
+def _own_s(limits: Limits) -> float:
+    return limits.cpu_s + limits.idle_s
 
 
 def _is_cut(completion: Completion) -> bool:

@@ -95,9 +95,10 @@ class Run:
     """A run. `answer` is the state's newest answer (its newest code for a code problem), "" if there is none.
 
     `status` is "error" when a node outside a parallel failed, "budget" when a limit ended the run, "executor_error"
-    when a backend was away, which is no fault of the workflow; the answer is then the last there was, and `error` says
-    what happened. "empty" is a workflow without calls. `trace` has the calls that were reached, in reading order; those
-    that were not are not in it. `unanswered_s` is how long the oldest request had waited that the run's end cut off.
+    when a backend or the sandbox was away, which is no fault of the workflow; the answer is then the last there was,
+    and `error` says what happened. "empty" is a workflow without calls. `trace` has the calls that were reached, in
+    reading order; those that were not are not in it. `unanswered_s` is how long the oldest request had waited that the
+    run's end cut off (a program: beyond the time that is its own).
     """
 
     answer: str

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import itertools
+import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +16,14 @@ from chat_server import ChatServer, Reply, chat, refusal, serving
 from flowjax.canvas import Problem, load_operators, parse, run
 from flowjax.canvas.backends.base import BackendUnavailable, Completion, Request, Usage
 from flowjax.canvas.backends.openai import OpenAIBackend, Patience
+from flowjax.canvas.budget import Budget
+from flowjax.canvas.context import Sandbox
 from flowjax.canvas.values import Run
 from flowjax.envs import canvas
 from flowjax.envs.base import EnvDied
 from flowjax.envs.canvas import exercises
 from flowjax.envs.pool import EnvPool
+from flowjax.grading.sandbox import Box, Limits, Result, StarvedError, require_isolation
 from flowjax.records import Task
 
 QUICK: dict[str, Any] = {"first_retry_s": 0.01, "last_retry_s": 0.02, "first_pause_s": 0.2, "last_pause_s": 0.4}
@@ -247,3 +253,90 @@ def test_what_a_backend_withholds_is_no_answer():
             assert result.status == "error" and "withheld" in result.error
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+STARVING = Limits(cpu_s=60.0, idle_s=60.0, wall_guard_s=0.3)  # the guard ends it with most of its own time left
+SLEEPS = "```python\nimport time\ntime.sleep(60)\n```"
+
+
+class _Says:
+    identity = "says"
+
+    def __init__(self, text: str):
+        self._text = text
+
+    async def complete(self, request: Request) -> Completion:
+        return Completion(self._text, Usage(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "problem"),
+    [
+        ("Programmer", Problem("What is 2 + 3?", "math")),
+        ("[Programmer, Custom] -> Aggregate", Problem("What is 2 + 3?", "math")),
+        ("CustomCodeGenerate -> Test", Problem("Print.", "code", entry_point="f", public_tests=("assert f(1) == 1",))),
+        ("CustomCodeGenerate -> Test", Problem("Print.", "code", entry_point="f")),
+    ],
+)
+@pytest.mark.parametrize("fault", ["starved", "no process"])
+def test_a_machine_that_cannot_run_a_program_is_an_outage(
+    workflow: str, problem: Problem, fault: str, monkeypatch: pytest.MonkeyPatch
+):
+    if fault == "no process":
+        monkeypatch.setattr(Box, "_start", _raise_eagain)
+    sandbox = Sandbox(STARVING, STARVING, allow_none=bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP")))
+
+    async def scenario() -> None:
+        result = await run(
+            parse(workflow),
+            problem,
+            operators=load_operators(entry_points=False),
+            backends={"says": _Says(SLEEPS)},
+            default_backend="says",
+            sandbox=sandbox,
+        )
+        assert result.status == "executor_error" and result.error.startswith("sandbox: ")
+        assert "executor_error" in {node.status for node in result.trace}
+        assert "error" not in {node.status for node in result.trace}
+
+    require_isolation(allow_none=sandbox.allow_none)
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def _raise_eagain(*_: object) -> None:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def test_a_program_that_a_runs_end_cuts_off_is_an_outage_if_it_had_waited_beyond_its_own_time():
+    async def scenario(limits: Limits) -> float:
+        result = await run(
+            parse("Programmer"),
+            Problem("What is 2 + 3?", "math"),
+            operators=load_operators(entry_points=False),
+            backends={"says": _Says(SLEEPS)},
+            default_backend="says",
+            sandbox=Waits(limits),
+            budget=Budget(seconds=0.6),
+        )
+        assert result.status == "budget"
+        return result.unanswered_s
+
+    class Waits(Sandbox):
+        def run(self, program: str, stdin: bytes) -> Result:
+            time.sleep(1.5)  # for a processor
+            return Result(b"", b"", "ok", 1.5, 0.0, "none")
+
+    assert asyncio.run(scenario(Limits(cpu_s=0.05, idle_s=0.05))) > 0.3
+    assert asyncio.run(scenario(Limits(cpu_s=5.0, idle_s=5.0))) == 0.0
+
+
+def test_episodes_of_a_starved_machine_are_played_again(monkeypatch: pytest.MonkeyPatch):
+    def starved(*_: object, **__: object) -> None:
+        raise StarvedError("a program waited for a processor")
+
+    env = canvas.make(kinds=("arithmetic",))
+    env.reset(task(), 0)
+    monkeypatch.setattr("flowjax.envs.canvas.world.scored", starved)
+    with pytest.raises(EnvDied) as died:
+        env.step("add Custom")
+    assert died.value.status == "executor_error"

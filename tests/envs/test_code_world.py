@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import string
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ from data.code.build import build
 from flowjax.envs import code
 from flowjax.envs.base import EnvDied, Past, WorldError
 from flowjax.envs.code.generated import OPERATIONS, PROBES, Recipe, draw
+from flowjax.envs.code.options import read_options
 from flowjax.envs.code.problems import problem_of
 from flowjax.envs.code.programs import normalised
-from flowjax.envs.code.world import LEGAL, _problem
+from flowjax.envs.code.world import LEGAL, Code, _problem
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.code import Call, Check
 from flowjax.records import Task
@@ -453,3 +455,12 @@ def test_problems_of_bigcodebench_are_read_with_their_unittest_classes(tmp_path:
     for program, success in ((None, 1.0), ("def task_func(x):\n    return x", 0.0)):
         env.reset(task, 0)
         assert env.step(program or code.expert(env)).outcome["success"] == success
+
+
+def test_a_machine_without_a_processor_for_a_program_ends_the_episode_as_an_outage():
+    """The guard ends the program while most of its own time is left, as on a machine that is too busy."""
+    env = Code(replace(read_options(OPTIONS), wall_guard_s=0.5))
+    env.reset(task_of(), 0)
+    with pytest.raises(EnvDied) as died:
+        env.step("import time\ntime.sleep(60)")
+    assert died.value.status == "executor_error" and "wall_guard_s" in str(died.value)

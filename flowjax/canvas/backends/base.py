@@ -17,7 +17,8 @@ class BackendError(RuntimeError):
 
 
 class BackendUnavailable(BackendError):
-    """A backend that is away, overloaded, wrongly configured or answering nonsense, whatever it is asked.
+    """A backend that is away, overloaded, wrongly configured or answering nonsense, whatever it is asked; or a sandbox
+    on a machine without a processor, memory or process for the program.
 
     It says nothing about the workflow: the run ends with status "executor_error".
     """

@@ -29,7 +29,7 @@ from flowjax.envs.canvas.protocol import TEMPLATES, observe
 from flowjax.envs.canvas.published import hint, structure_parts
 from flowjax.envs.canvas.sources import load
 from flowjax.envs.canvas.structure import Structure, measure
-from flowjax.grading.sandbox import IsolationError, require_isolation
+from flowjax.grading.sandbox import IsolationError, StarvedError, require_isolation
 from flowjax.records import Task, state_key
 
 STEPS_WAIT = True  # for executors: environments of one process step side by side
@@ -146,9 +146,12 @@ class Canvas:
             raise EnvDied(f"executor: {run.error}", "executor_error")
         self._usage, self._seconds = self._usage + run.usage, self._seconds + run.seconds
         gold, options = self._gold, dict(problem.options)
-        self._score = scored(
-            run.answer, gold, problem.kind, allow_none=self._options.allow_no_isolation, options=options
-        )
+        try:
+            self._score = scored(
+                run.answer, gold, problem.kind, allow_none=self._options.allow_no_isolation, options=options
+            )
+        except (StarvedError, OSError) as away:
+            raise EnvDied(f"sandbox: {away}", "executor_error") from away
         self._structure = measure(edited, run, self._roles)
         self._hint = hint(edited, run, problem.kind, action) if self._options.hints else ""
         return ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import NotReady, Observation, Step, WorldError
+from flowjax.envs.base import EnvDied, NotReady, Observation, Step, WorldError
 from flowjax.envs.code.generated import OPERATIONS, Recipe, draw
 from flowjax.envs.code.generated import problem as generated_problem
 from flowjax.envs.code.options import Options, read_options
@@ -18,7 +18,7 @@ from flowjax.envs.code.problems import Problem, open_problems, problem_of
 from flowjax.envs.code.programs import MAX_PROGRAM_CHARACTERS, normalised
 from flowjax.envs.code.statements import read_short, show
 from flowjax.grading.code import Verdict, judge
-from flowjax.grading.sandbox import STARTS, IsolationError, require_isolation
+from flowjax.grading.sandbox import STARTS, IsolationError, StarvedError, require_isolation
 from flowjax.records import Task, state_key
 
 OUTCOMES = ("success", "score")
@@ -56,14 +56,17 @@ class Code:
             return Step(self._observe(), 0.0, False, False, self._outcome())
         options = self._options
         self._program, self._left = action, self._left - 1
-        self._verdict = judge(
-            action,
-            self.problem.suite,
-            options.limits(),
-            case_cpu_s=options.case_cpu_s,
-            allow_none=options.allow_no_isolation,
-            packages=options.packages,
-        )
+        try:
+            self._verdict = judge(
+                action,
+                self.problem.suite,
+                options.limits(),
+                case_cpu_s=options.case_cpu_s,
+                allow_none=options.allow_no_isolation,
+                packages=options.packages,
+            )
+        except (StarvedError, OSError) as away:  # says nothing about the task, which is played again
+            raise EnvDied(f"sandbox: {away}", "executor_error") from away
         over, outcome = self._over(), self._outcome()
         return Step(self._observe(), outcome["success"] if over else 0.0, over, True, outcome)
 
