@@ -16,7 +16,7 @@ from flowjax.envs import canvas
 from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, EnvDied, WorldError
 from flowjax.launch.checks import check_config
 from flowjax.launch.roles import choose_ports, write_endpoints
-from flowjax.rollout.__main__ import _endpoints, tell_environments
+from flowjax.rollout.__main__ import _engine_urls, tell_environments
 from tests.canvas.chat_server import chat
 
 RECIPES = Path(__file__).parents[2] / "configs" / "canvas.py"
@@ -48,7 +48,7 @@ def start(config: ConfigDict, folder: Path) -> canvas.Canvas:
     """An environment of the run, as the rollout service has it."""
     assert check_config(config) == [] and policy_configs(config)
     write_endpoints(config, folder, choose_ports(config))
-    tell_environments(folder, _endpoints(config, folder)[0])
+    tell_environments(folder, _engine_urls(config, folder))
     env = canvas.make(**config.env.options.to_dict())
     env.reset(task(), 0)
     return env
