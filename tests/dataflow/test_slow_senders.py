@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 from aiohttp import ClientSession
 
@@ -118,7 +117,7 @@ NOTHING: dict[str, Any] = {
     "maps in lists": b"\xdc\x03\xe8" + (b"\xdc\x03\xe8" + b"\x80" * 1000) * 1000,
     "one deep list": b"\x91" * 1_000_000 + b"\x90",
     "lists that tell of more than there is": b"\xdd\x00\x01\x86\xa0" * 400,
-    "a wide map": b"\xde\xff\xff" + b"".join(msgpack.packb(number) + b"\x90" for number in range(0xFFFF)),
+    "a wide map": b"\xde\xff\xff" + b"".join(bytes([0xCD]) + number.to_bytes(2) + b"\x90" for number in range(0xFFFF)),
 }
 
 

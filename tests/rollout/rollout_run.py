@@ -150,7 +150,7 @@ class Servers:
                 (self.counted if counts else self.refused).append(episode)
             return counted
 
-        flow.accept_all = accept_all
+        setattr(flow, "accept_all", accept_all)  # noqa: B010 - a method, which pyright lets nobody assign
         self.flow = flow
         return flow
 
