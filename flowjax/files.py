@@ -1,9 +1,51 @@
-"""Files that are replaced in one step: who reads one sees all of it or what was there before, also after a crash."""
+"""Files that are replaced in one step, so that who reads one sees all of it or what was there before, also after a
+crash; and files that one process holds."""
 
 import contextlib
+import fcntl
 import os
+import socket
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+_LOOK_EVERY_S = 0.1
+
+
+class FileHeldError(Exception):
+    """Another process holds a file; the message is that process, in words."""
+
+
+@contextlib.contextmanager
+def held(path: Path, *, wait_s: float) -> Iterator[None]:
+    """Hold a file, made where it is missing, that says which process does.
+
+    The kernel frees it with its process, however that dies. Children that the process forked do not hold it: it is a
+    POSIX lock, which also means that a process which holds a file twice frees it with the first of them.
+
+    Args:
+        path: of the file; its folder is there.
+        wait_s: how long to wait for another process to end.
+
+    Raises:
+        FileHeldError: another one still holds it.
+        OSError: the file cannot be opened or written.
+    """
+    until = time.monotonic() + wait_s
+    with path.open("a+") as file:
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError) as error:  # EAGAIN or EACCES, as the system likes
+                if time.monotonic() > until:
+                    raise FileHeldError(path.read_text().strip() or "one that has not said its name yet") from error
+            time.sleep(_LOOK_EVERY_S)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def replace_file(path: Path, text: str, *, mode: int = 0o644, durable: bool = True) -> None:

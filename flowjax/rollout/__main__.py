@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from flowjax.broker import Address, DataflowError, connect
 from flowjax.config import ConfigError, load_run
 from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
+from flowjax.files import FileHeldError, held
 from flowjax.models.config import ModelError
 from flowjax.monitor.endpoint import MetricsEndpoint
 from flowjax.monitor.token import known_token
@@ -70,26 +69,17 @@ async def _until_moved(
 @contextlib.contextmanager
 def only_service(run_dir: Path) -> Iterator[None]:
     """Be the run's only rollout service: a second one would take the leases of the first for left behind, and sweep
-    away the adapters that it serves. The kernel frees the lock with its process, however that dies; children that it
-    forked do not hold it, which is why it is a POSIX lock.
+    away the adapters that it serves.
 
     Raises:
         ConfigError: another one plays, and has not ended within `_HANDOVER_S`.
     """
-    path, until = run_dir / "rollout.lock", time.monotonic() + _HANDOVER_S
-    with path.open("a+") as file:
-        while True:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if time.monotonic() > until:
-                    problem = f"another rollout service ({path.read_text().strip()}) plays the run {run_dir}"
-                    raise ConfigError(f"{problem}: several on one run are not supported yet, stop that one") from error
-                time.sleep(0.1)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(held(run_dir / "rollout.lock", wait_s=_HANDOVER_S))
+        except FileHeldError as error:
+            problem = f"another rollout service ({error}) plays the run {run_dir}"
+            raise ConfigError(f"{problem}: several on one run are not supported yet, stop that one") from error
         yield
 
 

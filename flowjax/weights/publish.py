@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from flowjax.files import FileHeldError, held
 from flowjax.monitor.trouble import explain
 from flowjax.weights.quiet import quiet_orbax
 
 PyTree = Any
 _COMMIT_MARKER = "commit_success.txt"
+_LOCK_FILE = "trainer.lock"
+_HANDOVER_S = 10.0  # longest that a trainer which was told to end may take
 _log = logging.getLogger(__name__)
 
 
@@ -70,9 +73,19 @@ def read_adapter(directory: Path, step: int) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """Saves and restores the checkpoints of one policy; one writer per directory, which may be several processes.
+    """Saves and restores the checkpoints of one policy, and keeps every other trainer away from them meanwhile.
 
-    Keeps the newest `keep` steps and every step divisible by `keep_every` (0: none of those).
+    One writer per directory, which may be several processes: the first of them holds the lock. A trainer that another
+    has replaced at the dataflow would else still commit the version that it was at, and engines serve whatever is
+    committed.
+
+    Args:
+        directory: of the policy, made where it is missing.
+        keep: newest steps that are kept.
+        keep_every: every step divisible by it is kept, too; 0: none of those.
+
+    Raises:
+        CheckpointError: another trainer writes there, or nobody can.
     """
 
     def __init__(self, directory: Path, *, keep: int = 3, keep_every: int = 0) -> None:
@@ -80,12 +93,15 @@ class Checkpoints:
         self._keep = keep
         self._keep_every = keep_every
         quiet_orbax()
-        with _writable(self.directory):
+        with _writable(self.directory), ExitStack() as opened:
             if jax.process_index() == 0:
-                self._remove_unfinished()
+                self.directory.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(_sole_writer(self.directory))
+                self._remove_unfinished()  # under the lock: another trainer's would be the version that it is saving
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices(f"checkpoints of {self.directory}")
             self._manager = self._open()
+            self._lock = opened.pop_all()
 
     def save(self, step: int, adapter: PyTree, optimizer: PyTree, data: dict[str, Any]) -> None:
         """Copy the state off the devices and return; writing goes on in the background until the step commits.
@@ -186,8 +202,9 @@ class Checkpoints:
         return max(self.committed_steps(), default=None)
 
     def close(self) -> None:
-        self.wait()
-        self._manager.close()
+        with self._lock:
+            self.wait()
+            self._manager.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -210,7 +227,6 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Sweep what a killed writer left; Orbax refuses to write a step whose unfinished folder still lies there."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         committed = {str(step) for step in self.committed_steps()}
         for entry in self.directory.iterdir():
             if entry.name.split(".")[0].isdecimal() and entry.name not in committed:
@@ -268,9 +284,24 @@ def _readable(path: os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
+def _sole_writer(directory: Path) -> Iterator[None]:
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(held(directory / _LOCK_FILE, wait_s=_HANDOVER_S))
+        except FileHeldError as error:
+            raise CheckpointError(
+                f"another trainer ({error}) writes the checkpoints in {directory}: a policy has one trainer. End that "
+                "process, then start this one again"
+            ) from error
+        yield
+
+
+@contextmanager
 def _writable(directory: Path) -> Iterator[None]:
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:
         if "No space left on device" in str(error):
             free_bytes = shutil.disk_usage(directory).free

@@ -15,6 +15,7 @@ import optax
 import pytest
 from flax import nnx
 
+from flowjax.weights import publish
 from flowjax.weights.publish import CheckpointError, Checkpoints, committed_steps, read_adapter
 
 
@@ -117,9 +118,71 @@ def test_kill_during_save_leaves_only_complete_steps(tmp_path):
     assert committed_steps(tmp_path) == [*steps, steps[-1] + 1]
 
 
+TRAINS = """
+import os, sys, time, jax.numpy as jnp
+from pathlib import Path
+from flowjax.weights.publish import Checkpoints
+checkpoints = Checkpoints(Path(sys.argv[1]))
+checkpoints.save(0, adapter={"a": jnp.zeros(4)}, optimizer={}, data={})
+checkpoints.wait()
+(checkpoints.directory / "1.orbax-checkpoint-tmp").mkdir()  # the version that it is at
+if os.fork() == 0:
+    time.sleep(300); os._exit(0)
+print("trains", flush=True)
+sys.stdin.read()
+checkpoints.close()
+"""
+
+
+@pytest.fixture
+def first_trainer(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINS, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "trains\n"
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_second_trainer_is_refused_for_as_long_as_the_first_lives(tmp_path, first_trainer, monkeypatch):
+    """One that the dataflow had fenced went on saving, and the newer one swept what it was writing."""
+    monkeypatch.setattr(publish, "_HANDOVER_S", 0.0)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=rf"another trainer \(process {first_trainer.pid} on .*End that process"):
+        Checkpoints(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    first_trainer.kill()  # as kill -9 does; the child that it forked lives on
+    assert first_trainer.wait() == -signal.SIGKILL
+    with Checkpoints(tmp_path) as checkpoints:
+        save(checkpoints, 1)
+    assert committed_steps(tmp_path) == [0, 1]
+
+
+def test_a_trainer_that_ends_in_order_hands_its_checkpoints_over(tmp_path, first_trainer):
+    assert first_trainer.stdin is not None
+    first_trainer.stdin.close()
+    with Checkpoints(tmp_path) as checkpoints:  # waits for it
+        assert checkpoints.latest() == 0
+
+
+def test_the_later_processes_of_one_trainer_need_no_lock(tmp_path, first_trainer, monkeypatch):
+    monkeypatch.setattr(publish, "_HANDOVER_S", 0.0)
+    monkeypatch.setattr(publish.jax, "process_index", lambda: 1)
+    Checkpoints(tmp_path).close()
+    assert "process " + str(first_trainer.pid) in (tmp_path / "trainer.lock").read_text()
+
+
 READ_DAMAGED = """
 import sys, time, jax.numpy as jnp
 from pathlib import Path
+from flowjax.weights import publish
 from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
 folder = Path(sys.argv[1])
 like = {f"layer_{i}": {"a": jnp.zeros((4, 8)), "b": jnp.zeros((8, 4))} for i in range(3)}
@@ -162,6 +225,7 @@ def test_another_shape_and_a_missing_step_are_refused(tmp_path):
 FILL_THE_DISK = """
 import resource, signal, sys, jax.numpy as jnp, numpy as np
 from pathlib import Path
+from flowjax.weights import publish
 from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
 folder = Path(sys.argv[1])
 if sys.argv[2] == "limit":  # no private mount here: let writes of big files fail instead
