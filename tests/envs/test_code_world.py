@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import string
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,13 @@ from data.code.build import build
 from flowjax.envs import code
 from flowjax.envs.base import EnvDied, Past, WorldError
 from flowjax.envs.code.generated import OPERATIONS, PROBES, Recipe, draw
-from flowjax.envs.code.options import read_options
+from flowjax.envs.code.options import Options
 from flowjax.envs.code.problems import problem_of
 from flowjax.envs.code.programs import normalised
-from flowjax.envs.code.world import LEGAL, Code, _problem
+from flowjax.envs.code.world import LEGAL, _problem
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.code import Call, Check
+from flowjax.grading.sandbox import Limits
 from flowjax.records import Task
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
@@ -457,9 +457,10 @@ def test_problems_of_bigcodebench_are_read_with_their_unittest_classes(tmp_path:
         assert env.step(program or code.expert(env)).outcome["success"] == success
 
 
-def test_a_machine_without_a_processor_for_a_program_ends_the_episode_as_an_outage():
+def test_a_machine_without_a_processor_for_a_program_ends_the_episode_as_an_outage(monkeypatch: pytest.MonkeyPatch):
     """The guard ends the program while most of its own time is left, as on a machine that is too busy."""
-    env = Code(replace(read_options(OPTIONS), wall_guard_s=0.5))
+    monkeypatch.setattr(Options, "limits", lambda _: Limits(cpu_s=60.0, idle_s=60.0, wall_guard_s=0.5))
+    env = code.make(**OPTIONS)
     env.reset(task_of(), 0)
     with pytest.raises(EnvDied) as died:
         env.step("import time\ntime.sleep(60)")
