@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import IO, Literal
 
 from flowjax.grading.sandbox_commands import (
+    GROWTH_BYTES_PER_S,
+    SHORTEST_WATCH_S,
     WATCH_S,
     Interpreter,
     Limits,
@@ -62,12 +64,14 @@ class StarvedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What stands between a program and this machine. `drop_root`: we are root, and the program gets another uid."""
+    """What stands between a program and this machine. `drop_root`: we are root, and the program gets another uid;
+    `reads_all`: that uid may read whatever root may (without bubblewrap, where the interpreter is closed to others)."""
 
     name: str
     interpreter: Interpreter
     drop_root: bool
     why: str = ""  # why it is not bubblewrap
+    reads_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +107,9 @@ def isolation() -> Isolation:
                     return found
                 reasons.append(failure)
     why = reasons[0]
-    for drop_root in (True, False) if root else (False,):
+    for drop_root, reads_all in ((True, False), (True, True), (False, False)) if root else ((False, False),):
         for interpreter in interpreters():
-            found = Isolation(RLIMITS_ONLY, interpreter, drop_root, why)
+            found = Isolation(RLIMITS_ONLY, interpreter, drop_root, why, reads_all)
             if (failure := _failure(found)) is None:
                 return found
             reasons.append(failure)
@@ -175,7 +179,7 @@ class Box:
     """A program that runs in the sandbox, and its streams. A context manager; leaving it kills whatever is left.
 
     Output that nobody has taken is capped while it is read. What the program uses is watched while somebody waits for
-    it, from `WATCH_S` after each time that the waiting begins.
+    it, at least every `WATCH_S`.
     """
 
     def __init__(self, program: str, limits: Limits, isolation: Isolation, *, packages: Sequence[str] = ()):
@@ -194,7 +198,7 @@ class Box:
             self._remove_folder()
             raise
         self._tree = ProcessTree(self._process.pid, complete=3 if isolation.name == BUBBLEWRAP else 1)
-        self._watch = _Watch(limits)
+        self._watch = _Watch(limits, count_threads=not isolation.drop_root)
         self._output = {"stdout": bytearray(), "stderr": bytearray()}
         self._searched = 0  # bytes of stdout that hold no end of a line
         self._streams: dict[str, IO[bytes]] = {}
@@ -291,7 +295,16 @@ class Box:
         uid = own_uid() if self._isolation.drop_root else None
         if uid is not None:
             os.chown(self._folder, uid, uid)
-        command = limited_command(self._limits, self._isolation.interpreter, program=str(path), packages=packages)
+        reads_all = self._isolation.reads_all
+        command = limited_command(
+            self._limits,
+            self._isolation.interpreter,
+            program=str(path),
+            uid=uid,
+            reads_all=reads_all,
+            packages=packages,
+        )
+        user = None if reads_all else uid  # otherwise it becomes that user by itself
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -300,16 +313,16 @@ class Box:
             cwd=self._folder,
             env={"PATH": "/usr/bin", "HOME": self._folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
             process_group=0,
-            user=uid,
-            group=uid,
-            extra_groups=None if uid is None else (),
+            user=user,
+            group=user,
+            extra_groups=None if user is None else (),
         )
 
     def _pump(self) -> bool:
         """Move some bytes. False where that was the last: the program has ended or broken a limit."""
         if self._ending is not None:
             return False
-        ready = self._selector.select(max(0.0, min(self._drained_s - time.monotonic(), WATCH_S)))
+        ready = self._selector.select(max(0.0, min(self._drained_s - time.monotonic(), self._watch.pause_s)))
         for key, _ in ready:
             if key.data == "stdin":
                 self._write()
@@ -365,7 +378,7 @@ class Box:
         while not self._reap() and self._ending is None:
             self._look(answered=False)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
+            pause_s = min(2 * pause_s, 0.01, self._watch.pause_s)
         self._reap(block=True)
 
     def _reap(self, *, block: bool = False) -> bool:
@@ -398,10 +411,15 @@ class _Watch:
 
     The time between two answers is taken apart into time on a processor, waiting for one, and asleep. Sleep is only
     counted where nothing has been answered and no process is awake: then all its waiting is known.
+
+    `pause_s` is the time until the next look: the shorter, the less memory is left. Processes are counted here where
+    they have no uid of their own, by which the kernel would: it counts others of ours too, and root's never, not even
+    those in a user namespace.
     """
 
-    def __init__(self, limits: Limits):
-        self._limits = limits
+    def __init__(self, limits: Limits, *, count_threads: bool = False):
+        self._limits, self._count_threads = limits, count_threads
+        self.pause_s = WATCH_S
         self._since_s = self._looked_s = time.monotonic()
         self._before = Usage(0.0, 0.0, True, 0, ())
         self._last = self._before
@@ -415,15 +433,15 @@ class _Watch:
         return self._last.cpu_s
 
     def begin(self) -> None:
-        """Somebody begins to wait."""
-        self._since_s = self._looked_s = time.monotonic()
+        """Somebody begins to wait. A look that is due comes all the same: answers may follow each other fast."""
+        self._since_s = time.monotonic()
         self._before = self._last
         self._asleep_before_s, self._own_before_s, self._wall_before_s = self._asleep_s, self._own_s, self._wall_s
 
     def look(self, tree: ProcessTree, *, answered: bool) -> Status | None:
         """The broken limit, None where there is none or the last look was a moment ago."""
         now_s, limits = time.monotonic(), self._limits
-        if now_s - self._looked_s < WATCH_S:
+        if now_s - self._looked_s < self.pause_s:
             return None
         self._looked_s, self._last = now_s, tree.read()
         usage, wall_s = self._last, now_s - self._since_s
@@ -433,13 +451,23 @@ class _Watch:
         if not usage.awake and not answered:
             busy_s = usage.cpu_s - self._before.cpu_s + waited_s
             self._asleep_s = self._asleep_before_s + max(0.0, wall_s - busy_s)
-        if usage.memory_bytes > limits.memory_bytes and usage.proportional_bytes() > limits.memory_bytes:
+        if self._exceeds_memory(usage) or (self._count_threads and usage.threads > limits.processes):
             return "killed"
         if usage.cpu_s > limits.cpu_s or self._asleep_s > limits.idle_s:
             return "timeout"
         if self._wall_s > limits.wall_guard_s:  # had it as much as is due to it, in whatever state?
             return "timeout" if self._own_s > limits.cpu_s + limits.idle_s else "starved"
         return None
+
+    def _exceeds_memory(self, usage: Usage) -> bool:
+        """Whether the processes hold too much memory together; sets the time until the next look."""
+        memory_bytes = usage.memory_bytes
+        if memory_bytes > self._limits.memory_bytes:
+            memory_bytes = usage.proportional_bytes()
+        left_bytes = self._limits.memory_bytes - memory_bytes
+        took_s = time.monotonic() - self._looked_s  # looks take a fifth of a processor at most
+        self.pause_s = min(WATCH_S, max(SHORTEST_WATCH_S, left_bytes / GROWTH_BYTES_PER_S, 5 * took_s))
+        return left_bytes < 0
 
 
 def _memory_file(stack: contextlib.ExitStack, data: bytes) -> int:

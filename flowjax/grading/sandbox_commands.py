@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-WATCH_S = 0.05  # between two looks at what a program has used
+WATCH_S = 0.05  # longest time between two looks at what a program has used
+SHORTEST_WATCH_S = 0.002
+GROWTH_BYTES_PER_S = 8 << 30  # of the memory of a box, at most: touching a page takes a processor 0.5 us or more
 PROGRAM = "/box/program.py"  # where bubblewrap shows the program
 _SHARED_MEMORY_BYTES = 16 << 20
 OWN_UIDS = 1 << 30  # uids from here on are one per box, so that no box counts another's processes
@@ -46,7 +48,8 @@ class Limits:
 
     `cpu_s` is time on processors and `idle_s` time asleep: a program that uses them up was too slow, however busy the
     machine. `wall_guard_s` only bounds what neither counts, a program that waits for a processor. `memory_bytes` bounds
-    each process at once (address space), and all of them (resident) within `WATCH_S`, or at once in a cgroup.
+    each process at once (address space), and all of them (resident) by looks that follow each other the faster, the
+    less is left.
     """
 
     cpu_s: float = 10.0
@@ -180,10 +183,27 @@ def _threads_of_user() -> int:
 
 
 def limited_command(
-    limits: Limits, interpreter: Interpreter, *, program: str, packages: Sequence[str] = ()
+    limits: Limits,
+    interpreter: Interpreter,
+    *,
+    program: str,
+    uid: int | None,
+    reads_all: bool,
+    packages: Sequence[str] = (),
 ) -> list[str]:
-    """The interpreter with resource limits and nothing else. Its processes count among those of our user."""
+    """The interpreter with resource limits and nothing else.
+
+    With `uid` (we are root) the program runs under that uid, which is its alone: the kernel counts processes by user,
+    so its limit counts no other's. With `reads_all` it is started as root and takes on that uid here, keeping the
+    capability to read whatever root may: an interpreter in root's home is closed to others. Without `uid` its processes
+    count among those of our user, and are limited beside these (root's not at all: whoever waits for the box counts).
+    """
     resources = limits.resources()
-    resources["RLIMIT_NPROC"] += _threads_of_user()
+    command = []
+    if uid is None:
+        resources["RLIMIT_NPROC"] += _threads_of_user()
+    elif reads_all:
+        command = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
+        command += [f"--{kind}=-all,+dac_read_search" for kind in ("bounding-set", "inh-caps", "ambient-caps")]
     settings = {"limits": resources, "program": program, "packages": list(packages)}
-    return [interpreter.executable, "-s", "-S", "-B", "-c", _LIMIT_AND_RUN, json.dumps(settings)]
+    return [*command, interpreter.executable, "-s", "-S", "-B", "-c", _LIMIT_AND_RUN, json.dumps(settings)]

@@ -17,7 +17,8 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 class Usage:
     """Seconds on a processor and waiting for one, of all processes so far; whether one of them is awake now; memory.
 
-    `memory_bytes` is resident memory without files; pages that processes share count for each of them.
+    `threads` are those that live, of all processes but the ones that start the program. `memory_bytes` is resident
+    memory without files; pages that processes share count for each of them.
     """
 
     cpu_s: float
@@ -25,6 +26,7 @@ class Usage:
     awake: bool
     memory_bytes: int
     processes: tuple[int, ...]
+    threads: int = 0
 
     def proportional_bytes(self) -> int:
         """Resident memory, a page that n processes share counted as 1/n for each. Slow: the kernel walks all pages."""
@@ -49,17 +51,18 @@ class ProcessTree:
 
     def read(self) -> Usage:
         """What has been used until now."""
-        awake, memory, reaped_s, living = False, 0, 0.0, []
+        awake, memory, reaped_s, living, alive = False, 0, 0.0, [], 1 - self._complete
         stack = [self._root]
         while stack:
             pid = stack.pop()
             try:
                 fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-                threads, children = _threads(pid)
+                count, threads, children = _threads(pid)
                 kept_bytes = _resident_bytes(pid)
             except (OSError, ValueError, IndexError):  # it has just ended
                 continue
             living.append(pid)
+            alive += count
             stack += children
             awake |= fields[0] in b"RD"
             memory += kept_bytes
@@ -70,18 +73,19 @@ class ProcessTree:
         cpu_s = max(cpu_s, reaped_s + sum(self._seen[pid][0] for pid in living))
         waited_s = sum(waited for _, waited in self._seen.values())
         awake |= len(living) < self._complete
-        return Usage(cpu_s, waited_s, awake, memory, tuple(living))
+        return Usage(cpu_s, waited_s, awake, memory, tuple(living), alive)
 
 
-def _threads(pid: int) -> tuple[tuple[float, float], list[int]]:
-    """Seconds on a processor and waiting for one, of the threads that live; the children that they made."""
+def _threads(pid: int) -> tuple[int, tuple[float, float], list[int]]:
+    """The number of threads that live; their seconds on a processor and waiting for one; the children they made."""
     cpu_ns, waited_ns, children = 0, 0, []
-    for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 (twice as fast)
+    threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 (twice as fast)
+    for thread in threads:
         with contextlib.suppress(OSError):
             children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
             cpu, waited, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_bytes().split()
             cpu_ns, waited_ns = cpu_ns + int(cpu), waited_ns + int(waited)
-    return (cpu_ns / 1e9, waited_ns / 1e9), children
+    return len(threads), (cpu_ns / 1e9, waited_ns / 1e9), children
 
 
 def _resident_bytes(pid: int) -> int:

@@ -217,7 +217,11 @@ def test_after_a_fork_bomb_others_still_run():
 
 ISOLATIONS = [
     *(Isolation(sandbox.BUBBLEWRAP, python, root) for python in interpreters() for root in (True, False)),
-    *(Isolation(sandbox.RLIMITS_ONLY, python, False, "asked for") for python in interpreters()),
+    *(
+        Isolation(sandbox.RLIMITS_ONLY, python, root, "asked for", root)
+        for python in interpreters()
+        for root in (True, False)
+    ),
 ]
 
 
@@ -229,6 +233,34 @@ def each(request: pytest.FixtureRequest) -> Isolation:
     if found.name == sandbox.BUBBLEWRAP and WITHOUT:
         pytest.skip("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP is set")
     return found
+
+
+FORKS = """
+import os, sys, time
+children = 0
+try:
+    while children < 60:
+        if os.fork() == 0:
+            time.sleep(60)
+        children += 1
+except BlockingIOError:
+    pass
+print(children, os.getuid(), open(sys.executable, "rb").read(4)[1:], flush=True)
+time.sleep({sleep_s})
+"""
+
+
+def test_the_process_limit_counts_the_processes_of_a_box_alone(each: Isolation):
+    """Without bubblewrap root's processes were added to every box's limit; and the kernel never limits root's."""
+    source = FORKS.format(sleep_s=0 if each.drop_root else 30)
+    result = run(source, limits=replace(PATIENT, processes=8), isolation=each)
+    if not each.drop_root:
+        assert result.status == "killed" or os.geteuid() != 0, result
+        return
+    assert result.status == "ok", result
+    children, uid, magic = result.stdout.split()
+    assert (int(children), magic) == (7, b"b'ELF'")
+    assert int(uid) >= OWN_UIDS
 
 
 def test_every_isolation_runs_programs_and_says_which_it_is(each: Isolation):
@@ -321,7 +353,7 @@ def test_what_is_in_force_without_bubblewrap_is_said(monkeypatch: pytest.MonkeyP
 
 def test_forgeries_fail_without_bubblewrap_too():
     """Verdicts rest on what is sent into the box, not on its walls."""
-    plain = next(i for i in ISOLATIONS if i.name == sandbox.RLIMITS_ONLY)
+    plain = next(i for i in ISOLATIONS if i.name == sandbox.RLIMITS_ONLY and not i.drop_root)
     for name in ("os_exit", "writes_answers_to_every_fd", "equal_to_everything", "patched_runner", "reads_frames"):
         for suite in SUITES.values():
             assert judge(FORGERIES[name], suite, TIGHT, case_cpu_s=0.25, isolation=plain).score == 0.0, name

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowjax.grading import code, sandbox
 from flowjax.grading.code import Call, Suite, judge
@@ -151,6 +153,79 @@ def test_memory_of_all_processes_together_is_limited(name: str):
     assert run(MEMORY[name], limits=limits).status == "killed"
 
 
+class _GrowingTree:
+    """A box whose memory grows as told: bytes a second, from one moment to the next."""
+
+    def __init__(self, clock: "_Clock", growth: list[float]):
+        self._clock, self._growth = clock, growth
+
+    def held(self) -> int:
+        steps = [min(1.0, max(0.0, self._clock.now_s / _GROWS_S - n)) for n in range(len(self._growth))]
+        return int(sum(_GROWS_S * share * rate for share, rate in zip(steps, self._growth, strict=True)))
+
+    def read(self) -> Usage:
+        return _Growing(0.0, 0.0, True, self.held(), ())
+
+
+class _Growing(Usage):
+    def proportional_bytes(self) -> int:
+        return self.memory_bytes
+
+
+_GROWS_S = 0.025  # at one rate
+
+
+@given(st.lists(st.floats(0.0, sandbox.GROWTH_BYTES_PER_S), min_size=20, max_size=20), st.integers(64, 1024))
+@settings(deadline=None, max_examples=30)
+def test_looks_come_the_faster_the_less_memory_is_left(growth: list[float], limit_mb: int):
+    clock = _Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "time", clock)
+        limits = Limits(cpu_s=9.0, idle_s=9.0, wall_guard_s=60.0, memory_bytes=limit_mb << 20)
+        watch, tree = sandbox._Watch(limits), _GrowingTree(clock, growth)
+        first_bytes = int(sandbox.WATCH_S * sandbox.GROWTH_BYTES_PER_S)  # while nothing is known of the box
+        looks = 0
+        while (status := watch.look(tree, answered=False)) is None and clock.now_s < 1.0:  # pyright: ignore[reportArgumentType]
+            clock.now_s += watch.pause_s + 1e-6
+            looks += 1
+        most = (sandbox.SHORTEST_WATCH_S + 1e-5) * sandbox.GROWTH_BYTES_PER_S
+        assert tree.held() <= max(limits.memory_bytes + most, 1.01 * first_bytes)
+        assert status == ("killed" if tree.held() > limits.memory_bytes else None)
+        assert looks <= 1.0 / sandbox.SHORTEST_WATCH_S + 1
+
+
+def test_a_box_that_answers_fast_is_looked_at_too(monkeypatch: pytest.MonkeyPatch):
+    clock = _Clock()
+    monkeypatch.setattr(sandbox, "time", clock)
+    watch, tree = sandbox._Watch(LIMITS), _GrowingTree(clock, [1e10] * 3)
+    status = None
+    while status is None and clock.now_s < 1.0:
+        watch.begin()
+        clock.now_s += 0.01
+        status = watch.look(tree, answered=True)  # pyright: ignore[reportArgumentType]
+    assert status == "killed" and clock.now_s < 0.1
+
+
+def test_memory_that_is_shared_by_many_is_not_looked_at_without_end(monkeypatch: pytest.MonkeyPatch):
+    """Reading it takes the kernel long: looks are five times as far apart as they take."""
+    clock = _Clock()
+
+    class Shared(Usage):
+        def proportional_bytes(self) -> int:
+            clock.now_s += 0.006
+            return 63 << 20
+
+    class Tree:
+        def read(self) -> Usage:
+            return Shared(0.0, 0.0, True, 500 << 20, ())
+
+    monkeypatch.setattr(sandbox, "time", clock)
+    watch = sandbox._Watch(LIMITS)
+    clock.now_s = 0.06
+    assert watch.look(Tree(), answered=False) is None  # pyright: ignore[reportArgumentType]
+    assert watch.pause_s == pytest.approx(0.03)
+
+
 KERNEL_MEMORY = {
     "pipes": """
 import os, time
@@ -180,6 +255,27 @@ for end in ends:
     except OSError: pass
 print(len(ends), flush=True)
 time.sleep(30)""",
+    "sockets_of_all_processes": """
+import os, socket, time
+ready, done = os.pipe()
+for n in range(7):
+    if os.fork() == 0: break
+else: n = 7
+ends = []
+try:
+    while True: ends += socket.socketpair()
+except OSError: pass
+for end in ends:
+    end.setblocking(False)
+    try:
+        while True: end.send(b'x' * 65536)
+    except OSError: pass
+if n < 7:
+    os.write(done, b'.')
+else:
+    while n: n -= len(os.read(ready, n))
+    print(8 * len(ends), flush=True)
+time.sleep(30)""",
     "semaphores": """
 import ctypes, time
 libc = ctypes.CDLL(None)
@@ -205,18 +301,33 @@ def _machine_bytes() -> int:
     return sum(int(facts[name].split()[0]) << 10 for name in names)
 
 
+MOST_BYTES = {  # by docs/sandbox.md, with the limits below
+    "pipes": 64 * (64 << 10),
+    "sockets": 64 * (208 << 10),
+    "sockets_of_all_processes": 8 * 64 * (208 << 10),
+    "semaphores": 0,
+    "tmpfs": 32 << 20,
+}
+_KEPT_BY_A_START = 24 << 20  # stacks and slabs of the processes, and what else this machine does in that moment
+
+
 @needs_bubblewrap
 @pytest.mark.parametrize("name", KERNEL_MEMORY)
 def test_kernel_memory_of_a_box_stays_below_its_limit(name: str):
-    """400 sets of semaphores took 1 GB; what other programs of this machine do meanwhile is far less than the bound."""
-    limits = Limits(cpu_s=20.0, idle_s=20.0, memory_bytes=64 << 20, disk_bytes=32 << 20)
-    before = _machine_bytes()
-    with Box(KERNEL_MEMORY[name], limits, require_isolation()) as box:
-        line = box.read_line()
-        assert line is not None
-        grown = _machine_bytes() - before
-    assert grown < limits.memory_bytes + limits.disk_bytes + (200 << 20), f"{grown >> 20} MiB for {line!r}"
-    assert name != "semaphores" or line == b"0"
+    """400 sets of semaphores took 1 GB. What others on this machine take meanwhile is no box's: of several tries the
+    least counts."""
+    limits = Limits(cpu_s=20.0, idle_s=20.0, memory_bytes=64 << 20, disk_bytes=32 << 20, processes=8, open_files=64)
+    grown: list[int] = []
+    for _ in range(8):
+        before = _machine_bytes()
+        with Box(KERNEL_MEMORY[name], limits, require_isolation()) as box:
+            line = box.read_line()
+            assert line is not None
+            assert name != "semaphores" or line == b"0"
+            grown.append(_machine_bytes() - before)
+        if grown[-1] <= MOST_BYTES[name] + _KEPT_BY_A_START:
+            return
+    pytest.fail(f"{min(grown) >> 20} MiB or more, every time")
 
 
 def test_judge_limits_leave_room_for_a_busy_machine():
