@@ -28,6 +28,7 @@ from flowjax.dataflow.transcripts import write_transcripts
 from flowjax.dataflow.workers import ANYTHING, Can
 from flowjax.models.config import vocabulary_sizes
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
+from flowjax.monitor.trouble import is_machine_fault
 from flowjax.record_checks import Bounds, Leased
 from flowjax.records import Episode, Group, Lease, Task
 from flowjax.rewards.scores import required_outcomes, trajectory_scores
@@ -265,19 +266,29 @@ class Flow:
         )
 
     def uncreditable(self, policy: str, groups: Sequence[Group]) -> dict[str, str]:
-        """Of a batch whose credit fails, the first trajectory of each group that it fails for alone, and why."""
+        """Of a batch whose credit fails, the first trajectory of each group that it fails for alone, and why.
+
+        Raises:
+            Exception: it fails for one because of the machine, which says nothing about the group.
+        """
         reasons = {}
         for group in groups:
             try:
                 self._credit(policy, [group])
             except Exception as error:
+                if is_machine_fault(error):
+                    raise
                 reason = f"no credit can be given: {type(error).__name__}: {error}"
                 reasons[group.trajectories[0].trajectory_id] = reason[:_LONGEST_REASON]
         return reasons
 
     def quarantine(self, policy: str, step: int, reasons: Mapping[str, str]) -> list[str]:
         """Put the groups of the policy's batch `step` aside that hold these trajectories; the batch is made anew, and
-        other tasks are played in their place. Returns the groups."""
+        other tasks are played in their place. Returns the groups.
+
+        Raises:
+            StepError: it is no longer the newest batch.
+        """
         groups = self._ledger.quarantine(policy, step, reasons)
         for group_id in groups:
             logging.warning("%s, step %d: group %s is put aside: %s", policy, step, group_id, reasons)

@@ -709,6 +709,9 @@ class Ledger:
 
         They are kept and never served again. The other groups of the batch are ready again, so that it is made anew
         with a group in their place. Returns the groups; none where the batch has none of them.
+
+        Raises:
+            StepError: it has some, but a later batch has been served since.
         """
         with Transaction(self._db):
             refused = {
@@ -717,6 +720,9 @@ class Ledger:
                 for trajectory in reversed(self.group(group_id, policy).trajectories)
                 if trajectory.trajectory_id in reasons
             }
+            # To make it anew undoes what came after it, which a checkpoint may have consumed by now.
+            if refused and step != (made := self.batches(policy)) - 1:
+                raise StepError(f"batch {step} of {policy} cannot be refused any more: the newest is {made - 1}")
             for group_id, (trajectory_id, reason) in refused.items():
                 (worker,) = self._db.execute(
                     "SELECT worker FROM episodes WHERE group_id = :group_id AND (episode_id = :trajectory_id"

@@ -28,7 +28,7 @@ from flowjax.dataflow.algorithms.chain import AlgorithmError
 from flowjax.dataflow.flow import Flow, Taken
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.dataflow.workers import Can
-from flowjax.monitor.trouble import explain, unwritable
+from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
 from flowjax.record_checks import check_lease
 from flowjax.records import Lease, WireError
 
@@ -178,6 +178,8 @@ class DataflowService:
 
     def _versions(self, message: Any) -> Answer:
         policy, newest = self._policy(message)
+        # An engine may serve what a trainer has gone back behind, until the newest version is that or later again.
+        newest = max(newest, self._flow.serving[policy])
         serving = messages.version_of(message, "serving", oldest=0, newest=newest)
         news = serving > self._flow.serving[policy]
         oldest_needed = self._flow.report_serving(policy, serving)
@@ -216,12 +218,14 @@ class DataflowService:
         try:
             async with self._crediting:
                 batch = await asyncio.to_thread(self._flow.credit, policy, steps[policy], groups)
-        except (AlgorithmError, OSError):
+        except AlgorithmError:
             raise
-        except Exception:
+        except Exception as error:
+            if is_machine_fault(error):
+                raise
             async with self._crediting:
                 reasons = await asyncio.to_thread(self._flow.uncreditable, policy, groups)
-            if not self._flow.quarantine(policy, steps[policy], reasons):
+            if not self._quarantine(policy, steps[policy], epoch, reasons):
                 raise  # no group of it is at fault
             self._notify()
             return {"state": "wait"}
@@ -252,10 +256,17 @@ class DataflowService:
         policy, newest = self._policy(message)
         step, reasons = messages.refused_of(message)
         messages.version_of({"step": step}, "step", oldest=max(self._flow.committed[policy], 0), newest=newest)
-        self._flow.fence([policy], messages.epoch_of(message))
-        groups = self._flow.quarantine(policy, step, reasons)
+        groups = self._quarantine(policy, step, messages.epoch_of(message), reasons)
         self._notify()
         return {"quarantined": groups}
+
+    def _quarantine(self, policy: str, step: int, epoch: int, reasons: Mapping[str, str]) -> list[str]:
+        """See `Flow.quarantine`; for the trainer of that epoch alone, which another may have replaced meanwhile."""
+        self._flow.fence([policy], epoch)
+        try:
+            return self._flow.quarantine(policy, step, reasons)
+        except StepError as error:
+            raise WireError(str(error)) from error
 
     def _policy(self, message: Any) -> tuple[str, int]:
         """The policy that a message is about, and the newest version that there can be of it."""
@@ -263,7 +274,12 @@ class DataflowService:
         return policy, self._flow.newest_version(policy)
 
     def _newest(self) -> dict[str, int]:
-        trained = {policy: self._flow.newest_version(policy) for policy in self._flow.policies}
+        """The newest version that each policy may have been played with; -1 of a model that is not trained.
+
+        A trainer that goes back has lost versions that episodes under way were begun with, which is not their fault."""
+        trained = {
+            policy: max(self._flow.newest_version(policy), self._flow.serving[policy]) for policy in self._flow.policies
+        }
         return trained | dict.fromkeys(self._flow.frozen, -1)
 
 

@@ -36,6 +36,7 @@ _WORDINGS = {
     "read-only file system": errno.EROFS,
     "attempt to write a readonly database": errno.EROFS,
 }
+_XLA_MEMORY = "RESOURCE_EXHAUSTED"  # as XLA says that it could not allocate
 _PROBE_BYTES = 64 * 1024
 
 
@@ -43,6 +44,11 @@ def explain(error: BaseException) -> str:
     """Cause and remedy of a fault of the machine; "" for any other error. Looks through what it was raised from."""
     number = _number(error)
     return f"{os.strerror(number)}: {_REMEDIES[number]}" if number in _REMEDIES else ""
+
+
+def is_machine_fault(error: BaseException) -> bool:
+    """True of what says nothing about the data that was worked on: too little memory, or a fault of the system."""
+    return isinstance(error, OSError | MemoryError) or bool(explain(error)) or _XLA_MEMORY in str(error)
 
 
 def unwritable(error: BaseException) -> str:

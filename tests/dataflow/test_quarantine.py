@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from flowjax.broker import connect
+from flowjax.dataflow import flow as flow_room
 from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.ledger import StepError
+from flowjax.dataflow.service import DataflowService
 from flowjax.records import Episode, Lease, TokenRow, pack, unpack
 from flowjax.trainer.batch import BatchError, unusable_rows
 from flowjax.trainer.batch import pack as pack_rows
@@ -132,6 +135,56 @@ def test_a_group_that_no_credit_can_be_given_for_is_put_aside(tmp_path):
             assert len(first) == 12
             (aside,) = flow.status()["put_aside"]
             assert aside["group_id"] == leases[3].group_id and "no credit" in aside["reason"]
+
+    asyncio.run(scenario())
+
+
+def two_batches(folder: Path) -> tuple[Flow, list[list[str]]]:
+    """A flow that has served two batches, and their groups."""
+    flow, groups = make_flow(folder, configuration(max_staleness=1)), []
+    flow.claim("trainer", {"agent": 0}, 0)
+    for step in (0, 1):
+        flow.report_serving("agent", step)
+        for lease in flow.lease("w", 100, "train"):
+            assert flow.accept(lease.lease_id, played(lease, version=step))
+        taken = flow.take("agent", step)
+        assert taken is not None
+        groups.append([group.group_id for group in taken.groups])
+        flow.commit("agent", step + 1)
+    return flow, groups
+
+
+def test_only_the_newest_batch_can_be_refused(tmp_path):
+    """A late copy of /batch whose credit failed put the groups of later batches back: they were trained on twice."""
+    flow, groups = two_batches(tmp_path)
+    ready = flow._ledger.groups("agent", "ready")
+    with pytest.raises(StepError, match=r"batch 0 of agent cannot be refused any more: the newest is 1"):
+        flow.quarantine("agent", 0, {f"{groups[0][0]}/000": "why"})
+    assert [flow._ledger.batch("agent", step) for step in (0, 1)] == groups
+    assert flow._ledger.groups("agent", "ready") == ready and flow._ledger.batches("agent") == 2
+    assert flow.quarantine("agent", 0, {"none of its trajectories": "why"}) == []
+
+
+@pytest.mark.parametrize("lacking", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: out of memory"), OSError(24, "")])
+def test_a_machine_that_is_short_of_memory_puts_no_group_aside(tmp_path, monkeypatch, lacking):
+    """It put the whole batch aside: every group of it failed alone, too."""
+
+    def credit_batch(*_: Any, **__: Any) -> None:
+        raise lacking
+
+    async def scenario() -> None:
+        flow = make_flow(tmp_path, configuration(max_staleness=1))
+        flow.report_serving("agent", 0)
+        for lease in flow.lease("w", 100, "train"):
+            assert flow.accept(lease.lease_id, played(lease, version=0))
+        _, epoch = flow.claim("trainer", {"agent": 0}, 0)
+        service = DataflowService(flow)
+        with monkeypatch.context() as short:
+            short.setattr(flow_room, "credit_batch", credit_batch)
+            with pytest.raises(type(lacking)):
+                await service.answer("batch", {"policy": "agent", "step": 0, "epoch": epoch})
+        assert flow.status()["put_aside"] == []
+        assert (await service.answer("batch", {"policy": "agent", "step": 0, "epoch": epoch}))["state"] == "run"
 
     asyncio.run(scenario())
 

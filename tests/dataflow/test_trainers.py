@@ -122,3 +122,21 @@ def test_a_wait_for_a_batch_ends_when_another_trainer_claims(tmp_path):
         assert status == 409, answer
 
     run(tmp_path, scenario)
+
+
+def test_what_was_played_with_a_version_that_a_trainer_has_lost_is_no_fault_of_its_worker(tmp_path):
+    """It was refused with 400, which ended the rollout service together with all that it was playing."""
+
+    async def scenario(dataflow: Dataflow) -> None:
+        await train(dataflow, await dataflow.claim(0), range(2))
+        await dataflow.post("/versions", worker="w", policy="agent", serving=2, in_use=[])
+        _, answer = await dataflow.post("/lease", worker="w", slots=1)
+        path = ("trajectories", 0, "turns", 0, "version")
+        items = [{"lease_id": x["lease_id"], "episode": changed(episode(x), path, 2)} for x in answer["leases"]]
+        await dataflow.claim(0)  # its checkpoints 1 and 2 were damaged
+        assert (await dataflow.post("/versions", worker="w", policy="agent", serving=2, in_use=[]))[0] == 200
+        assert await dataflow.post("/episodes", worker="w", items=items) == (200, {"accepted": 1, "duplicate": 0})
+        status, _ = await dataflow.post("/versions", worker="w", policy="agent", serving=3, in_use=[])
+        assert status == 400, "nobody has made that one"
+
+    run(tmp_path, scenario)
