@@ -144,8 +144,8 @@ class Servers:
         """Note what `flow` takes."""
         take = flow.accept_all
 
-        def accept_all(played: Sequence[tuple[str, Episode]]) -> list[bool]:
-            counted = take(played)
+        def accept_all(played: Sequence[tuple[str, Episode]], *, worker: str = "") -> list[bool]:
+            counted = take(played, worker=worker)
             for (_, episode), counts in zip(played, counted, strict=True):
                 (self.counted if counts else self.refused).append(episode)
             return counted
