@@ -1,14 +1,14 @@
 """Whether an episode is what its type says, field by field: anything may stand in a record that came over the wire."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from flowjax.records import Episode, Status, Trajectory, Turn, WireError
+from flowjax.records import COUNTED_STATUSES, Episode, Status, Trajectory, Turn, WireError
 
 _LONGEST_NAME = 500  # characters
 _LONGEST_ERROR = 10_000
@@ -102,6 +102,19 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], bounds: Bounds
             _check_tokens(turn, bounds, f"{place}.turns[{number}]")
             if turn.policy != trajectory.policy:
                 raise WireError(f"field {place}.turns[{number}].policy differs from the trajectory's")
+
+
+def check_outcomes(episode: Episode, needed: Mapping[str, Collection[str]], *, where: str = "episode") -> None:
+    """Check that an episode has the outcomes that the reward of each of its policies is made of, by policy.
+
+    Raises:
+        WireError: one is missing. No reward could be given for the episode: its group could never be trained on.
+    """
+    for index, part in enumerate(episode.trajectories):
+        lacking = set(needed.get(part.policy, ())) - part.outcome.keys()
+        if lacking and part.turns and {part.status, episode.status} <= COUNTED_STATUSES:
+            reason = f"lacks {min(lacking)!r}, which the reward of {part.policy} (config.reward.components) is made of"
+            raise WireError(f"field {where}.trajectories[{index}].outcome {reason}")
 
 
 def check_lease(episode: Episode, leased: Leased, *, where: str = "episode") -> None:

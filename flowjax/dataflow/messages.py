@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from flowjax.dataflow.workers import KINDS, Can
-from flowjax.record_checks import Bounds, check_episode
-from flowjax.records import COUNTED_STATUSES, Episode, WireError
+from flowjax.record_checks import Bounds, check_episode, check_outcomes
+from flowjax.records import Episode, WireError
 
 MOST_SLOTS = 100_000  # episodes asked for, or leases named, in one message
 _LONGEST_NAME = 500  # characters
@@ -143,16 +143,6 @@ def episodes_of(
     for index, item in enumerate(items):
         lease_id, episode = fields(item, lease_id=str, episode=Episode)
         check_episode(episode, newest=newest, bounds=bounds, where=f"items[{index}].episode")
-        if episode.status in COUNTED_STATUSES:
-            _check_outcomes(episode, needed, f"items[{index}].episode")
+        check_outcomes(episode, needed, where=f"items[{index}].episode")
         played.append((lease_id, episode))
     return played
-
-
-def _check_outcomes(episode: Episode, needed: Mapping[str, Collection[str]], where: str) -> None:
-    """Refuse an episode that no reward could be given for: its group could never be trained on."""
-    for index, part in enumerate(episode.trajectories):
-        lacking = set(needed.get(part.policy, ())) - part.outcome.keys()
-        if lacking and part.turns and part.status in COUNTED_STATUSES:
-            reason = f"lacks {min(lacking)!r}, which the reward of {part.policy} (config.reward.components) is made of"
-            raise WireError(f"field {where}.trajectories[{index}].outcome {reason}")

@@ -5,18 +5,19 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, task_options
+from flowjax.config import ConfigError, policy_configs, task_options
 from flowjax.envs.base import Constrained, World, load_world
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import vocabulary_sizes
-from flowjax.record_checks import Bounds, check_episode
+from flowjax.record_checks import Bounds, check_episode, check_outcomes
 from flowjax.records import Episode, Lease, Trajectory, WireError
+from flowjax.rewards.scores import required_outcomes
 from flowjax.rollout.bases import Base
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.completions import Completion, Sampling
@@ -63,6 +64,7 @@ class Player:
     speakers: Mapping[str, str]  # agent -> policy, or base model
     config: ConfigDict
     bounds: Bounds
+    needed: Mapping[str, Collection[str]]  # policy -> outcomes that its reward is made of
     structured_outputs: str = ""  # see `Sampling`
 
     @classmethod
@@ -77,7 +79,10 @@ class Player:
         if config.rollout.structured_outputs and isinstance(world, Constrained):
             held = json.dumps(world.structured_outputs(config.env.prompt, **config.env.options.to_dict()))
         bounds = Bounds.of_run(config, vocabulary_sizes(config))
-        return cls(bases, pool, world, load_workflow(config.workflow), speakers(config), config, bounds, held)
+        needed = {
+            policy: required_outcomes(own.reward.components.to_dict()) for policy, own in policy_configs(config).items()
+        }
+        return cls(bases, pool, world, load_workflow(config.workflow), speakers(config), config, bounds, needed, held)
 
     async def play(self, lease: Lease) -> Episode:
         """Play to the end. What goes wrong inside the episode is its status.
@@ -102,6 +107,7 @@ class Player:
             trained = {policy for base in self.bases for policy in base.policies}
             newest = {name: sys.maxsize if name in trained else UNVERSIONED for name in self.speakers.values()}
             check_episode(episode, newest=newest, bounds=self.bounds)
+            check_outcomes(episode, self.needed)
         except WireError as error:  # a world whose reward is not a number, say: the dataflow would refuse it
             episode = self._episode(lease, Played([], {}, "env_error", str(error)))
         return episode

@@ -30,6 +30,8 @@ from flowjax.rollout.names import world_name
 _log = logging.getLogger(__name__)
 _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
 _ITEMS_PER_MESSAGE = 64
+_MESSAGE_BYTES = 4 * 1024**2  # of episodes; at the least pace that the dataflow asks for it is in well before its end
+_NAMES_BYTES = 2048  # of the names and numbers of a turn, or of an episode's part
 _FRUITLESS_ROUNDS = 4  # of all slots, after which the service ends
 _EXECUTOR_AWAY_S = 1800.0  # what a world asks may be away for so long, after which the service ends
 _PROBE_EVERY_S = 1.0
@@ -63,6 +65,7 @@ class RolloutService:
         self._policies, self._most_slots = list(policy_configs(config)), config.rollout.max_concurrent_episodes
         self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
         self._can = {"worlds": [world_name(config)], "policies": self._policies, "kinds": ["train", "eval"]}
+        self._message_bytes = min(_MESSAGE_BYTES, config.dataflow.max_message_bytes // 2)
         self._renew_every_s = config.dataflow.lease_s / 3
         self._run_dir = run_dir
         self._left_behind = read_leases(
@@ -177,7 +180,7 @@ class RolloutService:
             await self._send()
 
     async def _send(self) -> None:
-        if finished := self._finished[:_ITEMS_PER_MESSAGE]:
+        if finished := _one_message(self._finished, self._message_bytes):
             await self._dataflow.push(finished)
             del self._finished[: len(finished)]
         if unplayed := self._unplayed[:]:
@@ -290,3 +293,25 @@ class RolloutService:
         except (DataflowError, TimeoutError):
             left = len(self._finished) + len(self._unplayed) + len(stopped)
             _log.warning("%d leases could not be settled with the dataflow: they will expire and be played again", left)
+
+
+def _one_message(finished: Sequence[tuple[str, Episode]], most_bytes: int) -> list[tuple[str, Episode]]:
+    """The first of these episodes, as many as one message may hold; one at least, however long it is."""
+    items, size_bytes = [], 0
+    for lease_id, episode in finished[:_ITEMS_PER_MESSAGE]:
+        size_bytes += _size_bytes(episode)
+        if items and size_bytes > most_bytes:
+            break
+        items.append((lease_id, episode))
+    return items
+
+
+def _size_bytes(episode: Episode) -> int:
+    """Of an episode on the wire, by its longest parts."""
+    size = _NAMES_BYTES + 4 * len(episode.error)
+    for part in episode.trajectories:
+        size += _NAMES_BYTES + 4 * len(part.error)
+        for turn in part.turns:
+            arrays = turn.prompt_ids, turn.sampled_ids, turn.logprobs
+            size += _NAMES_BYTES + sum(array.nbytes for array in arrays)
+    return size

@@ -16,6 +16,7 @@ from rollout_run import RolloutRun, Servers, until
 from flowjax.broker import DataflowError, connect
 from flowjax.config import ConfigError
 from flowjax.dataflow.server import Server
+from flowjax.records import Episode, Trajectory, Turn, pack
 from flowjax.rollout import __main__ as rollout_main
 from flowjax.rollout import service as rollout_service
 from flowjax.rollout.client import EngineError
@@ -203,6 +204,46 @@ def test_a_reward_that_is_no_number_is_the_worlds_fault_and_ends_nothing_else(tm
             assert "success' = nan" in episode.error
 
     asyncio.run(scenario())
+
+
+def test_an_outcome_that_the_reward_lacks_is_the_worlds_fault_and_ends_nothing_else(tmp_path):
+    """The dataflow refused the whole message, its sound episodes too, and the service ended of that."""
+
+    async def scenario():
+        run = RolloutRun(tmp_path, workflow="unruly_workflows.every_fourth_lacks_its_outcome", dataflow__max_attempts=1)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: servers.flow.status()["ready_groups"] == 4)
+        broken = [episode for episode in servers.counted if episode.seed % 4 == 0]
+        assert broken and len(servers.counted) == 16 and not servers.refused
+        for episode in broken:
+            assert (episode.status, episode.turns) == ("env_error", [])
+            assert "outcome lacks 'success', which the reward of agent" in episode.error
+
+    asyncio.run(scenario())
+
+
+def test_a_message_of_episodes_stays_below_its_size():
+    """64 long episodes were one message, over config.dataflow.max_message_bytes: its 413 ended the service."""
+    random = np.random.default_rng(0)
+
+    def long_episode(number: int) -> Episode:
+        turns = []
+        for _ in range(random.integers(1, 30)):
+            ids = np.zeros(random.integers(1, 3000), np.int32)
+            sampled, logprobs = ids[: len(ids) // 2], np.zeros(len(ids) // 2, np.float32)
+            turns.append(Turn("agent", 1, ids, sampled, logprobs, "stop", 2**63, 2**63, 0.5, True, False))
+        names = f"group/{number:03d}", "group", "task", number
+        return Episode(*names, [Trajectory(*names, turns, {"success": 1.0})], {"success": 1.0})
+
+    finished, most_bytes = [(f"lease-{number}", long_episode(number)) for number in range(200)], 500_000
+    left, sent = finished, []
+    while left:
+        items = rollout_service._one_message(left, most_bytes)
+        described = [{"lease_id": lease_id, "episode": episode} for lease_id, episode in items]
+        assert len(pack({"worker": "w", "items": described})) <= most_bytes and 1 <= len(items) <= 64
+        sent, left = sent + items, left[len(items) :]
+    assert sent == finished and len(finished) > 20
+    assert len(rollout_service._one_message(finished, 1)) == 1, "one that is longer alone is tried all the same"
 
 
 def test_an_episode_that_takes_too_long_is_a_timeout(tmp_path):

@@ -19,6 +19,12 @@ async def every_fourth_rewards_nothing_that_is_a_number(task, *, seed, env, agen
     return dataclasses.replace(played, outcome={"success": math.nan}) if seed % 4 == 0 else played
 
 
+async def every_fourth_lacks_its_outcome(task, *, seed, env, agents, options):
+    played = await single.play(task, seed=seed, env=env, agents=agents, options=options)
+    bare = [dataclasses.replace(part, outcome={}) for part in played.parts]
+    return dataclasses.replace(played, parts=bare) if seed % 4 == 0 else played
+
+
 async def raises(task, *, seed, env, agents, options):
     raise RuntimeError("this workflow is broken")
 
