@@ -157,3 +157,24 @@ def test_the_base_is_the_reference_policy(split):
     }
     assert kl["base"] == pytest.approx(0.0, abs=1e-6)
     assert kl["noisy"] > 1e-4
+
+
+def test_the_entropy_term_is_the_gradient_of_a_full_softmax_entropy(split):
+    """What the coefficient adds to the gradient, beside the summed entropy written out over the whole vocabulary."""
+    graph, trained, frozen = split
+    batch = pack(rows(3), row_tokens=16, micro_batch_rows=4)[0]
+
+    def entropy(arrays):
+        model = nnx.merge(graph, arrays, frozen)
+        hidden = model(batch.tokens, batch.positions, batch.segments)
+        before = jnp.take_along_axis(hidden, batch.places[..., None] - 1, axis=1)
+        logprobs = jax.nn.log_softmax((before @ model.head()) / 1.3)
+        return jnp.sum(-jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1), where=batch.mask)
+
+    parts = [
+        gradient_of(objective_of(graph, kl_coefficient=0.0, entropy_coefficient=c), state_of(trained, frozen), batch)
+        for c in (0.5, 0.0)
+    ]
+    added = jax.tree.map(lambda with_term, without: with_term - without, parts[0].gradient, parts[1].gradient)
+    assert_close(added, jax.tree.map(lambda leaf: -0.5 * leaf, jax.grad(entropy)(trained)), atol=2e-4)
+    np.testing.assert_allclose(parts[0].sums["entropy"], entropy(trained), rtol=1e-4)
