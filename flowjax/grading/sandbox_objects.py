@@ -13,7 +13,8 @@ The program may say whatever it likes; so what tests decide on is decided by the
 in how its results compare with data of the tests, unless the tests name its class (`Peer._may_operate`). And it may do
 with objects of the tests what is public about them, no more (`Peer._allowed`): no frames, code or globals.
 
-This source runs inside the boxes; it imports nothing of this package.
+This source runs inside the boxes, and so do the three that it imports (`sandbox_runner` loads them): mirrors, values
+that travel, and what surrounds them (files, patches).
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -21,162 +22,54 @@ This source runs inside the boxes; it imports nothing of this package.
 # (a value here may be of any type)
 
 import builtins
-import operator
 import os
 import sys
 import types
 
-DATA_MODULES = ("decimal", "fractions", "datetime", "uuid", "pathlib", "collections", "dataclasses")
-ITERATIONS = 100_000
-_SCALARS = (type(None), bool, str)
-_OS = types.SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})  # before tests patch it
-_PATH = types.SimpleNamespace(**{name: getattr(os.path, name) for name in dir(os.path)})
+from flowjax.grading.sandbox_mirrors import (
+    DUNDERS,
+    OPERATORS,
+    PUBLIC_DUNDERS,
+    Gone,
+    Mirror,
+    MirrorType,
+    ask_for,
+    attribute,
+    forward,
+    importable,
+    is_mirror,
+    is_mirror_class,
+    is_standard_library,
+    mirror_of,
+    set_for,
+    text_of,
+)
+from flowjax.grading.sandbox_surroundings import WorkingFolder
+from flowjax.grading.sandbox_values import (
+    COMPUTING_MODULES,
+    CONTAINERS,
+    DERIVABLE,
+    FUNCTION_TYPES,
+    INTERPRETER_TYPES,
+    PLAIN_READERS,
+    READERS,
+    SCALARS,
+    WRITERS,
+    base_of,
+    empty_container,
+    encode_numpy,
+    fill,
+    is_data_class,
+    items_of,
+    load_writers,
+    only_computes,
+    snapshot,
+    unchanged,
+)
+
 _STREAMS = ("stdin", "stdout", "stderr")
-_MAX_FILES = 2000
 _HIDDEN = ("gi_", "cr_", "ag_", "co_", "f_", "tb_", "func_", "im_")
-
-_UNARY = """
-len iter next reversed bool int float complex index abs neg pos invert round trunc floor ceil str repr bytes format
-fspath length_hint call enter exit hash getitem setitem delitem missing sizeof contains array
-""".split()  # noqa: SIM905 (36 lines otherwise)
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()  # noqa: SIM905
-_OPERATORS = {f"__{kind}{name}__" for name in _BINARY for kind in ("", "r", "i")} | {f"__{n}__" for n in _COMPARISONS}
-DUNDERS = [f"__{name}__" for name in _UNARY] + sorted(_OPERATORS)
-_OPERATORS.add("__contains__")
-_PUBLIC_DUNDERS = {*DUNDERS, "__name__", "__doc__", "__qualname__", "__module__"}
 _FOR_PROGRAMS = {"get", "set", "del", "call", "operate", "copy", "dir", "await", "step"}  # what tests do for them
-
-
-class Gone(BaseException):
-    """The other side has ended, or has used up its time: no test may catch this and pass."""
-
-
-def _importable(value):
-    """Whether a class or function is found in its module by its name."""
-    module = sys.modules.get(getattr(value, "__module__", None) or "")
-    name = getattr(value, "__qualname__", "")
-    if module is None or not name or not isinstance(name, str) or getattr(module, "__tested__", False):
-        return False
-    found = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is value
-
-
-def _is_library(name):
-    return bool(name) and name.split(".")[0] in sys.stdlib_module_names and name != "__main__"
-
-
-class _MirrorType(type):
-    """The class of mirrored classes: what is not known here is asked for."""
-
-    def __getattr__(cls, name):
-        peer, number = type.__getattribute__(cls, "_mirror")
-        if name in ("__abstractmethods__", "__set_name__", "__get__"):
-            raise AttributeError(name)
-        return peer.ask("get", number, name)
-
-    def __setattr__(cls, name, value):
-        peer, number = type.__getattribute__(cls, "_mirror")
-        peer.ask("set", number, name, value)
-
-    def __delattr__(cls, name):
-        peer, number = type.__getattribute__(cls, "_mirror")
-        peer.ask("del", number, name)
-
-    def __call__(cls, *arguments, **keywords):
-        peer, number = type.__getattribute__(cls, "_mirror")
-        return peer.ask("call", number, arguments, keywords)
-
-    def __iter__(cls):
-        return iter(cls._ask("__iter__"))
-
-    def __len__(cls):
-        return cls._ask("__len__")
-
-    def __getitem__(cls, key):
-        return cls._ask("__getitem__", key)
-
-    def __contains__(cls, key):
-        return cls._ask("__contains__", key)
-
-    def _ask(cls, name, *arguments):
-        peer, number = type.__getattribute__(cls, "_mirror")
-        return peer.ask("operate", number, name, arguments)
-
-
-def _forward(name):
-    def method(self, *arguments, **keywords):
-        peer, number = object.__getattribute__(self, "_mirror_of")
-        if name in _OPERATORS and not peer.may_operate(self, arguments):
-            return NotImplemented
-        return peer.ask("operate", number, name, arguments, keywords)
-
-    method.__name__ = name
-    return method
-
-
-def _attribute(name):
-    def get(self):
-        peer, number = object.__getattribute__(self, "_mirror_of")
-        return peer.ask("get", number, name)
-
-    def put(self, value):
-        peer, number = object.__getattribute__(self, "_mirror_of")
-        peer.ask("set", number, name, value)
-
-    return property(get, put)
-
-
-class _Mirror:
-    """What all mirrors of plain objects have: nothing of their own."""
-
-    def __getattribute__(self, name):
-        if name in ("_mirror_of", "_mirror_class"):
-            return object.__getattribute__(self, name)
-        if name == "__class__":
-            return object.__getattribute__(self, "_mirror_class")
-        peer, number = object.__getattribute__(self, "_mirror_of")
-        return peer.ask("get", number, name)
-
-    def __setattr__(self, name, value):
-        peer, number = object.__getattribute__(self, "_mirror_of")
-        peer.ask("set", number, name, value)
-
-    def __delattr__(self, name):
-        peer, number = object.__getattribute__(self, "_mirror_of")
-        peer.ask("del", number, name)
-
-    def __deepcopy__(self, memo):
-        peer, number = object.__getattribute__(self, "_mirror_of")
-        return peer.ask("copy", number)
-
-    def __copy__(self):
-        peer, number = object.__getattribute__(self, "_mirror_of")
-        return peer.ask("copy", number, False)
-
-    def __dir__(self):
-        peer, number = object.__getattribute__(self, "_mirror_of")
-        return peer.ask("dir", number)
-
-    __hash__ = object.__hash__
-
-
-def _ask_for(self, name):
-    """`__getattr__` of mirrors that are data too."""
-    try:
-        peer, number = object.__getattribute__(self, "_mirror_of")
-    except AttributeError:
-        raise AttributeError(name) from None
-    if name.startswith("__") and name not in ("__dict__", "__wrapped__"):
-        raise AttributeError(name)
-    return peer.ask("get", number, name)
-
-
-def _set_for(self, name, value):
-    peer, number = object.__getattribute__(self, "_mirror_of")
-    peer.ask("set", number, name, value)
 
 
 class Peer:
@@ -196,7 +89,7 @@ class Peer:
         self._streams = {name: getattr(sys, name) for name in _STREAMS}
         self._own_streams = dict(self._streams)
         self._random = None
-        self._files = _Files() if files else None
+        self._files = WorkingFolder() if files else None
         self._depth = 0
         self.pauses = 0.0  # seconds spent on waiting for the other side
 
@@ -277,7 +170,7 @@ class Peer:
             return True
         if isinstance(value, types.ModuleType) or name.startswith(_HIDDEN):
             return False
-        return not name.startswith("_") or name in _PUBLIC_DUNDERS
+        return not name.startswith("_") or name in PUBLIC_DUNDERS
 
     def _do_get(self, number, name):
         return getattr(self._own(number, name=name), name)
@@ -357,9 +250,9 @@ class Peer:
         On the side of the tests: with objects of its own side; with data only if the tests name its class. A result
         that says that it equals everything is no result.
         """
-        if not self.decides or all(_is_mirror(other) for other in others):
+        if not self.decides or all(is_mirror(other) for other in others):
             return True
-        return any(kind.__name__ in self.named for kind in type(mirror).__mro__ if isinstance(kind, _MirrorType))
+        return any(kind.__name__ in self.named for kind in type(mirror).__mro__ if isinstance(kind, MirrorType))
 
     # State that goes with each message
 
@@ -391,8 +284,8 @@ class Peer:
         for kind, number, *parts in state.get("shared", ()):
             if number in self._shared:
                 container = self._shared[number][0]
-                _fill(container, kind, self._parts(kind, parts))
-                self._shared[number] = (container, _snapshot(container))
+                fill(container, kind, self._parts(kind, parts))
+                self._shared[number] = (container, snapshot(container))
         if self._files is not None and "files" in state:
             self._files.apply(state["files"])
         if "random" in state:
@@ -409,8 +302,8 @@ class Peer:
 
     def _changed(self):
         for number, (container, before) in list(self._shared.items()):
-            if not _same(container, before):
-                self._shared[number] = (container, _snapshot(container))
+            if not unchanged(container, before):
+                self._shared[number] = (container, snapshot(container))
                 yield number, container
 
     def _forget(self):
@@ -455,7 +348,7 @@ class Peer:
         if depth > 200:
             raise RecursionError("a value is nested too deeply to leave its box")
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return value
         if kind is int:
             return value if -(1 << 63) <= value < 1 << 63 else ["int", hex(value)]
@@ -463,22 +356,27 @@ class Peer:
             return ["float", value.hex()]
         if kind in (tuple, frozenset):
             return [kind.__name__, *(self._encode(part, depth + 1) for part in value)]
-        if kind.__module__ == "collections" and len(_CONTAINERS) == 4:
-            _load_writers("collections")
-        if kind in _CONTAINERS:
+        if kind.__module__ == "collections" and len(CONTAINERS) == 4:
+            load_writers("collections")
+        if kind in CONTAINERS:
             return self._encode_container(value, depth)
-        if _is_mirror(value):
-            return ["yours", _mirror_of(value)[1]]
-        if kind in _SMALL:
-            return _SMALL[kind](self, value)
+        if is_mirror(value):
+            return ["yours", mirror_of(value)[1]]
+        if kind in WRITERS:
+            return WRITERS[kind](self, value)
         if isinstance(value, type):
             return self._encode_class(value)
         if isinstance(value, types.ModuleType):
             tested = getattr(value, "__tested__", False)
             return ["object", self._number(value), self._encode_class(kind)] if tested else ["module", value.__name__]
-        if isinstance(value, types.BuiltinFunctionType) and _pure(value):
+        if isinstance(value, types.BuiltinFunctionType) and only_computes(value):
             return ["pure", value.__module__, value.__name__]
-        if self.decides and isinstance(value, _FUNCTIONS) and _importable(value) and _is_library(value.__module__):
+        if (
+            self.decides
+            and isinstance(value, FUNCTION_TYPES)
+            and importable(value)
+            and is_standard_library(value.__module__)
+        ):
             return ["function", value.__module__, value.__qualname__]
         if isinstance(value, types.CoroutineType):
             return ["coroutine", self._number(value)]
@@ -486,9 +384,9 @@ class Peer:
             return ["generator", self._number(value)]
         if isinstance(value, BaseException):
             return self._encode_exception(value)
-        if kind.__module__ == "numpy" and (encoded := _encode_numpy(value)) is not None:
+        if kind.__module__ == "numpy" and (encoded := encode_numpy(value)) is not None:
             return encoded
-        for base, plain in _PLAIN.items():
+        for base, plain in PLAIN_READERS.items():
             if isinstance(value, base):
                 parts = self._encode_class(kind), self._encode(plain(value), depth + 1)
                 return ["valued", self._number(value), *parts]
@@ -503,7 +401,7 @@ class Peer:
             return ["shared", number]
         number = self._number(value)
         del self._kept[number]
-        self._shared[number] = (value, _snapshot(value))
+        self._shared[number] = (value, snapshot(value))
         return self._content(number, value, depth)
 
     def _encode_derived(self, value, base, depth):
@@ -512,14 +410,14 @@ class Peer:
         if number is not None and number in self._shared:
             return ["shared", number]
         number = self._number(value)
-        self._shared[number] = (value, _snapshot(value))
+        self._shared[number] = (value, snapshot(value))
         return ["derived", number, self._encode_class(type(value)), self._content(number, value, depth)]
 
     def _content(self, number, value, depth=0):
-        kind = type(value).__name__ if type(value) in _CONTAINERS else _base_of(value).__name__
+        kind = type(value).__name__ if type(value) in CONTAINERS else base_of(value).__name__
         if kind == "bytearray":
             return [kind, number, bytes(value).hex()]
-        parts = list(_items(value))
+        parts = list(items_of(value))
         if isinstance(value, dict):
             parts = [part for item in parts for part in item]
         extra = []
@@ -530,7 +428,7 @@ class Peer:
         return [kind, number, *extra, *(self._encode(part, depth + 1) for part in parts)]
 
     def _encode_class(self, kind):
-        if _is_mirror_class(kind):
+        if is_mirror_class(kind):
             return ["yours", type.__getattribute__(kind, "_mirror")[1]]
         if kind.__module__ == "builtins" and getattr(builtins, kind.__name__, None) is kind:
             return ["type", kind.__name__]
@@ -538,14 +436,14 @@ class Peer:
         if number is not None:
             return ["class", number]
         # Library classes go by their names; to the tests only those of data and exceptions.
-        if _importable(kind) and _is_library(kind.__module__) and (self.decides or _is_data_class(kind)):
+        if importable(kind) and is_standard_library(kind.__module__) and (self.decides or is_data_class(kind)):
             return ["named", kind.__module__, kind.__qualname__]
         number = self._number(kind)
         bases = [self._encode_class(base) for base in kind.__bases__]
         own = {n for base in kind.__mro__ if base.__module__ != "builtins" for n in vars(base)}
         own = sorted(n for n in own if not n.startswith("__") or n in DUNDERS)
         dunders = [name for name in DUNDERS if getattr(kind, name, None) is not getattr(object, name, None)]
-        claimed = [kind.__module__, kind.__qualname__] if _importable(kind) else _TYPES.get(kind)
+        claimed = [kind.__module__, kind.__qualname__] if importable(kind) else INTERPRETER_TYPES.get(kind)
         return [
             "class",
             number,
@@ -558,8 +456,8 @@ class Peer:
         ]
 
     def _encode_exception(self, error):
-        if _is_mirror(error):
-            return ["yours", _mirror_of(error)[1]]
+        if is_mirror(error):
+            return ["yours", mirror_of(error)[1]]
         try:
             text = str(error)
         except BaseException:
@@ -570,7 +468,7 @@ class Peer:
         # An exception of this side may come back, as itself.
         encoded = ["exception", self._number(error), kind, self._encode_all(told), self._encode_all(attributes), text]
         cause = error.__cause__
-        return [*encoded, self._encode_exception(cause)] if cause is not None and not _is_mirror(cause) else encoded
+        return [*encoded, self._encode_exception(cause)] if cause is not None and not is_mirror(cause) else encoded
 
     def _encode_all(self, values):
         if isinstance(values, dict):
@@ -584,7 +482,7 @@ class Peer:
             return value
         tag, *parts = value
         if tag in ("list", "set", "dict", "bytearray", "deque", "OrderedDict", "defaultdict", "Counter"):
-            container = _empty(tag, parts)
+            container = empty_container(tag, parts)
             return self._receive_shared(container, tag, parts)
         if tag == "tuple":
             return tuple([self._decode(part) for part in parts])
@@ -598,8 +496,8 @@ class Peer:
         number, *parts = parts
         self._shared[number] = (container, None)
         self._numbers[id(container)] = number
-        _fill(container, tag, self._parts(tag, parts))
-        self._shared[number] = (container, _snapshot(container))
+        fill(container, tag, self._parts(tag, parts))
+        self._shared[number] = (container, snapshot(container))
         return container
 
     def _parts(self, tag, parts):
@@ -631,7 +529,7 @@ class Peer:
 
     def _decode_data(self, name, *parts):
         """A value of a class that is data, by its constructor."""
-        return _DATA[name](*[self._decode(part) for part in parts])
+        return READERS[name](*[self._decode(part) for part in parts])
 
     def _decode_view(self, name, items):
         return getattr(self._decode(items), name)()
@@ -654,25 +552,25 @@ class Peer:
         return kind
 
     def _decode_pure(self, module, name):
-        function = getattr(__import__(module, fromlist=["x"]) if module in _PURE else builtins, name)
-        if not _pure(function):
+        function = getattr(__import__(module, fromlist=["x"]) if module in COMPUTING_MODULES else builtins, name)
+        if not only_computes(function):
             raise ValueError(f"{name} is not allowed here")
         return function
 
     def _decode_module(self, name):
-        if self.decides and not (_is_library(name) or name in sys.modules):
+        if self.decides and not (is_standard_library(name) or name in sys.modules):
             raise ImportError(f"no module named {name!r} in the box of the tests")
         return __import__(name, fromlist=["x"])
 
     def _decode_named(self, module, name):
         if self.decides and (
-            not _is_library(module) or module.startswith("unittest")
+            not is_standard_library(module) or module.startswith("unittest")
         ):  # no test is skipped by a program
             raise ImportError(f"{module} is not for tests")
         found = __import__(module, fromlist=["x"])
         for part in name.split("."):
             found = getattr(found, part)
-        if self.decides and not (isinstance(found, type) and _is_data_class(found)):
+        if self.decides and not (isinstance(found, type) and is_data_class(found)):
             raise ValueError(f"{name} is no data")
         return found
 
@@ -713,33 +611,33 @@ class Peer:
         if known is not None:
             return known
         decoded = [self._decode(base) for base in bases]
-        data = [base for base in decoded if not _is_mirror_class(base) and issubclass(base, _DERIVABLE)]
-        mirrors = [base for base in decoded if _is_mirror_class(base)]
+        data = [base for base in decoded if not is_mirror_class(base) and issubclass(base, DERIVABLE)]
+        mirrors = [base for base in decoded if is_mirror_class(base)]
         body = {"__doc__": doc, "__module__": "solution", "_mirror": (self, number), "_claimed": claimed}
         bases = (*mirrors, *data)
-        derives = any(issubclass(base, _DERIVABLE) for base in bases)
+        derives = any(issubclass(base, DERIVABLE) for base in bases)
         if derives:
-            body["__getattr__"] = _ask_for
+            body["__getattr__"] = ask_for
             exception = any(issubclass(base, BaseException) for base in bases)
             for each in own if not exception else ():
                 if not each.startswith("__"):
-                    body.setdefault(each, _attribute(each))
-            body["__setattr__"] = object.__setattr__ if exception else _set_for
+                    body.setdefault(each, attribute(each))
+            body["__setattr__"] = object.__setattr__ if exception else set_for
             if exception:
-                body["__str__"] = _text_of
+                body["__str__"] = text_of
             # Comparisons and sums are those of the data, whatever the class says.
-            names = [n for n in own if n in DUNDERS and n not in _OPERATORS and n != "__hash__" and not exception]
+            names = [n for n in own if n in DUNDERS and n not in OPERATORS and n != "__hash__" and not exception]
         else:
-            bases = (*bases, *([] if mirrors else [_Mirror]))
+            bases = (*bases, *([] if mirrors else [Mirror]))
             names = [n for n in dunders if n != "__hash__" or "__eq__" in dunders]
         for each in names:
-            body[each] = _forward(each)
+            body[each] = forward(each)
         if "__eq__" in body and "__hash__" not in body:
-            body["__hash__"] = _forward("__hash__") if "__hash__" in dunders else None
+            body["__hash__"] = forward("__hash__") if "__hash__" in dunders else None
         try:
-            mirror = _MirrorType(name, bases, body)
+            mirror = MirrorType(name, bases, body)
         except TypeError:  # bases that do not go together
-            mirror = _MirrorType(name, (_Mirror,), body)
+            mirror = MirrorType(name, (Mirror,), body)
         self._mirrors[number] = mirror
         return mirror
 
@@ -749,7 +647,7 @@ class Peer:
             return known
         kind = self._mirror_class(kind, number)
         mirror = object.__new__(kind)
-        object.__setattr__(mirror, "_mirror_of", (self, number))
+        object.__setattr__(mirror, "mirror_of", (self, number))
         object.__setattr__(mirror, "_mirror_class", self._claimed(kind))
         self._mirrors[number] = mirror
         return mirror
@@ -757,15 +655,15 @@ class Peer:
     def _mirror_class(self, encoded, number):
         """The class of a mirror: of one that is known here by its name, one that passes everything on."""
         kind = self._decode(encoded)
-        if _is_mirror_class(kind):
+        if is_mirror_class(kind):
             return kind
         dunders = [n for n in DUNDERS if getattr(kind, n, None) is not getattr(object, n, None)]
         key = ("plain", kind)
         if key not in self._mirrors:
-            body = {n: _forward(n) for n in dunders if n != "__hash__"}
+            body = {n: forward(n) for n in dunders if n != "__hash__"}
             body |= {"_mirror": (self, -1), "_claimed": [kind.__module__, kind.__qualname__]}
             body["__hash__"] = object.__hash__
-            self._mirrors[key] = _MirrorType(kind.__name__, (_Mirror,), body)
+            self._mirrors[key] = MirrorType(kind.__name__, (Mirror,), body)
         return self._mirrors[key]
 
     def _claimed(self, kind):
@@ -776,7 +674,7 @@ class Peer:
         found = sys.modules.get(claim[0])
         for part in claim[1].split("."):
             found = getattr(found, part, None)
-        return found if isinstance(found, type) and not issubclass(found, _DERIVABLE) else kind
+        return found if isinstance(found, type) and not issubclass(found, DERIVABLE) else kind
 
     def _decode_valued(self, number, kind, plain):
         known = self._mirrors.get(number)
@@ -784,10 +682,10 @@ class Peer:
             return known
         kind, plain = self._decode(kind), self._decode(plain)
         base = type(plain)
-        if not _is_mirror_class(kind) or not issubclass(kind, base) or base not in (int, str, float, tuple, bytes):
+        if not is_mirror_class(kind) or not issubclass(kind, base) or base not in (int, str, float, tuple, bytes):
             return plain
         mirror = base.__new__(kind, plain)
-        object.__getattribute__(mirror, "__dict__")["_mirror_of"] = (self, number)
+        object.__getattribute__(mirror, "__dict__")["mirror_of"] = (self, number)
         self._mirrors[number] = mirror
         return mirror
 
@@ -797,10 +695,10 @@ class Peer:
             return known
         kind = self._decode(kind)
         base = {"list": list, "dict": dict, "set": set}[content[0]]
-        if not _is_mirror_class(kind) or not issubclass(kind, base):
+        if not is_mirror_class(kind) or not issubclass(kind, base):
             return self._decode(content)
         mirror = base.__new__(kind)
-        object.__getattribute__(mirror, "__dict__")["_mirror_of"] = (self, number)
+        object.__getattribute__(mirror, "__dict__")["mirror_of"] = (self, number)
         self._mirrors[number] = mirror
         return self._receive_shared(mirror, content[0], content[1:])
 
@@ -815,12 +713,12 @@ class Peer:
         error = kind.__new__(kind, *arguments)
         try:
             error.args = tuple(arguments)
-            if not _is_mirror_class(kind):
+            if not is_mirror_class(kind):
                 error.__init__(*arguments)
         except Exception:
             error.args = tuple(arguments)
-        if _is_mirror_class(kind):
-            error.__dict__["_mirror_of"] = (self, number)
+        if is_mirror_class(kind):
+            error.__dict__["mirror_of"] = (self, number)
             error.__dict__["_text"] = text
         for name, part in attributes.items():
             try:
@@ -831,386 +729,3 @@ class Peer:
             error.__cause__ = self._decode(cause)
         self._mirrors[number] = error
         return error
-
-
-def _text_of(self):
-    return self.__dict__.get("_text", "")
-
-
-def _is_mirror(value):
-    kind = type(value)
-    if isinstance(value, type):
-        return _is_mirror_class(value)
-    if not _is_mirror_class(kind):
-        return False
-    try:
-        object.__getattribute__(value, "_mirror_of")
-    except AttributeError:
-        return False
-    return True
-
-
-def _is_data_class(kind):
-    return issubclass(kind, BaseException) or kind.__module__.split(".")[0] in DATA_MODULES
-
-
-def _is_mirror_class(kind):
-    return type(kind) is _MirrorType
-
-
-def _mirror_of(value):
-    if isinstance(value, type):
-        return type.__getattribute__(value, "_mirror")
-    return object.__getattribute__(value, "_mirror_of")
-
-
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-_TYPES = {  # types of the interpreter, which no module has by their own names
-    kind: ["types", name]
-    for name, kind in vars(types).items()
-    if isinstance(kind, type) and name.endswith("Type") and not hasattr(builtins, kind.__name__)
-}
-
-_PLAIN = {  # how a value of a derived class is read past what that class brings
-    int: lambda value: int.__add__(value, 0),
-    str: str.__str__,
-    float: lambda value: float.__add__(value, 0.0),
-    tuple: lambda value: tuple(tuple.__iter__(value)),
-    bytes: lambda value: bytes(bytes.__iter__(value)),
-}
-
-# Containers
-
-_CONTAINERS = {list, dict, set, bytearray}
-_DERIVABLE = (int, str, float, tuple, bytes, list, dict, set, BaseException)
-
-
-def _base_of(value):
-    return next(base for base in (list, dict, set) if isinstance(value, base))
-
-
-def _empty(tag, parts):
-    if hasattr(builtins, tag):
-        return getattr(builtins, tag)()
-    import collections
-
-    _load_writers("collections")
-    return collections.deque(maxlen=parts[1]) if tag == "deque" else getattr(collections, tag)()
-
-
-def _dict_of(value):
-    """The class whose methods reach the content of a dict, past those that a derived class brings."""
-    ordered = sys.modules["collections"].OrderedDict if "collections" in sys.modules else dict
-    return ordered if isinstance(value, ordered) else dict
-
-
-def _items(value):
-    if isinstance(value, dict):
-        return _dict_of(value).items(value)
-    for base in (list, set):
-        if isinstance(value, base):
-            return getattr(base, "__iter__")(value)  # noqa: B009 (the base's own, not one that a subclass brings)
-    return iter(value)
-
-
-def _fill(container, tag, parts):
-    if tag == "bytearray":
-        container[:] = bytes.fromhex(parts[0])
-        return
-    if tag in ("defaultdict", "deque"):
-        first, *parts = parts
-        if tag == "defaultdict":
-            container.default_factory = first
-    if isinstance(container, list):
-        list.__setitem__(container, slice(None), parts)
-    elif isinstance(container, dict):
-        base = _dict_of(container)
-        base.clear(container)
-        for key, value in zip(parts[::2], parts[1::2], strict=True):
-            base.__setitem__(container, key, value)
-    elif isinstance(container, set):
-        set.clear(container)
-        set.update(container, parts)
-    else:
-        container.clear()
-        container.extend(parts)
-
-
-def _snapshot(value):
-    if isinstance(value, bytearray):
-        return bytes(value)
-    if isinstance(value, dict):
-        return dict(dict.items(value))
-    return set(set.__iter__(value)) if isinstance(value, set) else list(_items(value))
-
-
-def _same(value, before):
-    if isinstance(value, bytearray):
-        return value == before
-    if isinstance(value, dict):
-        if len(value) != len(before) or not all(map(operator.is_, dict.values(value), before.values())):
-            return False
-        return all(map(operator.is_, dict.keys(value), before.keys()))
-    if isinstance(value, set):
-        return len(value) == len(before) and {id(part) for part in value} == {id(part) for part in before}
-    return len(value) == len(before) and all(map(operator.is_, _items(value), before))
-
-
-# Data
-
-_PURE = ("math", "_operator", "builtins")
-_COMPUTING = """
-abs all any ascii bin callable chr divmod format hex isinstance issubclass iter len max min next oct ord pow repr round
-sorted sum
-""".split()  # noqa: SIM905
-
-
-def _pure(function):
-    """Whether a function of a library is one that only computes."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
-    if module not in _PURE or (module == "builtins" and name not in _COMPUTING):
-        return False
-    return getattr(sys.modules.get(module), name, None) is function
-
-
-def _plain(name, *parts):
-    return ["data", name, *parts]
-
-
-def _small_values():
-    """How values of small classes are written: those of the modules that are loaded."""
-    return {
-        complex: lambda peer, v: ["complex", v.real.hex(), v.imag.hex()],
-        bytes: lambda peer, v: ["bytes", v.hex()],
-        range: lambda peer, v: ["range", v.start, v.stop, v.step],
-        slice: lambda peer, v: ["slice", *(peer._encode(part) for part in (v.start, v.stop, v.step))],
-        type(...): lambda peer, v: ["constant", "Ellipsis"],
-        type(NotImplemented): lambda peer, v: ["constant", "NotImplemented"],
-        type({}.keys()): lambda peer, v: ["view", "keys", peer._encode(dict.fromkeys(v))],
-        type({}.values()): lambda peer, v: ["view", "values", peer._encode(dict(enumerate(v)))],
-        type({}.items()): lambda peer, v: ["view", "items", peer._encode(dict(v))],
-    }
-
-
-class _Small(dict):
-    """Writers of small values, by class; those of further modules are added once these are loaded."""
-
-    def __contains__(self, kind):
-        if not dict.__contains__(self, kind) and kind.__module__ in DATA_MODULES:
-            _load_writers(kind.__module__)
-        return dict.__contains__(self, kind)
-
-
-_SMALL = _Small(_small_values())
-
-
-def _load_writers(module):
-    """Writers and readers of the values of a module."""
-    if module == "decimal":
-        from decimal import Decimal
-
-        _SMALL[Decimal] = lambda peer, v: _plain("Decimal", str(v))
-    elif module == "fractions":
-        from fractions import Fraction
-
-        _SMALL[Fraction] = lambda peer, v: _plain("Fraction", peer._encode(v.numerator), peer._encode(v.denominator))
-    elif module == "uuid":
-        from uuid import UUID
-
-        _SMALL[UUID] = lambda peer, v: _plain("UUID", v.hex)
-    elif module == "datetime":
-        import datetime as d
-
-        _SMALL[d.date] = lambda peer, v: _plain("date", v.year, v.month, v.day)
-        _SMALL[d.timedelta] = lambda peer, v: _plain("timedelta", v.days, v.seconds, v.microseconds)
-        _SMALL[d.timezone] = lambda peer, v: _plain("timezone", peer._encode(v.utcoffset(None)))
-        _SMALL[d.time] = lambda peer, v: _plain(
-            "time", v.hour, v.minute, v.second, v.microsecond, peer._encode(v.tzinfo)
-        )
-        _SMALL[d.datetime] = lambda peer, v: _plain(
-            "datetime", v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, peer._encode(v.tzinfo)
-        )
-    elif module == "dataclasses":
-        from dataclasses import Field
-
-        _SMALL[Field] = lambda peer, v: _plain("Field", v.name, v._field_type.name, v.init, v.repr, bool(v.compare))
-    elif module == "pathlib":
-        import pathlib
-
-        for kind in (pathlib.PosixPath, pathlib.PurePosixPath):
-            _SMALL[kind] = lambda peer, v: _plain(type(v).__name__, str(v))
-    elif module == "collections":
-        import collections
-
-        _CONTAINERS.update((collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter))
-
-
-def _field(name, kind, init, shown, compared):
-    """A field of a dataclass, without its default."""
-    import dataclasses
-
-    field = dataclasses.field(init=init, repr=shown, compare=compared)
-    field.name, field.type = name, object
-    field._field_type = getattr(dataclasses, kind if kind in ("_FIELD_CLASSVAR", "_FIELD_INITVAR") else "_FIELD")
-    return field
-
-
-class _Readers(dict):
-    def __missing__(self, name):
-        if name == "Field":
-            return _field
-        module = {
-            "Decimal": "decimal",
-            "Fraction": "fractions",
-            "UUID": "uuid",
-            "PosixPath": "pathlib",
-            "PurePosixPath": "pathlib",
-            **dict.fromkeys(("date", "time", "datetime", "timedelta", "timezone"), "datetime"),
-        }[name]
-        self[name] = getattr(__import__(module), name)
-        return self[name]
-
-
-_DATA = _Readers()
-
-
-def _encode_numpy(value):
-    numpy = sys.modules["numpy"]
-    if type(value) is numpy.ndarray and not value.dtype.hasobject:
-        return ["numpy", value.dtype.str if value.dtype.names is None else "", list(value.shape), value.tobytes().hex()]
-    if isinstance(value, numpy.generic) and not value.dtype.hasobject and value.dtype.names is None:
-        return ["scalar", value.dtype.str, value.tobytes().hex()]
-    return None
-
-
-# Files
-
-
-class _Files:
-    """The files of the working folder, which both boxes have a copy of."""
-
-    def __init__(self):
-        self._root = _OS.getcwd()
-        self._device = _OS.stat(self._root).st_dev
-        self._known = self._scan()
-
-    def _scan(self):
-        found, stack = {}, [""]
-        while stack and len(found) < _MAX_FILES:
-            folder = stack.pop()
-            try:
-                entries = list(_OS.scandir(_PATH.join(self._root, folder)))
-            except OSError:
-                continue
-            for entry in entries:
-                name = _PATH.join(folder, entry.name)
-                try:
-                    facts = entry.stat(follow_symlinks=False)
-                    if entry.is_dir(follow_symlinks=False):
-                        if facts.st_dev == self._device:
-                            found[name] = None
-                            stack.append(name)
-                    elif entry.is_file(follow_symlinks=False):
-                        found[name] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
-                except OSError:
-                    continue
-        return found
-
-    def changes(self):
-        """Paths and contents: hexadecimal, None for a folder, False for what is no more."""
-        now, before = self._scan(), self._known
-        self._known = now
-        changed = [[name, False] for name in sorted(before, reverse=True) if name not in now]
-        for name in sorted(now):
-            if name in before and before[name] == now[name]:
-                continue
-            if now[name] is None:
-                changed.append([name, None])
-                continue
-            try:
-                changed.append([name, self._read(name), now[name][0]])
-            except OSError:
-                continue
-        return changed
-
-    def _read(self, name):
-        fd = _OS.open(_PATH.join(self._root, name), _OS.O_RDONLY | _OS.O_NOFOLLOW)
-        try:
-            parts = []
-            while part := _OS.read(fd, 1 << 20):
-                parts.append(part)
-            return b"".join(parts).hex()
-        finally:
-            _OS.close(fd)
-
-    def apply(self, changes):
-        """Do the same here."""
-        for name, content, *when in changes:
-            if name.startswith("/") or ".." in name.split("/"):
-                continue
-            path = _PATH.join(self._root, name)
-            try:
-                if content is False:
-                    _OS.rmdir(path) if _PATH.isdir(path) else _OS.unlink(path)
-                elif content is None:
-                    _OS.mkdir(path)
-                else:
-                    fd = _OS.open(path, _OS.O_WRONLY | _OS.O_CREAT | _OS.O_TRUNC | _OS.O_NOFOLLOW, 0o666)
-                    view = memoryview(bytes.fromhex(content))
-                    while view:
-                        view = view[_OS.write(fd, view) :]
-                    _OS.close(fd)
-                    _OS.utime(path, ns=(when[0], when[0]))
-            except OSError:
-                continue
-        self._known = self._scan()
-
-
-# Patches
-
-
-def follow_patches(peer):
-    """Have what tests patch in libraries patched in the program's box as well."""
-    from unittest import mock
-
-    enter, leave = mock._patch.__enter__, mock._patch.__exit__
-
-    def entered(self):
-        result = enter(self)
-        try:
-            place = _place(self.target)
-            if place is not None:
-                peer.ask("patch", *place, self.attribute, getattr(self.target, self.attribute))
-                self._followed = place
-        except Gone:
-            raise
-        except Exception:  # what is not there cannot be patched there
-            pass
-        return result
-
-    def left(self, *error):
-        place = self.__dict__.pop("_followed", None)
-        if place is not None and not peer.late:
-            peer.ask("unpatch", *place, self.attribute)
-        return leave(self, *error)
-
-    mock._patch.__enter__, mock._patch.__exit__ = entered, left
-
-
-def _place(target):
-    if _is_mirror(target):
-        return None  # the patch itself went there
-    if isinstance(target, types.ModuleType):
-        return None if target.__name__ in ("tests", "sys", "__main__") else (target.__name__, [])
-    if isinstance(target, type) and _importable(target):
-        return target.__module__, target.__qualname__.split(".")
-    return None
-
-
-def names_of(code):
-    """All names that a code object and those in it use."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= names_of(constant)
-    return names

@@ -284,7 +284,7 @@ def calls(job, lines):
 
 def _peer(job, lines, decides):
     """This side of the talk with the other box."""
-    objects = _load(job["objects"], "sandbox_objects")
+    *_, surroundings, objects = [_load(source, name) for name, source in job["objects"]]
     import json
 
     dumps, loads = json.dumps, json.loads
@@ -303,7 +303,7 @@ def _peer(job, lines, decides):
             clock.go_on()
         return None if line is None else loads(line)
 
-    return objects, objects.Peer(send, receive, decides=decides, files=job["files"]), clocks
+    return surroundings, objects.Peer(send, receive, decides=decides, files=job["files"]), clocks
 
 
 def serve(job, lines):
@@ -334,7 +334,7 @@ def serve(job, lines):
 
 def check(job, lines):
     """Run tests against a program that is in another box. Only this box knows the token."""
-    objects, peer, clocks = _peer(job, lines, decides=True)
+    surroundings, peer, clocks = _peer(job, lines, decides=True)
     write, reason, compiled = lines.write, _reason, []
     token, job["token"] = job["token"], ""
     for source in (job["setup"], *job["sources"]):
@@ -347,10 +347,10 @@ def check(job, lines):
     sys.modules["solution"] = module
     used = set()
     for code in compiled:
-        used |= objects.names_of(code) if not isinstance(code, BaseException) else set()
+        used |= surroundings.names_of(code) if not isinstance(code, BaseException) else set()
     peer.named = {name for name in used if name[:1].isupper()}
     if "mock" in used or "patch" in used or "MagicMock" in used:
-        objects.follow_patches(peer)
+        surroundings.follow_patches(peer)
     for number, code in enumerate(compiled[1:]):
         clock = _Clock(job["case_cpu_s"])
         clocks.append(clock)

@@ -1,0 +1,144 @@
+"""What surrounds tests and a program and holds for both: files of the working folder, patches of libraries.
+
+This source runs inside the boxes, where `flowjax.grading.sandbox_runner` loads it under its name.
+"""
+
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# (a value here may be of any type)
+
+import os
+import types
+
+from flowjax.grading.sandbox_mirrors import Gone, importable, is_mirror
+
+_OS = types.SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})  # before tests patch it
+_PATH = types.SimpleNamespace(**{name: getattr(os.path, name) for name in dir(os.path)})
+_MAX_FILES = 2000
+
+
+class WorkingFolder:
+    """The files of the working folder, which both boxes have a copy of."""
+
+    def __init__(self):
+        self._root = _OS.getcwd()
+        self._device = _OS.stat(self._root).st_dev
+        self._known = self._scan()
+
+    def _scan(self):
+        found, stack = {}, [""]
+        while stack and len(found) < _MAX_FILES:
+            folder = stack.pop()
+            try:
+                entries = list(_OS.scandir(_PATH.join(self._root, folder)))
+            except OSError:
+                continue
+            for entry in entries:
+                name = _PATH.join(folder, entry.name)
+                try:
+                    facts = entry.stat(follow_symlinks=False)
+                    if entry.is_dir(follow_symlinks=False):
+                        if facts.st_dev == self._device:
+                            found[name] = None
+                            stack.append(name)
+                    elif entry.is_file(follow_symlinks=False):
+                        found[name] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
+                except OSError:
+                    continue
+        return found
+
+    def changes(self):
+        """Paths and contents: hexadecimal, None for a folder, False for what is no more."""
+        now, before = self._scan(), self._known
+        self._known = now
+        changed = [[name, False] for name in sorted(before, reverse=True) if name not in now]
+        for name in sorted(now):
+            if name in before and before[name] == now[name]:
+                continue
+            if now[name] is None:
+                changed.append([name, None])
+                continue
+            try:
+                changed.append([name, self._read(name), now[name][0]])
+            except OSError:
+                continue
+        return changed
+
+    def _read(self, name):
+        fd = _OS.open(_PATH.join(self._root, name), _OS.O_RDONLY | _OS.O_NOFOLLOW)
+        try:
+            parts = []
+            while part := _OS.read(fd, 1 << 20):
+                parts.append(part)
+            return b"".join(parts).hex()
+        finally:
+            _OS.close(fd)
+
+    def apply(self, changes):
+        """Do the same here."""
+        for name, content, *when in changes:
+            if name.startswith("/") or ".." in name.split("/"):
+                continue
+            path = _PATH.join(self._root, name)
+            try:
+                if content is False:
+                    _OS.rmdir(path) if _PATH.isdir(path) else _OS.unlink(path)
+                elif content is None:
+                    _OS.mkdir(path)
+                else:
+                    fd = _OS.open(path, _OS.O_WRONLY | _OS.O_CREAT | _OS.O_TRUNC | _OS.O_NOFOLLOW, 0o666)
+                    view = memoryview(bytes.fromhex(content))
+                    while view:
+                        view = view[_OS.write(fd, view) :]
+                    _OS.close(fd)
+                    _OS.utime(path, ns=(when[0], when[0]))
+            except OSError:
+                continue
+        self._known = self._scan()
+
+
+def follow_patches(peer):
+    """Have what tests patch in libraries patched in the program's box as well."""
+    from unittest import mock
+
+    enter, leave = mock._patch.__enter__, mock._patch.__exit__
+
+    def entered(self):
+        result = enter(self)
+        try:
+            place = _place(self.target)
+            if place is not None:
+                peer.ask("patch", *place, self.attribute, getattr(self.target, self.attribute))
+                self._followed = place
+        except Gone:
+            raise
+        except Exception:  # what is not there cannot be patched there
+            pass
+        return result
+
+    def left(self, *error):
+        place = self.__dict__.pop("_followed", None)
+        if place is not None and not peer.late:
+            peer.ask("unpatch", *place, self.attribute)
+        return leave(self, *error)
+
+    mock._patch.__enter__, mock._patch.__exit__ = entered, left
+
+
+def _place(target):
+    if is_mirror(target):
+        return None  # the patch itself went there
+    if isinstance(target, types.ModuleType):
+        return None if target.__name__ in ("tests", "sys", "__main__") else (target.__name__, [])
+    if isinstance(target, type) and importable(target):
+        return target.__module__, target.__qualname__.split(".")
+    return None
+
+
+def names_of(code):
+    """All names that a code object and those in it use."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= names_of(constant)
+    return names
