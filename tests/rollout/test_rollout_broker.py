@@ -42,12 +42,21 @@ class InProcess:
 
 
 def test_a_whole_run_goes_through_another_broker(tmp_path):
+    """Every message of one, with a trajectory that the trainer refuses."""
+    refused = []
+
+    def unusable(policy, rows):
+        if not refused:
+            refused.append((policy, rows[0].trajectory_id))
+            return {rows[0].trajectory_id: "too long for this trainer"}
+        return {}
+
     async def scenario():
         run = RolloutRun(tmp_path, trainer__steps=STEPS, eval__tasks=2)
         async with run.servers() as servers:
             await servers.dataflow.close()  # nothing listens
             broker = InProcess(DataflowService(servers.flow))
-            trainer = DataflowSource(broker.connect, timeout_s=60.0)
+            trainer = DataflowSource(broker.connect, timeout_s=60.0, unusable=unusable)
             await asyncio.to_thread(trainer.claim, {"agent": 0})
             async with run.serving(servers, broker.connect):
                 for step in range(STEPS):
@@ -58,10 +67,14 @@ def test_a_whole_run_goes_through_another_broker(tmp_path):
                     run.publish(step + 1)
                     await asyncio.to_thread(trainer.committed, "agent", step + 1)
                 await until(lambda: servers.flow.finished)
+                (aside,) = servers.flow.status()["put_aside"]
+                assert (aside["policy"], aside["trajectory_id"]) == refused[0]
                 with pytest.raises(DataflowError, match="refuses batch: field step is 99"):
                     await asyncio.to_thread(trainer.batch, {"agent": 99})
         trained = [episode for episode in servers.counted if episode.group_id.startswith("train")]
-        assert len({episode.episode_id for episode in trained}) == len(trained) == 8 * STEPS
+        assert len({episode.episode_id for episode in trained}) == len(trained) == 8 * STEPS + 4, (
+            "a group was put aside"
+        )
         assert not servers.refused
         assert set(broker.carried) >= set(NAMES) - {"renew", "give_back"}
 
