@@ -405,7 +405,7 @@ def test_nothing_of_the_extra_is_imported_before_it_is_needed_and_its_lack_is_na
         "print('ALFWORLD_DATA' in os.environ)\n"
     )
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert printed.startswith("WorldError ALFWorld needs packages that are not installed")
+    assert printed.startswith("NotReady ALFWorld needs packages that are not installed")
     assert 'pip install -e ".[alfworld]"' in printed
     assert printed.endswith("False\n")
 

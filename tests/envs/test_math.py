@@ -329,7 +329,7 @@ def test_demonstrations_in_one_conversation():
         ({"digits": 0}, "digits=0"),
         ({"terms": 1}, "terms=1"),
         ({"operators": "+x"}, "operators='\\+x'"),
-        ({"answer": "first"}, "answer='first'"),
+        ({"answer": "first"}, "answer is 'first': use one of boxed"),
         ({"calculator": -1}, "calculator=-1"),
         ({"level": 3}, "level"),
     ],

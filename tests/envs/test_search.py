@@ -369,14 +369,14 @@ def test_missing_questions_are_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"document": 5}, "'document'.*of Search are path, documents"),
+        ({"document": 5}, "document is no option of Search .did you mean 'documents'"),
         ({"documents": 10}, "documents=10"),
         ({"documents": 10**9}, "documents=1000000000"),
         ({"hops": 9}, "hops=9"),
         ({"hops": ()}, r"hops=\(\)"),
         ({"topk": 0}, "topk=0"),
-        ({"protocol": "http"}, "protocol='http'"),
-        ({"score": "bleu"}, "score='bleu'"),
+        ({"protocol": "http"}, "protocol is 'http': use one of"),
+        ({"score": "bleu"}, "score is 'bleu': use one of"),
         ({"access": True}, "access=True needs protocol=asearcher"),
         ({"retriever": "ftp://x"}, "retriever='ftp://x'"),
         ({"search_timeout_s": 0}, "search_timeout_s=0"),

@@ -300,9 +300,9 @@ def test_episodes_are_the_same_in_every_process():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"product": 6}, "product'.*WebShop are path"),
-        ({"goals": "all"}, "goals='all'"),
-        ({"split_by": "none"}, "split_by='none'"),
+        ({"product": 6}, "product is no option of WebShop .did you mean 'products'"),
+        ({"goals": "all"}, "goals is 'all': use one of"),
+        ({"split_by": "none"}, "split_by is 'none': use one of"),
         ({"products": 0}, "products=0"),
         ({"path": "/nowhere"}, "lacks items_shuffle.json"),
     ],
