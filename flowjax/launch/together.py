@@ -7,6 +7,7 @@ where the first one listens (FLOWJAX_COORDINATOR): on loopback, at a port that i
 0 when all have ended well, else that of the first that has not; the others, which would wait for it, are killed then.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -21,14 +22,16 @@ def run_together(environments: Sequence[Mapping[str, str]], command: Sequence[st
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+    running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # pid -> number, and what must not be collected
 
-    def stop(number: int, frame: object) -> None:
+    def kill_all(*_: object) -> None:
         """JAX's distributed runtime catches SIGTERM and goes on; a process alone would end of it there and then."""
-        for _, process in running.values():
-            process.kill()
+        for pid in list(running):
+            # Not `Popen.kill`, which reaps a child that is dead already: `os.wait` below would then find none.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, kill_all)
     for index, environment in enumerate(environments):
         own = {"FLOWJAX_PROCESS": str(index), "FLOWJAX_COORDINATOR": address, **environment}
         process = subprocess.Popen(command, env={**os.environ, **own})
@@ -36,16 +39,13 @@ def run_together(environments: Sequence[Mapping[str, str]], command: Sequence[st
     first = 0
     while running:
         pid, raw = os.wait()  # a signal's handler runs meanwhile
-        if pid not in running:
-            continue
         index, _ = running.pop(pid)
         status = 128 + os.WTERMSIG(raw) if os.WIFSIGNALED(raw) else os.WEXITSTATUS(raw)
         if status and not first:
             first = status
             text = f"process {index} of {len(environments)} has ended with status {status}: its siblings end with it"
             print(text, file=sys.stderr, flush=True)
-            for _, process in running.values():
-                process.kill()
+            kill_all()
     return first
 
 
