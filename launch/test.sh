@@ -6,8 +6,8 @@
 #
 # Without --long: what every change needs, in under 15 minutes on two cores: lint, types, import contracts, names that
 # nothing reaches, the unit tests, and those of one real vLLM (--unit leaves that out).
-# --long: the second tier: the other tests with real engines and processes, and slow units; about 20 minutes more.
-# --soak: every recipe trained for some steps, kills for minutes, further seeds: hours; CI leaves them out.
+# --long: the second tier: the other tests with real engines and processes, about 10 minutes more.
+# --soak: slow units, every recipe trained for some steps, kills for minutes, further seeds: hours; CI leaves them out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -49,9 +49,8 @@ case $tier in
     [ -n "$unit" ] || check -m "engine and not slow" "$@"
     ;;
   long)
-    check -n 2 --dist loadfile -m "slow and not integration and not soak" "$@"
     check -m "integration and not engine and not slow and not soak" "$@"  # one at a time: each uses every core
     ;;
-  soak) check -m "soak or (integration and slow)" "$@" ;;
+  soak) check -m "soak or slow" "$@" ;;
 esac
 [ -n "$found" ] || { echo "launch/test.sh: no test of this tier fits $*" >&2; exit 5; }
