@@ -34,7 +34,7 @@ def test_operators_are_answered_by_the_runs_own_engine(tmp_path: Path):
             cache=cache,
             seed=seed,
             temperature=1.0,
-            max_new_tokens=8,
+            max_new_tokens=1024,  # this model says anything, and an answer that is cut is none
         )
 
     async def scenario():
@@ -52,7 +52,7 @@ def test_operators_are_answered_by_the_runs_own_engine(tmp_path: Path):
             await backend.close()
         by_base, _, by_policy = first.trace[:3]
         assert first.status == "ok", first.error
-        assert by_base.usage.prompt_tokens > 4 and 1 <= by_base.usage.sampled_tokens <= 8
+        assert by_base.usage.prompt_tokens > 4 and 1 <= by_base.usage.sampled_tokens <= 1024
         assert by_policy.usage.calls == 1
         assert again.answer == first.answer
         assert again.usage.calls < first.usage.calls, "what came to something was cached"
