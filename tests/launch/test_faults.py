@@ -8,6 +8,7 @@ from faults import ERRORS, ROLES, Fault, draw, meet
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_after_each_fault_or_ends_with_its_cause():
     for verdict in meet(6, seed=5, patience_s=240.0, most_s=60.0):
