@@ -66,10 +66,11 @@ def rewardflow(
         pool: what the statistics of the episode part count.
         lone_member: episode part of a group of one: zero, or its score.
     """
-    credit = step_credit(table, gamma=gamma, rewards=rewards) - invalid_penalty * ~table.valid
+    found = state_values(table, gamma=gamma, rewards=rewards)
+    credit = _differences(table, found, gamma) - invalid_penalty * ~table.valid
     if step_norm == "mean_std":
         _, _, deviation = segment_statistics(credit, table.group, table.mask)
-        highest = _highest(table, state_values(table, gamma=gamma, rewards=rewards).before)
+        highest = _highest(table, found.before)
         # Zero where nothing was earned and nothing reached: 0 / 1, not 0 / 0.
         floor = _LEAST_DEVIATION * highest
         credit = credit / jnp.where(deviation + floor > 0, deviation + floor, 1.0)
@@ -82,7 +83,10 @@ def step_credit(
     table: TurnTable, *, gamma: float | Float[Array, ""] = 0.9, rewards: Rewards = "score"
 ) -> Float[Array, "turns"]:
     """r + gamma V(s') - V(s) of each turn, the temporal difference under the policy's own values."""
-    found = state_values(table, gamma=gamma, rewards=rewards)
+    return _differences(table, state_values(table, gamma=gamma, rewards=rewards), gamma)
+
+
+def _differences(table: TurnTable, found: StateValues, gamma: float | Float[Array, ""]) -> Float[Array, "turns"]:
     return jnp.where(table.mask, found.earned + gamma * found.after - found.before, 0.0)
 
 

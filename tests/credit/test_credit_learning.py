@@ -7,7 +7,6 @@ from tests.benchmarks.credit_learning import Guess, imitate, new_network, play, 
 
 
 def test_rewardflow_does_not_teach_to_do_nothing():
-    """The best sibling's values took turns that changed nothing from 19 to over 90 % here."""
     world, rng = Guess(), np.random.default_rng(0)
     base = imitate(world, new_network(world, jax.random.key(0)), rng)
     numbers, held_out = world.tasks(rng, 200, "train"), world.tasks(rng, 512, "held_out")
