@@ -1,18 +1,15 @@
-"""Rules of the code base that no linter knows: `python -m tests.house` prints what breaks them.
+"""Reachability: every public function, class and method of flowjax is used by a command, a config or documented code.
 
-Reachable: every module of flowjax, and every public function, class and method in it, is used by a command, by a config
-or by code in the documentation, directly or through code that is. What nothing reaches is no feature: it gets a config
-field, or leaves. Names are compared, not types, so what is called like something in use counts as used.
+Directly, or through code that is. What nothing reaches is no feature: it gets a config field, or leaves. Names are
+compared, not types, so what is called like something in use counts as used.
 """
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
 # Called by libraries, by their names: a class may override what its base in another package calls.
 CALLED_FROM_OUTSIDE = {
     "add_expand": "vLLM's LoRA wrapper",
@@ -130,14 +127,3 @@ def unreachable(root: Path) -> list[str]:
             return sorted(f"{one.where}.{one.name}" for one in waiting)
         waiting = [one for one in waiting if one not in reached]
         live = live.union(*(one.uses for one in reached))
-
-
-def main() -> int:
-    found = unreachable(ROOT)
-    for name in found:
-        print(f"{name}: nothing reaches it: give it a config field or a command, or remove it")
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Rules of the code base that no linter knows; see `__main__`."""

@@ -1,0 +1,69 @@
+"""The rules of the house: `python -m tests.house` prints the figures of flowjax/ and what breaks a rule.
+
+    python -m tests.house                       # what a change must pass
+    python -m tests.house flowjax/envs/sokoban  # every complaint about one folder, and those below it
+
+The rules: what is public is reachable (`reach`); a class name is one class, public docstrings open with a noun or verb,
+and words that docs/glossary.md has retired stay away (`words`); no small file with one importer, no folder of more than
+six floors of imports, nothing said in two places (`shape`).
+
+A complaint fails where all its places lie in folders of `CLEAN`; elsewhere it is printed only.
+"""
+
+import sys
+from pathlib import Path
+
+from tests.house import reach, shape, words
+from tests.house.sources import Complaint, Source, read_sources
+
+ROOT = Path(__file__).parents[2]
+# Folders that keep every rule, and are to go on doing so.
+CLEAN = {"flowjax/published"}
+# Most files, and most lines at the 90th percentile: what has been reached is not to be lost again.
+MOST_FILES = 276
+MOST_P90_LINES = 400
+
+
+def complaints(root: Path, sources: list[Source]) -> list[Complaint]:
+    return [
+        *words.class_names(sources),
+        *words.openings(sources),
+        *words.retired(sources, words.retired_words(root)),
+        *shape.too_small(sources),
+        *shape.too_deep(sources),
+        *shape.said_twice(sources),
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    sources = read_sources(ROOT)
+    found = complaints(ROOT, sources)
+    if arguments:
+        folders = tuple(argument.rstrip("/") for argument in arguments)
+        found = [one for one in found if any(room.startswith(folders) for room in one.rooms)]
+        print(shape.sizes([source for source in sources if str(source.path).startswith(folders)]), *found, sep="\n")
+        return 1 if found else 0
+    figures = shape.sizes(sources)
+    print(figures)
+    print(f"{len(list(shape.too_small(sources)))} files under {shape.SMALL_LINES} lines have a single importer")
+    failures = [
+        f"{name}: nothing reaches it: give it a config field or a command, or remove it"
+        for name in reach.unreachable(ROOT)
+    ]
+    if figures.files > MOST_FILES or figures.p90_lines > MOST_P90_LINES:
+        failures.append(
+            f"at most {MOST_FILES} files and {MOST_P90_LINES} lines at the 90th percentile: merge or cut by idea"
+        )
+    failures += [str(one) for one in found if one.rooms <= CLEAN]
+    waiting = [one for one in found if not one.rooms <= CLEAN]
+    if waiting:
+        rooms = sorted({room for one in waiting for room in one.rooms})
+        print(f"{len(waiting)} complaints about folders that are not clean yet:")
+        for room in rooms:
+            print(f"  {sum(room in one.rooms for one in waiting):4} python -m tests.house {room}")
+    print(*failures, sep="\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
