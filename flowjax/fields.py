@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from dataclasses import field as dataclass_field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ml_collections import ConfigDict
 
@@ -58,23 +58,50 @@ HOST_AND_PORT = Form(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 6
 DOTTED = Form(r"|\w+([.:]\w+)*", "give a dotted path such as package.module.name")
 
 
-@dataclass(frozen=True)
-class Field:
-    """One field of the config. Its type is that of the default.
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Ends of a number; `also` are numbers beside them that mean something of their own."""
 
-    Bounds, choices and form are those of the value, of a tuple those of each item; `also` are numbers beside the bounds
-    that mean something of their own. `of` is the type of the items of a tuple that is empty by default, `length` how
-    many items there must be, `resume` allows a resumed run another value. Bounds not given follow from the unit.
-    """
-
-    default: Any
-    doc: str
-    _: KW_ONLY
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
     also: tuple[float, ...] = ()
+
+    def hold(self, value: float) -> bool:
+        return value in self.also or (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    @property
+    def range(self) -> str:
+        """Bounds in words."""
+        ends = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        said = " and ".join(f"{words} {end:,}" for words, end in ends.items() if end is not None)
+        return said.replace("above 0", "positive") + "".join(f", or {value}" for value in self.also)
+
+
+# Options of many functions are such numbers.
+Share = Annotated[float, Bounds(at_least=0, at_most=1)]
+NotNegative = Annotated[float, Bounds(at_least=0)]
+Positive = Annotated[float, Bounds(above=0)]
+
+
+@dataclass(frozen=True)
+class Field(Bounds):
+    """One field of the config. Its type is that of the default.
+
+    Bounds, choices and form are those of the value, of a tuple those of each item. `of` is the type of the items of a
+    tuple that is empty by default, `length` how many items there must be, `resume` allows a resumed run another value.
+    Bounds not given follow from the unit.
+    """
+
+    default: Any
+    doc: str
+    _: KW_ONLY
     choices: tuple[Any, ...] = ()
     form: Form | None = None
     of: type = str
@@ -110,25 +137,10 @@ class Field:
             listed = ", ".join(str(choice) or "''" for choice in self.choices)
             return None if value in self.choices else f"use one of {listed}{nearest(value, self.choices)}"
         if self.kind in (int, float):
-            return None if self._holds(value) else f"it must be {self.range}"
+            return None if self.hold(value) else f"it must be {self.range}"
         if self.kind is str:
             return None if self.form is None or self.form.fits(value) else self.form.remedy
         return None
-
-    def _holds(self, value: float) -> bool:
-        return value in self.also or (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    @property
-    def range(self) -> str:
-        """Bounds of a number in words."""
-        ends = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        said = " and ".join(f"{words} {end:,}" for words, end in ends.items() if end is not None)
-        return said.replace("above 0", "positive") + "".join(f", or {value}" for value in self.also)
 
     def with_unit(self, name: str) -> "Field":
         """The field with the unit that its name ends in, and the bounds that follow from it."""
@@ -248,10 +260,15 @@ def _free_problems(path: str, value: Any) -> Iterator[str]:
 
 
 def type_problem(kind: Any, value: Any) -> str | None:
-    """Why `value` is not of the annotated type `kind`, or is no finite number; None where it is."""
+    """Why `value` is not of the annotated type `kind`, out of its bounds, or no finite number; None where it is."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or isinstance(kind, typing.TypeVar):
         return None
+    if origin is Annotated:
+        if problem := type_problem(arguments[0], value):
+            return problem
+        broken = (each for each in arguments[1:] if isinstance(each, Bounds) and not each.hold(value))
+        return next((f"it must be {bounds.range}" for bounds in broken), None)
     if origin in (typing.Union, types.UnionType):
         found = [text for each in arguments if (text := type_problem(each, value))]
         return None if len(found) < len(arguments) else next((text for text in found if "finite" in text), found[0])
@@ -298,7 +315,7 @@ def declared_types(owner: Any) -> dict[str, Any]:
     """Annotated type of every parameter of a function or field of a dataclass; Any of those without one, and of
     "**" where it takes any name."""
     try:
-        hints = typing.get_type_hints(inspect.unwrap(owner) if inspect.isfunction(owner) else owner)
+        hints = typing.get_type_hints(inspect.unwrap(owner), include_extras=True)
     except (NameError, TypeError):  # an annotation that only a type checker can resolve
         hints = {}
     parameters = inspect.signature(owner).parameters
