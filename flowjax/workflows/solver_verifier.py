@@ -149,7 +149,8 @@ def _to_judge(world: World, problem: Observation, style: Style, answer: str) -> 
     if style == "compact":
         *before, last = world.prompt(problem, [], style)
         return [*before, {**last, "content": f"{last['content']} {CHECK} {answer}"}]
-    return [{"role": "user", "content": VERIFY.format(problem=problem.text, answer=answer)}]
+    bare = getattr(problem.view, "question", None) or world.prompt(problem, [], style)[-1]["content"]
+    return [{"role": "user", "content": VERIFY.format(problem=bare, answer=answer)}]
 
 
 def _counts(valid: bool, reward: float) -> dict[str, float]:

@@ -12,9 +12,8 @@ from two_processes import printed_in_two_processes
 from flowjax.envs import math
 from flowjax.envs.base import Observation, Past, Split, Step, WorldError, load_world
 from flowjax.envs.demonstrations import demonstrations
-from flowjax.envs.math.actions import ANSWER, CALCULATE
-from flowjax.envs.math.options import Rule
 from flowjax.envs.math.problems import split_of
+from flowjax.envs.math.world import ANSWER, CALCULATE, Rule, View
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
 
@@ -107,7 +106,7 @@ def test_the_calculator_helps_and_runs_out():
     bad = env.step("calculate[12+]")
     assert (bad.valid, bad.observation) == (False, first)
     step = env.step("calculate[12 + 34]")
-    assert step.valid and step.observation.text == "12+34=?\nCalculated so far:\n12+34=46"
+    assert step.valid and step.observation.view == View("12+34=?", ("12+34=46",))
     assert math.follow_up(step.observation, "compact")[0]["content"] == "1 2 + 3 4 = 4 6"
     step = env.step("calculate[46^2]")
     assert step.observation.legal_actions == (ANSWER,)
@@ -206,7 +205,7 @@ def test_compact_prompts_and_replies_use_only_the_vocabulary(options: dict):
         observation = env.reset(take(source, index), 0)
         for say in (math.expert(env), *[math.random_action(observation, rng) for _ in range(3)]):
             assert set(math.reply(say, "compact").split()) <= words
-            past = [Past(1, observation.text, say)]
+            past = [Past(1, observation.view, say)]
             for messages in (math.prompt(observation, past, "compact"), math.follow_up(observation, "compact")):
                 assert set(messages[0]["content"].split()) <= words
             observation = env.step(say).observation
@@ -216,7 +215,7 @@ def test_instruct_prompts_say_what_is_wanted():
     env, observation = begin()
     [message] = math.prompt(observation, [], "instruct")
     assert "12+34=?" in message["content"] and r"\boxed{}" in message["content"]
-    [message] = math.prompt(observation, [Past(1, observation.text, "")], "instruct")
+    [message] = math.prompt(observation, [Past(1, observation.view, "")], "instruct")
     assert "held no answer" in message["content"]
     env, observation = begin(calculator=2)
     observation = env.step("calculate[12+34]").observation

@@ -1,6 +1,6 @@
-"""Problems with their answers, in files of the formats of published data sets.
+"""Problems with their answers: arithmetic that is generated, and files in the formats of published data sets.
 
-Formats are told apart by their fields:
+A problem belongs to one split by its words alone. Formats of files are told apart by their fields:
 
     GSM8K        question, answer (its last line is "#### 18")
     MATH         problem, solution (its last box is the answer); in MATH-500 also answer
@@ -18,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flowjax.envs.base import NotReady, Split, WorldError
 from flowjax.grading.math import last_boxed
 from flowjax.records import state_key
 
 HELD_OUT_ONE_IN = 8  # problems, by content
+OPERATORS = "+-*/"
+MAX_ATTEMPTS = 10_000  # at a problem of one split
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # What DAPO's prompts say around a problem.
 DAPO_BEFORE = "is the answer to the problem."
@@ -39,9 +43,65 @@ class Problem:
 
 
 def split_of(question: str) -> Split:
-    """Which split a problem belongs to, decided by its words alone."""
-    held_out = state_key("math", " ".join(question.casefold().split())) % HELD_OUT_ONE_IN == 0
+    """The split that a problem belongs to, by its words alone."""
+    held_out = state_key("math", _content(question)) % HELD_OUT_ONE_IN == 0
     return "held_out" if held_out else "train"
+
+
+def _content(question: str) -> str:
+    return " ".join(question.casefold().split())
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Options of generated problems: `terms` numbers of 1 to `digits` digits, joined by `operators`.
+
+    Divisions come out even. With * or / a problem is read with the usual precedence.
+    """
+
+    digits: int = 2
+    terms: int = 2
+    operators: str = "+"
+
+    def __post_init__(self):
+        if not 1 <= self.digits <= 12:
+            raise WorldError(f"env.options digits={self.digits}: give 1 to 12")
+        if not 2 <= self.terms <= 8:
+            raise WorldError(f"env.options terms={self.terms}: give 2 to 8")
+        if not self.operators or set(self.operators) - set(OPERATORS):
+            raise WorldError(f"env.options operators={self.operators!r}: give some of {OPERATORS}")
+
+
+def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> Problem:
+    """A problem of one split.
+
+    Raises:
+        WorldError: the options allow hardly any.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        lengths = rng.integers(1, options.digits + 1, size=options.terms)
+        numbers = [int(rng.integers(10 ** (int(n) - 1) if n > 1 else 0, 10 ** int(n))) for n in lengths]
+        signs = [options.operators[i] for i in rng.integers(len(options.operators), size=options.terms - 1)]
+        expression = "".join(f"{sign}{number}" for sign, number in zip(["", *signs], numbers, strict=True))
+        value = _evaluate(numbers, signs)
+        if value is not None and split_of(question := f"{expression}=?") == split:
+            return Problem(question, str(value), expression)
+    raise WorldError(f"no problem in {MAX_ATTEMPTS} attempts with {options}: raise digits or terms")
+
+
+def _evaluate(numbers: list[int], signs: list[str]) -> int | None:
+    """The value with the usual precedence; None where a division leaves a rest."""
+    products = [numbers[0]]
+    for sign, number in zip(signs, numbers[1:], strict=True):
+        if sign == "*":
+            products[-1] *= number
+        elif sign == "/":
+            if number == 0 or products[-1] % number:
+                return None
+            products[-1] //= number
+        else:
+            products.append(-number if sign == "-" else number)
+    return sum(products)
 
 
 @functools.lru_cache(maxsize=4)
@@ -59,17 +119,13 @@ def load(path: str, split: Split) -> tuple[Problem, ...]:
         if split == "held_out":
             problems = held_out
         else:
-            known = {_content(problem) for problem in held_out}
-            problems = [problem for problem in _read_named(place, "train") if _content(problem) not in known]
+            known = {_content(problem.question) for problem in held_out}
+            problems = [problem for problem in _read_named(place, "train") if _content(problem.question) not in known]
     else:
         problems = [problem for problem in read(place) if split_of(problem.question) == split]
     if not problems:
         raise WorldError(f"env.options path={path!r} holds no {split} problems: give a larger file, or a folder of two")
     return tuple(problems)
-
-
-def _content(problem: Problem) -> str:
-    return " ".join(problem.question.casefold().split())
 
 
 def _read_named(folder: Path, name: str) -> list[Problem]:

@@ -1,34 +1,90 @@
-"""The math world's environment and expert.
+"""The world of mathematics: a problem, one answer, and if asked for a calculator before it.
 
-In a single turn the whole reply is the answer. With the calculator a turn is `calculate[...]` or `answer[...]`.
+In a single turn the whole reply is the answer. With the calculator a turn is `calculate[...]` or `answer[...]`. State:
+the problem and what was calculated.
 """
 
 import functools
+import importlib.util
+import re
+import string
 import threading
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flowjax.envs.base import Observation, Step
-from flowjax.envs.math.actions import ANSWER, BOXED, CALCULATE, WHOLE, read
+from flowjax.envs.base import Message, NotReady, Observation, Past, Split, Step, Style, WorldError
 from flowjax.envs.math.calculator import CalculatorError, calculate
-from flowjax.envs.math.options import Options, Rule, read_options
-from flowjax.envs.math.problems import Problem
-from flowjax.envs.math.prompts import show
+from flowjax.envs.math.problems import Arithmetic, Problem, generate, load
+from flowjax.envs.options import build_options, check_split
 from flowjax.grading import math as grading
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.records import Task, state_key
 
+if TYPE_CHECKING:
+    import grain
+
 OUTCOMES = ("success", "answered", "calculations")
+TASKS = 1 << 31  # length of a source of generated problems; slice it
 GRADING_TIMEOUT_S = 3  # three such waits, two readings and a comparison, are below config.env.step_timeout_s
+
+CALCULATE, ANSWER = "calculate[<expression>]", "answer[<text>]"
+BOXED, WHOLE = r"\boxed{<text>}", "<text>"  # the one legal action of a single turn: any reply in which it stands
+_ACTION = re.compile(r"\s*(calculate|answer)\s*\[(.*)\]\s*", re.DOTALL | re.IGNORECASE)
+
+CALCULATED = "Calculated so far:"
+INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."
+CALCULATOR_INSTRUCTION = """Reason step by step inside <think> </think>, then give one action inside <action> </action>:
+calculate[<expression>] for numbers joined by + - * / ^ and parentheses, or answer[<text>] for your final answer."""
+SPACE = "_"  # of spelled texts
+
+Rule = Literal["boxed", "last_number", "whole", "anywhere"]
+
+
+@dataclass(frozen=True)
+class Options(Arithmetic):
+    """Those of generated problems, and further ones.
+
+    `path` names a file or folder with problems ("": arithmetic is generated). `calculator` is the number of
+    calculations that an episode may hold; 0 makes it a single turn. `answer` says where the answer of a single turn
+    stands in the reply: boxed, last_number, whole, or anywhere, which hands the whole reply to math-verify as the
+    published recipe does.
+    """
+
+    path: str = ""
+    calculator: int = 0
+    answer: Rule = "boxed"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.calculator < 0:
+            raise WorldError(
+                f"env.options calculator={self.calculator}: give the most calculations of an episode, 0 for none"
+            )
+        if (self.path or self.answer == "anywhere") and importlib.util.find_spec("math_verify") is None:
+            raise NotReady('answers that are formulas need math-verify: pip install -e ".[math]"')
+
+
+def read_options(options: Mapping[str, Any]) -> Options:
+    """Options of keyword arguments; see `build_options`."""
+    return build_options(Options, options, "math")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The question, and the results so far as `expression=value`, the latest last."""
+
+    question: str
+    results: tuple[str, ...] = ()
 
 
 class Math:
     """One problem at a time. A task carries its question and answer in `payload`."""
 
     def __init__(self, options: Options):
-        self._calculator = options.calculator
-        self._rule: Rule = options.answer
+        self._options = options
         self._problem: Problem | None = None
         self._results: dict[str, str] = {}  # expression -> value, the latest last
         self._calculations = 0
@@ -39,17 +95,6 @@ class Math:
         if self._problem is None:
             raise RuntimeError("the environment has not been reset")
         return self._problem
-
-    @property
-    def rule(self) -> Rule:
-        return self._rule
-
-    @property
-    def calculations_left(self) -> int:
-        return self._calculator - self._calculations
-
-    def calculated(self, expression: str) -> bool:
-        return expression in self._results
 
     def reset(self, task: Task, seed: int) -> Observation:
         payload = task.payload
@@ -62,14 +107,31 @@ class Math:
     def step(self, action: str) -> Step:
         if self._over:
             return Step(self._observe(), 0.0, True, False, self._outcome())
-        valid = self._calculate_or_answer(action) if self._calculator else self._judge(self._answer_in(action))
+        calculator = self._options.calculator
+        valid = self._calculate_or_answer(action) if calculator else self._judge(self._answer_in(action))
         return Step(self._observe(), float(self._right), self._over, valid, self._outcome())
 
+    def best_action(self) -> str:
+        """The calculation of a generated expression where one is left, then the right answer."""
+        problem = self.problem
+        if CALCULATE in self.legal and problem.expression and problem.expression not in self._results:
+            return f"calculate[{problem.expression}]"
+        if self._options.calculator:
+            return f"answer[{problem.answer}]"
+        return BOXED.replace("<text>", problem.answer) if self._options.answer == "boxed" else problem.answer
+
+    @property
+    def legal(self) -> tuple[str, ...]:
+        """Templates of the actions that fit now."""
+        if self._options.calculator:
+            return (CALCULATE, ANSWER) if self._calculations < self._options.calculator else (ANSWER,)
+        return (BOXED if self._options.answer == "boxed" else WHOLE,)
+
     def _calculate_or_answer(self, action: str) -> bool:
-        name, content = read(action)
+        name, content = read_action(action)
         if name == "answer":
             return self._judge(content)
-        if name != "calculate" or self.calculations_left <= 0:
+        if name != "calculate" or CALCULATE not in self.legal:
             return False
         expression = "".join(content.split())
         try:
@@ -82,31 +144,26 @@ class Math:
         return True
 
     def _answer_in(self, reply: str) -> str:
-        if self._rule == "boxed":
+        rule = self._options.answer
+        if rule == "boxed":
             return grading.last_boxed(reply) or ""
-        return (grading.last_number(reply) or "") if self._rule == "last_number" else reply.strip()
+        return (grading.last_number(reply) or "") if rule == "last_number" else reply.strip()
 
     def _judge(self, answer: str) -> bool:
         if not answer:
             return False
-        compare = "anywhere" if self._rule == "anywhere" and not self._calculator else "equal"
+        compare = "anywhere" if self._options.answer == "anywhere" and not self._options.calculator else "equal"
         self._right = _verdict(compare, answer, self.problem.answer)
         self._over = True
         return True
 
     def _observe(self) -> Observation:
         problem = self.problem
-        results = [f"{expression}={value}" for expression, value in self._results.items()]
+        results = tuple(f"{expression}={value}" for expression, value in self._results.items())
         end = [self._over, self._right]
+        # Results are sorted: the order of calculations changes nothing that can still be done.
         key = state_key("math", problem.question, problem.answer, self._calculations, *sorted(results), *map(int, end))
-        return Observation(show(problem.question, results), self.legal, key)
-
-    @property
-    def legal(self) -> tuple[str, ...]:
-        """Templates of the actions that fit now."""
-        if self._calculator:
-            return (CALCULATE, ANSWER) if self.calculations_left > 0 else (ANSWER,)
-        return (BOXED if self._rule == "boxed" else WHOLE,)
+        return Observation(View(problem.question, results), self.legal, key)
 
     def _outcome(self) -> dict[str, float]:
         return {
@@ -122,8 +179,9 @@ def _processes(function: str) -> GraderProcesses:
 
 
 def _verdict(function: str, answer: str, gold: str) -> bool:
-    """Whether the answer is right: judged here in a main thread, elsewhere in another process. No verdict is wrong."""
+    """Whether the answer is right. No verdict is wrong."""
     try:
+        # math-verify ends what takes too long by a signal, which only a main thread gets: others ask a process.
         if threading.current_thread() is threading.main_thread():
             return getattr(grading, function)(answer, gold, GRADING_TIMEOUT_S)
         return _processes(function).call(answer, gold, GRADING_TIMEOUT_S)
@@ -136,14 +194,132 @@ def make(**options: Any) -> Math:
     return Math(read_options(options))
 
 
+def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
+    """Generated problems without end, or those of a file. Train and held-out problems differ by content."""
+    import grain  # imports jax, which processes that only hold environments do without
+
+    check_split(split)
+    chosen = read_options(options)
+    if not chosen.path:
+        return grain.MapDataset.range(TASKS).map(_GeneratedSource(split, data_seed, chosen))
+    problems = load(chosen.path, split)
+    return grain.MapDataset.range(len(problems)).map(_FileSource(split, data_seed, problems))
+
+
+class _GeneratedSource:
+    """The index-th problem of a split, generated when asked for."""
+
+    def __init__(self, split: Split, data_seed: int, arithmetic: Arithmetic):
+        self._split: Split = split
+        self._data_seed, self._arithmetic = data_seed, arithmetic
+
+    def __call__(self, index: int) -> Task:
+        problem = generate(np.random.default_rng([self._data_seed, index]), self._arithmetic, self._split)
+        return _task(problem, f"math-{self._split}-{self._data_seed}-{index}", index)
+
+
+class _FileSource:
+    """The index-th problem of a file's split, which is shuffled by the data seed."""
+
+    def __init__(self, split: Split, data_seed: int, problems: Sequence[Problem]):
+        self._split, self._problems = split, problems
+        self._order = np.random.default_rng(data_seed).permutation(len(problems))
+
+    def __call__(self, index: int) -> Task:
+        row = int(self._order[index])
+        return _task(self._problems[row], f"math-{self._split}-row-{row}", row)
+
+
+def _task(problem: Problem, task_id: str, seed: int) -> Task:
+    payload = {"question": problem.question, "answer": problem.answer, "expression": problem.expression}
+    return Task(task_id, "math", seed, payload)
+
+
+def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
+    """One user message. Compact: the problem and the results so far, spelled; earlier turns show in these alone."""
+    view: View = observation.view
+    if style == "compact":
+        return [{"role": "user", "content": _spelled("\n".join([view.question, *view.results]))}]
+    parts = [view.question]
+    if view.results:
+        parts.append("\n".join([CALCULATED, *view.results]))
+    if history and ANSWER not in observation.legal_actions:
+        parts.append(f"Your last reply held no answer: {history[-1].action or 'none'}")
+    return [{"role": "user", "content": "\n\n".join([*parts, _instruction(observation)])}]
+
+
+def follow_up(observation: Observation, style: Style) -> list[Message]:
+    """The latest result. After an action that was none, the problem or the result before."""
+    view: View = observation.view
+    latest = view.results[-1] if view.results else view.question
+    content = _spelled(latest) if style == "compact" else f"{latest}\n\n{_instruction(observation)}"
+    return [{"role": "user", "content": content}]
+
+
+def _instruction(observation: Observation) -> str:
+    return CALCULATOR_INSTRUCTION if ANSWER in observation.legal_actions else INSTRUCTION
+
+
+def vocabulary(**options: Any) -> tuple[str, ...]:
+    """Characters, in which compact texts are spelled, and the beginnings of actions."""
+    chosen = read_options(options)
+    spelled = string.digits + "-=?" + chosen.operators
+    if chosen.calculator:
+        spelled += SPACE + "+*/.()]"
+    elif chosen.answer == "boxed":
+        spelled += r"\boxed{}"
+    if chosen.path:
+        spelled += string.printable.strip()
+    return (*dict.fromkeys(spelled), *(("calculate[", "answer[") if chosen.calculator else ()))
+
+
+def _spelled(text: str) -> str:
+    return " ".join(SPACE if character.isspace() else character for character in text)
+
+
+def _unspelled(text: str) -> str:
+    words = text.split()
+    if any(len(word) > 1 for word in words):
+        return text.strip()
+    return "".join(words).replace(SPACE, " ")
+
+
+def reply(action: str, style: Style) -> str:
+    """How the expert words an action: spelled for models whose words are characters, or in tags."""
+    name, content = read_action(action)
+    if style == "compact":
+        return f"{name}[ {_spelled(content)} ]" if name else _spelled(action)
+    return f"<action>{action}</action>" if name else action
+
+
+def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
+    """A single turn's whole reply if anything is in it that could be the answer; with the calculator, the action in the
+    last `<action>` pair, or the whole of a reply without tags."""
+    del reference  # the published recipe differs in the verdict: option answer="anywhere"
+    if ANSWER not in legal:
+        text = _unspelled(reply)
+        return text if text and (BOXED not in legal or grading.last_boxed(text)) else None
+    end = reply.rfind("</action>")
+    start = reply.rfind("<action>", 0, end if end >= 0 else len(reply))
+    if (end >= 0) != (start >= 0):
+        return None
+    text = reply[start + len("<action>") : end] if start >= 0 and end >= 0 else reply
+    name, content = read_action(text)
+    content = _unspelled(content)
+    if not content or not any(template.startswith(f"{name}[") for template in legal):
+        return None
+    return f"{name}[{content}]"
+
+
+def read_action(action: str) -> tuple[str, str]:
+    """Name and content of an action, ("", "") where it is none."""
+    found = _ACTION.fullmatch(action)
+    return (found.group(1).lower(), found.group(2).strip()) if found else ("", "")
+
+
 def expert(env: Math) -> str:
-    """Calculates a generated expression where it may, then gives the right answer."""
-    problem = env.problem
-    if env.calculations_left > 0 and problem.expression and not env.calculated(problem.expression):
-        return f"calculate[{problem.expression}]"
-    if ANSWER in env.legal:
-        return f"answer[{problem.answer}]"
-    return BOXED.replace("<text>", problem.answer) if env.rule == "boxed" else problem.answer
+    """See `Math.best_action`."""
+    return env.best_action()
 
 
 def random_action(observation: Observation, rng: np.random.Generator) -> str:
