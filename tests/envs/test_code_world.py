@@ -16,10 +16,8 @@ from data.code.build import build
 from flowjax.envs import code
 from flowjax.envs.base import EnvDied, Past, WorldError
 from flowjax.envs.code.generated import OPERATIONS, PROBES, Recipe, draw
-from flowjax.envs.code.options import Options
 from flowjax.envs.code.problems import problem_of
-from flowjax.envs.code.programs import normalised
-from flowjax.envs.code.world import LEGAL, _problem
+from flowjax.envs.code.world import LEGAL, Options, _problem, normalised
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.code import Call, Check
 from flowjax.grading.sandbox import Limits

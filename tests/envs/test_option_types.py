@@ -10,7 +10,11 @@ from flowjax.envs.base import WorldError
 from flowjax.fields import declared_types, option_problems
 
 WORLDS = ("alfworld", "canvas", "code", "math", "search", "sokoban", "webshop")
-OPTIONS = {world: importlib.import_module(f"flowjax.envs.{world}.options") for world in WORLDS}
+IN_WORLD = ("code", "math")  # options stand in the file of the world itself
+OPTIONS = {
+    world: importlib.import_module(f"flowjax.envs.{world}.{'world' if world in IN_WORLD else 'options'}")
+    for world in WORLDS
+}
 
 
 def wrong_values(kind: Any) -> list[Any]:
