@@ -3,7 +3,7 @@
 import math
 import shutil
 import subprocess
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -12,13 +12,19 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from flowjax.credit.graph_layout import layered_svg
 from flowjax.credit.rewardflow import state_values
 from flowjax.credit.table import TurnTable, columns_of
 
 Kind = Literal["start", "state", "success", "end"]
 
 GAIN, LOSS, NEUTRAL = "#1a7f5a", "#c2410c", "#8a8f98"
+_STROKES: dict[Kind, tuple[str, float]] = {
+    "start": ("#5a6472", 2.2),
+    "state": ("#5a6472", 1.0),
+    "success": (GAIN, 2.2),
+    "end": (LOSS, 2.2),
+}
+_BOX_WIDTH, _LINE_HEIGHT, _MARGIN, _LAYER_GAP, _ROW_GAP = 96, 13, 34, 96, 34  # of plain pictures, in pixels
 _SHADES = ("#f7f9fc", "#e3edf7", "#c8dcf0", "#a5c8e6", "#7fb0da", "#5b97cc")
 
 
@@ -154,20 +160,6 @@ def to_svg(graph: StateGraph, *, timeout_s: float = 20.0) -> str:
     return plain_svg(graph)
 
 
-def plain_svg(graph: StateGraph) -> str:
-    """The picture without Graphviz: states in layers by their distance from the start."""
-    highest = max((node.value for node in graph.nodes), default=0.0)
-    strokes: dict[Kind, tuple[str, float]] = {
-        "start": ("#5a6472", 2.2), "state": ("#5a6472", 1.0), "success": (GAIN, 2.2), "end": (LOSS, 2.2)
-    }  # fmt: skip
-    boxes = {
-        node.name: (escape(node.text), shade(node.value, highest), *strokes[node.kind], node.kind == "start")
-        for node in graph.nodes
-    }
-    arrows = [(e.source, e.target, escape(e.text), e.colour, e.width) for e in graph.edges]
-    return layered_svg(boxes, arrows)
-
-
 def shade(value: float, highest: float) -> str:
     """Fill colour of a state: the darker, the nearer its value to the highest."""
     share = value / highest if highest > 0 else 0.0
@@ -176,3 +168,101 @@ def shade(value: float, highest: float) -> str:
 
 def _dot_text(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+# -------------------------------------------------------------------------------------------------- without Graphviz
+
+
+def plain_svg(graph: StateGraph) -> str:
+    """The picture without Graphviz: states in layers by their distance from the start, straight arrows."""
+    highest = max((node.value for node in graph.nodes), default=0.0)
+    height = max((node.text.count("\n") + 1 for node in graph.nodes), default=1) * _LINE_HEIGHT + 12
+    at = _positions(graph, height)
+    width = max((x for x, _ in at.values()), default=0) + _BOX_WIDTH + _MARGIN
+    depth = max((y for _, y in at.values()), default=0) + height + _MARGIN
+    colours = sorted({edge.colour for edge in graph.edges})
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{depth:.0f}" '
+        f'viewBox="0 0 {width:.0f} {depth:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="10">',
+        "<defs>",
+        *(_arrow_head(colour) for colour in colours),
+        "</defs>",
+        *(_arrow(edge, at, height) for edge in graph.edges),
+        *(_box(node, shade(node.value, highest), *at[node.name], height) for node in graph.nodes),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def _positions(graph: StateGraph, height: float) -> dict[str, tuple[float, float]]:
+    """Left upper corner of each node's box."""
+    onward: dict[str, list[str]] = {node.name: [] for node in graph.nodes}
+    for edge in graph.edges:
+        onward[edge.source].append(edge.target)
+    starts = [node.name for node in graph.nodes if node.kind == "start"]
+    layer = dict.fromkeys(starts or list(onward)[:1], 0)
+    queue = deque(layer)
+    while queue:
+        name = queue.popleft()
+        for target in onward[name]:
+            if target not in layer:
+                layer[target] = layer[name] + 1
+                queue.append(target)
+    rows: dict[int, int] = defaultdict(int)
+    at = {}
+    for name in onward:
+        column = layer.get(name, 0)
+        at[name] = (_MARGIN + column * (_BOX_WIDTH + _LAYER_GAP), _MARGIN + rows[column] * (height + _ROW_GAP))
+        rows[column] += 1
+    return at
+
+
+def _arrow_head(colour: str) -> str:
+    return (
+        f'<marker id="head-{colour.lstrip("#")}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" '
+        f'orient="auto" markerUnits="userSpaceOnUse"><path d="M0 0 L8 4 L0 8 z" fill="{colour}"/></marker>'
+    )
+
+
+def _box(node: Node, fill: str, x: float, y: float, height: float) -> str:
+    stroke, width = _STROKES[node.kind]
+    lines = escape(node.text).split("\n")
+    top = y + (height - len(lines) * _LINE_HEIGHT) / 2 + _LINE_HEIGHT - 3
+    spans = "".join(
+        f'<tspan x="{x + _BOX_WIDTH / 2:.0f}" y="{top + i * _LINE_HEIGHT:.0f}">{line}</tspan>'
+        for i, line in enumerate(lines)
+    )
+    return (
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{_BOX_WIDTH}" height="{height:.0f}" rx="6" fill="{fill}" '
+        f'stroke="{stroke}" stroke-width="{width}"/><text text-anchor="middle" xml:space="preserve">{spans}</text>'
+    )
+
+
+def _arrow(edge: Edge, at: Mapping[str, tuple[float, float]], height: float) -> str:
+    (x0, y0), (x1, y1) = at[edge.source], at[edge.target]
+    if edge.source == edge.target:
+        start, end = (x0 + _BOX_WIDTH * 0.35, y0), (x0 + _BOX_WIDTH * 0.65, y0)
+        path = (
+            f"M{start[0]:.0f} {start[1]:.0f} C{x0:.0f} {y0 - 26:.0f} "
+            f"{x0 + _BOX_WIDTH:.0f} {y0 - 26:.0f} {end[0]:.0f} {end[1]:.0f}"
+        )
+        label = (x0 + _BOX_WIDTH / 2, y0 - 22)
+    else:
+        forward = x1 > x0
+        start = (x0 + _BOX_WIDTH, y0 + height * 0.4) if forward else (x0, y0 + height * 0.7)
+        end = (x1, y1 + height * 0.4) if forward else (x1 + _BOX_WIDTH, y1 + height * 0.7)
+        if x1 == x0:
+            start, end = (x0 + _BOX_WIDTH, y0 + height / 2), (x1 + _BOX_WIDTH, y1 + height / 2)
+        bend = 40 if forward or x1 == x0 else -40
+        turn = bend if x1 == x0 else -bend
+        path = (
+            f"M{start[0]:.0f} {start[1]:.0f} C{start[0] + bend:.0f} {start[1]:.0f} "
+            f"{end[0] + turn:.0f} {end[1]:.0f} {end[0]:.0f} {end[1]:.0f}"
+        )
+        label = ((start[0] + end[0]) / 2 + (bend / 2 if x1 == x0 else 0), (start[1] + end[1]) / 2 - 4)
+    return (
+        f'<path d="{path}" fill="none" stroke="{edge.colour}" stroke-width="{edge.width:.2f}" '
+        f'marker-end="url(#head-{edge.colour.lstrip("#")})"/>'
+        f'<text x="{label[0]:.0f}" y="{label[1]:.0f}" text-anchor="middle" font-size="9" '
+        f'fill="{edge.colour}">{escape(edge.text)}</text>'
+    )
