@@ -1,49 +1,41 @@
 """Estimators that compare whole episodes: every turn of a trajectory gets the same advantage."""
 
 from functools import partial
-from typing import Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flowjax.credit.segments import Norm, Pool, normalise, pooled_rows, segment_statistics, segment_total, whiten
+from flowjax.credit.segments import Norm, first_rows, normalise, segment_statistics, segment_total, whiten
 from flowjax.credit.table import TurnTable
+from flowjax.fields import Bounds
 
 
-@partial(jax.jit, static_argnames=("norm", "pool", "lone_member"))
-def grpo(
-    table: TurnTable,
-    *,
-    norm: Norm = "mean_std",
-    pool: Pool = "trajectories",
-    lone_member: Literal["zero", "score"] = "zero",
-) -> Float[Array, "turns"]:
+@partial(jax.jit, static_argnames=("norm",))
+def grpo(table: TurnTable, *, norm: Norm = "mean_std") -> Float[Array, "turns"]:
     """A = (x - mean(group)) / (std(group) + 1e-6), x the trajectory's score. GRPO (arXiv 2402.03300), section 4.1.2.
 
-    `norm="mean"` leaves the deviation out (Dr. GRPO, arXiv 2503.20783). `pool="rows"` weighs each trajectory by its
-    turns. A group of one has nothing to compare with: zero, or the score itself.
+    `norm="mean"` leaves the deviation out (Dr. GRPO, arXiv 2503.20783). Zero in a group of one. `published.gigpo.grpo`
+    has the statistics over turns that several codebases take.
     """
-    count, mean, deviation = segment_statistics(table.score, table.group, pooled_rows(table, pool))
-    advantage = normalise(table.score, mean, deviation, norm)
-    if lone_member == "score":
-        advantage = jnp.where(count == 1, table.score, advantage)
-    return jnp.where(table.mask, advantage, 0.0)
+    _, mean, deviation = segment_statistics(table.score, table.group, first_rows(table))
+    return jnp.where(table.mask, normalise(table.score, mean, deviation, norm), 0.0)
 
 
-@partial(jax.jit, static_argnames=("pool",))
-def dr_grpo(table: TurnTable, *, pool: Pool = "trajectories") -> Float[Array, "turns"]:
+@jax.jit
+def dr_grpo(table: TurnTable) -> Float[Array, "turns"]:
     """A = x - mean(group): GRPO without the deviation, which favours easy and hard tasks. arXiv 2503.20783."""
-    return grpo(table, norm="mean", pool=pool)
+    return grpo(table, norm="mean")
 
 
-@partial(jax.jit, static_argnames=("pool",))
-def rloo(table: TurnTable, *, pool: Pool = "trajectories") -> Float[Array, "turns"]:
+@jax.jit
+def rloo(table: TurnTable) -> Float[Array, "turns"]:
     """A = x - mean of the others = n / (n - 1) (x - mean). Leave-one-out REINFORCE (arXiv 2402.14740).
 
     Zero in a group of one.
     """
-    count, mean, _ = segment_statistics(table.score, table.group, pooled_rows(table, pool))
+    count, mean, _ = segment_statistics(table.score, table.group, first_rows(table))
     advantage = count / jnp.maximum(count - 1, 1) * (table.score - mean)
     return jnp.where(table.mask & (count > 1), advantage, 0.0)
 
@@ -55,20 +47,22 @@ def reinforce_plus_plus_baseline(table: TurnTable) -> Float[Array, "turns"]:
     return jnp.where(table.mask, whiten(centred, table.mask), 0.0)
 
 
-@partial(jax.jit, static_argnames=("pool",))
-def maxrl(table: TurnTable, *, pool: Pool = "trajectories") -> Float[Array, "turns"]:
+@jax.jit
+def maxrl(table: TurnTable) -> Float[Array, "turns"]:
     """A = (x - mean(group)) / mean(group): the gradient of the log of the success rate. MaxRL (arXiv 2602.02710).
 
     For scores that are not negative. Rare successes weigh more than under GRPO; zero where the mean is not positive.
     """
-    _, mean, _ = segment_statistics(table.score, table.group, pooled_rows(table, pool))
+    _, mean, _ = segment_statistics(table.score, table.group, first_rows(table))
     solved = mean > 0
     advantage = (table.score - mean) / jnp.where(solved, mean, 1.0)
     return jnp.where(table.mask & solved, advantage, 0.0)
 
 
 @partial(jax.jit, static_argnames=("k",))
-def pass_at_k(table: TurnTable, *, k: int = 4, threshold: float = 0.5) -> Float[Array, "turns"]:
+def pass_at_k(
+    table: TurnTable, *, k: Annotated[int, Bounds(at_least=1)] = 4, threshold: float = 0.5
+) -> Float[Array, "turns"]:
     """Advantage of a trajectory for the chance that at least one of k succeeds. arXiv 2508.10751.
 
     With N members of which F fail, R = 1 - C(F, k) / C(N, k) is the mean reward of all subsets of k and
@@ -77,7 +71,7 @@ def pass_at_k(table: TurnTable, *, k: int = 4, threshold: float = 0.5) -> Float[
     Groups smaller than k use k = N. Success means a score above `threshold`.
     """
     succeeded = table.score > threshold
-    members = pooled_rows(table, "trajectories")
+    members = first_rows(table)
     count = segment_total(members.astype(jnp.float32), table.group)
     failed = segment_total((members & ~succeeded).astype(jnp.float32), table.group)
     all_fail = _choose_ratio(failed, count, k, jnp.minimum(k, count))
@@ -94,7 +88,7 @@ def best_of_group(table: TurnTable, *, norm: Norm = "mean") -> Float[Array, "tur
 
     `norm="mean_std"` divides by the deviation of the group. Zero in a group of one.
     """
-    members = pooled_rows(table, "trajectories")
+    members = first_rows(table)
     rows = table.score.shape[0]
     lowest = jnp.where(members, table.score, -jnp.inf)
     best = jnp.full(rows, -jnp.inf).at[table.group].max(lowest)[table.group]

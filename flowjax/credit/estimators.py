@@ -1,17 +1,15 @@
-"""Estimators by name: the ones of this room, and one's own by dotted path."""
+"""Estimators by name: the ones of this room, the published ones, and one's own by dotted path."""
 
-import difflib
 import functools
 import importlib
 import inspect
-import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jaxtyping import Array, Float
 
 from flowjax.credit.table import TurnTable
-from flowjax.fields import type_problem
+from flowjax.fields import declared_types, nearest, option_problems
 
 Estimator = Callable[..., Float[Array, "turns"]]
 
@@ -20,22 +18,17 @@ ESTIMATORS = {
     "discounted_return": "flowjax.credit.returns:discounted_return",
     "dr_grpo": "flowjax.credit.episode:dr_grpo",
     "gae": "flowjax.credit.rewardflow:gae",
-    "gigpo": "flowjax.credit.gigpo:gigpo",
+    "gigpo": "flowjax.credit.returns:gigpo",
     "grpo": "flowjax.credit.episode:grpo",
     "maxrl": "flowjax.credit.episode:maxrl",
     "pass_at_k": "flowjax.credit.episode:pass_at_k",
+    "published.gigpo": "flowjax.published.gigpo:gigpo",
+    "published.grpo": "flowjax.published.gigpo:grpo",
     "published.rewardflow": "flowjax.published.rewardflow:rewardflow",
     "reinforce_plus_plus": "flowjax.credit.returns:reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "flowjax.credit.episode:reinforce_plus_plus_baseline",
     "rewardflow": "flowjax.credit.rewardflow:rewardflow",
     "rloo": "flowjax.credit.episode:rloo",
-}
-_RANGES: dict[str, tuple[float, float]] = {
-    "gamma": (0.0, 1.0),
-    "trace": (0.0, 1.0),
-    "invalid_penalty": (0.0, float("inf")),
-    "step_weight": (0.0, float("inf")),
-    "k": (1, float("inf")),
 }
 
 
@@ -52,7 +45,7 @@ def get_estimator(name: str) -> Estimator:
     """
     if name not in ESTIMATORS and ":" not in name:
         raise CreditError(
-            f"config.credit.name is {name!r}{_nearest(name, ESTIMATORS)}; known are {', '.join(ESTIMATORS)}, "
+            f"config.credit.name is {name!r}{nearest(name, ESTIMATORS)}; known are {', '.join(ESTIMATORS)}, "
             "or package.module:function for your own"
         )
     module, _, attribute = ESTIMATORS.get(name, name).partition(":")
@@ -69,41 +62,13 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         CreditError: with the field, the value and what to write instead.
     """
     function = get_estimator(name)
-    known = {
-        key: parameter
-        for key, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    hints = typing.get_type_hints(inspect.unwrap(function))
-    for option, value in options.items():
-        field = f"config.credit.options.{option}"
-        if option not in known:
-            listed = ", ".join(known) or "none"
-            raise CreditError(f"{field} is no option of {name!r}{_nearest(option, known)}; it has {listed}")
-        _check_value(field, option, value, hints.get(option))
+    parameters = inspect.signature(function).parameters.values()
+    table = {each.name for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)}
+    declared = {option: kind for option, kind in declared_types(function).items() if option not in table}
+    for problem in option_problems("config.credit.options", options, declared, repr(name)):
+        raise CreditError(problem)
 
 
 def estimate(table: TurnTable, name: str, **options: Any) -> Float[Array, "turns"]:
     """Advantage of each row of `table`; zero on rows that do not count."""
     return get_estimator(name)(table, **options)
-
-
-def _check_value(field: str, option: str, value: Any, hint: Any) -> None:
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise CreditError(f"{field} is {value!r}{_nearest(str(value), choices)}; it is one of {', '.join(choices)}")
-        return
-    expected = {float: (int, float), int: (int,), bool: (bool,)}.get(hint)
-    if expected and (not isinstance(value, expected) or (isinstance(value, bool) and hint is not bool)):
-        raise CreditError(f"{field} is {value!r}, it takes a {hint.__name__}")
-    if not expected and (problem := type_problem(Any if hint is None else hint, value)):
-        raise CreditError(f"{field} is {value!r}: {problem}")
-    low, high = _RANGES.get(option, (float("-inf"), float("inf")))
-    if expected and not low <= value <= high:
-        raise CreditError(f"{field} is {value}, it must lie in [{low}, {high}]")
-
-
-def _nearest(name: str, names: Any) -> str:
-    close = difflib.get_close_matches(name, [str(known) for known in names], n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,7 +1,7 @@
 """Credit from the values of the states that a group's episodes went through: RewardFlow, and GAE over them."""
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from flowjax.credit.episode import grpo
 from flowjax.credit.returns import Rewards, turn_rewards
 from flowjax.credit.segments import (
     Norm,
-    Pool,
     discounted_sums,
     is_last_turn,
     segment_statistics,
@@ -20,6 +19,7 @@ from flowjax.credit.segments import (
     whiten,
 )
 from flowjax.credit.table import TurnTable
+from flowjax.fields import NotNegative, Share
 
 # Deviations of the step part below this share of the group's highest value are rounding, not signal.
 _LEAST_DEVIATION = 1e-4
@@ -35,18 +35,16 @@ class StateValues(NamedTuple):
     earned: Float[Array, "turns"]  # reward of the turn: by default the trajectory's score, all at its last turn
 
 
-@partial(jax.jit, static_argnames=("rewards", "episode_norm", "step_norm", "pool", "lone_member"))
+@partial(jax.jit, static_argnames=("rewards", "episode_norm", "step_norm"))
 def rewardflow(
     table: TurnTable,
     *,
-    gamma: float = 0.9,
-    step_weight: float = 1.0,
+    gamma: Share = 0.9,
+    step_weight: NotNegative = 1.0,
     rewards: Rewards = "score",
-    invalid_penalty: float = 0.0,
+    invalid_penalty: NotNegative = 0.0,
     episode_norm: Norm = "mean_std",
     step_norm: Norm = "mean_std",
-    pool: Pool = "trajectories",
-    lone_member: Literal["zero", "score"] = "zero",
 ) -> Float[Array, "turns"]:
     """A = A_episode + w A_step, A_step from the values of the states of the merged graph. After arXiv 2603.18859.
 
@@ -63,8 +61,6 @@ def rewardflow(
         invalid_penalty: taken from d of a turn whose reply could not be read.
         episode_norm: scale of the episode part.
         step_norm: scale of the step part; the mean of d is zero as it is.
-        pool: what the statistics of the episode part count.
-        lone_member: episode part of a group of one: zero, or its score.
     """
     found = state_values(table, gamma=gamma, rewards=rewards)
     credit = _differences(table, found, gamma) - invalid_penalty * ~table.valid
@@ -74,8 +70,7 @@ def rewardflow(
         # Zero where nothing was earned and nothing reached: 0 / 1, not 0 / 0.
         floor = _LEAST_DEVIATION * highest
         credit = credit / jnp.where(deviation + floor > 0, deviation + floor, 1.0)
-    episode_part = grpo(table, norm=episode_norm, pool=pool, lone_member=lone_member)
-    return jnp.where(table.mask, episode_part + step_weight * credit, 0.0)
+    return jnp.where(table.mask, grpo(table, norm=episode_norm) + step_weight * credit, 0.0)
 
 
 @partial(jax.jit, static_argnames=("rewards",))
@@ -137,8 +132,8 @@ def state_values(table: TurnTable, *, gamma: float | Float[Array, ""] = 0.9, rew
 def gae(
     table: TurnTable,
     *,
-    gamma: float = 0.95,
-    trace: float = 0.9,
+    gamma: Share = 0.95,
+    trace: Share = 0.9,
     rewards: Rewards = "score",
     whitened: bool = True,
 ) -> Float[Array, "turns"]:

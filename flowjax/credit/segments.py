@@ -8,7 +8,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.credit.table import TurnTable
 
-Pool = Literal["trajectories", "rows"]
 Norm = Literal["mean", "mean_std", "none"]
 
 EPSILON = 1e-6
@@ -55,14 +54,9 @@ def state_visits(table: TurnTable) -> Int[Array, "turns"]:
 
 
 def first_rows(table: TurnTable) -> Bool[Array, "turns"]:
-    """One counted row per trajectory: its first."""
+    """One counted row per trajectory, its first: statistics over these weigh an episode once, however long it is."""
     has_predecessor = jnp.zeros_like(table.mask).at[table.successor].max(table.successor != _row_numbers(table))
     return table.mask & ~has_predecessor
-
-
-def pooled_rows(table: TurnTable, pool: Pool) -> Bool[Array, "turns"]:
-    """The rows that a group's statistics count: every turn, or one row for each trajectory."""
-    return table.mask if pool == "rows" else first_rows(table)
 
 
 def normalise(

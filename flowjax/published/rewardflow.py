@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flowjax.credit.segments import is_last_turn, segment_statistics, segment_total
+from flowjax.credit.segments import is_last_turn, segment_statistics
 from flowjax.credit.table import TurnTable
+from flowjax.fields import NotNegative, Share
+from flowjax.published.gigpo import grpo
 
 SWEEPS = 1000  # of the propagation; a way to success that is longer than this has value zero
 
@@ -25,18 +27,17 @@ class PublishedValues(NamedTuple):
 def rewardflow(
     table: TurnTable,
     *,
-    gamma: float = 0.9,
-    step_weight: float = 1.0,
-    invalid_penalty: float = 0.1,
+    gamma: Share = 0.9,
+    step_weight: NotNegative = 1.0,
+    invalid_penalty: NotNegative = 0.1,
     edge_direction: Literal["forward", "bidirectional"] = "forward",
 ) -> Float[Array, "turns"]:
     """A = (x - mean) + w (d - mean of d over the turns that started in the same state), d = V(s') - V(s).
 
     V(s) = max over s' of gamma^distance * reward(s'): the best that any sibling reached, so that in a state that others
-    left for where nobody succeeded, doing nothing has a positive step part. Means are over turns, so that long episodes
-    weigh more; x is the episode's return less the penalty of the turn. Takes the whole table for one rollout that ended
-    with its longest episode. `edge_direction="bidirectional"` is how edges may have been walked when the paper's
-    numbers were made.
+    left for where nobody succeeded, doing nothing has a positive step part. The episode part is `published.gigpo.grpo`
+    without the deviation. Takes the whole table for one rollout that ended with its longest episode.
+    `edge_direction="bidirectional"` is how edges may have been walked when the paper's numbers were made.
     """
     found = published_values(table, gamma=gamma, edge_direction=edge_direction)
     # The last move of the longest episodes is not in the graph: it keeps the environment's own reward.
@@ -44,10 +45,7 @@ def rewardflow(
     penalty = invalid_penalty * ~table.valid
     credit = jnp.where(table.mask, credit - penalty, 0.0)
     _, mean, _ = segment_statistics(credit, table.state, table.mask, 2 * credit.shape[0])
-    returns = segment_total(jnp.where(table.mask, table.reward, 0.0), table.trajectory) - penalty
-    # A group of one turn keeps its score: the published code takes 0 for its mean.
-    count, episode_mean, _ = segment_statistics(returns, table.group, table.mask)
-    episode_part = jnp.where(count == 1, returns, returns - episode_mean)
+    episode_part = grpo(table, norm="mean", invalid_penalty=invalid_penalty)
     return jnp.where(table.mask, episode_part + step_weight * (credit - mean), 0.0)
 
 

@@ -45,7 +45,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rewardflow, gamma 0.95": ("rewardflow", {"gamma": 0.95}),
     "rewardflow, weight 2": ("rewardflow", {"step_weight": 2.0}),
     "rewardflow, gamma 0.8, weight 2": ("rewardflow", {"gamma": 0.8, "step_weight": 2.0}),
-    "rewardflow, pooled over rows": ("rewardflow", {"pool": "rows"}),
     "rewardflow, not normalised": ("rewardflow", {"step_norm": "none"}),
     "gae, trace 0": ("gae", {"trace": 0.0}),
     "gae, trace 1": ("gae", {"trace": 1.0}),

@@ -177,6 +177,29 @@ def gae(turns: list[Turn]) -> list[float]:
     return whiten(result)
 
 
+def grpo_published(turns: list[Turn], invalid_penalty: float = 0.1, norm: str = "mean_std") -> list[float]:
+    """Statistics over turns; a group of one turn has mean 0 and deviation 1."""
+    earned = {turns[path[0]].trajectory: sum(turns[row].reward for row in path) for path in paths(turns)}
+    scores = [earned[turn.trajectory] - invalid_penalty * (not turn.valid) for turn in turns]
+    groups: dict[int, list[float]] = defaultdict(list)
+    for turn, score in zip(turns, scores, strict=True):
+        groups[turn.group].append(score)
+    centre = {g: (statistics.fmean(x), deviation(x)) if len(x) > 1 else (0.0, 1.0) for g, x in groups.items()}
+    scale = {g: spread + 1e-6 if norm == "mean_std" else 1.0 for g, (_, spread) in centre.items()}
+    return [(score - centre[t.group][0]) / scale[t.group] for t, score in zip(turns, scores, strict=True)]
+
+
+def gigpo_published(turns: list[Turn], gamma: float = 0.95, invalid_penalty: float = 0.1) -> list[float]:
+    values = returns(turns, gamma, "reward")
+    values = [value - invalid_penalty * (not turn.valid) for turn, value in zip(turns, values, strict=True)]
+    visits: dict[int, list[float]] = defaultdict(list)
+    for turn, value in zip(turns, values, strict=True):
+        visits[turn.state].append(value)
+    steps = [value - statistics.fmean(visits[turn.state]) for turn, value in zip(turns, values, strict=True)]
+    episodes = grpo_published(turns, invalid_penalty, "mean")
+    return [episode + step for episode, step in zip(episodes, steps, strict=True)]
+
+
 def rewardflow_published(turns: list[Turn], gamma: float = 0.9, invalid_penalty: float = 0.1) -> list[float]:
     """The published computation, step by step, with its faults."""
     found = paths(turns)
@@ -193,20 +216,13 @@ def rewardflow_published(turns: list[Turn], gamma: float = 0.9, invalid_penalty:
                 credit[row] = values.get(turn.next_state, 0.0) - values.get(turn.state, 0.0)
                 if step == iterations - 1:
                     credit[row] = turn.reward
-    rows: dict[int, list[float]] = defaultdict(list)
     visits: dict[int, list[float]] = defaultdict(list)
-    earned = {turns[path[0]].trajectory: sum(turns[row].reward for row in path) for path in found}
     for row, turn in enumerate(turns):
         credit[row] -= invalid_penalty * (not turn.valid)
         visits[turn.state].append(credit[row])
-        rows[turn.group].append(earned[turn.trajectory] - invalid_penalty * (not turn.valid))
-    result = []
-    for row, turn in enumerate(turns):
-        episode = earned[turn.trajectory] - invalid_penalty * (not turn.valid)
-        if len(rows[turn.group]) > 1:
-            episode -= statistics.fmean(rows[turn.group])
-        result.append(episode + credit[row] - statistics.fmean(visits[turn.state]))
-    return result
+    steps = [credit[row] - statistics.fmean(visits[turn.state]) for row, turn in enumerate(turns)]
+    episodes = grpo_published(turns, invalid_penalty, "mean")
+    return [episode + step for episode, step in zip(episodes, steps, strict=True)]
 
 
 def _published_values(turns: list[Turn], group: list[list[int]], iterations: int, gamma: float) -> dict[int, float]:
@@ -240,6 +256,8 @@ LOOPS = {
     "grpo": grpo,
     "maxrl": maxrl,
     "pass_at_k": pass_at_k,
+    "published.gigpo": gigpo_published,
+    "published.grpo": grpo_published,
     "published.rewardflow": rewardflow_published,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

@@ -184,8 +184,8 @@ def test_gae_between_the_temporal_difference_and_the_return():
     np.testing.assert_allclose(whole[:8], returns - values[:8], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["rewardflow", "gigpo"])
-def test_a_group_of_one_may_keep_its_score(name):
+@pytest.mark.parametrize("name", ["rewardflow", "gigpo", "grpo"])
+def test_a_group_of_one_keeps_its_score_in_the_published_form_alone(name):
     table = paths_table([Path([0, 1], [3.0])])
     assert float(estimate(table, name)[0]) == pytest.approx(0.0, abs=1e-6)
-    assert float(estimate(table, name, lone_member="score")[0]) == pytest.approx(3.0)
+    assert float(estimate(table, f"published.{name}")[0]) == pytest.approx(3.0)

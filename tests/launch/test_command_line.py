@@ -128,7 +128,7 @@ from ml_collections import ConfigDict
 def get_config():
     config = default_config()
     config.credit.name = "rewardflow"
-    config.credit.options = ConfigDict({"gamma": 0.8, "pool": "rows"})
+    config.credit.options = ConfigDict({"gamma": 0.8, "step_norm": "none"})
     config.env.module = "flowjax.envs.sokoban"
     config.env.options = ConfigDict({"rows": 6})
     config.env.sources = ConfigDict({"large": {"options": {"rows": 8}}})
@@ -154,7 +154,9 @@ def test_another_estimator_leaves_the_options_of_the_one_before(own, capsys):
     assert (configs["verifier"].credit.name, configs["verifier"].credit.options.to_dict()) == ("grpo", {})
     assert configs["checker"].credit.options.to_dict() == {"gamma": 0.7}, "it names an estimator of its own"
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "config.credit.name is 'grpo': the options of 'rewardflow' are left out (gamma=0.8, pool='rows')"
+    assert (
+        first == "config.credit.name is 'grpo': the options of 'rewardflow' are left out (gamma=0.8, step_norm='none')"
+    )
     assert second.startswith("config.policies.verifier.credit.name is 'grpo'")
 
 
@@ -185,7 +187,7 @@ def test_another_objective_or_world_leaves_its_options_too(own, capsys):
     [
         ("credit.options.step_weight=2", "credit.options.step_weight", 2),
         ("credit.options.gamma=1", "credit.options.gamma", 1.0),
-        ("credit.options.pool=trajectories", "credit.options.pool", "trajectories"),
+        ("credit.options.step_norm=mean", "credit.options.step_norm", "mean"),
         ("env.options.kinds=('int', 'list')", "env.options.kinds", ("int", "list")),
         ("env.options.hints=true", "env.options.hints", True),
         ("env.options.path=None", "env.options.path", None),
