@@ -294,6 +294,13 @@ def test_a_loop_counts_its_turns_in_the_trace():
     assert [(node.operator, node.turn) for node in result.trace] == [("A", 1), ("B", 1), ("A", 2), ("B", 2)]
 
 
+def test_a_loop_ends_early_by_the_verdict_of_a_checker_alone():
+    """A solver may write a flag of that name: that it has found something is no check that passed."""
+    hopeful = operator("Hopeful", (), (Field("passed", "flag"),), lambda *_: {"passed": True}, role="solver")
+    assert [node.operator for node in go("(A -> Hopeful) * 2", A, hopeful).trace] == ["A", "Hopeful"] * 2
+    assert [node.operator for node in go("(A -> Yes) * 2", A, YES).trace] == ["A", "Yes"]
+
+
 def test_programs_run_in_the_sandbox():
     class Execute(Ask):
         name, inputs = "Execute", ()

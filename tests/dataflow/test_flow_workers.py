@@ -1,5 +1,7 @@
 """Who plays what: evaluation beside training, and workers that cannot play everything."""
 
+import pytest
+
 from flowjax.dataflow.workers import Can
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Trajectory
@@ -27,6 +29,15 @@ def test_evaluation_has_its_share_of_a_workers_slots_and_no_more(tmp_path):
     play(flow, [lease for lease in leases if lease.kind == "eval"], version=0)
     assert kinds(flow.lease("w", 2)) == (2, 0), "they are free again"
     assert kinds(flow.lease("another", 4)) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("slots", "total", "evaluated"),
+    [(0.25, 8, 2), (0.25, 9, 3), (0.25, 1, 1), (0.0, 8, 0), (1.0, 8, 1), (3, 8, 3), (30, 8, 8)],
+)
+def test_a_share_of_slots_is_rounded_up(tmp_path, slots, total, evaluated):
+    """So that a worker of one slot evaluates, too. From 1 on it is a number of slots, at most those there are."""
+    assert kinds(flow_with(tmp_path, slots).lease("w", total)) == (evaluated, total - evaluated)
 
 
 def test_neither_starves_and_nothing_idles(tmp_path):

@@ -1,6 +1,7 @@
 """The decoder agrees with itself however it is called: packed, padded, rematerialised, split, with its adapter off."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,11 @@ from flax import nnx
 from tiny_models import TINY, logprobs, tiny_decoder
 
 from flowjax.models.attention import attend, segment_mask
-from flowjax.models.config import ModelError, RopeScaling
+from flowjax.models.config import ModelError, RopeScaling, YarnScaling
 from flowjax.models.decoder import Decoder
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.rope import rope_angles
 
 LORA = Lora(rank=4, alpha=8.0)
 
@@ -140,6 +142,21 @@ def test_segment_mask_by_hand():
     seen = segment_mask(jnp.array([[1, 1, 2, 2, 0]]), jnp.array([[0, 1, 0, 1, 0]]), None)[0]
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
     np.testing.assert_array_equal(seen, np.array(expected, bool))
+
+
+@pytest.mark.parametrize(
+    ("factor", "given", "expected"),
+    [
+        (4.0, None, 0.1 * math.log(4.0) + 1),
+        (4.0, 1.7, 1.7),
+        (0.5, None, 1.0),
+    ],
+)
+def test_yarn_sharpens_attention(factor, given, expected):
+    scaling = YarnScaling(factor, 16, attention_factor=given)
+    cos, sin = rope_angles(jnp.array([[0, 3]]), 8, 1e4, scaling)
+    np.testing.assert_allclose(cos[0, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(np.hypot(cos, sin), expected, rtol=1e-6)  # a longer arrow, turned as far
 
 
 def test_rope_scaling_changes_the_model(tokens):

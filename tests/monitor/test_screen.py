@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.monitor.progress import Progress, read_status
+from flowjax.monitor.progress import RECENT_STEPS, Progress, read_status
 from flowjax.monitor.roles import RoleState
 from flowjax.monitor.screen import Screen, clock, plain_line, sparkline, summary
 
@@ -159,6 +159,24 @@ def test_refresh_costs_little(tmp_path):
     spent_s = (time.process_time() - started) / 20
     screen.close()
     assert spent_s < 0.03  # at 2.5 a second: 7 % of a core; about 1 % on a quiet machine
+
+
+def test_time_left_is_at_the_pace_of_the_last_steps(tmp_path):
+    writer, progress = MetricsWriter(tmp_path), Progress(tmp_path)
+    assert progress.remaining_s(60) is None
+    writer.write("train", **step_line(1, total_s=500.0))  # compiles
+    progress.update()
+    assert progress.remaining_s(60) is None
+    writer.write("train", **step_line(2, total_s=None))
+    for step, total_s in ((3, 4.0), (4, 90.0), (5, 5.0)):  # one was saved to a slow disk
+        writer.write("train", **step_line(step, total_s=total_s))
+    progress.update()
+    assert progress.remaining_s(60) == 55 * 5.0
+    for step in range(6, 6 + 2 * RECENT_STEPS):
+        writer.write("train", **step_line(step, total_s=2.0))
+    progress.update()
+    assert progress.remaining_s(60) == 2.0 * (60 - progress.step) > 0
+    assert progress.remaining_s(progress.step) == 0
 
 
 def test_progress_starts_over_when_the_file_is_replaced(tmp_path):

@@ -5,6 +5,7 @@ What a real vLLM answers is tested in test_rollout_engine.py.
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable
 
 import pytest
@@ -40,13 +41,18 @@ class Script:
         return web.json_response({"model": body["model"], "choices": choices[::-1]})
 
 
-def _choice(index: int, token: int, finish_reason: str = "length") -> dict:
+def _choice(index: int, token: int, finish_reason: str | None = "length") -> dict:
     logprobs = {"tokens": [f"token_id:{token}"], "token_logprobs": [-float(token)]}
     return {"index": index, "finish_reason": finish_reason, "logprobs": logprobs}
 
 
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
+
+
+def _events(request: dict, *events: dict) -> web.Response:
+    lines = "".join(f"data: {json.dumps({'model': request['model'], **event})}\n\n" for event in events)
+    return web.Response(text=lines + "data: [DONE]\n\n", content_type="text/event-stream")
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -212,6 +218,34 @@ def test_cancelled_calls_leave_the_others_alone_and_end_a_request_nobody_waits_f
     assert isinstance(first, asyncio.CancelledError) and isinstance(alone, asyncio.CancelledError)
     assert isinstance(second, Completion) and second.sampled_ids == (1,)
     assert script.aborted == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "text"),
+    [
+        ({"message": "prompt too long", "code": 400}, EngineError, r"refuses a request \(HTTP 400\): prompt too long"),
+        ({"message": "no such model", "code": 404}, UnknownModel, "does not serve base: no such model"),
+    ],
+)
+def test_an_error_event_in_a_stream_is_the_engines_answer(script, error, raised, text):
+    script.answer = lambda body: _events(body, {"choices": [_choice(0, 4, None)]}, {"error": error})
+    with pytest.raises(raised, match=text):
+        _run(lambda client: client.generate("base", [4], SAMPLING), script, stream=True)
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize("error", [{"message": "EngineDeadError", "code": 500}, {"message": "EngineDeadError"}])
+def test_an_error_event_of_a_dying_engine_has_the_request_sent_again(script, error):
+    def answer(body: dict) -> web.Response:
+        return _events(body, {"error": error} if len(script.requests) == 1 else {"choices": [_choice(0, 4)]})
+
+    script.answer = answer
+    completion = _run(lambda client: client.generate("base", [4], SAMPLING), script, stream=True)
+    assert completion.sampled_ids == (4,) and len(script.requests) == 2
+
+    script.answer = lambda body: _events(body, {"error": error})
+    with pytest.raises(EngineError, match="EngineDeadError"):
+        _run(lambda client: client.generate("base", [4], SAMPLING), script, stream=True, request_timeout_s=0.3)
 
 
 def test_closing_fails_what_is_waiting(script):

@@ -286,6 +286,36 @@ def test_folders_of_an_abandoned_future_are_not_served(tmp_path, engine):
     asyncio.run(scenario())
 
 
+def test_a_trainer_that_goes_back_is_followed(tmp_path, engine):
+    """Its newest checkpoint was damaged and set aside: it goes on from the one before, and new turns with it."""
+
+    async def scenario():
+        run = Run(tmp_path, engine)
+        async with run.following() as follower:
+            for step in (0, 1, 2):
+                run.publish(step)
+            await until(lambda: follower._current.get("agent") == 2)
+            (run.checkpoints.directory / "2").rename(tmp_path / "damaged")
+            assert await asyncio.wait_for(follower.changed("agent", 2), 120) == 1
+            assert follower.current("agent") == (1, "agent@1") and engine.loaded["agent@1"] == 1.0
+
+    asyncio.run(scenario())
+
+
+def test_a_slower_engine_does_not_take_the_current_version_back(tmp_path):
+    """One engine has version 1 when the other, asked before 1 was published, answers that it has version 0."""
+
+    async def scenario():
+        run = Run(tmp_path, Engine(), Engine())
+        run.publish(0)
+        run.publish(1)
+        await run.follower._advance("agent", 1)
+        await run.follower._advance("agent", 0)
+        assert run.follower.current("agent") == (1, "agent@1")
+
+    asyncio.run(scenario())
+
+
 def test_exports_the_models_own_peft_layout(tmp_path):
     config = default_config()
     shape = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
