@@ -1,7 +1,7 @@
 """Small data for the ALFWorld world, in the format of the real: `python -m data.alfworld.build --out=FOLDER --seed=0`.
 
 Writes json_2.1.1/{train,valid_seen,valid_unseen}/<task>/<trial>/ with traj_data.json, initial_state.pddl and
-game.tw-pddl, which `env.options.path`, ALFWORLD_DATA and alfworld itself take. A game is marked solvable if the
+game.tw-pddl, which `env.world.path`, ALFWORLD_DATA and alfworld itself take. A game is marked solvable if the
 scripted expert wins it in the engine; what it did is the walkthrough. No planner is asked.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowjax.envs import alfworld
-from flowjax.envs.alfworld import generate, options, sources
+from flowjax.envs.alfworld import generate, world
 from flowjax.envs.base import Split, WorldError
 from flowjax.records import Task
 
@@ -46,21 +46,21 @@ def write_game(folder: Path, env: "Alfworld", task: Task) -> bool:
     game.update(solvable=way is not None, walkthrough=way)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "initial_state.pddl").write_text(game["pddl_problem"])
-    (folder / sources.GAME).write_text(json.dumps(game))
-    (folder / sources.TRAJECTORY).write_text(json.dumps(generate.trajectory_file(spec, folder.name), indent=4))
+    (folder / world.GAME).write_text(json.dumps(game))
+    (folder / world.TRAJECTORY).write_text(json.dumps(generate.trajectory_file(spec, folder.name), indent=4))
     return way is not None
 
 
 def build(out: Path, *, seed: int, counts: dict[str, int]) -> dict[str, int]:
     """Write so many games of each folder of `SPLITS`; returns how many of each are solvable. The same seed writes the
     same bytes."""
-    env = alfworld.make(path=options.GENERATED, games_kept=1)
+    env = alfworld.make(path=world.GENERATED, games_kept=1)
     solvable = {}
     for name, count in counts.items():
         split, held_out = SPLITS[name]
-        given = options.Options(path=options.GENERATED, held_out=held_out)
-        games = sources.GeneratedTasks(split, seed, given)
-        folder = out / options.FOLDER / name
+        given = world.Options(path=world.GENERATED, held_out=held_out)
+        games = world.GeneratedTasks(split, seed, given)
+        folder = out / world.FOLDER / name
         won = 0
         for index in range(count):
             task = games(index)

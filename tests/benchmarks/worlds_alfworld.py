@@ -10,7 +10,7 @@ import numpy as np
 
 from flowjax.envs import alfworld
 from flowjax.envs.alfworld.generate import Spec, game_file
-from flowjax.envs.alfworld.sources import GeneratedTasks, Options
+from flowjax.envs.alfworld.world import GeneratedTasks, Options
 from tests.envs.stock_alfworld import StockGame
 
 GAMES, EPISODE_STEPS = 6, 30

@@ -19,15 +19,13 @@ from two_processes import printed_in_two_processes
 
 from data.alfworld.build import build
 from flowjax.envs import alfworld
-from flowjax.envs.alfworld import generate, plans
-from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Atom, Game, Play
+from flowjax.envs.alfworld import generate, packages
+from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Atom, Game, Playthrough
 from flowjax.envs.alfworld.env import Alfworld, Games
 from flowjax.envs.alfworld.generate import TASK_TYPES, Spec
-from flowjax.envs.alfworld.library import loaded_bytes
-from flowjax.envs.alfworld.options import GENERATED
 from flowjax.envs.alfworld.packages import package
-from flowjax.envs.alfworld.prompts import task_of
-from flowjax.envs.alfworld.sources import GeneratedTasks, Options
+from flowjax.envs.alfworld.planner import loaded_bytes
+from flowjax.envs.alfworld.world import GENERATED, GeneratedTasks, Options
 from flowjax.envs.base import Observation, Split, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
@@ -58,9 +56,9 @@ def take(source: grain.MapDataset[Task], index: int) -> Task:
 
 
 def transcripts_agree(spec: Spec, steps: int, seed: int) -> None:
-    """Play one game on both engines: some moves the expert's, some at random, some that are no commands."""
+    """Playthrough one game on both engines: some moves the expert's, some at random, some that are no commands."""
     data = generate.game_file(spec)
-    stock, play, rng = StockGame(data), Play(), np.random.default_rng(seed)
+    stock, play, rng = StockGame(data), Playthrough(), np.random.default_rng(seed)
     env, _ = begun(spec)
     play.load(Game(data, play.library))
     assert play.load(Game(data, play.library)) == stock.said
@@ -70,7 +68,7 @@ def transcripts_agree(spec: Spec, steps: int, seed: int) -> None:
         if play.won:
             return
         if rng.random() < 0.1:
-            assert stock.step("fly to the moon") == NOTHING_HAPPENS == task_of(env.step("").observation.text)[0]
+            assert stock.step("fly to the moon") == NOTHING_HAPPENS == env.step("").observation.view.seen
             assert sorted(play.commands) == stock.commands
         best = env.best_action()
         command = best if rng.random() < 0.6 else stock.commands[rng.integers(len(stock.commands))]
@@ -90,7 +88,7 @@ def test_transcripts_are_those_of_the_stock_engine_in_many_games():
         transcripts_agree(Spec.read(tasks(index).payload), 40, index)
 
 
-def engine_state(play: Play) -> set[tuple[str, ...]]:
+def engine_state(play: Playthrough) -> set[tuple[str, ...]]:
     """The changing facts as the planner's library holds them, read anew."""
     atoms = (Atom * play.library.get_state_size())()
     play.library.get_state(atoms)
@@ -266,7 +264,7 @@ def test_a_worker_process_plays_it():
 def test_episodes_are_the_same_in_every_process():
     program = (
         "from flowjax.envs import alfworld\n"
-        "from flowjax.envs.alfworld.sources import GeneratedTasks, Options\n"
+        "from flowjax.envs.alfworld.world import GeneratedTasks, Options\n"
         "import numpy as np\n"
         "env = alfworld.make(path='generated')\n"
         "tasks = GeneratedTasks('held_out', 7, Options(held_out='seen', clutter=0.3))\n"
@@ -317,13 +315,13 @@ def test_games_start_unwon_with_the_goal_within_reach():
         assert len(wanted) >= (2 if spec.task_type == "pick_two_obj_and_place" else 1)
         assert all(thing.place.kind != spec.target for thing in wanted)
         assert len({thing.identity for thing in things}) == len(things)
-        kinds = plans.floor_plan(spec.scene).kinds()
+        kinds = packages.floor_plan(spec.scene).kinds()
         lamps = {thing.kind for thing in things}
         assert spec.target in (lamps if spec.task_type == "look_at_obj_in_light" else kinds)
 
 
 def test_all_120_floor_plans_are_used():
-    used = {scene for split in ("train", "held_out") for scene in plans.scenes(split)}
+    used = {scene for split in ("train", "held_out") for scene in packages.scenes(split)}
     assert len(used) == 120
     assert all(any(generate.choices(scene, kind) for kind in TASK_TYPES) for scene in used)
 

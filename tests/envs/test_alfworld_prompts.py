@@ -4,21 +4,17 @@ import numpy as np
 import pytest
 
 from flowjax.envs import alfworld
-from flowjax.envs.alfworld.prompts import compact, task_of
-from flowjax.envs.alfworld.sources import GeneratedTasks, Options
+from flowjax.envs.alfworld.world import GeneratedTasks, Options, View, compact
 from flowjax.envs.base import Observation, Past
 
 INTRO = (
     "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see a "
-    "cabinet 2, a cabinet 1, a bed 1, and a sinkbasin 1.\n\nYour task is to: put a clean cloth in bed."
+    "cabinet 2, a cabinet 1, a bed 1, and a sinkbasin 1."
 )
 LEGAL = ("go to bed 1", "go to cabinet 1", "inventory", "look")
-FIRST = Observation(INTRO, LEGAL, 1)
-AT_BED = Observation(
-    "You arrive at bed 1. On the bed 1, you see a cloth 1, and a book 2.\n\nYour task is to: put a clean cloth in bed.",
-    LEGAL,
-    2,
-)
+TASK = "put a clean cloth in bed"
+FIRST = Observation(View(INTRO, TASK), LEGAL, 1)
+AT_BED = Observation(View("You arrive at bed 1. On the bed 1, you see a cloth 1, and a book 2.", TASK), LEGAL, 2)
 
 
 def content(messages: list) -> str:
@@ -43,15 +39,17 @@ def content(messages: list) -> str:
     ],
 )
 def test_the_words_of_a_compact_prompt(text: str, words: str):
-    assert compact(text.partition("\n\nYour task")[0]) == words
+    assert compact(text) == words
 
 
 def test_a_compact_window_reads_as_the_conversation_does():
     first = content(alfworld.prompt(FIRST, [], "compact"))
     assert first == "task put clean cloth in bed ; cabinet 2 bed 1 sinkbasin 1 >"
-    window = content(alfworld.prompt(AT_BED, [Past(1, INTRO, "go to bed 1")], "compact"))
+    window = content(alfworld.prompt(AT_BED, [Past(1, FIRST.view, "go to bed 1")], "compact"))
     assert window == f"{first} go to bed 1 {content(alfworld.follow_up(AT_BED, 'compact'))}"
-    assert content(alfworld.prompt(AT_BED, [Past(1, INTRO, "")], "compact")) == window.replace("go to bed 1", "none")
+    assert content(alfworld.prompt(AT_BED, [Past(1, FIRST.view, "")], "compact")) == window.replace(
+        "go to bed 1", "none"
+    )
 
 
 def test_every_word_of_compact_prompts_and_replies_is_in_the_vocabulary():
@@ -71,12 +69,12 @@ def test_every_word_of_compact_prompts_and_replies_is_in_the_vocabulary():
             stray = alfworld.random_action(observation, rng)
             action = stray if rng.random() < 0.7 else alfworld.expert(env)
             assert alfworld.parse_action(alfworld.reply(action, "compact"), observation.legal_actions) == action
-            past.append(Past(turn, observation.text, action))
+            past.append(Past(turn, observation.view, action))
             observation = env.step(action).observation
 
 
 def test_the_instruct_prompt_shows_task_window_and_actions_once():
-    past = [Past(3, INTRO, "go to bed 1"), Past(4, AT_BED.text, "")]
+    past = [Past(3, FIRST.view, "go to bed 1"), Past(4, AT_BED.view, "")]
     text = content(alfworld.prompt(AT_BED, past, "instruct"))
     assert text.count("put a clean cloth in bed") == 1
     assert text.count("'go to cabinet 1'") == 1
@@ -95,10 +93,11 @@ def test_the_instruct_prompt_shows_task_window_and_actions_once():
     assert "put a clean cloth" not in later and "'look'" in later and "<action>" in later
 
 
-def test_the_task_is_told_apart_from_what_is_seen():
-    assert task_of(AT_BED.text) == ("You arrive at bed 1. On the bed 1, you see a cloth 1, and a book 2.",
-                                    "put a clean cloth in bed")  # fmt: skip
-    assert task_of("You look.") == ("You look.", "")
+def test_the_task_is_kept_apart_from_what_is_seen():
+    env = alfworld.make(path="generated")
+    first = env.reset(GeneratedTasks("train", 0, Options())(0), 0).view
+    assert first.seen.startswith("-= Welcome") and first.task and "task is to" not in first.seen + first.task
+    assert env.step("").observation.view == View("Nothing happens.", first.task)
 
 
 @pytest.mark.parametrize("style", ["instruct", "compact"])

@@ -1,18 +1,21 @@
 """alfworld's games on textworld's PDDL engine, with what textworld repeats at every step done once per game.
 
 A `Game` is everything about a game file that never changes: the planner's translation of its PDDL, its parsed grammar,
-its commands. A `Play` is one playing of it, on a copy of the planner's library, which holds the true state. Texts and
-commands are those of textworld under alfworld's wrapper, word for word.
+its commands. A `Playthrough` plays it on a copy of the planner's library, which holds the true state. Texts and
+commands are those of textworld under alfworld's wrapper, word for word: its parser, and its answers to queries, are
+kept where it parses each template anew and copies all that it touches.
+
+A grammar's expressions are Python and are evaluated as such: a game file from a stranger is a program.
 """
 
 import functools
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import fast_downward
@@ -20,13 +23,11 @@ from textworld.envs.pddl import textgen
 from textworld.envs.pddl.logic import Atom
 from textworld.envs.pddl.logic import _parse_and_convert as parse_logic
 from textworld.generator.game import EntityInfo
-from textworld.logic import Placeholder, Proposition, State, Type, TypeHierarchy, Variable
+from textworld.logic import Placeholder, Proposition, Rule, State, Type, TypeHierarchy, Variable
 
-from flowjax.envs.alfworld.grammar import Grammar, predicates, symbols
-from flowjax.envs.alfworld.library import load_library
 from flowjax.envs.alfworld.packages import package
-from flowjax.envs.alfworld.room import Room
-from flowjax.envs.alfworld.translation import Translation, translated
+from flowjax.envs.alfworld.planner import Translation, load_library, translated
+from flowjax.envs.alfworld.player import StaticFacts
 from flowjax.records import state_key
 
 NOTHING_HAPPENS = "Nothing happens."
@@ -35,6 +36,100 @@ TASK_SENTENCE = re.compile(r"Your task is to: ([^\"\\#{}\[\]|;<>\n]*)")
 UNKNOWN_TASK = "Your task is to: UNKNOWN GOAL."
 
 Fact = tuple[str, ...]  # predicate and arguments
+Scope = tuple[Mapping[str, Any], Mapping[Any, Any]]  # things by variable name; textworld's placeholder to variable
+
+
+@functools.lru_cache(maxsize=4096)
+def symbols(template: str) -> tuple[Any, ...]:
+    """textworld's parse of a template."""
+    return tuple(textgen._parse_and_convert(template, rule_name="symbols"))
+
+
+@functools.lru_cache(maxsize=1024)
+def query(expression: str) -> Rule:
+    """textworld's rule whose assignments answer a condition."""
+    return Rule.parse_conjunctive_query(expression)
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(expression: str) -> CodeType:
+    return compile(expression.strip(), "<grammar>", "eval")
+
+
+def predicates(template: str) -> set[str] | None:
+    """Predicates that a template's text depends on; None where it depends on rules of the grammar."""
+    found: set[str] = set()
+    for symbol in symbols(template):
+        if isinstance(symbol, textgen.ListSymbol):
+            symbol = symbol.symbol
+        if isinstance(symbol, textgen.NonterminalSymbol):
+            return None
+        if isinstance(symbol, textgen.ConditionalSymbol):
+            if not isinstance(symbol.expression, textgen.EvalSymbol):
+                return None
+            found |= {predicate.name for predicate in query(symbol.given).preconditions} if symbol.given else set()
+    return found
+
+
+class Grammar:
+    """The rules of one game. `entities` are its things by identity."""
+
+    def __init__(self, rules: Mapping[str, Sequence[Any]], entities: Mapping[str, Any]):
+        self._rules = rules
+        self._entities = entities
+
+    def derive(self, template: str, state: Any, mapping: Mapping[Any, Any]) -> str:
+        """The text of a template where the variables are those of `mapping`."""
+        scope = (self._things(mapping), mapping)
+        return "".join(str(word) for symbol in symbols(template) for word in self._words(symbol, state, scope))
+
+    def _things(self, mapping: Mapping[Any, Any]) -> dict[str, Any]:
+        return {placeholder.name: self._entities[variable.name] for placeholder, variable in mapping.items()}
+
+    def _words(self, symbol: Any, state: Any, scope: Scope) -> list[Any]:
+        if isinstance(symbol, textgen.TerminalSymbol):
+            return [symbol.symbol]
+        if isinstance(symbol, textgen.NonterminalSymbol):
+            return self._rule(str(symbol.symbol), state, scope)
+        if isinstance(symbol, textgen.EvalSymbol):
+            return [eval(_code(symbol.expression), {}, scope[0])]
+        if isinstance(symbol, textgen.ConditionalSymbol):
+            return [
+                word
+                for found in self._scopes(symbol, state, scope)
+                for word in self._words(symbol.expression, state, found)
+            ]
+        return self._list(symbol.symbol, state, scope)
+
+    def _rule(self, name: str, state: Any, scope: Scope) -> list[Any]:
+        """The words of the first rule of that name whose condition holds."""
+        for rule in self._rules[name]:
+            if not rule.condition or any(True for _ in state.all_assignments(query(rule.condition), scope[1])):
+                return [word for part in rule.rhs for word in self._words(part, state, scope)]
+        raise LookupError(f"no rule of the grammar for #{name}# applies")
+
+    def _scopes(self, symbol: Any, state: Any, scope: Scope) -> list[Scope]:
+        """A scope for each answer to the symbol's condition."""
+        if not symbol.given:
+            return [scope]
+        things, mapping = scope
+        answers = state.all_assignments(query(symbol.given), mapping)
+        return [({**things, **self._things(answer)}, {**mapping, **answer}) for answer in answers]
+
+    def _list(self, inner: Any, state: Any, scope: Scope) -> list[Any]:
+        """`a, b, and c`, with the grammar's own separators."""
+        if isinstance(inner, textgen.ConditionalSymbol):
+            found = self._scopes(inner, state, scope)
+            items = [self._words(inner.expression, state, one) for one in found]
+        else:
+            items = [[word] for word in self._words(inner, state, scope)]
+        if not items:
+            return self._rule("list_empty", state, scope)
+        words = list(items[0])
+        for number, item in enumerate(items[1:], start=2):
+            words += self._rule("list_last_separator" if number == len(items) else "list_separator", state, scope)
+            words += item
+        return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +235,7 @@ class Game:
         self.grammar = Grammar(rules, self.entities)
         self._names = {identity: entity.name for identity, entity in self.entities.items()}
         self._commands: dict[int, Command] = {}
-        self.room = Room((fact.name, *fact.names) for fact in self.start.facts)
+        self.room = StaticFacts((fact.name, *fact.names) for fact in self.start.facts)
 
     def _loaded(self, library: Any) -> list[Proposition]:
         atoms = (Atom * library.get_state_size())()
@@ -152,7 +247,7 @@ class Game:
         return self.changing(self._loaded(library))
 
     def branches(self, command: Command) -> bool:
-        """Whether what the command does depends on the state; of such the library names effects that do not occur."""
+        """Does what the command does depend on the state? Of such the library names effects that do not occur."""
         return command.action in self._branching
 
     def fact(self, atom: Atom) -> Proposition:
@@ -190,7 +285,7 @@ class Game:
         return Command(action, command.arguments, operator, mapping, self.text(command, self.start))
 
     def text(self, command: Command, facts: Facts) -> str:
-        """How a player types the command."""
+        """The command as a player types it."""
         if command.fixed is not None:
             return command.fixed
         template = self.grammar.derive(self._actions[command.action].template, facts, command.mapping)
@@ -198,7 +293,7 @@ class Game:
         return template.format(**names)
 
     def feedback(self, command: Command, facts: Facts) -> str:
-        """What the game says once the command has been obeyed."""
+        """The answer of the game once the command has been obeyed."""
         return self.grammar.derive(self._actions[command.action].feedback_rule, facts, command.mapping)
 
 
@@ -222,7 +317,7 @@ def _entities(facts: Facts) -> dict[str, EntityInfo]:
     return entities
 
 
-class Play:
+class Playthrough:
     """One playing of a game: `load` one, then `obey` commands."""
 
     def __init__(self):
@@ -268,7 +363,7 @@ class Play:
         return state_key(self.game.digest, *sorted(" ".join(fact) for fact in self.state))
 
     def _list_commands(self) -> None:
-        """What can be done now. Of two ways to the same words the planner's first counts, as in textworld."""
+        """Find what can be done now. Of two ways to the same words the planner's first counts, as in textworld."""
         operators = (fast_downward.Operator * self.library.get_applicable_operators_count())()
         self.library.get_applicable_operators(operators)
         self.commands, self._effects = {}, {}

@@ -1,5 +1,6 @@
 """The environment: one game at a time on an engine of its own, and the games that this process has loaded."""
 
+import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +8,11 @@ from typing import Any
 
 from mementos import core as mementos
 
-from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Game, Play
-from flowjax.envs.alfworld.options import Options
-from flowjax.envs.alfworld.oracle import Oracle
-from flowjax.envs.alfworld.prompts import TASK, task_of
-from flowjax.envs.alfworld.room import Goal, View, conditions_met
-from flowjax.envs.alfworld.sources import contents
-from flowjax.envs.base import Observation, Step
+from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Game, Playthrough
+from flowjax.envs.alfworld.generate import Spec, game_file, trajectory_file
+from flowjax.envs.alfworld.player import GameGoal, Player, TrueState, conditions_met
+from flowjax.envs.alfworld.world import GAME, GET_DATA, TASK, TRAJECTORY, Options, View
+from flowjax.envs.base import Observation, Step, WorldError
 from flowjax.records import Task
 
 WON_REWARD = 10.0
@@ -25,7 +24,7 @@ class Loaded:
     """A game with its goal."""
 
     game: Game
-    goal: Goal
+    goal: GameGoal
 
 
 class Games:
@@ -39,9 +38,9 @@ class Games:
         key = (str(root), *sorted(task.payload.items()))
         known = self._loaded.get(key)
         if known is None:
-            game, trajectory = contents(task, root)
+            game, trajectory = _contents(task, root)
             cache = None if options.cache is None else Path(options.cache)
-            known = self._loaded[key] = Loaded(Game(game, library, cache), Goal.read(trajectory))
+            known = self._loaded[key] = Loaded(Game(game, library, cache), GameGoal.read(trajectory))
         self._loaded.move_to_end(key)
         if len(self._loaded) > options.games_kept:
             while len(self._loaded) > options.games_kept:
@@ -61,12 +60,30 @@ def _forget_propositions() -> None:
 GAMES = Games()
 
 
+def _contents(task: Task, root: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The game file and the trajectory file of a task.
+
+    Raises:
+        WorldError: the task is a file of a folder that is not named, or is gone.
+    """
+    if "game" not in task.payload:
+        spec = Spec.read(task.payload)
+        return game_file(spec), trajectory_file(spec, task.task_id)
+    if root is None:
+        raise WorldError(f"task {task.task_id} is a game file, but neither env.options path nor ALFWORLD_DATA is set")
+    folder = root / task.payload["game"]
+    try:
+        return json.loads((folder / GAME).read_text()), json.loads((folder / TRAJECTORY).read_text())
+    except OSError as error:
+        raise WorldError(f"the game of task {task.task_id} cannot be read ({error}): {GET_DATA}") from error
+
+
 class Alfworld:
-    """An environment. Texts are the game's own; each repeats the task, which prompts show once."""
+    """An environment. Texts are the game's own."""
 
     def __init__(self, options: Options):
         self._options, self._root = options, options.root()
-        self._play = Play()
+        self._play = Playthrough()
         self._loaded: Loaded | None = None
         self._task = ""
         self._won = False
@@ -83,10 +100,10 @@ class Alfworld:
         del seed
         self._loaded = GAMES.get(task, self._root, self._play.library, self._options)
         said = self._play.load(self._loaded.game)
-        self._task = task_of(said)[1]
+        self._task = said.partition(TASK)[2].strip().removesuffix(".")
         self._won = self._play.won
         self._list_actions()
-        return Observation(said, self._legal, self._play.key())
+        return self._observe(said)
 
     def step(self, action: str) -> Step:
         """Obey a legal action. One that is not changes nothing, whatever the game itself would count."""
@@ -98,15 +115,18 @@ class Alfworld:
             self._won = self._play.won
             reward = WON_REWARD * self._won
             self._list_actions()
-        view = View(self.loaded.game.room, self._play.state)
-        outcome = {"success": float(self._won), "conditions_met": conditions_met(view, goal)}
-        observation = Observation(f"{said}\n\n{TASK}{self._task}.", self._legal, self._play.key())
-        return Step(observation, reward, self._won, valid, outcome)
+        state = TrueState(self.loaded.game.room, self._play.state)
+        outcome = {"success": float(self._won), "conditions_met": conditions_met(state, goal)}
+        return Step(self._observe(said), reward, self._won, valid, outcome)
 
     def best_action(self) -> str:
-        """What a player who sees the true state does next."""
+        """Next action of a player who sees the true state."""
         game, goal = self.loaded.game, self.loaded.goal
-        return Oracle(game.room, self._play.state, self._play.commands, goal).choose()
+        return Player(game.room, self._play.state, self._play.commands, goal).choose()
+
+    def _observe(self, said: str) -> Observation:
+        # The game repeats the task where it begins; of its other texts all is seen.
+        return Observation(View(said.partition(TASK)[0].strip(), self._task), self._legal, self._play.key())
 
     def _list_actions(self) -> None:
         self._legal = tuple(sorted(set(self._play.commands) - {NOT_OFFERED}))

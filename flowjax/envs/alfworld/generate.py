@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.alfworld.packages import constants, folder, goal_library
-from flowjax.envs.alfworld.plans import LAMP_STANDS, LAMPS, FloorPlan, Place, floor_plan, number
+from flowjax.envs.alfworld.packages import (
+    LAMP_STANDS,
+    LAMPS,
+    FloorPlan,
+    Place,
+    constants,
+    floor_plan,
+    folder,
+    goal_library,
+    number,
+)
 
 TASK_TYPES = (
     "pick_and_place_simple",
@@ -64,7 +73,7 @@ class Thing:
 
 
 def holds(place_kind: str, object_kind: str) -> bool:
-    """Whether alfworld allows an object of one class on a receptacle of another."""
+    """Does alfworld allow an object of one class on a receptacle of another?"""
     return object_kind in constants().VAL_RECEPTACLE_OBJECTS.get(place_kind, ())
 
 
@@ -92,7 +101,7 @@ def choices(scene: int, task_type: str) -> tuple[tuple[str, str], ...]:
 
 
 def furnish(spec: Spec) -> list[Thing]:
-    """What lies where. The goal's objects lie outside of its receptacles, so that no game is won at the start."""
+    """The things of a game in their places. The goal's objects lie outside of its receptacles: no game begins won."""
     plan = floor_plan(spec.scene)
     rng = np.random.default_rng([spec.seed, spec.scene, TASK_TYPES.index(spec.task_type)])
     things: list[Thing] = []
@@ -114,12 +123,12 @@ def furnish(spec: Spec) -> list[Thing]:
     return things
 
 
-def _identity(rng: np.random.Generator, kind: str, place: Place, taken: set[str]) -> str:
+def _identity(rng: np.random.Generator, kind: str, place: Place, used: set[str]) -> str:
     x, y, z = place.position
     while True:
         dx, dy, dz = (rng.integers(-20, 21, size=3) / 100).tolist()
         identity = f"{kind}|{number(x + dx)}|{number(y + dy)}|{number(z + dz)}"
-        if identity not in taken:
+        if identity not in used:
             return identity
 
 
@@ -197,7 +206,7 @@ def _goal(spec: Spec) -> str:
 
 
 def sentence(spec: Spec) -> str:
-    """What the game says the task is: one of alfworld's sentences of the task type."""
+    """The task in words: one of alfworld's sentences of the task type."""
     templates = goal_library().gdict[spec.task_type]["templates"]
     chosen = templates[np.random.default_rng([spec.seed, 2]).integers(len(templates))]
     target = spec.target.lower()

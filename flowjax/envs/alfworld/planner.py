@@ -1,6 +1,9 @@
-"""The planner's translation of a game's PDDL, as plain data that can be kept on disk for other processes."""
+"""The planner under textworld's engine: its translation of a game's PDDL, and copies of its library."""
 
+import functools
 import json
+import os
+import struct
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -8,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import fast_downward
+from fast_downward import interface
 from fast_downward.translate.pddl.conditions import Truth
 
 from flowjax.files import replace_file
 
+ELF64 = b"\x7fELF\x02\x01"  # little-endian
+PROGRAM_HEADERS, HEADER_SIZE_AND_COUNT = 32, 54  # where an ELF file says where its program headers are, and how many
+
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What is needed of the planner's task.
+    """The part of the planner's task that is needed, as plain data that can be kept on disk for other processes.
 
     `types` are names with their supertypes, `kinds` the type of each thing, `parameters` name and type of those of each
     action, `declared` the facts of the problem's own text, `changing` the predicates that actions change, `branching`
@@ -77,3 +84,35 @@ def translated(domain: str, problem: str, name: str, cache: Path | None) -> Tran
     cache.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(asdict(made)), durable=False)  # one that is not whole is made anew
     return made
+
+
+def loaded_bytes(image: bytes) -> int:
+    """Length of the part of a shared library's file that is ever loaded; what follows is for debuggers."""
+    if not image.startswith(ELF64):
+        return len(image)
+    (start,) = struct.unpack_from("<Q", image, PROGRAM_HEADERS)
+    size, count = struct.unpack_from("<HH", image, HEADER_SIZE_AND_COUNT)
+    headers = [struct.unpack_from("<IIQQQQ", image, start + index * size) for index in range(count)]
+    return max(offset + length for _, _, offset, _, _, length in headers)
+
+
+@functools.cache
+def _source() -> str:
+    """The library without what only debuggers read: a megabyte instead of 34, of which every environment has a copy."""
+    path = str(interface.DOWNWARD_LIB_PATH)
+    if not hasattr(os, "memfd_create"):
+        return path
+    image = Path(path).read_bytes()
+    file = os.memfd_create("libdownward")
+    os.write(file, image[: loaded_bytes(image)])
+    return f"/proc/self/fd/{file}"
+
+
+def load_library() -> Any:
+    """A copy of the planner's library; fast_downward makes it, from a file that is named to it for so long."""
+    whole = interface.DOWNWARD_LIB_PATH
+    interface.DOWNWARD_LIB_PATH = _source()
+    try:
+        return fast_downward.load_lib()
+    finally:
+        interface.DOWNWARD_LIB_PATH = whole

@@ -1,0 +1,358 @@
+"""The world of ALFWorld: household tasks in text, on alfworld's own engine.
+
+State: where everything is, and what was done to it. Games are generated when asked for, or those of a folder. Nothing
+of the `alfworld` extra is imported before an environment or a task is asked for.
+"""
+
+import functools
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowjax.envs.alfworld.generate import TASK_TYPES, Spec, choices
+from flowjax.envs.alfworld.packages import DATA_VARIABLE, constants, floor_plan, package, scenes
+from flowjax.envs.base import Message, NotReady, Observation, Past, Split, Style, WorldError, tagged_action
+from flowjax.envs.options import build_options, check_split
+from flowjax.records import Task, state_key
+
+if TYPE_CHECKING:
+    import grain
+
+    from flowjax.envs.alfworld.env import Alfworld
+
+OUTCOMES = ("success", "conditions_met")
+WORLD = "alfworld"
+TASKS = 1 << 31  # length of the source of generated tasks; slice it
+HELD_OUT_ONE_IN = 8  # tasks in the training rooms, by content
+GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
+UNUSABLE = ("movable", "Sliced")  # in the name of a folder: tasks that the text world leaves out
+GENERATED = "generated"
+FOLDER = "json_2.1.1"
+HELD_OUT = ("unseen", "seen")
+GET_DATA = (
+    "fetch the real games with `alfworld-download`, or make some with "
+    "`python -m data.alfworld.build --out=<folder>`, and name the folder that holds json_2.1.1"
+)
+TASK = "Your task is to: "
+RULES = """You are a household robot in a text world. You go to places, look into what can be opened, take one thing at
+a time, and clean, heat, cool or switch on what the task asks for."""
+INSTRUCTION = """First reason step by step about the state and your plan inside <think> </think>. Then choose one of the
+actions above, word for word, and give it inside <action> </action>."""
+SENT_CHARACTERS = 30  # of a reply without tags, in the published system
+WORD = re.compile(r"[a-z]+|\d+")
+NUMBERS = 40  # copies of one class that a compact prompt can name
+MARKS = ("task", ";", ">", "none")  # before the task, a turn's text and its action; an unreadable reply
+SAID = """
+    go open close take move use heat clean cool slice examine look inventory put find
+    to from with in on under it them two some hot cold you a at
+    nothing closed carrying arrive pick turn off happens normal special facing
+"""
+UNSAID = {"a", "you"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Games, and how a process keeps them.
+
+    path         folder with json_2.1.1 in it; "generated" for games of our own; None: what ALFWORLD_DATA names, if
+                 it is set, else generated ones
+    held_out     "unseen": held-out games play in rooms that no training game has; "seen": in the same rooms
+    task_types   kinds of tasks, drawn in turn (generated) or kept (data)
+    scenes       floor plans to generate on; None: all
+    clutter      share of a room's classes of objects that lie about in generated games
+    games_kept   loaded games that a process keeps, some 2 to 5 MB each
+    cache        folder where processes leave each other the planner's translations, some 1 MB a game; None: nowhere
+    """
+
+    path: str | None = None
+    held_out: str = "unseen"
+    task_types: tuple[str, ...] = TASK_TYPES
+    scenes: tuple[int, ...] | None = None
+    clutter: float = 0.5
+    games_kept: int = 64
+    cache: str | None = None
+
+    def __post_init__(self):
+        if self.held_out not in HELD_OUT:
+            raise WorldError(f"env.options held_out={self.held_out!r}: give unseen or seen")
+        strange = [name for name in self.task_types if name not in TASK_TYPES]
+        if strange or not self.task_types:
+            raise WorldError(f"env.options task_types={strange or ()}: give some of {', '.join(TASK_TYPES)}")
+        if not 0 <= self.clutter <= 1:
+            raise WorldError(f"env.options clutter={self.clutter}: give a share from 0 to 1")
+        if self.games_kept < 1:
+            raise WorldError(f"env.options games_kept={self.games_kept}: give 1 or more")
+
+    def root(self) -> Path | None:
+        """The folder whose train, valid_seen and valid_unseen hold the games; None where they are generated.
+
+        Raises:
+            NotReady: it is named but does not hold them.
+        """
+        named = os.environ.get(DATA_VARIABLE) if self.path is None else self.path
+        if not named or named == GENERATED:
+            return None
+        source = f"{DATA_VARIABLE}" if self.path is None else "env.options path"
+        folder = Path(named).expanduser()
+        for root in (folder / FOLDER, folder):
+            if any((root / split).is_dir() for split in ("train", "valid_seen", "valid_unseen")):
+                return root
+        raise NotReady(
+            f"{source} is {named}, which holds no {FOLDER} with train, valid_seen and valid_unseen: {GET_DATA}"
+        )
+
+    def folder_of(self, split: Split) -> str:
+        """The folder of a split in the real layout."""
+        return "train" if split == "train" else f"valid_{self.held_out}"
+
+
+def read_options(options: Mapping[str, Any]) -> Options:
+    """Options of keyword arguments; see `build_options`."""
+    lists = {name: tuple(options[name]) for name in ("task_types", "scenes") if isinstance(options.get(name), list)}
+    return build_options(Options, {**options, **lists}, "ALFWorld")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the game said last, and the task, which prompts show once."""
+
+    seen: str
+    task: str
+
+
+def make(**options: Any) -> "Alfworld":
+    """An environment; for the options see `Options`.
+
+    Raises:
+        WorldError: an option is unknown or impossible, or the `alfworld` extra is not installed.
+    """
+    return package("flowjax.envs.alfworld.env").Alfworld(read_options(options))
+
+
+def expert(env: "Alfworld") -> str:
+    """The next action of a player who sees the true state."""
+    return env.best_action()
+
+
+def random_action(observation: Observation, rng: np.random.Generator) -> str:
+    return observation.legal_actions[rng.integers(len(observation.legal_actions))]
+
+
+def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
+    """Generated games without end, or those of a folder; see `Options.path`.
+
+    Raises:
+        WorldError: there are none, or no such split.
+    """
+    import grain  # imports jax, which processes that only hold environments do without
+
+    check_split(split)
+    chosen = read_options(options)
+    root = chosen.root()
+    if root is not None:
+        return grain.MapDataset.source(data_tasks(root, split, data_seed, chosen))
+    generated = GeneratedTasks(split, data_seed, chosen)
+    generated.check()
+    return grain.MapDataset.range(TASKS).map(generated)
+
+
+class GeneratedTasks:
+    """The index-th task of a split: its kind in turn, then the room, what is asked for, and what lies where.
+
+    Training and held-out tasks never ask for the same in the same room, wherever things lie: the unseen rooms are
+    ALFRED's, and in the seen ones each (room, kind of task, object, target) belongs to one split for good.
+    """
+
+    def __init__(self, split: Split, data_seed: int, options: Options):
+        self._split: Split = split
+        self._data_seed, self._options = data_seed, options
+
+    def __call__(self, index: int) -> Task:
+        kinds = self._options.task_types
+        kind = kinds[index % len(kinds)]
+        rng = np.random.default_rng([self._data_seed, self._split == "held_out", index])
+        rooms = _rooms(self._split, self._options.held_out, self._options.scenes, kind)
+        scene, pairs = rooms[rng.integers(len(rooms))]
+        asked, target = pairs[rng.integers(len(pairs))]
+        spec = Spec(scene, kind, asked, target, int(rng.integers(1 << 31)), self._options.clutter)
+        name = f"{self._options.held_out}-{self._split}-{self._data_seed}-{index}"
+        return Task(f"{WORLD}-{name}-{spec.folder}", WORLD, index, spec.payload())
+
+    def check(self) -> None:
+        """Refuse options that leave a kind of task without a room."""
+        for scene in self._options.scenes or ():
+            floor_plan(scene)
+        for kind in self._options.task_types:
+            if not _rooms(self._split, self._options.held_out, self._options.scenes, kind):
+                rooms = "any room" if self._options.scenes is None else f"scenes {self._options.scenes}"
+                raise WorldError(
+                    f"env.options: {rooms} with held_out={self._options.held_out!r} allows no {self._split} task of "
+                    f"task_types {kind}: add scenes (unseen ones are 1-6, 201-206, 301-306, 401-406), take "
+                    "held_out='seen', or leave that kind out"
+                )
+
+
+@functools.cache
+def _rooms(
+    split: Split, held_out: str, only: tuple[int, ...] | None, kind: str
+) -> tuple[tuple[int, tuple[tuple[str, str], ...]], ...]:
+    """Each scene of a split with what a task of this kind may ask for there."""
+    unseen = split == "held_out" and held_out == "unseen"
+    rooms = []
+    for scene in scenes("held_out" if unseen else "train"):
+        if only is not None and scene not in only:
+            continue
+        pairs = choices(scene, kind)
+        if not unseen:
+            pairs = tuple(pair for pair in pairs if _is_held_out(scene, kind, *pair) == (split == "held_out"))
+        if pairs:
+            rooms.append((scene, pairs))
+    return tuple(rooms)
+
+
+def _is_held_out(scene: int, kind: str, asked: str, target: str) -> bool:
+    return state_key(WORLD, scene, kind, asked, target) % HELD_OUT_ONE_IN == 0
+
+
+def data_tasks(root: Path, split: Split, data_seed: int, options: Options) -> list[Task]:
+    """The games of a folder that are known to be solvable, in an order that the data seed fixes.
+
+    Raises:
+        WorldError: there are none; the message says what was found.
+    """
+    folder = root / options.folder_of(split)
+    found = sorted(path.parent for path in folder.rglob(TRAJECTORY))
+    games, without_game, unsolvable = [], 0, 0
+    for game in found:
+        name = game.relative_to(root).as_posix()
+        if any(word in name for word in UNUSABLE):
+            continue
+        if json.loads((game / TRAJECTORY).read_text())["task_type"] not in options.task_types:
+            continue
+        if not (game / GAME).is_file():
+            without_game += 1
+        elif not json.loads((game / GAME).read_text()).get("solvable"):
+            unsolvable += 1
+        else:
+            games.append(name)
+    if not games:
+        raise WorldError(
+            f"{folder} holds no game to play: {len(found)} folders with traj_data.json, {without_game} of them without "
+            f"game.tw-pddl, {unsolvable} not marked solvable, the others of no kind in task_types: {GET_DATA}"
+        )
+    order = np.random.default_rng(data_seed).permutation(len(games)).tolist()
+    return [Task(f"{WORLD}-{games[index]}", WORLD, place, {"game": games[index]}) for place, index in enumerate(order)]
+
+
+def vocabulary(**options: Any) -> tuple[str, ...]:
+    """All that compact prompts and replies are made of, the same for all games."""
+    del options
+    return _words()
+
+
+@functools.cache
+def _words() -> tuple[str, ...]:
+    classes = sorted(name.lower() for name in constants().OBJECTS_WSLICED)
+    return tuple(dict.fromkeys([*MARKS, *SAID.split(), *classes, *map(str, range(1, NUMBERS + 1))]))
+
+
+def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
+    """One user message: the task, the earlier turns that the window shows, what is seen now, what can be done.
+
+    Compact: "task <task> ; <seen> > <action> ; <seen> >", without the list of actions; so reads a conversation too.
+    """
+    view: View = observation.view
+    if style == "compact":
+        past = [f"; {compact(turn.observation.seen)} > {turn.action or 'none'}" for turn in history]
+        words = ["task", compact(view.task), *past, ";", compact(view.seen), ">"]
+        return [{"role": "user", "content": " ".join(words)}]
+    parts = [RULES, f"{TASK}{view.task}."]
+    if history:
+        past = [
+            f"[Observation {one.turn}: '{one.observation.seen}', Action {one.turn}: '{one.action or 'none'}']"
+            for one in history
+        ]
+        parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n" + "\n".join(past))
+    parts += [f"You see now:\n{view.seen}", _choices(observation)]
+    return [{"role": "user", "content": "\n\n".join(parts)}]
+
+
+def follow_up(observation: Observation, style: Style) -> list[Message]:
+    seen = observation.view.seen
+    content = f"; {compact(seen)} >" if style == "compact" else f"{seen}\n\n{_choices(observation)}"
+    return [{"role": "user", "content": content}]
+
+
+def _choices(observation: Observation) -> str:
+    actions = "\n".join(f"'{action}'" for action in observation.legal_actions)
+    return f"Your possible actions are:\n{actions}\n\n{INSTRUCTION}"
+
+
+def compact(text: str) -> str:
+    """A text of the game in words of the vocabulary, each thing once.
+
+    Of the list of a room's receptacles only the highest number of each class.
+    """
+    text = text.lower().rpartition("=-")[2]
+    room = "looking quickly around you" in text
+    if room:
+        text = text.partition("you see")[2]
+    known = _known()
+    said = [word for word in WORD.findall(text) if word in known]
+    return " ".join(_highest(said) if room else _once(said)) or "nothing"
+
+
+@functools.cache
+def _known() -> frozenset[str]:
+    return frozenset(_words()) - UNSAID
+
+
+def _highest(said: list[str]) -> list[str]:
+    highest: dict[str, int] = {}
+    for word, number in itertools.pairwise(said):
+        if number.isdecimal() and not word.isdecimal():
+            highest[word] = max(highest.get(word, 0), int(number))
+    return [part for word, number in highest.items() for part in (word, str(number))]
+
+
+def _once(said: list[str]) -> list[str]:
+    kept: list[str] = []
+    named: set[tuple[str, str]] = set()
+    pairs = iter(itertools.pairwise([*said, ""]))
+    for word, following in pairs:
+        if not following.isdecimal():
+            kept.append(word)
+            continue
+        next(pairs)
+        if (word, following) not in named:
+            named.add((word, following))
+            kept += word, following
+    return kept
+
+
+def reply(action: str, style: Style) -> str:
+    return action if style == "compact" else f"<think>I know what to do.</think><action>{action}</action>"
+
+
+def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
+    """The legal action that a reply names.
+
+    `reference` gives what the published system sends to its engine, legal or not: what stands between the first tags
+    of the lower-cased reply, or the last 30 characters of one without tags. (That system then calls invalid what lacks
+    <think> tags or has Chinese characters, and nothing else; here it is the environment that says what is valid: what
+    is legal.)
+    """
+    if not reference:
+        return tagged_action(reply, legal)
+    text = reply.lower()
+    start, end = text.find("<action>"), text.find("</action>")
+    if start < 0 or end < 0:
+        return text[-SENT_CHARACTERS:]
+    return text[start + len("<action>") : end].strip()
