@@ -33,34 +33,34 @@ _SHOWN_CHARACTERS = 160  # of a refused value
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a text must look: `pattern` matches the whole of it. `remedy` says it in words."""
+class Pattern:
+    """Regular expression that must match the whole of a text; `remedy` says it in words."""
 
-    pattern: str
+    expression: str
     remedy: str
 
     def fits(self, text: str) -> bool:
-        return re.fullmatch(self.pattern, text, re.DOTALL) is not None
+        return re.fullmatch(self.expression, text, re.DOTALL) is not None
 
 
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
 _HOST = r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])"
 # A policy's or base's name becomes a folder, a part of log files' names and of the names that engines serve it under.
-NAME = Form(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", "give a name of letters, digits, '_', '-' and '.', at most 64")
+NAME = Pattern(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", "give a name of letters, digits, '_', '-' and '.', at most 64")
 # A run's name is a folder and nothing else.
-FOLDER_NAME = Form(
+FOLDER_NAME = Pattern(
     r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]{0,200}",
     "give a name of at most 200 characters without slashes, and the folder as config.runs",
 )
-URL = Form(rf"https?://{_HOST}(:{_PORT})?(/\S*)?", "give addresses such as http://host:8000")
-HOST = Form(rf"{_HOST}|[0-9A-Fa-f:]{{2,45}}", "give a host's name or address, as in 127.0.0.1")
-HOST_AND_PORT = Form(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 65535")
-DOTTED = Form(r"|\w+([.:]\w+)*", "give a dotted path such as package.module.name")
+URL = Pattern(rf"https?://{_HOST}(:{_PORT})?(/\S*)?", "give addresses such as http://host:8000")
+HOST = Pattern(rf"{_HOST}|[0-9A-Fa-f:]{{2,45}}", "give a host's name or address, as in 127.0.0.1")
+HOST_AND_PORT = Pattern(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 65535")
+DOTTED = Pattern(r"|\w+([.:]\w+)*", "give a dotted path such as package.module.name")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """Ends of a number; `also` are numbers beside them that mean something of their own."""
+class Interval:
+    """Ends that a number lies between; `also` are numbers beside them that mean something of their own."""
 
     at_least: float | None = None
     above: float | None = None
@@ -78,32 +78,32 @@ class Bounds:
 
     @property
     def range(self) -> str:
-        """Bounds in words."""
+        """Both ends in words."""
         ends = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
         said = " and ".join(f"{words} {end:,}" for words, end in ends.items() if end is not None)
         return said.replace("above 0", "positive") + "".join(f", or {value}" for value in self.also)
 
 
 # Options of many functions are such numbers.
-Share = Annotated[float, Bounds(at_least=0, at_most=1)]
-NotNegative = Annotated[float, Bounds(at_least=0)]
-Positive = Annotated[float, Bounds(above=0)]
+Share = Annotated[float, Interval(at_least=0, at_most=1)]
+NotNegative = Annotated[float, Interval(at_least=0)]
+Positive = Annotated[float, Interval(above=0)]
 
 
 @dataclass(frozen=True)
-class Field(Bounds):
+class Field(Interval):
     """One field of the config. Its type is that of the default.
 
-    Bounds, choices and form are those of the value, of a tuple those of each item. `of` is the type of the items of a
+    Ends, choices and form are those of the value, of a tuple those of each item. `of` is the type of the items of a
     tuple that is empty by default, `length` how many items there must be, `resume` allows a resumed run another value.
-    Bounds not given follow from the unit.
+    Ends not given follow from the unit.
     """
 
     default: Any
     doc: str
     _: KW_ONLY
     choices: tuple[Any, ...] = ()
-    form: Form | None = None
+    form: Pattern | None = None
     of: type = str
     length: int | None = None
     unit: str = ""
@@ -117,7 +117,7 @@ class Field(Bounds):
         return type(self.default[0]) if self.default else self.of
 
     def problems(self, path: str, value: Any) -> Iterator[str]:
-        """What makes `value` impossible for the field at `path`."""
+        """Reasons why `value` is impossible for the field at `path`."""
         if not isinstance(self.default, tuple):
             if problem := self._problem(value):
                 yield f"{path} is {shown(value)}: {problem}"
@@ -212,7 +212,7 @@ class Free:
     doc: str
     _: KW_ONLY
     default: Mapping[str, Any] | None = dataclass_field(default_factory=dict)
-    form: Form | None = None
+    form: Pattern | None = None
     known: Section | None = None
     each: Section | None = None
     resume: bool = False
@@ -260,14 +260,14 @@ def _free_problems(path: str, value: Any) -> Iterator[str]:
 
 
 def type_problem(kind: Any, value: Any) -> str | None:
-    """Why `value` is not of the annotated type `kind`, out of its bounds, or no finite number; None where it is."""
+    """Remedy for a `value` that is not of the annotated type `kind` or out of its bounds; None where it is sound."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or isinstance(kind, typing.TypeVar):
         return None
     if origin is Annotated:
         if problem := type_problem(arguments[0], value):
             return problem
-        broken = (each for each in arguments[1:] if isinstance(each, Bounds) and not each.hold(value))
+        broken = (each for each in arguments[1:] if isinstance(each, Interval) and not each.hold(value))
         return next((f"it must be {bounds.range}" for bounds in broken), None)
     if origin in (typing.Union, types.UnionType):
         found = [text for each in arguments if (text := type_problem(each, value))]
@@ -300,7 +300,7 @@ def type_problem(kind: Any, value: Any) -> str | None:
 
 
 def option_problems(path: str, options: Mapping[str, Any], declared: Mapping[str, Any], owner: str) -> Iterator[str]:
-    """What is wrong with options at `path` that `owner` declares by name and annotated type."""
+    """Faults of options at `path`, which `owner` declares by name and annotated type."""
     for name, value in options.items():
         if "**" in declared and name not in declared:
             continue

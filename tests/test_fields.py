@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from flowjax.config import FIELDS, default_config, field_problems, may_change, page, policy_configs
-from flowjax.fields import Bounds, Field, Free, NotNegative, Section, type_problem
+from flowjax.fields import Field, Free, Interval, NotNegative, Section, type_problem
 from flowjax.launch.__main__ import main
 from flowjax.launch.checks import check_config
 
@@ -255,7 +255,7 @@ def test_defaults_are_possible_themselves():
         (tuple[int, ...] | None, (None, (1, 2)), ((1.5,), 3)),
         (Sequence[int] | int, (3, (1, 2)), ("a", (1.5,), NAN)),
         (dict[str, float], ({"a": 1.0},), ({"a": NAN}, 3)),
-        (Annotated[float, Bounds(above=0, at_most=2)], (2, 0.1), (0, 2.5, NAN, "1", True)),
+        (Annotated[float, Interval(above=0, at_most=2)], (2, 0.1), (0, 2.5, NAN, "1", True)),
         (NotNegative | None, (0, 1.5, None), (-1, "a")),
         (Any, (1, "a", None), ()),
     ],
