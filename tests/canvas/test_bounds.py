@@ -11,7 +11,7 @@ from flowjax.canvas.values import NodeRun, Problem, Run, Usage
 from flowjax.envs import canvas
 from flowjax.envs.base import RUN_VARIABLE
 from flowjax.envs.canvas import executors
-from flowjax.envs.canvas.protocol import EMPTY, observe, read
+from flowjax.envs.canvas.texts import EMPTY, observe, read
 from tests.canvas.chat_server import chat
 from tests.canvas.graphs import WORKFLOWS
 

@@ -336,7 +336,7 @@ def test_episodes_of_a_starved_machine_are_played_again(monkeypatch: pytest.Monk
 
     env = canvas.make(kinds=("arithmetic",))
     env.reset(task(), 0)
-    monkeypatch.setattr("flowjax.envs.canvas.world.scored", starved)
+    monkeypatch.setattr("flowjax.envs.canvas.env.scored", starved)
     with pytest.raises(EnvDied) as died:
         env.step("add Custom")
     assert died.value.status == "executor_error"

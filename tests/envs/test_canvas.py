@@ -15,7 +15,7 @@ from flowjax.canvas.text import show
 from flowjax.envs import canvas
 from flowjax.envs.base import Constrained, Observation, Past, Split, WorldError, load_world
 from flowjax.envs.canvas import exercises
-from flowjax.envs.canvas.protocol import read
+from flowjax.envs.canvas.texts import read
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.launch.checks import check_config
 from flowjax.launch.probe import inspect_run

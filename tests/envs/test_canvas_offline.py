@@ -15,10 +15,9 @@ from flowjax.canvas.text import parse
 from flowjax.canvas.values import Problem
 from flowjax.envs import canvas
 from flowjax.envs.canvas import exercises
-from flowjax.envs.canvas.offline import SimulatedSolver
-from flowjax.envs.canvas.programs import FAULTS, program
-from flowjax.envs.canvas.protocol import read
-from flowjax.envs.canvas.published_data import load
+from flowjax.envs.canvas.offline import FAULTS, SimulatedSolver, program
+from flowjax.envs.canvas.problem_files import load
+from flowjax.envs.canvas.texts import read
 
 OPERATORS = load_operators(entry_points=False)
 EXERCISES = 150

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.canvas.published_data import KINDS, PublishedData, Record, load
+from flowjax.envs.canvas.problem_files import KINDS, PublishedData, Record, load
 from flowjax.grading.sandbox import Limits
 from flowjax.grading.scoring import UNANSWERABLE, Scorer
 

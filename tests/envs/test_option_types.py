@@ -10,7 +10,7 @@ from flowjax.envs.base import WorldError
 from flowjax.fields import declared_types, option_problems
 
 WORLDS = ("alfworld", "canvas", "code", "math", "search", "sokoban", "webshop")
-IN_WORLD = ("alfworld", "code", "math")  # options stand in the file of the world itself
+IN_WORLD = ("alfworld", "canvas", "code", "math")  # options stand in the file of the world itself
 OPTIONS = {
     world: importlib.import_module(f"flowjax.envs.{world}.{'world' if world in IN_WORLD else 'options'}")
     for world in WORLDS

@@ -1,9 +1,18 @@
-"""The canvas: edit a workflow of operators until its run solves the problem. State: problem, workflow, finished."""
+"""A canvas on which a policy builds workflows; see `world`."""
 
-from flowjax.envs.canvas.options import Options
-from flowjax.envs.canvas.prompts import follow_up, parse_action, prompt, reply, structured_outputs, vocabulary
-from flowjax.envs.canvas.sources import tasks
-from flowjax.envs.canvas.world import OUTCOMES, STEPS_WAIT, Canvas, expert, longest_step_s, make, random_action
+from flowjax.envs.canvas.env import OUTCOMES, Canvas
+from flowjax.envs.canvas.texts import follow_up, parse_action, prompt, reply
+from flowjax.envs.canvas.world import (
+    STEPS_WAIT,
+    Options,
+    expert,
+    longest_step_s,
+    make,
+    random_action,
+    structured_outputs,
+    tasks,
+    vocabulary,
+)
 
 __all__ = [
     "OUTCOMES",

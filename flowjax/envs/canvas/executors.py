@@ -1,10 +1,14 @@
-"""Executors of the canvas world: backends opened once per process, whose replies all its episodes share."""
+"""Executors and judges of the canvas world, opened once per process.
+
+The rollouts of a group ask for much the same replies, and run and hand in much the same programs: each is made once.
+"""
 
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +16,21 @@ from flowjax.canvas.backends.base import Backend, Completion, Prices, Request
 from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.canvas.cache import Cache, Outcome
+from flowjax.canvas.context import Sandbox
 from flowjax.canvas.values import Usage
 from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
+from flowjax.grading.code import Suite, Verdict
+from flowjax.grading.sandbox import Result
+from flowjax.grading.scoring import Kind, Scorer
+from flowjax.grading.scoring import Verdict as Score
 
 # An engine that restarts comes back at the same address: requests wait for it as long as the world lets them.
 _PATIENT = {"timeout_s": 600.0, "retries": 10_000, "last_retry_s": 5.0, "failures_in_a_row": 1_000_000}
 _NOWHERE = "http://127.0.0.1:9/v1"  # outside a run, such as while its config is checked: nobody listens at `discard`
 _CACHE_FILE = "executor-replies.sqlite"
+_KEPT = 20_000
+_results: dict[Any, Any] = {}
+_writing = threading.Lock()
 
 
 class RememberingBackend:
@@ -130,3 +142,54 @@ def _opened(config: str, run: str, engines: str) -> Mapping[str, Backend]:
         name: RememberingBackend(backend, cache) if isinstance(backend, OpenAIBackend) else backend
         for name, backend in backends.items()
     }
+
+
+class RememberingSandbox(Sandbox):
+    """Runs each program once on each input. What a time limit may have cut short is not kept."""
+
+    def run(self, program: str, stdin: bytes) -> Result:
+        """See `Sandbox`."""
+        key = (program, stdin, self.limits)
+        if (known := _results.get(key)) is not None:
+            return known
+        result = super().run(program, stdin)
+        return _keep(key, result) if result.status in ("ok", "error") else result
+
+    def judge(self, program: str, suite: Suite) -> Verdict:
+        """See `Sandbox`."""
+        key = (program, repr(suite), self.judge_limits)
+        if (known := _results.get(key)) is not None:
+            return known
+        verdict = super().judge(program, suite)
+        return verdict if _cut_short(verdict.remarks) else _keep(key, verdict)
+
+
+def scored(
+    answer: str, gold: tuple[str, ...] | Suite, kind: Kind, *, allow_none: bool, options: dict[str, str]
+) -> Score:
+    """The verdict on an answer, "" being wrong without a look."""
+    if not answer.strip():
+        return Score(False, 0.0)
+    key = (answer, gold if isinstance(gold, tuple) else repr(gold), kind, tuple(options.items()))
+    if (known := _results.get(key)) is not None:
+        return known
+    score = _scorer(allow_none).score(answer, gold, kind, options=options or None)
+    return score if _cut_short((score.remark,)) else _keep(key, score)
+
+
+@functools.cache
+def _scorer(allow_none: bool) -> Scorer:
+    return Scorer(allow_none=allow_none)
+
+
+def _keep(key: Any, result: Any) -> Any:
+    with _writing:
+        while len(_results) >= _KEPT:
+            del _results[next(iter(_results))]
+        _results[key] = result
+    return result
+
+
+def _cut_short(remarks: Iterable[str]) -> bool:
+    """Whether a time limit, or a grader that did not answer, had a part in it."""
+    return any("time" in remark or "no verdict" in remark for remark in remarks)

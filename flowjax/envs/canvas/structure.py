@@ -1,17 +1,20 @@
-"""How much different work really went into a workflow's answer, measured on its graph and the trace of its run.
+"""Measures of how much different work really went into a workflow's answer, from its graph and the trace of its run.
 
 A step counts where the answer was made from what it wrote: directly, through other steps, or by deciding what ran. What
 only stands in the workflow, failed, or was overwritten does not count.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowjax.canvas.graph import Call, Loop, Node, Parallel, Sequence, Workflow, children, walk
+from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, children, walk
 from flowjax.canvas.values import Run
-from flowjax.envs.canvas.provenance import Provenance
+
+Places = frozenset[int]  # of runs in the trace
+Sources = Mapping[str, Places]  # field of the state -> the runs that its newest value came from
+NEWEST = ("answer", "code")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +93,150 @@ def _distinct_siblings(workflow: Workflow, used: frozenset[str]) -> float:
 def _depth(node: Node, mattered: frozenset[str]) -> int:
     inside = max((_depth(child, mattered) for child in children(node)), default=0)
     return inside + (not isinstance(node, Sequence) and node.id in mattered)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A check that a conditional or a loop went by, and the runs that happened because of it."""
+
+    node_id: str
+    check: int
+    allowed: Places
+
+
+class Provenance:
+    """Follows the interpreter's rules for the state, value by value.
+
+    made_from   for every run, the runs whose outputs it read
+    decisions   checks that decided something
+    turns       loop -> the most times that its body ran in a row
+    """
+
+    def __init__(self, workflow: Workflow, run: Run):
+        self._run = run
+        self._waiting: defaultdict[str, list[int]] = defaultdict(list)
+        for place in reversed(range(len(run.trace))):
+            self._waiting[run.trace[place].node_id].append(place)
+        for places in self._waiting.values():
+            places.sort(key=lambda place: -run.trace[place].turn)
+        self._visited: list[int] = []
+        self._checks: list[int] = []  # runs that wrote `passed`; those inside a parallel do not get out of it
+        self._latest: dict[str, int] = {}  # node -> its latest run
+        self.made_from: dict[int, Places] = {}
+        self.decisions: list[Decision] = []
+        self.turns: Counter[str] = Counter()
+        self._final, _ = self._walk(workflow.root, {})
+
+    def contributing(self) -> Places:
+        """The runs that the answer came from: their outputs were read on the way to it, or they decided what ran.
+
+        A check also counts where it let stand what the answer came from.
+        """
+        used: set[int] = set()
+        found = {place for name in NEWEST if self._answered_by(name) for place in self._final.get(name, ())}
+        while found:
+            used |= found
+            found = {source for place in found for source in self.made_from[place]}
+            found |= {decision.check for decision in self.decisions if self._mattered(decision, used)}
+            found -= used
+        return frozenset(used)
+
+    def _answered_by(self, name: str) -> bool:
+        return bool(self._run.answer) and self._run.state.get(name) == self._run.answer
+
+    def _mattered(self, decision: Decision, used: set[int]) -> bool:
+        return bool(used & self.made_from[decision.check] or used & decision.allowed)
+
+    def _walk(self, node: Node, sources: Sources) -> tuple[Sources, bool]:
+        """The sources after a node, and whether its sequence goes on."""
+        match node:
+            case Call():
+                return self._walk_call(node, sources)
+            case Sequence(steps):
+                return self._walk_steps(steps, sources)
+            case Parallel(branches):
+                ends = [self._walk_branch(branch, sources) for branch in branches]
+                new = (
+                    branch.get(name, frozenset()) - sources.get(name, frozenset())
+                    for branch, goes_on in ends
+                    for name in NEWEST
+                    if goes_on
+                )
+                return {**sources, "candidates": frozenset().union(*new)}, True
+            case Conditional():
+                return self._walk_conditional(node, sources)
+            case Loop():
+                return self._walk_loop(node, sources)
+
+    def _walk_branch(self, branch: Node, sources: Sources) -> tuple[Sources, bool]:
+        checks = len(self._checks)
+        end = self._walk(branch, sources)
+        del self._checks[checks:]
+        return end
+
+    def _walk_call(self, call: Call, sources: Sources) -> tuple[Sources, bool]:
+        waiting = self._waiting[call.id]
+        if not waiting:
+            return sources, False  # the run ended before it
+        place = waiting.pop()
+        node_run = self._run.trace[place]
+        bound = {name: source.partition(".")[0] for name, source in call.inputs}
+        read = [name for name in node_run.inputs if name not in bound]
+        origins = [sources.get(name, frozenset()) for name in read]
+        origins += [frozenset({self._latest[node]}) for node in bound.values() if node in self._latest]
+        self.made_from[place] = frozenset().union(*origins)
+        self._visited.append(place)
+        if node_run.status != "ok":
+            return sources, False
+        self._latest[call.id] = place
+        if "passed" in node_run.outputs:
+            self._checks.append(place)
+        return {**sources, **{name: frozenset({place}) for name in node_run.outputs}}, True
+
+    def _walk_steps(self, steps: tuple[Node, ...], sources: Sources) -> tuple[Sources, bool]:
+        for step in steps:
+            sources, goes_on = self._walk(step, sources)
+            if not goes_on:
+                return sources, False
+        return sources, True
+
+    def _walk_conditional(self, node: Conditional, sources: Sources) -> tuple[Sources, bool]:
+        checks = len(self._checks)
+        sources, goes_on = self._walk(node.condition, sources)
+        if not goes_on:
+            return sources, False
+        check = self._checks[-1] if len(self._checks) > checks else None
+        passed = check is not None and self._run.trace[check].outputs["passed"] is True
+        branch = node.then if passed else node.otherwise
+        start = len(self._visited)
+        if branch is not None:
+            sources, goes_on = self._walk(branch, sources)
+        if check is not None and node.then != node.otherwise:
+            self.decisions.append(Decision(node.id, check, frozenset(self._visited[start:])))
+        return sources, goes_on
+
+    def _walk_loop(self, node: Loop, sources: Sources) -> tuple[Sources, bool]:
+        steps = node.body.steps if isinstance(node.body, Sequence) else (node.body,)
+        checks: list[tuple[int, int]] = []  # direct checks, and how many runs there were when they had decided
+        for turn in range(1, node.count + 1):
+            for number, step in enumerate(steps):
+                before = len(self._checks)
+                sources, goes_on = self._walk(step, sources)
+                if not goes_on:
+                    return sources, False
+                self.turns[node.id] = max(self.turns[node.id], turn)
+                if not isinstance(step, Call) or len(self._checks) == before:
+                    continue
+                check = self._checks[-1]
+                passed = self._run.trace[check].outputs["passed"] is True
+                last = turn == node.count and number == len(steps) - 1
+                if not last:
+                    checks.append((check, len(self._visited)))
+                if passed:
+                    self._decided(node, checks)
+                    return sources, True
+        self._decided(node, checks)
+        return sources, True
+
+    def _decided(self, node: Loop, checks: list[tuple[int, int]]) -> None:
+        self.decisions += [Decision(node.id, check, frozenset(self._visited[after:])) for check, after in checks]

@@ -1,270 +1,140 @@
-"""The canvas world's environment and expert."""
+"""The world of the canvas: edit a workflow of operators until its run solves the problem.
 
-import asyncio
-import concurrent.futures
-import dataclasses
-import functools
-import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+Problems are exercises that are generated when asked for, or those of files. State: problem, workflow, finished.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flowjax.canvas import actions, repair
-from flowjax.canvas.actions import Action, Finish, Unreadable
-from flowjax.canvas.backends.base import BackendUnavailable
-from flowjax.canvas.cache import Cache
-from flowjax.canvas.edits import EditError
-from flowjax.canvas.graph import Call, Workflow
-from flowjax.canvas.graph import Sequence as Steps
-from flowjax.canvas.operators.registry import describe
-from flowjax.canvas.run import run as run_workflow
-from flowjax.canvas.text import show
-from flowjax.canvas.values import Problem, Run, Usage
-from flowjax.envs.base import EnvDied, NotReady, Observation, Step
-from flowjax.envs.canvas import experts
-from flowjax.envs.canvas.grading import RememberingSandbox, scored
-from flowjax.envs.canvas.options import Options, read_options
-from flowjax.envs.canvas.protocol import TEMPLATES, observe
-from flowjax.envs.canvas.published import hint, structure_parts
-from flowjax.envs.canvas.sources import load
-from flowjax.envs.canvas.structure import Structure, measure
-from flowjax.grading.sandbox import IsolationError, StarvedError, require_isolation
-from flowjax.records import Task, state_key
+from flowjax.canvas import actions
+from flowjax.canvas.backends.base import Backend
+from flowjax.canvas.budget import Budget
+from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators.described import load_descriptions
+from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, load_operators
+from flowjax.envs.base import NotReady, Observation, Split, Style, WorldError
+from flowjax.envs.canvas import env as envs
+from flowjax.envs.canvas import exercises
+from flowjax.envs.canvas.env import GRACE_S, NAMES, Canvas
+from flowjax.envs.canvas.executors import open_executors, price_list
+from flowjax.envs.canvas.problem_files import records
+from flowjax.envs.options import build_options, check_split
+from flowjax.grading.sandbox import IsolationError, require_isolation
+from flowjax.records import Task
+
+if TYPE_CHECKING:
+    import grain
 
 STEPS_WAIT = True  # for executors: environments of one process step side by side
-OUTCOMES = (
-    "success", "correctness", "finished", "repaired_actions", "operators", "distinct_operators", "operator_entropy",
-    "distinct_siblings", "branching", "nesting", "checks", "formats", "canvas_checker", "canvas_format",
-    "canvas_operator", "canvas_control", "executor_calls", "executor_tokens", "executor_cost", "executor_seconds",
-)  # fmt: skip
-_GRACE_S = 1.0  # for what a run does after its deadline
-_STALLED_SHARE = 0.5  # of `step_s`: a request that alone waits longer has met an outage, not a long workflow
-_Result = TypeVar("_Result")
+TASKS = 1 << 31  # length of a source of generated exercises; slice it
+Expert = Literal["able", "plain"]
+OFFLINE = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}
+# Words of compact prompts and replies, beside the names of operators.
+_SIGNS = ("->", "[", "]", ",", "(", ")", "?", ":", "*", "done")
+_VERBS = ("add", "delete", "finish")
+_KINDS = (*exercises.KINDS, "math", "qa", "code", "choice", "general")
+_STATUSES = ("=", "empty", "none", "ok", "error", "budget", "passed", "failed", "short", "long", "refused", "cut")
+_NUMBERS = tuple(str(number) for number in range(21))
+_IDS = tuple(f"n{number}" for number in range(1, 41))
 
 
-class Canvas:
-    """A workflow that is edited, one action per turn, and run after each edit. State: problem, workflow, finished.
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What can be chosen; a wrong value is a `WorldError` that names it."""
 
-    The run's answer is what counts, as it stands when the episode ends.
-    """
+    path: str = ""  # file of problems in the published JSONL format, or folder with train.jsonl and test.jsonl
+    kinds: Sequence[str] = exercises.KINDS  # of generated exercises
+    turns: int = 20  # actions of an episode; keep it equal to config.env.max_turns
+    operators: Sequence[str] = ()  # names of those on offer; () is every one that is advertised
+    extra_operators: Sequence[str] = ()  # further ones, as package.module:Class
+    descriptions: str = ""  # file in the published operator.json's format: descriptions, and operators made of them
+    backends: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"offline": OFFLINE})
+    default_backend: str = ""  # who answers calls that name nobody; "" is the first
+    temperature: float = 0.0  # of the executor's answers
+    max_new_tokens: int = 1024
+    retry_new_tokens: int = 4096  # of a second try where the first reply was cut; 0 is none
+    executor_seed: int = 0
+    step_s: float = 8.0  # longest run after one edit; keep it under config.env.step_timeout_s
+    max_nodes: int = 64  # of a workflow; here and below 0 is no limit
+    max_steps: int = 200  # operators that one run may reach, loops unrolled and cached ones too
+    max_calls: int = 100  # requests to backends in an episode
+    max_tokens: int = 200_000  # of those requests and their answers
+    max_seconds: float = 600.0  # of all runs of an episode
+    max_cost: float = 0.0  # in the currency of the backends' price lists
+    output_characters: int = 300  # shown of each output
+    observation_characters: int = 20_000  # shown in all, the problem and the workflow too
+    min_operators: int = 0  # finish is refused with fewer
+    require_structure: bool = False  # finish is refused without a parallel, a conditional or a loop
+    require_checker: bool = False  # finish is refused without a solver and a checker
+    lenient: bool = False  # mend actions that are nearly right, as the published parser does, and count them
+    hints: bool = False  # tell the next operator after each run, as the published system does
+    expert: Expert = "able"  # plain: the demonstrations are of mostly simple workflows
+    allow_no_isolation: bool = False  # run programs where this machine cannot isolate them
 
-    def __init__(self, options: Options):
-        self._options = options
-        self._operators = options.on_offer()
-        self._described = describe(self._operators, hidden=True)
-        self._roles = {name: operator.role for name, operator in self._operators.items()}
-        self._backends = options.open_backends()
-        self._sandbox = RememberingSandbox(allow_none=options.allow_no_isolation)
-        self._problem: Problem | None = None
-
-    @property
-    def problem(self) -> Problem:
-        if self._problem is None:
-            raise RuntimeError("the environment has not been reset")
-        return self._problem
-
-    @property
-    def workflow(self) -> Workflow:
-        return self._workflow
-
-    @property
-    def run(self) -> Run | None:
-        """Of the workflow as it is; None before the first edit."""
-        return self._run
-
-    @property
-    def options(self) -> Options:
-        return self._options
-
-    def reset(self, task: Task, seed: int) -> Observation:
-        self._problem, self._gold = load(task.payload)
-        self._await_executors()
-        self._workflow = Workflow()
-        self._run: Run | None = None
-        self._cache = Cache(max_entries=1000)  # of the episode: what others have asked for is not for free here
-        self._usage, self._seconds = Usage(), 0.0
-        self._turn = 0
-        self._finished = False
-        self._repaired = 0
-        self._refused = self._hint = ""
-        self._score = scored("", (), "math", allow_none=True, options={})
-        self._structure = Structure()
-        return self._observe()
-
-    def _await_executors(self) -> None:
-        """Begin no episode while a backend is known to fail: its policy's turns would be for nothing."""
-        limit_s = self._options.step_s
-        for backend in self._backends.values():
-            if (ready := getattr(backend, "ready", None)) is not None:
-                try:
-                    _await(ready(limit_s), limit_s + _GRACE_S)
-                except BackendUnavailable as away:
-                    raise EnvDied(f"executor: {away}", "executor_error") from away
-
-    def step(self, action: str) -> Step:
-        problem = self.problem
-        if self._over:
-            return Step(self._observe(), 0.0, True, False, self._outcome())
-        self._turn += 1
-        read = self._read(action)
-        self._refused = read.reason if isinstance(read, Unreadable) else self._take(read, problem)
-        reward = self._score.score if self._over else 0.0
-        return Step(self._observe(), reward, self._over, not self._refused, self._outcome())
-
-    def _read(self, text: str) -> Action | Unreadable:
-        read = read_action(text)
-        if isinstance(read, Unreadable) and self._options.lenient:
-            mended = repair.parse(text, self._operators)
-            if not isinstance(mended, Unreadable):
-                self._repaired += 1
-                return mended
-        return read
+    def __post_init__(self):
+        if unknown := [kind for kind in self.kinds if kind not in exercises.KINDS]:
+            raise WorldError(f"env.options kinds={unknown[0]!r}: use some of {', '.join(exercises.KINDS)}")
+        if not self.kinds:
+            raise WorldError(f"env.options kinds is empty: use some of {', '.join(exercises.KINDS)}")
+        for name, least in (
+            ("turns", 1),
+            ("max_new_tokens", 1),
+            ("output_characters", 1),
+            ("observation_characters", 4000),
+            ("step_s", 1e-3),
+        ):
+            if not getattr(self, name) >= least:
+                raise WorldError(f"env.options {name}={getattr(self, name)!r}: give at least {least}")
+        limits = ("max_nodes", "max_steps", "max_calls", "max_tokens", "max_seconds", "max_cost")
+        for name in (*limits, "min_operators", "temperature", "retry_new_tokens"):
+            if not getattr(self, name) >= 0:
+                raise WorldError(f"env.options {name}={getattr(self, name)!r}: give a number from 0 on")
+        if self.default_backend and self.default_backend not in self.backends:
+            known = ", ".join(self.backends)
+            raise WorldError(f"env.options default_backend={self.default_backend!r}: name one of backends ({known})")
 
     @property
-    def _over(self) -> bool:
-        return self._finished or self._turn >= self._options.turns
+    def first_backend(self) -> str:
+        return self.default_backend or next(iter(self.backends))
 
-    def _take(self, action: Action, problem: Problem) -> str:
-        """Carry the action out; why it was refused, "" if it was not."""
-        if isinstance(action, Finish):
-            refused = self._gate()
-            self._finished = not refused
-            return refused
+    @property
+    def budget(self) -> Budget:
+        """Of an episode."""
+        spent = (self.max_calls or None, self.max_tokens or None, self.max_seconds or None, self.max_cost or None)
+        return Budget(*spent, self.max_steps or None)
+
+    def on_offer(self) -> dict[str, type[Operator]]:
+        """The operators that a workflow may have, by name."""
         try:
-            edited = actions.apply(action, self._workflow, self._operators, tuple(self._backends))
-        except EditError as error:
-            return str(error)
-        if edited == self._workflow:
-            return "That changes nothing."
-        nodes, before, most = _size(edited), _size(self._workflow), self._options.max_nodes
-        if most and nodes > max(most, before):
-            return f"The workflow would have {nodes} nodes; {most} is the most."
-        self._workflow = edited
-        self._run = run = _await(self._execute(edited, problem), self._options.step_s + _GRACE_S)
-        if run.status == "executor_error" or run.unanswered_s > self._options.step_s * _STALLED_SHARE:
-            raise EnvDied(f"executor: {run.error}", "executor_error")
-        self._usage, self._seconds = self._usage + run.usage, self._seconds + run.seconds
-        gold, options = self._gold, dict(problem.options)
+            found = load_operators(self.extra_operators)
+        except OperatorRegistryError as error:
+            raise WorldError(f"env.options extra_operators: {error}") from error
         try:
-            self._score = scored(
-                run.answer, gold, problem.kind, allow_none=self._options.allow_no_isolation, options=options
-            )
-        except (StarvedError, OSError) as away:
-            raise EnvDied(f"sandbox: {away}", "executor_error") from away
-        self._structure = measure(edited, run, self._roles)
-        self._hint = hint(edited, run, problem.kind, action) if self._options.hints else ""
-        return ""
+            found = load_descriptions(self.descriptions, found) if self.descriptions else found
+        except OperatorRegistryError as error:
+            raise WorldError(f"env.options descriptions: {error}") from error
+        if unknown := [name for name in self.operators if name not in found]:
+            raise WorldError(f"env.options operators={unknown[0]!r}: there are {', '.join(found)}")
+        extra = [name for name in found if name not in load_operators(entry_points=False)]
+        names = self.operators or [*(operator.name for operator in ADVERTISED), *extra]
+        return {name: found[name] for name in names}
 
-    def _execute(self, workflow: Workflow, problem: Problem) -> Coroutine[Any, Any, Run]:
-        options = self._options
-        left = options.budget.left(self._usage, self._seconds)
-        longest_s = options.step_s if left.seconds is None else min(options.step_s, left.seconds)
-        return run_workflow(
-            workflow,
-            problem,
-            operators=self._operators,
-            backends=self._backends,
-            default_backend=options.first_backend,
-            cache=self._cache,
-            budget=dataclasses.replace(left, seconds=longest_s),
-            seed=options.executor_seed,
-            temperature=options.temperature,
-            max_new_tokens=options.max_new_tokens,
-            retry_new_tokens=options.retry_new_tokens,
-            sandbox=self._sandbox,
-        )
+    def open_backends(self) -> Mapping[str, Backend]:
+        """The backends, shared by all environments of this process."""
+        return open_executors(self.backends)
 
-    def _gate(self) -> str:
-        """Why `finish` is refused, "" if it is not."""
-        calls = list(self._workflow.calls())
-        roles = {self._roles.get(call.operator) for call in calls}
-        options = self._options
-        if len(calls) < options.min_operators:
-            return f"The workflow has {len(calls)} operators, it needs {options.min_operators}."
-        if options.require_structure and all(isinstance(node, Call | Steps) for node in self._workflow.nodes()):
-            return "The workflow needs a parallel, a conditional or a loop."
-        if options.require_checker and not ("checker" in roles and roles & {"solver", "combiner", "reviser"}):
-            return "The workflow needs an operator that solves and one that checks."
-        return ""
-
-    def _observe(self) -> Observation:
-        left = self._options.budget.left(self._usage, self._seconds)
-        # Seconds are left out: an observation depends on the actions alone, also when an episode is replayed.
-        budget = [(left.calls, "calls"), (left.tokens, "tokens"), (left.cost, "cost")]
-        text = observe(
-            self._described,
-            self.problem,
-            self._workflow,
-            self._run,
-            refused=self._refused,
-            failed_step=experts.failed_step(self._workflow, self._run),
-            usage=self._usage,
-            turns_left=self._options.turns - self._turn,
-            left=[f"{amount:g} {name}" for amount, name in budget if amount is not None],
-            hint=self._hint,
-            limit=self._options.output_characters,
-            most=self._options.observation_characters,
-            executors=self._options.executors(),
-        )
-        key = state_key("canvas", self.problem.text, show(self._workflow, ids=True), self._finished)
-        return Observation(text, TEMPLATES, key)
-
-    def _outcome(self) -> dict[str, float]:
-        found, score, usage = self._structure, self._score, self._usage
-        return {
-            "success": float(score.correct),
-            "correctness": float(score.score if self.problem.kind == "qa" else score.correct),
-            "finished": float(self._finished),
-            "repaired_actions": float(self._repaired),
-            "operators": float(found.operators),
-            "distinct_operators": float(found.distinct),
-            "operator_entropy": found.entropy,
-            "distinct_siblings": found.siblings,
-            "branching": float(found.branching),
-            "nesting": float(found.depth),
-            "checks": float(found.checks),
-            "formats": float(found.formats),
-            **structure_parts(show(self._workflow, instructions=False)),
-            "executor_calls": float(usage.calls),
-            "executor_tokens": float(usage.prompt_tokens + usage.sampled_tokens),
-            "executor_cost": usage.cost,
-            "executor_seconds": self._seconds,
-        }
+    def executors(self) -> str:
+        """Names and prices of the backends for the policy, "" where there is one."""
+        return price_list(self.backends, self.first_backend)
 
 
-def _size(workflow: Workflow) -> int:
-    return sum(1 for _ in workflow.nodes())
-
-
-def longest_step_s(**options: Any) -> float:
-    """How long a run after an edit may take."""
-    return read_options(options).step_s + _GRACE_S
-
-
-def read_action(text: str) -> Action | Unreadable:
-    """The action of a text, tagged or on one line."""
-    compact = actions.parse_compact(text)
-    if not isinstance(compact, Unreadable) or "<" not in text:
-        return compact
-    return actions.parse(text)
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process in which all workflows run: connections and rate limits belong to one loop."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="workflows", daemon=True).start()
-    return loop
-
-
-def _await(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
-    future = asyncio.run_coroutine_threadsafe(work, _loop())
-    try:
-        return future.result(timeout_s)
-    except concurrent.futures.TimeoutError:
-        future.cancel()
-        raise
+def read_options(options: Mapping[str, Any]) -> Options:
+    """Options of keyword arguments; see `build_options`."""
+    return build_options(Options, options, "the canvas")
 
 
 def make(**options: Any) -> Canvas:
@@ -282,13 +152,88 @@ def make(**options: Any) -> Canvas:
     return Canvas(chosen)
 
 
+def longest_step_s(**options: Any) -> float:
+    """How long a run after an edit may take."""
+    return read_options(options).step_s + GRACE_S
+
+
+def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
+    """Generated exercises without end, or the problems of a file. Train and held-out problems differ by content."""
+    import grain  # imports jax, which processes that only hold environments do without
+
+    check_split(split)
+    read = read_options(options)
+    if not read.path:
+        return grain.MapDataset.range(TASKS).map(_GeneratedSource(split, data_seed, read.kinds))
+    file, rows = _split_rows(Path(read.path), split)
+    return grain.MapDataset.source(_FileSource(str(file), rows, data_seed))
+
+
+class _GeneratedSource:
+    """The index-th exercise of a split, generated when asked for."""
+
+    def __init__(self, split: Split, data_seed: int, kinds: Sequence[str]):
+        self._split: Split = split
+        self._data_seed, self._kinds = data_seed, tuple(kinds)
+
+    def __call__(self, index: int) -> Task:
+        rng = np.random.default_rng([self._data_seed, index])
+        made = exercises.generate(rng, self._kinds, self._split)
+        return Task(f"canvas-{self._split}-{self._data_seed}-{index}", "canvas", index, exercises.payload(made))
+
+
+class _FileSource:
+    """Problems of a file, by place in an order that the data seed draws."""
+
+    def __init__(self, file: str, rows: Sequence[int], data_seed: int):
+        self._file = file
+        self._rows = [rows[place] for place in np.random.default_rng(data_seed).permutation(len(rows))]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Task:
+        row = self._rows[index]
+        return Task(f"canvas-{Path(self._file).stem}-{row}", "canvas", row, {"file": self._file, "row": row})
+
+
+def _split_rows(path: Path, split: Split) -> tuple[Path, list[int]]:
+    """The file that a split is in, and its rows: of a single file by content, of a folder those of its own file."""
+    if path.is_dir():
+        test = path / "test.jsonl"
+        file = path / "train.jsonl" if split == "train" else test
+        held_out = {record.problem.text for record in records(str(test))} if split == "train" else set()
+        rows = [row for row, record in enumerate(records(str(file))) if record.problem.text not in held_out]
+    else:
+        file = path
+        rows = [
+            row for row, record in enumerate(records(str(file))) if exercises.split_of(record.problem.text) == split
+        ]
+    if not rows:
+        raise WorldError(f"env.options path={str(path)!r} holds no {split} problems: give another file")
+    return file, rows
+
+
+def vocabulary(**options: Any) -> tuple[str, ...]:
+    """Words of compact prompts and replies."""
+    read = read_options(options)
+    names = dict.fromkeys([*NAMES, *read.on_offer()])
+    return (*_VERBS, *_SIGNS, *_KINDS, *_STATUSES, *_NUMBERS, *_IDS, *names)
+
+
+def structured_outputs(style: Style, **options: Any) -> dict[str, str]:
+    """A grammar of valid actions for vLLM, without thinking or text before them."""
+    chosen = read_options(options)
+    return actions.schema(chosen.on_offer(), tuple(chosen.backends)[1:], compact=style == "compact")
+
+
 def expert(env: Canvas) -> str:
     """The next step of a workflow for this kind of problem, able or plain by `Options.expert`; then `finish`."""
     problem, options = env.problem, env.options
-    steps = experts.wanted(problem.text, problem.kind, plain=options.expert == "plain")
-    return experts.next_action(steps, env.workflow, env.run, experts.failed_step(env.workflow, env.run))
+    steps = envs.wanted(problem.text, problem.kind, plain=options.expert == "plain")
+    return envs.next_action(steps, env.workflow, env.run, envs.failed_step(env.workflow, env.run))
 
 
 def random_action(observation: Observation, rng: np.random.Generator) -> str:
     """Operators and structures of any kind, or now and then `finish`."""
-    return experts.random_edit(rng)
+    return envs.random_edit(rng)

@@ -7,6 +7,9 @@ only `meta.public_tests`, or a separate file of public tests, is shown. No row g
 nobody could grade are counted by their reason.
 """
 
+import ast
+import builtins
+import functools
 import json
 import logging
 import re
@@ -18,8 +21,9 @@ from typing import Any
 
 from flowjax.canvas.values import Problem, ProblemKind
 from flowjax.envs.base import NotReady, WorldError
-from flowjax.envs.canvas.published_tests import called, hidden_tests, statements
-from flowjax.grading.code import Suite
+from flowjax.envs.code.problems import problem_of
+from flowjax.grading.code import Check, Suite
+from flowjax.grading.code_asserts import from_unittest, parse_quietly
 from flowjax.grading.math import last_boxed
 from flowjax.grading.multiple_choice import chosen, options_of
 from flowjax.grading.qa import normalise_answer
@@ -58,6 +62,8 @@ _NO_ANSWER = {
 }
 _MAY_BE_UNANSWERABLE = f"If the passage does not answer the question, the answer is: {UNANSWERABLE}."
 _LETTERED = re.compile(r"\b([a-j]) \) (.*?)(?=\s*,\s*[a-j] \) |$)")
+
+_DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,12 @@ def load(
     for reason, count in left_out.items():
         logging.warning("%s: %d rows left out, %s", path, count, reason)
     return PublishedData(tuple(records), dict(left_out))
+
+
+@functools.lru_cache(maxsize=4)
+def records(file: str) -> tuple[Record, ...]:
+    """The problems of a file, which this process reads once."""
+    return load(file).records
 
 
 def _record(
@@ -234,3 +246,89 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _plain_name(source: str) -> str:
     return re.sub(r"[^a-z0-9]", "", source.lower())
+
+
+def hidden_tests(fields: Mapping[str, Any], text: str) -> Suite | None:
+    """The hidden tests of a program.
+
+    None where there are none, where they check nothing, or where they cannot be kept apart from the program, as those
+    of DS-1000, which run a text that the program is put into.
+    """
+    if fields.get("input_output"):
+        return _read({"problem": text, "input_output": fields["input_output"]})
+    test: Any = fields.get("test") or fields.get("test_list")
+    entry = str(fields.get("entry_point") or "")
+    if isinstance(test, list):
+        more = ("test_imports", "test_setup_code", "challenge_test_list", "code")
+        return _read({"prompt": text, "test_list": test} | {name: fields.get(name) for name in more}, entry)
+    module = parse_quietly(test) if isinstance(test, str) else None
+    if module is None or not _checks_something(module):
+        return None
+    entry = entry or _candidate(test, module)
+    if not entry:
+        return None
+    if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in module.body):
+        prompt = fields.get("prompt") or fields.get("code_prompt") or ""
+        return _read({"prompt": prompt, "test": test, "entry_point": entry})
+    if "TestCase" in test:
+        return Suite((from_unittest(test),), entry)
+    asserts = [node for node in module.body if isinstance(node, ast.Assert)]
+    others = [node for node in module.body if not isinstance(node, ast.Assert)]
+    if asserts and all(isinstance(node, _DEFINITIONS) for node in others):
+        setup = ast.unparse(ast.Module([*others], []))
+        return _read({"prompt": text, "test_list": list(map(ast.unparse, asserts)), "test_setup_code": setup}, entry)
+    calls = [f"{node.name}()" for node in others if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    if not asserts and not calls and all(isinstance(node, _DEFINITIONS) for node in others):
+        return None  # nothing calls what it defines
+    return Suite((Check("\n".join([test, *calls])),), entry)
+
+
+def statements(value: Any, entry: str) -> tuple[str, ...]:
+    """Public tests as statements that call the function by its name."""
+    if isinstance(value, list):
+        return tuple(statement for item in value for statement in statements(item, entry))
+    module = parse_quietly(value) if isinstance(value, str) else None
+    if module is None or not module.body:
+        return ()
+    if all(isinstance(node, ast.Assert) for node in module.body):
+        return tuple(ast.unparse(node) for node in module.body)
+    checks = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    if checks and all(isinstance(node, ast.Assert) for node in checks[0].body):
+        return tuple(re.sub(r"\bcandidate\b", entry, ast.unparse(node)) for node in checks[0].body)
+    return (f"{value}\ncheck({entry})\n" if checks else value,)
+
+
+def called(source: str) -> str:
+    """The first function that test code calls and does not define itself, "" where there is none."""
+    module = parse_quietly(source)
+    return _candidate(source, module) if module is not None else ""
+
+
+def _read(fields: Mapping[str, Any], entry: str = "") -> Suite | None:
+    try:
+        problem = problem_of(fields, public_tests=0)
+    except WorldError:
+        return None
+    cases = problem.suite.cases[problem.unscored :]
+    if entry and entry != problem.suite.entry:
+        cases = tuple(Check(test) for test in fields["test_list"])
+    return replace(problem.suite, cases=cases, entry=entry or problem.suite.entry) if cases else None
+
+
+def _checks_something(module: ast.Module) -> bool:
+    names = [node.func for node in ast.walk(module) if isinstance(node, ast.Call)]
+    methods = [name.attr for name in names if isinstance(name, ast.Attribute)]
+    return any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(module)) or any(
+        method.startswith("assert") for method in methods
+    )
+
+
+def _candidate(test: str, module: ast.Module) -> str:
+    if found := re.search(r"^\s*(?:candidate\s*=\s*|check\()(\w+)", test, re.MULTILINE):
+        return found[1]
+    known = {"candidate", *dir(builtins)}
+    known |= {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    known |= {alias.asname or alias.name for node in module.body for alias in getattr(node, "names", ()) if alias}
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    names = [node.func.id for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]  # pyright: ignore[reportAttributeAccessIssue]
+    return next((name for name in names if name not in known), "")

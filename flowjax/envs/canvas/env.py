@@ -1,0 +1,342 @@
+"""The environment of the canvas: a workflow that is edited and run, and scripted experts that edit it."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from flowjax.canvas import actions, repair
+from flowjax.canvas.actions import Action, Finish, Unreadable
+from flowjax.canvas.backends.base import BackendUnavailable
+from flowjax.canvas.cache import Cache
+from flowjax.canvas.edits import EditError
+from flowjax.canvas.graph import Call, Node, Workflow, walk
+from flowjax.canvas.graph import Sequence as Steps
+from flowjax.canvas.operators.registry import ADVERTISED, describe
+from flowjax.canvas.run import run as run_workflow
+from flowjax.canvas.text import parse, show
+from flowjax.canvas.values import Problem, Run, Usage
+from flowjax.envs.base import EnvDied, Observation, Step
+from flowjax.envs.canvas import exercises
+from flowjax.envs.canvas.executors import RememberingSandbox, scored
+from flowjax.envs.canvas.problem_files import records
+from flowjax.envs.canvas.published import hint, structure_parts
+from flowjax.envs.canvas.structure import Structure, measure
+from flowjax.envs.canvas.texts import TEMPLATES, observe, read_action
+from flowjax.grading.code import Suite
+from flowjax.grading.code_asserts import from_assert
+from flowjax.grading.sandbox import StarvedError
+from flowjax.records import Task, state_key
+
+if TYPE_CHECKING:
+    from flowjax.envs.canvas.world import Options
+
+OUTCOMES = (
+    "success", "correctness", "finished", "repaired_actions", "operators", "distinct_operators", "operator_entropy",
+    "distinct_siblings", "branching", "nesting", "checks", "formats", "canvas_checker", "canvas_format",
+    "canvas_operator", "canvas_control", "executor_calls", "executor_tokens", "executor_cost", "executor_seconds",
+)  # fmt: skip
+GRACE_S = 1.0  # for what a run does after its deadline
+_STALLED_SHARE = 0.5  # of `step_s`: a request that alone waits longer has met an outage, not a long workflow
+_Result = TypeVar("_Result")
+NAMES = tuple(operator.name for operator in ADVERTISED)
+LOOP_COUNTS = (2, 3)
+FINISHING = 0.15  # share of random actions that finish
+# What an expert builds who knows what helps with which kind of exercise, or of problem.
+ABLE: Mapping[str, str] = {
+    "arithmetic": "Plan -> Programmer -> (Verify ? done : Revise) -> Format",
+    "words": "Plan -> Programmer -> (Verify ? done : Revise) -> Format",
+    "list": "[AnswerGenerate, AnswerGenerate, AnswerGenerate] -> ScEnsemble -> (Verify ? done : Revise) -> Format",
+    "program": "Plan -> Programmer -> (Test ? done : Revise) -> Format",
+    "code": "Plan -> Programmer -> (Test ? done : Revise) -> Format",
+    "": "Plan -> [Custom, AnswerGenerate] -> ScEnsemble -> (Verify ? done : Revise) -> Format",
+}
+# What a plain one builds, whatever the problem; which of them is drawn by the problem's words.
+PLAIN = (
+    *("Custom", "AnswerGenerate", "Plan -> Custom") * 3,
+    *("Custom -> Review", "Custom -> Format", "Plan -> AnswerGenerate", "Programmer") * 2,
+    "[Custom, Custom] -> ScEnsemble",
+    "[AnswerGenerate, Custom] -> ScEnsemble -> Format",
+    "AnswerGenerate -> (Review ? done : Revise)",
+    "Custom -> (Verify ? done : Revise) -> Format",
+    "Programmer -> (Test ? done : Revise)",
+    "Plan -> Programmer -> Format",
+)
+
+
+class Canvas:
+    """A workflow that is edited, one action per turn, and run after each edit. State: problem, workflow, finished.
+
+    The run's answer is what counts, as it stands when the episode ends.
+    """
+
+    def __init__(self, options: "Options"):
+        self._options = options
+        self._operators = options.on_offer()
+        self._described = describe(self._operators, hidden=True)
+        self._roles = {name: operator.role for name, operator in self._operators.items()}
+        self._backends = options.open_backends()
+        self._sandbox = RememberingSandbox(allow_none=options.allow_no_isolation)
+        self._problem: Problem | None = None
+
+    @property
+    def problem(self) -> Problem:
+        if self._problem is None:
+            raise RuntimeError("the environment has not been reset")
+        return self._problem
+
+    @property
+    def workflow(self) -> Workflow:
+        return self._workflow
+
+    @property
+    def run(self) -> Run | None:
+        """Of the workflow as it is; None before the first edit."""
+        return self._run
+
+    @property
+    def options(self) -> "Options":
+        return self._options
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        self._problem, self._gold = load(task.payload)
+        self._await_executors()
+        self._workflow = Workflow()
+        self._run: Run | None = None
+        self._cache = Cache(max_entries=1000)  # of the episode: what others have asked for is not for free here
+        self._usage, self._seconds = Usage(), 0.0
+        self._turn = 0
+        self._finished = False
+        self._repaired = 0
+        self._refused = self._hint = ""
+        self._score = scored("", (), "math", allow_none=True, options={})
+        self._structure = Structure()
+        return self._observe()
+
+    def _await_executors(self) -> None:
+        """Begin no episode while a backend is known to fail: its policy's turns would be for nothing."""
+        limit_s = self._options.step_s
+        for backend in self._backends.values():
+            if (ready := getattr(backend, "ready", None)) is not None:
+                try:
+                    _await(ready(limit_s), limit_s + GRACE_S)
+                except BackendUnavailable as away:
+                    raise EnvDied(f"executor: {away}", "executor_error") from away
+
+    def step(self, action: str) -> Step:
+        problem = self.problem
+        if self._over:
+            return Step(self._observe(), 0.0, True, False, self._outcome())
+        self._turn += 1
+        read = self._read(action)
+        self._refused = read.reason if isinstance(read, Unreadable) else self._take(read, problem)
+        reward = self._score.score if self._over else 0.0
+        return Step(self._observe(), reward, self._over, not self._refused, self._outcome())
+
+    def _read(self, text: str) -> Action | Unreadable:
+        read = read_action(text)
+        if isinstance(read, Unreadable) and self._options.lenient:
+            mended = repair.parse(text, self._operators)
+            if not isinstance(mended, Unreadable):
+                self._repaired += 1
+                return mended
+        return read
+
+    @property
+    def _over(self) -> bool:
+        return self._finished or self._turn >= self._options.turns
+
+    def _take(self, action: Action, problem: Problem) -> str:
+        """Carry the action out; why it was refused, "" if it was not."""
+        if isinstance(action, Finish):
+            refused = self._gate()
+            self._finished = not refused
+            return refused
+        try:
+            edited = actions.apply(action, self._workflow, self._operators, tuple(self._backends))
+        except EditError as error:
+            return str(error)
+        if edited == self._workflow:
+            return "That changes nothing."
+        nodes, before, most = _size(edited), _size(self._workflow), self._options.max_nodes
+        if most and nodes > max(most, before):
+            return f"The workflow would have {nodes} nodes; {most} is the most."
+        self._workflow = edited
+        self._run = run = _await(self._execute(edited, problem), self._options.step_s + GRACE_S)
+        if run.status == "executor_error" or run.unanswered_s > self._options.step_s * _STALLED_SHARE:
+            raise EnvDied(f"executor: {run.error}", "executor_error")
+        self._usage, self._seconds = self._usage + run.usage, self._seconds + run.seconds
+        gold, options = self._gold, dict(problem.options)
+        try:
+            self._score = scored(
+                run.answer, gold, problem.kind, allow_none=self._options.allow_no_isolation, options=options
+            )
+        except (StarvedError, OSError) as away:
+            raise EnvDied(f"sandbox: {away}", "executor_error") from away
+        self._structure = measure(edited, run, self._roles)
+        self._hint = hint(edited, run, problem.kind, action) if self._options.hints else ""
+        return ""
+
+    def _execute(self, workflow: Workflow, problem: Problem) -> Coroutine[Any, Any, Run]:
+        options = self._options
+        left = options.budget.left(self._usage, self._seconds)
+        longest_s = options.step_s if left.seconds is None else min(options.step_s, left.seconds)
+        return run_workflow(
+            workflow,
+            problem,
+            operators=self._operators,
+            backends=self._backends,
+            default_backend=options.first_backend,
+            cache=self._cache,
+            budget=dataclasses.replace(left, seconds=longest_s),
+            seed=options.executor_seed,
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            retry_new_tokens=options.retry_new_tokens,
+            sandbox=self._sandbox,
+        )
+
+    def _gate(self) -> str:
+        """Why `finish` is refused, "" if it is not."""
+        calls = list(self._workflow.calls())
+        roles = {self._roles.get(call.operator) for call in calls}
+        options = self._options
+        if len(calls) < options.min_operators:
+            return f"The workflow has {len(calls)} operators, it needs {options.min_operators}."
+        if options.require_structure and all(isinstance(node, Call | Steps) for node in self._workflow.nodes()):
+            return "The workflow needs a parallel, a conditional or a loop."
+        if options.require_checker and not ("checker" in roles and roles & {"solver", "combiner", "reviser"}):
+            return "The workflow needs an operator that solves and one that checks."
+        return ""
+
+    def _observe(self) -> Observation:
+        left = self._options.budget.left(self._usage, self._seconds)
+        # Seconds are left out: an observation depends on the actions alone, also when an episode is replayed.
+        budget = [(left.calls, "calls"), (left.tokens, "tokens"), (left.cost, "cost")]
+        text = observe(
+            self._described,
+            self.problem,
+            self._workflow,
+            self._run,
+            refused=self._refused,
+            failed_step=failed_step(self._workflow, self._run),
+            usage=self._usage,
+            turns_left=self._options.turns - self._turn,
+            left=[f"{amount:g} {name}" for amount, name in budget if amount is not None],
+            hint=self._hint,
+            limit=self._options.output_characters,
+            most=self._options.observation_characters,
+            executors=self._options.executors(),
+        )
+        key = state_key("canvas", self.problem.text, show(self._workflow, ids=True), self._finished)
+        return Observation(text, TEMPLATES, key)
+
+    def _outcome(self) -> dict[str, float]:
+        found, score, usage = self._structure, self._score, self._usage
+        return {
+            "success": float(score.correct),
+            "correctness": float(score.score if self.problem.kind == "qa" else score.correct),
+            "finished": float(self._finished),
+            "repaired_actions": float(self._repaired),
+            "operators": float(found.operators),
+            "distinct_operators": float(found.distinct),
+            "operator_entropy": found.entropy,
+            "distinct_siblings": found.siblings,
+            "branching": float(found.branching),
+            "nesting": float(found.depth),
+            "checks": float(found.checks),
+            "formats": float(found.formats),
+            **structure_parts(show(self._workflow, instructions=False)),
+            "executor_calls": float(usage.calls),
+            "executor_tokens": float(usage.prompt_tokens + usage.sampled_tokens),
+            "executor_cost": usage.cost,
+            "executor_seconds": self._seconds,
+        }
+
+
+def _size(workflow: Workflow) -> int:
+    return sum(1 for _ in workflow.nodes())
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process in which all workflows run: connections and rate limits belong to one loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="workflows", daemon=True).start()
+    return loop
+
+
+def _await(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
+    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    try:
+        return future.result(timeout_s)
+    except concurrent.futures.TimeoutError:
+        future.cancel()
+        raise
+
+
+def load(payload: Mapping[str, Any]) -> tuple[Problem, tuple[str, ...] | Suite]:
+    """The problem of a task, and its gold answers or hidden tests."""
+    if "row" in payload:
+        record = records(payload["file"])[payload["row"]]
+        return record.problem, record.tests or record.gold
+    problem = exercises.problem(payload)
+    if problem.kind == "code":
+        cases = [case for test in payload["hidden_tests"] for case in from_assert(test, problem.entry_point)]
+        return problem, Suite(tuple(cases), problem.entry_point)
+    return problem, tuple(payload["answers"])
+
+
+def wanted(text: str, kind: str, *, plain: bool) -> tuple[Node, ...]:
+    """The steps that the expert wants for a problem."""
+    if plain:
+        return parse(PLAIN[state_key("plain", text) % len(PLAIN)]).root.steps
+    reading = exercises.read(text)
+    return parse(ABLE.get(reading.source if reading else kind, ABLE[""])).root.steps
+
+
+def next_action(steps: tuple[Node, ...], workflow: Workflow, run: Run | None, failed_step: str) -> str:
+    """A compact action: the next step that is missing; a step that fails, or does not belong there, is deleted."""
+    if run is not None and failed_step:
+        return f"delete {failed_step}"
+    built = [show(step, instructions=False) for step in workflow.root.steps]
+    missing = [show(step) for step in steps]
+    while built and missing and built[0] == missing[0]:
+        built, missing = built[1:], missing[1:]
+    if not missing or (run is not None and run.answer and built):
+        return "finish"  # what somebody else has added stays
+    return f"add {missing[0]}"
+
+
+def failed_step(workflow: Workflow, run: Run | None) -> str:
+    """Id of the step at the top in which a run has failed, "" if none has."""
+    if run is None or run.status != "error" or not run.trace:
+        return ""
+    failed = run.trace[-1].node_id
+    for step in workflow.root.steps:
+        if any(isinstance(call, Call) and call.id == failed for call in walk(step)):
+            return step.id
+    return ""
+
+
+def random_edit(rng: np.random.Generator) -> str:
+    """A compact action: an operator, or a structure of operators, drawn from all that are advertised; or `finish`."""
+    if rng.random() < FINISHING:
+        return "finish"
+    a, b, c = (NAMES[int(place)] for place in rng.integers(len(NAMES), size=3))
+    match int(rng.integers(8)):
+        case 0:
+            return f"add [{a}, {b}]"
+        case 1:
+            return f"add [{a}, {b}, {c}]"
+        case 2:
+            return f"add {a} ? done : {b}"
+        case 3:
+            return f"add ({a} -> {b}) * {LOOP_COUNTS[int(rng.integers(len(LOOP_COUNTS)))]}"
+        case _:
+            return f"add {a}"
