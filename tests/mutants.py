@@ -9,9 +9,9 @@ by one, a whole number is off by one, a statement is dropped, the function retur
 and `or` trade places, `not` or `await` goes. Words (docstrings, logging, texts of errors) and annotations stay. Seed
 and function alone decide which one, so other functions may change meanwhile.
 
-Then the unit tests of the function run, those first that name it or import its module, until one fails: the mutant is
-killed. A test that fails without the mutant, too, kills nothing. What survives is printed with its diff: a gap in the
-tests, dead code, or a change that changes nothing.
+Then the unit tests of the function run, those first that name it, then files that import its module or lie nearest,
+until one fails: the mutant is killed. A test that fails without the mutant, too, kills nothing. What survives is
+printed with its diff: a gap in the tests, dead code, or a change that changes nothing.
 """
 
 import argparse
@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 UNIT = "not integration and not slow and not soak"
 TEST_TIMEOUT_S = 60  # of one test: a mutant that waits forever is noticed
 MOST_TEST_FILES = 6
+MOST_TESTS_FIRST = 30
 WHAT = "Break functions of flowjax and see whether the tests notice."
 _SWAPPED: dict[type, tuple[type, ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -313,7 +314,21 @@ class TestFiles:
             found |= self._imports(file, depth - 1) if file in self._texts else set()
         return frozenset(found & self._modules)
 
-    def of(self, mutant: Mutant) -> list[Path]:
+    def of(self, mutant: Mutant) -> list[list[str]]:
+        """What to run, one call after another: the tests that use a thing of that name, then whole files."""
+        files = self._files_of(mutant)
+        name = re.compile(rf"\b{mutant.function.rpartition('.')[2].strip('_')}\b")
+        tests = [
+            f"{file.relative_to(self._root)}::{node.name}"
+            for file in files
+            for node in ast.parse(self._texts[file]).body
+            if isinstance(node, _Function) and node.name.startswith("test_")
+            if name.search(ast.get_source_segment(self._texts[file], node) or "")
+        ]
+        whole = [[str(file.relative_to(self._root))] for file in files]
+        return [tests, *whole] if 0 < len(tests) <= MOST_TESTS_FIRST else whole
+
+    def _files_of(self, mutant: Mutant) -> list[Path]:
         module = ".".join(mutant.path.with_suffix("").parts).removesuffix(".__init__")
         room = "/".join(mutant.path.parts[1:-1])
         near = {module: 4.0, **dict.fromkeys(self._importers[module], 2.0)}
@@ -343,18 +358,18 @@ class Runner:
         self._broken: set[str] = set()  # tests that fail without a mutant
         self._sound: set[str] = set()
 
-    def judge(self, mutant: Mutant, files: Sequence[Path]) -> Verdict:
+    def judge(self, mutant: Mutant, calls: Sequence[Sequence[str]]) -> Verdict:
         started, place = time.monotonic(), self._copy / mutant.path
-        verdict = Verdict(mutant, note="" if files else "no test file belongs to it")
+        verdict = Verdict(mutant, note="" if calls else "no test file belongs to it")
         try:
-            for path in files:
+            for tests in calls:
                 place.write_text(mutant.after)
                 while not verdict.killed_by:
                     left_s = self._limit_s - (time.monotonic() - started)
                     if left_s <= 0:
                         verdict.note = f"not all of its tests ran in {self._limit_s:.0f} s"
                         return verdict
-                    failed = self._first_failure([str(path)], left_s)
+                    failed = self._first_failure(tests, left_s)
                     if failed is None:
                         break
                     if self._is_sound(failed, mutant):

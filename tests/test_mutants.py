@@ -99,8 +99,9 @@ def test_a_mutant_is_killed_by_a_test_that_passes_without_it(tree: Path):
     sources = read_sources(tree)
     tests, runner = TestFiles(tree, sources), Runner(tree, limit_s=120)
     for mutant in sample(sources, 2, seed=0):
-        files = tests.of(mutant)
-        assert [file.name for file in files] == ["test_sums.py"]
-        verdict = runner.judge(mutant, files)
+        calls = tests.of(mutant)
+        assert calls[-1] == ["tests/test_sums.py"]
+        assert calls[:-1] == ([["tests/test_sums.py::test_total"]] if mutant.function == "total" else [])
+        verdict = runner.judge(mutant, calls)
         assert verdict.killed_by == ("tests/test_sums.py::test_total" if mutant.function == "total" else "")
         assert (tree / mutant.path).read_text() == mutant.before
