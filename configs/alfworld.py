@@ -19,7 +19,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     if arg not in recipes:
         raise ConfigError(f"configs/alfworld.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
-    config.env.module = "flowjax.envs.alfworld"
+    config.env.name = "flowjax.envs.alfworld:Alfworld"
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"
     recipes[arg](config)

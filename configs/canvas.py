@@ -26,7 +26,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     if arg not in recipes:
         raise ConfigError(f"configs/canvas.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
-    config.env.module = "flowjax.envs.canvas"
+    config.env.name = "flowjax.envs.canvas:Canvas"
     config.env.max_turns = 20
     config.env.options = ConfigDict(
         {

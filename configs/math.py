@@ -20,7 +20,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     if arg not in recipes:
         raise ConfigError(f"configs/math.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
-    config.env.module = "flowjax.envs.math"
+    config.env.name = "flowjax.envs.math:Math"
     config.env.max_turns = 1
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "grpo"

@@ -21,7 +21,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     if arg not in recipes:
         raise ConfigError(f"configs/math_pair.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
-    config.env.module = "flowjax.envs.math"
+    config.env.name = "flowjax.envs.math:Math"
     config.env.max_turns = 1
     config.workflow = "flowjax.workflows.solver_verifier.play"
     config.policies = ConfigDict({"solver": {}, "verifier": {}})

@@ -19,7 +19,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     if arg not in recipes:
         raise ConfigError(f"configs/search.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
-    config.env.module = "flowjax.envs.search"
+    config.env.name = "flowjax.envs.search:Search"
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"
     config.credit.options = ConfigDict({"gamma": 0.95})

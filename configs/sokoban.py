@@ -20,7 +20,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     if arg not in recipes:
         raise ConfigError(f"configs/sokoban.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
-    config.env.module = "flowjax.envs.sokoban"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 6, "columns": 6, "boxes": 1})
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"

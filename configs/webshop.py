@@ -18,7 +18,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     if arg not in recipes:
         raise ConfigError(f"configs/webshop.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
-    config.env.module = "flowjax.envs.webshop"
+    config.env.name = "flowjax.envs.webshop:WebShop"
     config.env.max_turns = 15
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"

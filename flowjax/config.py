@@ -126,9 +126,7 @@ FIELDS = Section(
     ),
     env=Section(
         "The world that episodes are played in.",
-        module=Field(
-            "", "dotted path of a module of flowjax.envs, or of one's own with the same functions", form=DOTTED
-        ),
+        name=Field("", "package.module:Class of a world: one of docs/worlds, or one's own", form=DOTTED),
         options=Free("those of the world: its page in docs/worlds"),
         max_turns=Field(15, "of an episode", at_least=1, at_most=10**6),
         prompt=Field("instruct", "how the workflow words an observation", choices=("instruct", "compact")),
@@ -138,7 +136,6 @@ FIELDS = Section(
         history=Field(
             -1, "past turns that a window prompt shows; -1: 2 for instruct, 0 for compact", at_least=0, also=(-1,)
         ),
-        reference_parsing=Field(False, "read replies as the published system does, faults included"),
         workers=Field(1, "processes that hold the environments", at_least=1, at_most=10_000, resume=True),
         step_timeout_s=Field(10.0, "a step that takes longer loses its worker and its episode", resume=True),
         data_seed=Field(
@@ -372,7 +369,7 @@ def may_change(path: str) -> bool:
 PER_BASE = ("model", "engine")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
 # What an open section's options belong to: another estimator, objective or world has options of its own.
-OWNER_OF_OPTIONS = {"credit.options": "credit.name", "loss.options": "loss.kind", "env.options": "env.module"}
+OWNER_OF_OPTIONS = {"credit.options": "credit.name", "loss.options": "loss.kind", "env.options": "env.name"}
 
 
 def base_configs(config: ConfigDict) -> dict[str, ConfigDict]:

@@ -48,7 +48,7 @@ from flowjax.rollout.names import speakers
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
 # Between the command and the checkpoint's run:
-_MUST_AGREE = ("model.path", "policy", "workflow", "env.module", "env.options")
+_MUST_AGREE = ("model.path", "policy", "workflow", "env.name", "env.options")
 # Outcomes with rows of their own, or that every world has:
 _TOLD_ANYHOW = ("success", "turns", "invalid_actions", "env_return")
 

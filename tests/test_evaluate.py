@@ -17,7 +17,7 @@ from flowjax.config import default_config
 def get_config(arg="one"):
     config = default_config()
     config.model.path = "base"
-    config.env.module = "flowjax.envs.sokoban"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
     if arg != "one":
         config.policies = {"solver": {}, "verifier": {}}
     if arg == "bases":

@@ -155,7 +155,7 @@ def test_every_field_refuses_on_the_command_line_before_anything_starts(launched
         ("mesh.fsdp", -2),
         ("seed", -1),
         ("elsewhere", ("engine",)),
-        ("env.module", "not a path"),
+        ("env.name", "not a path"),
         ("model.nano", ConfigDict({"layers": 0})),
         ("model.nano", ConfigDict({"layer": 2})),
     ],

@@ -1,4 +1,4 @@
-"""Where a run's tasks come from: one source of its world, or several mixed at fixed ratios.
+"""Tasks of a run: from one source of its world, or several mixed at fixed ratios.
 
 Every mix is indexable: which task has which place in the run's order is fixed by the config alone, so that the number
 of groups ever opened, which the ledger keeps, is the whole state of the source.
@@ -6,15 +6,13 @@ of groups ever opened, which the ledger keeps, is the whole state of the source.
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import grain
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, task_options
-from flowjax.envs.base import Split, World, load_world
+from flowjax.envs.base import Split, World, find_world
 from flowjax.records import Task
 
 
@@ -53,9 +51,9 @@ def episode_seed(seed: int, position: int, member: int) -> int:
 
 
 def _tasks(config: ConfigDict, split: Split) -> grain.MapDataset[Task]:
-    world = load_world(config.env.module)
+    kind = find_world(config.env.name)
     if not config.env.sources:
-        return _source(config, world, split, config.env.options.to_dict(), config.env.train_tasks)
+        return _source(config, kind(**task_options(config, "")), split, config.env.train_tasks)
     sources, weights = [], []
     for number, (name, own) in enumerate(config.env.sources.items()):
         given = own.to_dict()
@@ -66,16 +64,16 @@ def _tasks(config: ConfigDict, split: Split) -> grain.MapDataset[Task]:
             raise ConfigError(f"{field}.{min(given)} is no field: use weight, options or train_tasks")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
             raise ConfigError(f"{field}.weight is {weight!r}: give a positive number")
-        source = _source(config, world, split, task_options(config, name), count, offset=number)
+        source = _source(config, kind(**task_options(config, name)), split, count, offset=number)
         sources.append(source.map(partial(_named, name=name)))
         weights.append(float(weight))
     return grain.MapDataset.mix(sources, weights)
 
 
 def _source(
-    config: ConfigDict, world: World, split: Split, options: Mapping[str, Any], train_tasks: int, offset: int = 0
+    config: ConfigDict, world: World, split: Split, train_tasks: int, offset: int = 0
 ) -> grain.MapDataset[Task]:
-    tasks = world.tasks(split, config.env.data_seed, **options)
+    tasks = world.tasks(split, config.env.data_seed)
     if split == "held_out":
         return tasks
     return tasks[:train_tasks].shuffle(config.seed + offset).repeat()

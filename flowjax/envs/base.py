@@ -1,12 +1,18 @@
-"""What every world offers, and how one is found by its dotted path."""
+"""A world: what tasks are played in. Its environments, tasks, prompts and reader of replies are one class."""
 
+import dataclasses
+import functools
 import importlib
-from collections.abc import Mapping, Sequence
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 
+from flowjax.fields import declared_types, nearest, option_problems
 from flowjax.records import Status, Task
 
 if TYPE_CHECKING:
@@ -43,8 +49,8 @@ class EnvDied(RuntimeError):
 class Observation:
     """What the agent may see, and the 64-bit key of the canonical state behind it.
 
-    `view` is an instance of the world module's `View`, a frozen dataclass whose fields hold text, numbers and tuples of
-    them, so that the prompt is worded from data; of a world without one it is text.
+    `view` is an instance of the world's `View`. Free-text actions stand among the legal ones as templates, for example
+    `search[<words>]`.
     """
 
     view: Any
@@ -60,7 +66,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The world's answer to one action. `outcome` names the world's `OUTCOMES`, up to date after every step."""
+    """The environment's answer to one action. `outcome` names the world's `OUTCOMES`, up to date after every step."""
 
     observation: Observation
     reward: float
@@ -74,8 +80,11 @@ class Past:
     """An earlier turn: its view, and its action, "" where the reply named none. `turn` counts from 1."""
 
     turn: int
-    observation: Any
+    view: Any
     action: str
+
+
+History = Sequence[Past]
 
 
 class Env(Protocol):
@@ -96,105 +105,202 @@ class Session(Protocol):
     async def step(self, action: str) -> Step: ...
 
 
-class World(Protocol):
-    """The functions of a world module. Options are keyword arguments, the same wherever they are taken.
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a world that has none."""
 
-    Free-text actions stand among the legal ones as templates, for example `search[<words>]`.
+
+class World(ABC):
+    """A world with its options. A subclass needs `env` and `tasks`; the rest has defaults.
+
+    Making one reads its options and nothing else: every process of a run makes one, most of them only for its prompts.
     """
 
-    OUTCOMES: tuple[str, ...]
+    OUTCOMES: ClassVar[tuple[str, ...]] = ("success",)
+    STEPS_WAIT: ClassVar[bool] = False
+    """Whether steps wait for something elsewhere. Environments of one process then step side by side, in threads, and
+    bound their waiting themselves: nobody is watching them."""
+    Options: ClassVar[type] = NoOptions
+    """A frozen dataclass, `config.env.options`. It may refuse values in `__post_init__` with a WorldError."""
+    View: ClassVar[type] = str
+    """What an agent sees: text, or a frozen dataclass of numbers, texts, tuples and dataclasses of these."""
 
-    def make(self, **options: Any) -> Env: ...
+    def __init__(self, **options: Any):
+        """Raises:
+        WorldError: an option is unknown, or has a value that it cannot have.
+        """
+        kind = type(self)
+        for problem in option_problems("env.options", options, declared_types(kind.Options), kind.__name__):
+            raise WorldError(problem)
+        try:
+            self.options: Any = kind.Options(**options)
+        except TypeError as error:
+            raise WorldError(f"env.options {options}: a value has the wrong type ({error})") from error
 
-    def tasks(self, split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
-        """All of them with the same `Task.world`, by which a worker says what it can play."""
-        ...
+    @abstractmethod
+    def env(self) -> Env:
+        """An environment.
 
-    def expert(self, env: Env) -> str:
-        """The next action of a scripted expert that sees the true state."""
-        ...
+        Raises:
+            NotReady: it cannot be had on this machine.
+        """
 
-    def random_action(self, observation: Observation, rng: np.random.Generator) -> str: ...
+    @abstractmethod
+    def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
+        """The tasks of a split, as many as there are.
 
-    def vocabulary(self, **options: Any) -> tuple[str, ...]:
-        """Every word, as whitespace splits them, of compact prompts and of the replies to them."""
-        ...
+        All have the same `Task.world`, by which a worker says what it can play. What is held out under one data seed is
+        trained on under no other.
+        """
 
-    def prompt(self, observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
-        """The whole prompt of a turn: every turn's in window mode, the first turn's in append mode."""
-        ...
+    def longest_step_s(self) -> float:
+        """Limit that steps have of their own; `config.env.step_timeout_s` must not be shorter. 0: none."""
+        return 0.0
+
+    # Text is made here, once, of data; nothing takes it apart again.
+
+    def instruct(self, observation: Observation, history: History) -> str:
+        """Prompt of a language model: every turn's in window mode, the first turn's in append mode."""
+        parts = [f"Turn {past.turn}: {past.action or 'no legal action'}" for past in history]
+        actions = "\n".join(observation.legal_actions)
+        parts += [_plain(observation.view), f"Your actions are:\n{actions}"]
+        return "\n\n".join([*parts, "Give one of them inside <action> </action>."])
+
+    def compact(self, observation: Observation, history: History) -> str:
+        """Prompt of a nano model, in words of `vocabulary`."""
+        return _plain(observation.view)
+
+    def prompt(self, observation: Observation, history: History, style: Style) -> list[Message]:
+        """The whole prompt of a turn as messages."""
+        return user_says((self.compact if style == "compact" else self.instruct)(observation, history))
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
         """Append mode: what is said after an action."""
-        ...
+        return self.prompt(observation, (), style)
 
     def reply(self, action: str, style: Style) -> str:
-        """How the expert words an action; `parse_action` reads it back."""
-        ...
+        """The expert's words for an action; `parse_action` reads them back."""
+        return action if style == "compact" else f"<action>{action}</action>"
 
-    def parse_action(self, reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
-        """The action that a reply names, None where it is unreadable or not legal.
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        """The action that a reply names, None where it is unreadable or not legal."""
+        return tagged_action(reply, legal)
 
-        `reference` executes what the published system would, faults included.
+    def well_formed(self, reply: str) -> bool:
+        """Whether a reply may count as valid. One that may not is carried out all the same."""
+        return True
+
+    def structured_outputs(self, style: Style) -> Mapping[str, Any]:
+        """Argument of vLLM's `structured_outputs` that makes it sample legal replies only; empty for none."""
+        return {}
+
+    def expert(self, env: Any) -> str:
+        """Next action of a scripted expert that sees the true state of `env`; makes the demonstrations of nano models.
+
+        Raises:
+            WorldError: there is none.
         """
-        ...
+        raise WorldError(f"{type(self).__name__} has no expert(), so there is nothing to imitate: {_NO_NANO}")
+
+    def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
+        """A legal action at random, free text filled in."""
+        return observation.legal_actions[rng.integers(len(observation.legal_actions))]
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every word, as whitespace splits them, of compact prompts and of the replies to them.
+
+        Raises:
+            WorldError: there is none.
+        """
+        raise WorldError(f"{type(self).__name__} has no vocabulary() of compact prompts: {_NO_NANO}")
 
 
-@runtime_checkable
-class Constrained(Protocol):
-    """A world that can say what its replies look like."""
-
-    def structured_outputs(self, style: Style, **options: Any) -> Mapping[str, Any]:
-        """What vLLM's `structured_outputs` takes, so that it samples nothing else."""
-        ...
+_NO_NANO = "write one, or take a base model that exists (config.model.path) and config.model.nano None"
 
 
-@runtime_checkable
-class Formatted(Protocol):
-    """A world whose published system asks a format of valid replies, and executes the others all the same."""
-
-    def published_format(self, reply: str) -> bool: ...
+def user_says(content: str) -> list[Message]:
+    """Messages of one user's text."""
+    return [{"role": "user", "content": content}]
 
 
-_OFFERED = (
-    "make",
-    "tasks",
-    "expert",
-    "random_action",
-    "vocabulary",
-    "prompt",
-    "follow_up",
-    "reply",
-    "parse_action",
-)
+def _plain(view: Any) -> str:
+    """A view that its world does not word: its text, or a line for each field."""
+    if isinstance(view, str):
+        return view
+    return "\n".join(f"{part.name}: {getattr(view, part.name)}" for part in dataclasses.fields(view))
 
 
-def load_world(module: str) -> World:
-    """The world module at a dotted path.
+_REMEDY = "give package.module:Class, for example flowjax.envs.sokoban:Sokoban"
+
+
+def find_world(path: str) -> type[World]:
+    """The world class at `package.module:Class`.
 
     Raises:
-        WorldError: it cannot be imported, or something that every world offers is missing.
+        WorldError: there is none, or it lacks what every world has.
     """
+    module_name, _, name = path.partition(":")
     try:
-        world = importlib.import_module(module)
+        module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        raise WorldError(
-            f"env.module is {module!r}, which cannot be imported ({error}): give the dotted path of a world module, "
-            "for example flowjax.envs.sokoban"
-        ) from error
-    missing = [name for name in _OFFERED if not callable(getattr(world, name, None))]
-    outcomes = getattr(world, "OUTCOMES", ())
+        raise WorldError(f"env.name is {path!r}, which cannot be imported ({error}): {_REMEDY}") from error
+    world = getattr(module, name, None)
+    if not isinstance(world, type) or not issubclass(world, World):
+        found = [each for each, value in vars(module).items() if isinstance(value, type) and issubclass(value, World)]
+        worlds = [each for each in found if each != World.__name__]
+        there = f"it has {', '.join(worlds)}{nearest(name, worlds)}" if worlds else "a world is a subclass of World"
+        raise WorldError(f"env.name is {path!r}, but {module_name} has no world {name!r} ({there}): {_REMEDY}")
+    for problem in _world_problems(world):
+        raise WorldError(f"env.name is {path!r}, but {problem}")
+    return world
+
+
+def _world_problems(world: type[World]) -> typing.Iterator[str]:
+    if missing := sorted(getattr(world, "__abstractmethods__", ())):
+        yield f"{world.__name__} lacks {', '.join(missing)}: write {'it' if len(missing) == 1 else 'them'}"
+    outcomes = world.OUTCOMES
     if not isinstance(outcomes, tuple) or "success" not in outcomes:
-        missing.append('OUTCOMES (a tuple of names with "success" among them)')
-    if missing:
-        raise WorldError(f"env.module is {module!r}, which lacks {', '.join(missing)}: a world module offers them all")
-    return cast(World, world)
+        yield f'its OUTCOMES are {outcomes!r}: give a tuple of names with "success" among them'
+    if not dataclasses.is_dataclass(world.Options):
+        yield f"its Options are {world.Options!r}: make them a frozen dataclass"
+    if world.View is not str and not dataclasses.is_dataclass(world.View):
+        yield f"its View is {world.View!r}: make it a frozen dataclass, or leave it out for views that are text"
 
 
-def read_reply(world: World, reply: str, legal: tuple[str, ...], *, reference: bool) -> tuple[str, bool]:
-    """The action that a reply names ("" for none), and whether the turn may count as valid once it is taken."""
-    action = world.parse_action(reply, legal, reference=reference) or ""
-    return action, not reference or not isinstance(world, Formatted) or world.published_format(reply)
+@functools.cache
+def view_reader(kind: Any) -> Callable[[Any], Any]:
+    """Reader of a view, or of a value of an annotated type in one, from what msgpack made of it: lists of fields."""
+    if dataclasses.is_dataclass(kind):
+        types_of = typing.get_type_hints(kind)
+        readers = [view_reader(types_of[part.name]) for part in dataclasses.fields(kind)]
+        make: Any = kind
+        return lambda values: make(*(read(value) for read, value in zip(readers, values, strict=True)))
+    arguments = get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        [some] = [each for each in arguments if each is not type(None)][:1]
+        read_some = view_reader(some)
+        return lambda value: None if value is None else read_some(value)
+    if typing.get_origin(kind) is not tuple:
+        return _as_it_is
+    if arguments[1:] == (...,):
+        read_item = view_reader(arguments[0])
+        return tuple if read_item is _as_it_is else lambda values: tuple(map(read_item, values))
+    readers = [view_reader(each) for each in arguments]
+    return lambda values: tuple(read(value) for read, value in zip(readers, values, strict=True))
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def check_split(split: str) -> None:
+    """Refuse what is no split.
+
+    Raises:
+        WorldError: it is not.
+    """
+    if split not in get_args(Split):
+        raise WorldError(f"split is {split!r}: give {' or '.join(get_args(Split))}")
 
 
 def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:

@@ -1,6 +1,6 @@
-"""What a world's scripted expert would reply, on paths that stray now and then."""
+"""Replies of a world's scripted expert, on paths that stray now and then."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +23,6 @@ def demonstrations(
     world: World,
     tasks: Tasks,
     *,
-    options: Mapping[str, Any],
     path_noise: float,
     label_noise: float,
     max_turns: int,
@@ -41,7 +40,7 @@ def demonstrations(
     """
     if not len(tasks):
         raise WorldError("there are no tasks to demonstrate: raise env.train_tasks")
-    env = world.make(**options)
+    env = world.env()
     while True:
         for index in range(len(tasks)):  # grain's own iterator prefetches in threads, which costs more than a level
             task: Task = tasks[index]

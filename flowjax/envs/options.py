@@ -1,15 +1,17 @@
-"""What the options of all worlds have in common: keyword arguments that become a frozen dataclass."""
+"""Options of worlds whose functions take keyword arguments: they become a frozen dataclass."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flowjax.envs.base import Split, WorldError
+from flowjax.envs.base import WorldError, check_split
 from flowjax.fields import declared_types, option_problems
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     Options = TypeVar("Options", bound=DataclassInstance)
+
+__all__ = ["build_options", "check_split"]
 
 
 def build_options(kind: "type[Options]", options: Mapping[str, Any], world: str) -> "Options":
@@ -24,13 +26,3 @@ def build_options(kind: "type[Options]", options: Mapping[str, Any], world: str)
         return kind(**options)
     except TypeError as error:
         raise WorldError(f"env.options {dict(options)}: a value has the wrong type ({error})") from error
-
-
-def check_split(split: str) -> None:
-    """Refuse what is no split.
-
-    Raises:
-        WorldError: it is not.
-    """
-    if split not in get_args(Split):
-        raise WorldError(f"split is {split!r}: give {' or '.join(get_args(Split))}")

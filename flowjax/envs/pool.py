@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowjax.envs.base import EnvDied, Observation, Step
+from flowjax.envs.base import EnvDied, Observation, Step, find_world
 from flowjax.envs.worker import (
     BUSY,
     DEADLINE_NS,
@@ -156,7 +156,7 @@ class _Worker(asyncio.Protocol):
 class EnvPool:
     """Worker processes for environments; an async context manager.
 
-        async with EnvPool(workers=2, step_timeout_s=10.0) as pool, pool.session(module, options) as env:
+        async with EnvPool(workers=2, step_timeout_s=10.0) as pool, pool.session(path, options) as env:
             observation = await env.reset(task, seed)
 
     Start it from a thread that lives as long as the pool: workers are killed when that thread ends.
@@ -224,9 +224,9 @@ class EnvPool:
         raise EnvDied("the environment pool is closed", "cancelled")
 
     @contextlib.asynccontextmanager
-    async def session(self, module: str, options: Mapping[str, Any]) -> AsyncIterator["PooledEnv"]:
-        """An environment of the world `module` for one episode."""
-        env = PooledEnv(self, next(self._numbers), module, options)
+    async def session(self, path: str, options: Mapping[str, Any]) -> AsyncIterator["PooledEnv"]:
+        """An environment of the world at `path` for one episode."""
+        env = PooledEnv(self, next(self._numbers), path, options)
         try:
             yield env
         finally:
@@ -236,9 +236,10 @@ class EnvPool:
 class PooledEnv:
     """One environment in the pool; remembers its episode so as to be able to replay it."""
 
-    def __init__(self, pool: EnvPool, session: int, module: str, options: Mapping[str, Any]):
-        self._pool, self._session = pool, session
-        self._opening = ("open", module, dict(options))
+    def __init__(self, pool: EnvPool, session: int, path: str, options: Mapping[str, Any]):
+        self._pool, self._session, self._path = pool, session, path
+        self._opening = ("open", path, dict(options))
+        self._view_type: type = str
         self._worker: _Worker | None = None
         self._calls: list[tuple[Any, ...]] = []  # the reset and the actions since
         self._number = 0
@@ -246,10 +247,12 @@ class PooledEnv:
 
     async def reset(self, task: Task, seed: int) -> Observation:
         self._calls.clear()
-        return unpack_observation(await self._call("reset", pack_task(task), seed), self._opening[1])
+        packed = await self._call("reset", pack_task(task), seed)
+        self._view_type = find_world(self._path).View
+        return unpack_observation(packed, self._view_type)
 
     async def step(self, action: str) -> Step:
-        return unpack_step(await self._call("step", action), self._opening[1])
+        return unpack_step(await self._call("step", action), self._view_type)
 
     def close(self) -> None:
         """Leave the environment to another session."""

@@ -4,13 +4,12 @@ Requests and replies are msgpack lists in frames of a length and a body, many to
 a page shared with the parent the worker notes whose request it is working on and by when that must be done, so that
 the parent can tell which of its many environments hangs.
 
-A world whose module says `STEPS_WAIT = True` spends its steps waiting for something elsewhere. Its environments work
-side by side, each in a thread of its own, and must bound their waiting themselves: nobody is watching them.
+The steps of a world with `STEPS_WAIT` wait for something elsewhere. Its environments work side by side, each in a
+thread of its own, and must bound their waiting themselves: nobody is watching them.
 """
 
 import contextlib
 import ctypes
-import importlib
 import json
 import mmap
 import os
@@ -28,7 +27,7 @@ from typing import Any
 
 import msgpack
 
-from flowjax.envs.base import Env, EnvDied, Observation, Step
+from flowjax.envs.base import Env, EnvDied, Observation, Step, find_world, view_reader
 from flowjax.records import Task
 
 LENGTH = struct.Struct("<I")
@@ -41,8 +40,13 @@ WAITING_THREADS = 256  # environments of worlds that wait, at work at one time
 
 def frame(messages: list[Any]) -> bytes:
     """The bytes of several messages; `Frames` cuts them apart again."""
-    body: bytes = msgpack.packb(messages)  # pyright: ignore[reportAssignmentType] (the stub allows None)
+    body: bytes = msgpack.packb(messages, default=_fields)  # pyright: ignore[reportAssignmentType] (the stub's None)
     return LENGTH.pack(len(body)) + body
+
+
+def _fields(view: Any) -> list[Any]:
+    """Values of a dataclass, which msgpack knows nothing of; `view_reader` puts them together again."""
+    return [getattr(view, field.name) for field in fields(view)]
 
 
 class Frames:
@@ -69,28 +73,19 @@ def pack_task(task: Task) -> list[Any]:
     return [task.task_id, task.world, task.seed, dict(task.payload)]
 
 
-def unpack_observation(packed: list[Any], module: str) -> Observation:
-    """An observation of the world `module`, whose `View` it has again."""
+def unpack_observation(packed: list[Any], view_type: type) -> Observation:
+    """An observation of a world whose views are of `view_type`."""
     view, legal, state_key = packed
-    if not isinstance(view, str):
-        view = importlib.import_module(module).View(*map(_frozen, view))
-    return Observation(view, tuple(legal), state_key)
+    return Observation(view_reader(view_type)(view), tuple(legal), state_key)
 
 
-def unpack_step(packed: list[Any], module: str) -> Step:
+def unpack_step(packed: list[Any], view_type: type) -> Step:
     observation, reward, terminal, valid, outcome = packed
-    return Step(unpack_observation(observation, module), reward, terminal, valid, outcome)
+    return Step(unpack_observation(observation, view_type), reward, terminal, valid, outcome)
 
 
 def _pack_observation(observation: Observation) -> list[Any]:
-    view = observation.view
-    told = view if isinstance(view, str) else [getattr(view, field.name) for field in fields(view)]
-    return [told, observation.legal_actions, observation.state_key]
-
-
-def _frozen(value: Any) -> Any:
-    """The tuples that msgpack made lists of."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    return [observation.view, observation.legal_actions, observation.state_key]
 
 
 class Worker:
@@ -138,13 +133,13 @@ class Worker:
             return [session, number, [f"{type(error).__name__}: {error}", "env_error"], None]
         return [session, number, None, value]
 
-    def _open(self, session: int, module: str, options: dict[str, Any]) -> None:
-        kind = json.dumps([module, options], sort_keys=True)
+    def _open(self, session: int, path: str, options: dict[str, Any]) -> None:
+        kind = json.dumps([path, options], sort_keys=True)
         spare = self._spare[kind]
-        world = importlib.import_module(module)
-        env = spare.pop() if spare else world.make(**options)
+        world = find_world(path)
+        env = spare.pop() if spare else world(**options).env()
         self._envs[session] = (kind, env)
-        if getattr(world, "STEPS_WAIT", False):
+        if world.STEPS_WAIT:
             self._turns[session] = threading.Lock()
 
     def _reset(self, session: int, task: list[Any], seed: int) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.config import base_configs, default_config, policies_on, policy_configs, task_options
-from flowjax.envs.base import Constrained, NotReady, load_world
+from flowjax.envs.base import NotReady, find_world
 from flowjax.launch.checks import in_base
 
 
@@ -64,27 +64,22 @@ def _messages(check: Callable[..., Iterator[str]], *args: Any, here: list[str] |
 
 
 def _world(config: ConfigDict) -> Iterator[str]:
-    world = load_world(config.env.module)
-    longest_step_s = getattr(world, "longest_step_s", None)  # of worlds whose steps have a limit of their own
     for source in config.env.sources or ("",):
         options = task_options(config, source)
         field = f"config.env.sources.{source}.options" if source else "config.env.options"
-        try:
-            world.make(**options)
-        except TypeError as error:
-            yield f"{field} is {options}, which {config.env.module} does not take: {error}"
-            continue
-        if longest_step_s is not None and longest_step_s(**options) > config.env.step_timeout_s:
+        world = find_world(config.env.name)(**options)
+        world.env()
+        if world.longest_step_s() > config.env.step_timeout_s:
             yield (
                 f"config.env.step_timeout_s is {config.env.step_timeout_s}, but with {field} {options} a step of "
-                f"{config.env.module} may take {longest_step_s(**options)} s: raise step_timeout_s, or lower the "
+                f"{config.env.name} may take {world.longest_step_s()} s: raise step_timeout_s, or lower the "
                 "world's limits"
             )
-    if config.rollout.structured_outputs and not isinstance(world, Constrained):
-        yield (
-            f"config.rollout.structured_outputs is True, but {config.env.module} has no structured_outputs(): "
-            "set it to False, or take a world that says what its actions look like"
-        )
+        if config.rollout.structured_outputs and not world.structured_outputs(config.env.prompt):
+            yield (
+                f"config.rollout.structured_outputs is True, but {config.env.name} has no structured_outputs(): "
+                "set it to False, or take a world that says what its actions look like"
+            )
     if config.rollout.structured_outputs and config.env.prompt == "compact":
         yield (
             "config.rollout.structured_outputs is True, but config.env.prompt is 'compact': the words of nano models "
@@ -124,9 +119,8 @@ def _reward(config: ConfigDict) -> Iterator[str]:
     from flowjax.rewards.scores import check_reward
 
     if config.reward.components:
-        world = load_world(config.env.module)
-        outcomes = (*world.OUTCOMES, *_workflow_outcomes(config.workflow))
-        check_reward(config.reward.components.to_dict(), outcomes, config.env.module)
+        outcomes = (*find_world(config.env.name).OUTCOMES, *_workflow_outcomes(config.workflow))
+        check_reward(config.reward.components.to_dict(), outcomes, config.env.name)
     yield from ()
 
 
@@ -311,7 +305,8 @@ def _model(config: ConfigDict) -> Any:
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
         from flowjax.workflows.imitation import base_words
 
-        words = len(base_words(config, load_world(config.env.module)))
+        world = find_world(config.env.name)(**config.env.options.to_dict())
+        words = len(base_words(config, world))
         return nano_config(words + len(SPECIAL_TOKENS), **config.model.nano.to_dict())
     return known_shape(folder.name)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, policy_configs, task_options
-from flowjax.envs.base import Constrained, World, load_world
+from flowjax.envs.base import World, find_world
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import vocabulary_sizes
 from flowjax.record_checks import Bounds, check_episode, check_outcomes
@@ -59,13 +59,12 @@ class Player:
 
     bases: Sequence[Base]
     pool: EnvPool
-    world: World
+    worlds: Mapping[str, World]  # by source of tasks
     workflow: Play
     speakers: Mapping[str, str]  # agent -> policy, or base model
     config: ConfigDict
     bounds: Bounds
     needed: Mapping[str, Collection[str]]  # policy -> outcomes that its reward is made of
-    structured_outputs: str = ""  # see `Sampling`
 
     @classmethod
     def of_run(cls, config: ConfigDict, *, bases: Sequence[Base], pool: EnvPool) -> "Player":
@@ -74,15 +73,13 @@ class Player:
         Raises:
             ValueError: the config names a world or a workflow that cannot be used.
         """
-        world = load_world(config.env.module)
-        held = ""
-        if config.rollout.structured_outputs and isinstance(world, Constrained):
-            held = json.dumps(world.structured_outputs(config.env.prompt, **config.env.options.to_dict()))
+        kind = find_world(config.env.name)
+        worlds = {source: kind(**task_options(config, source)) for source in config.env.sources or ("",)}
         bounds = Bounds.of_run(config, vocabulary_sizes(config))
         needed = {
             policy: required_outcomes(own.reward.components.to_dict()) for policy, own in policy_configs(config).items()
         }
-        return cls(bases, pool, world, load_workflow(config.workflow), speakers(config), config, bounds, needed, held)
+        return cls(bases, pool, worlds, load_workflow(config.workflow), speakers(config), config, bounds, needed)
 
     async def play(self, lease: Lease) -> Episode:
         """Play to the end. What goes wrong inside the episode is its status.
@@ -141,19 +138,18 @@ class Player:
     async def _play(self, lease: Lease) -> Played:
         env = self.config.env
         options = Options(
-            self.world,
+            self.worlds[lease.task.source],
             max_turns=env.max_turns,
             prompt=env.prompt,
             context=env.context,
             history=env.history,
-            reference_parsing=env.reference_parsing,
         )
         base_of = {speaker: base for base in self.bases for speaker in (base.name, *base.policies)}
         agents = {
             agent: Agent(base_of[speaker].codec, self._generator(base_of[speaker], speaker, lease))
             for agent, speaker in self.speakers.items()
         }
-        async with self.pool.session(env.module, task_options(self.config, lease.task.source)) as session:
+        async with self.pool.session(env.name, task_options(self.config, lease.task.source)) as session:
             with contextlib.ExitStack() as pins:
                 for policy, version in lease.versions.items():
                     pins.enter_context(base_of[policy].follower.using(policy, version, pinned=True))
@@ -162,8 +158,13 @@ class Player:
 
     def _generator(self, base: Base, speaker: str, lease: Lease) -> Generate:
         """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
+        allowed = self.config.rollout.structured_outputs and self.worlds[lease.task.source].structured_outputs(
+            self.config.env.prompt
+        )
         sampling = Sampling(
-            lease.temperature, self.config.rollout.max_new_tokens, structured_outputs=self.structured_outputs
+            lease.temperature,
+            self.config.rollout.max_new_tokens,
+            structured_outputs=json.dumps(allowed) if allowed else "",
         )
 
         async def generate(prompt_ids: list[int]) -> Completion:

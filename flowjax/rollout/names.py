@@ -38,11 +38,11 @@ def engine_logs(config: ConfigDict, base: str = BASE_NAME) -> str:
 
 def world_name(config: ConfigDict) -> str:
     """What the run's tasks call their world (`Task.world`): all of a run are of one, as its first task says."""
-    from flowjax.envs.base import load_world  # which imports numpy: the launcher does without
+    from flowjax.envs.base import find_world  # which imports numpy: the launcher does without
 
     split = "held_out" if config.eval.versions else "train"
-    options = task_options(config, next(iter(config.env.sources), ""))
-    task = load_world(config.env.module).tasks(split, config.env.data_seed, **options)[0]
+    world = find_world(config.env.name)(**task_options(config, next(iter(config.env.sources), "")))
+    task = world.tasks(split, config.env.data_seed)[0]
     assert task is not None, "a source of tasks must have every index"
     return task.world
 

@@ -19,7 +19,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, ConfigError, base_configs, load_run
-from flowjax.envs.base import World, WorldError, load_world
+from flowjax.envs.base import World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange
 from flowjax.models.config import ModelError
 from flowjax.models.hf import save_decoder
@@ -49,7 +49,7 @@ def build_base(config: ConfigDict, run_dir: Path, base: str = BASE_NAME) -> None
     folder = Path(config.model.path)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    world = load_world(config.env.module)
+    world = find_world(config.env.name)(**config.env.options.to_dict())
     words = base_words(config, world)
     model = create_nano(words, partial, key=jax.random.key(config.seed), **config.model.nano.to_dict())
     settings = _supervised(config)
@@ -71,12 +71,10 @@ def imitation_rows(
     config: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
 ) -> list[TokenRow]:
     """The expert's way through the training tasks, as rows to imitate that hold `states` replies and fill a batch."""
-    options = config.env.options.to_dict()
-    tasks = world.tasks("train", config.env.data_seed, **options)[: config.env.train_tasks]
+    tasks = world.tasks("train", config.env.data_seed)[: config.env.train_tasks]
     conversations = expert_conversations(config)(
         world,
         tasks,
-        options=options,
         path_noise=config.warm_start.path_noise,
         label_noise=label_noise,
         max_turns=config.env.max_turns,

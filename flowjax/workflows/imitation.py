@@ -13,7 +13,7 @@ from flowjax.envs.demonstrations import Exchange, demonstrations
 def base_words(config: ConfigDict, world: World) -> tuple[str, ...]:
     """The words of the base: those of the world, and those of the workflow's `vocabulary()` if it has one."""
     added = getattr(_workflow(config), "vocabulary", tuple)()
-    return (*world.vocabulary(**config.env.options.to_dict()), *added)
+    return (*world.vocabulary(), *added)
 
 
 def expert_conversations(config: ConfigDict) -> Callable[..., Iterator[list[Exchange]]]:

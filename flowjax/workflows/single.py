@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flowjax.envs.base import Context, EnvDied, Past, Session, Style, World, read_reply
+from flowjax.envs.base import Context, EnvDied, Past, Session, Style, World
 from flowjax.records import Status, Task, Turn
 from flowjax.workflows.agent import Agent, Part, Played, Reply, record_turn
 from flowjax.workflows.codec import PromptTooLong
@@ -23,7 +23,6 @@ class Options:
     prompt: Style = "instruct"
     context: Context = "window"
     history: int = -1
-    reference_parsing: bool = False
 
 
 async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agent], options: Options) -> Played:
@@ -50,10 +49,10 @@ async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agen
                 shown = past[-window:] if window > 0 else []
                 reply = await agents[AGENT].act(world.prompt(observation, shown, options.prompt))
             legal = observation.legal_actions
-            action, valid = read_reply(world, reply.text, legal, reference=options.reference_parsing)
+            action = world.parse_action(reply.text, legal) or ""
             started_s = time.perf_counter()
             step = await env.step(action)
-            step = replace(step, valid=step.valid and valid)
+            step = replace(step, valid=step.valid and world.well_formed(reply.text))
             turns.append(record_turn(reply, observation, step, env_s=time.perf_counter() - started_s))
             past.append(Past(number, observation.view, action))
             observation = step.observation

@@ -9,11 +9,10 @@ compact prompts its reasoning is its own answer.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import Context, EnvDied, Message, Observation, Session, Step, Style, World, read_reply
+from flowjax.envs.base import Context, EnvDied, Message, Observation, Session, Step, Style, World
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows.agent import Agent, Part, Played, record_turn
@@ -90,10 +89,10 @@ async def _attempt(
     observation = await env.reset(task, seed)
     reply = await solver.act(_asked(options.world, observation, options.prompt, rejected, review))
     legal = observation.legal_actions
-    action, valid = read_reply(options.world, reply.text, legal, reference=options.reference_parsing)
+    action = options.world.parse_action(reply.text, legal) or ""
     started_s = time.perf_counter()
     step = await env.step(action)
-    step = replace(step, valid=step.valid and valid)
+    step = replace(step, valid=step.valid and options.world.well_formed(reply.text))
     turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s)
     right = step.outcome.get("success", 0.0)
     parts.append(Part(SOLVER, [turn], {**step.outcome, **_counts(step.valid, step.reward)}))
@@ -166,7 +165,6 @@ def demonstrations(
     world: World,
     tasks: Tasks,
     *,
-    options: Mapping[str, Any],
     path_noise: float,
     label_noise: float,
     max_turns: int,
@@ -182,7 +180,7 @@ def demonstrations(
     answer for right.
     """
     del max_turns, context, history
-    env = world.make(**options)
+    env = world.env()
     while True:
         for index in range(len(tasks)):
             task: Task = tasks[index]

@@ -17,7 +17,7 @@ async def steps_made(*, together: bool, seconds: float) -> tuple[int, int]:
     """Versions that the fast and the slow policy have made after `seconds`; `together`, neither goes on without the
     other."""
     config = default_config()
-    config.env.module = "flowjax.envs.sokoban"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 5, "columns": 5, "boxes": 1})
     config.policies = ConfigDict({"fast": {}, "slow": {}})
     config.agents = ConfigDict({"fast": "fast", "slow": "slow"})

@@ -50,7 +50,7 @@ class Phase:
 
 def configuration(keep_trajectories: bool) -> ConfigDict:
     config = default_config()
-    config.env.module = "flowjax.envs.sokoban"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 5, "columns": 5, "boxes": 1})
     config.rollout.group_size, config.trainer.groups_per_step, config.trainer.steps = 8, 8, 1_000_000
     config.reward.components = ConfigDict({"success": 1.0})

@@ -15,7 +15,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def success(env: math.Math, task: Task, rng: np.random.Generator | None) -> float:
+def success(env: math.MathEnv, task: Task, rng: np.random.Generator | None) -> float:
     """Of the expert, or of random actions where there is a generator."""
     observation = env.reset(task, 0)
     outcome = {}

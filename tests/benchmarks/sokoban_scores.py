@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs import sokoban
+from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.solver import moves_to_go
 
 CASES: list[tuple[dict[str, Any], int, int]] = [  # options, turns, levels
@@ -24,8 +24,8 @@ def scores(options: dict[str, Any], turns: int, levels: int) -> tuple[np.ndarray
     Raises:
         AssertionError: the expert takes more moves than a shortest solution has.
     """
-    source = sokoban.tasks("held_out", 0, **options)
-    env = sokoban.make(**options)
+    source = Sokoban(**options).tasks("held_out", 0)
+    env = Sokoban(**options).env()
     rng = np.random.default_rng(0)
     lengths, lucky = [], 0.0
     for index in range(levels):
@@ -36,10 +36,10 @@ def scores(options: dict[str, Any], turns: int, levels: int) -> tuple[np.ndarray
         assert length is not None
         lengths.append(length)
         for _ in range(length - 1):
-            assert not env.step(sokoban.expert(env)).terminal
-        assert env.step(sokoban.expert(env)).outcome["success"] == 1.0
+            assert not env.step(Sokoban().expert(env)).terminal
+        assert env.step(Sokoban().expert(env)).outcome["success"] == 1.0
         env.reset(task, 0)
-        steps = (env.step(sokoban.random_action(observation, rng)) for _ in range(turns))
+        steps = (env.step(Sokoban().random_action(observation, rng)) for _ in range(turns))
         lucky += any(step.terminal for step in steps)
     return np.array(lengths), float(np.mean(np.array(lengths) <= turns)), lucky / levels
 

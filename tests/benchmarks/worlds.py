@@ -16,13 +16,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from flowjax.envs.base import Env, Observation, load_world
+from flowjax.envs.base import Env, Observation, find_world
 
 
 @dataclass(frozen=True)
 class Measured:
     """A world, the function that times it, and how its scores are taken."""
 
+    path: str  # of the world, after flowjax.envs.
     rates: Callable[[float], Mapping[str, float]] | None
     tasks: int
     turns: int
@@ -35,20 +36,26 @@ def _function(module: str, name: str) -> Callable[[float], Mapping[str, float]]:
 
 
 WORLDS = {
-    "alfworld": Measured(_function("worlds_alfworld", "benchmark_steps"), 60, 50, {"path": "generated"}),
-    "code": Measured(_function("worlds_code", "benchmark"), 100, 1),
-    "math": Measured(None, 100, 1),
-    "search": Measured(_function("worlds_search", "benchmark"), 100, 4, {"documents": 1000, "topk": 1}),
-    "sokoban": Measured(_function("worlds_sokoban", "benchmark"), 100, 15, {"max_moves": 15}),
-    "webshop": Measured(_function("worlds_webshop", "benchmark_steps"), 100, 15),
+    "alfworld": Measured(
+        "flowjax.envs.alfworld:Alfworld", _function("worlds_alfworld", "benchmark_steps"), 60, 50, {"path": "generated"}
+    ),
+    "code": Measured("code:Code", _function("worlds_code", "benchmark"), 100, 1),
+    "math": Measured("math:Math", None, 100, 1),
+    "search": Measured(
+        "flowjax.envs.search:Search", _function("worlds_search", "benchmark"), 100, 4, {"documents": 1000, "topk": 1}
+    ),
+    "sokoban": Measured(
+        "flowjax.envs.sokoban:Sokoban", _function("worlds_sokoban", "benchmark"), 100, 15, {"max_moves": 15}
+    ),
+    "webshop": Measured("webshop:WebShop", _function("worlds_webshop", "benchmark_steps"), 100, 15),
 }
 
 
 def scores(name: str, measured: Measured) -> dict[str, float]:
     """Mean success of the world's expert and of random legal actions."""
-    world = load_world(f"flowjax.envs.{name}")
-    source = world.tasks("held_out", 0, **measured.options)
-    env = world.make(**measured.options)
+    world = find_world(f"flowjax.envs.{measured.path}")(**measured.options)
+    source = world.tasks("held_out", 0)
+    env = world.env()
     rng = np.random.default_rng(0)
     players: dict[str, Callable[[Env, Observation], str]] = {
         "expert": lambda env, observation: world.expert(env),

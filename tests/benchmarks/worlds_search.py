@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 import aiohttp
 import numpy as np
 
-from flowjax.envs import search
 from flowjax.envs.base import Observation
+from flowjax.envs.search import Search
 from flowjax.envs.search.corpus import Document, encyclopedia
 from flowjax.envs.search.index import BM25Index, import_bm25s
+from flowjax.envs.search.world import SearchEnv
 
 DOCUMENTS = 50_000
 TOPK = 3
@@ -49,15 +50,15 @@ def benchmark(seconds: float = 3.0) -> dict[str, float]:
         finally:
             process.terminate()
     rates["server_batched_over_stock"] = rates["server_queries_per_s_batched"] / rates["stock_bm25s_queries_per_s"]
-    rates["expert_success"] = _success(lambda env, observation, rng: search.expert(env), 100)
-    rates["random_success"] = _success(lambda env, observation, rng: search.random_action(observation, rng), 1000)
+    rates["expert_success"] = _success(lambda env, observation, rng: Search().expert(env), 100)
+    rates["random_success"] = _success(lambda env, observation, rng: Search().random_action(observation, rng), 1000)
     rates["index_over_stock"] = rates["index_queries_per_s"] / rates["stock_bm25s_queries_per_s"]
     return rates
 
 
 def _queries(count: int) -> list[str]:
     """Half names, half whole questions."""
-    source = search.tasks("train", 0, documents=DOCUMENTS, hops=2)
+    source = Search(documents=DOCUMENTS, hops=2).tasks("train", 0)
     rng = np.random.default_rng(0)
     queries = []
     for index in rng.integers(len(source), size=count).tolist():
@@ -90,7 +91,7 @@ def _index(documents: Sequence[Document], queries: Sequence[str], seconds: float
 
 
 def _steps(seconds: float) -> float:
-    env, source = search.make(documents=1000), search.tasks("train", 0, documents=1000)
+    env, source = Search(documents=1000).env(), Search(documents=1000).tasks("train", 0)
     steps, episode, started_s = 0, 0, time.perf_counter()
     while time.perf_counter() - started_s < seconds:
         task = source[episode % len(source)]
@@ -98,14 +99,14 @@ def _steps(seconds: float) -> float:
         env.reset(task, 0)
         terminal = False
         while not terminal:
-            terminal = env.step(search.expert(env)).terminal
+            terminal = env.step(Search().expert(env)).terminal
             steps += 1
         episode += 1
     return steps / (time.perf_counter() - started_s)
 
 
-def _success(policy: Callable[[search.Search, Observation, np.random.Generator], str], episodes: int) -> float:
-    env, source = search.make(documents=1000, topk=1), search.tasks("held_out", 0, documents=1000)
+def _success(policy: Callable[[SearchEnv, Observation, np.random.Generator], str], episodes: int) -> float:
+    env, source = Search(documents=1000, topk=1).env(), Search(documents=1000).tasks("held_out", 0)
     rng, right = np.random.default_rng(0), 0.0
     for index in range(episodes):
         task = source[index]

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flowjax.envs import sokoban
-from flowjax.envs.sokoban import batched
+from flowjax.envs.sokoban import Sokoban, batched
 from flowjax.envs.sokoban.levels import Shape, generate
 from flowjax.envs.sokoban.rooms import DIRECTIONS, grid
 from flowjax.records import Task
@@ -58,7 +57,7 @@ def many_boards(seconds: float, shape: Shape) -> float:
 
 
 def one_board(seconds: float) -> float:
-    env = sokoban.make()
+    env = Sokoban().env()
     actions = [DIRECTIONS[i] for i in np.random.default_rng(0).integers(4, size=EPISODE_STEPS)]
     room, position = generate(np.random.default_rng(0), Shape())
     task = Task("level", "sokoban", 0, {"level": "\n".join(grid(room, position))})

@@ -9,8 +9,7 @@ import time
 
 import numpy as np
 
-from flowjax.envs import webshop
-from flowjax.envs.webshop.world import WebShop
+from flowjax.envs.webshop import WebShop
 from flowjax.records import Task
 
 GOALS = 200
@@ -23,7 +22,7 @@ def _scripts(env: WebShop, tasks: list[Task], rng: np.random.Generator | None) -
     for task in tasks:
         observation, actions = env.reset(task, 0), []
         for _ in range(MAX_TURNS):
-            actions.append(webshop.random_action(observation, rng) if rng else webshop.expert(env))
+            actions.append(WebShop().random_action(observation, rng) if rng else WebShop().expert(env))
             step = env.step(actions[-1])
             observation = step.observation
             if step.terminal:
@@ -45,13 +44,13 @@ def _rate(env: WebShop, scripts: list[tuple[Task, list[str]]], seconds: float) -
 
 def benchmark_steps(seconds: float) -> dict[str, float]:
     """Environment steps per second, resets included: `first` sees each query for the first time, others come again."""
-    source = webshop.tasks("train", 0)
+    source = WebShop().tasks("train", 0)
     tasks = [task for task in (source[index] for index in range(GOALS)) if isinstance(task, Task)]
-    env = webshop.make()
+    env = WebShop().env()
     scripts = {"random": _scripts(env, tasks, np.random.default_rng(0)), "expert": _scripts(env, tasks, None)}
     rates: dict[str, float] = {}
     for name, script in scripts.items():
-        fresh = webshop.make()
+        fresh = WebShop().env()
         fresh.catalog.search.cache_clear()
         started = time.perf_counter()
         for task, actions in script:

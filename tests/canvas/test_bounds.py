@@ -18,7 +18,7 @@ from tests.canvas.graphs import WORKFLOWS
 NESTED = 'add ((((Custom{"a"} -> Revise) * 10) * 10) * 10) * 10'
 
 
-def begin(**options: Any) -> canvas.Canvas:
+def begin(**options: Any) -> canvas.CanvasEnv:
     env = canvas.make(**options)
     env.reset(task(), 0)
     return env

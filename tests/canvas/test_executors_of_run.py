@@ -44,7 +44,7 @@ def consecutive_ports(count: int) -> int:
             return port
 
 
-def start(config: ConfigDict, folder: Path) -> canvas.Canvas:
+def start(config: ConfigDict, folder: Path) -> canvas.CanvasEnv:
     """An environment of the run, as the rollout service has it."""
     assert check_config(config) == [] and policy_configs(config)
     write_endpoints(config, folder, choose_ports(config))

@@ -152,7 +152,7 @@ def test_three_in_ten_refused_is_seen_by_nobody_but_the_status():
         found: list[tuple[str, float]] = []
 
         async def one(pool: EnvPool, number: int) -> None:
-            async with pool.session("flowjax.envs.canvas", options) as env:
+            async with pool.session("flowjax.envs.canvas:Canvas", options) as env:
                 try:
                     await env.reset(task(number), 0)
                     await env.step("add [Custom, AnswerGenerate, Custom] -> ScEnsemble")

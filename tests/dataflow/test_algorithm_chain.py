@@ -111,7 +111,7 @@ def test_the_service_ends_when_an_algorithm_has_failed(tmp_path):
 def start(folder: Path, algorithms: dict) -> tuple[subprocess.Popen[str], str]:
     """A dataflow of its own, and its address."""
     config = default_config()
-    config.env.module = "flowjax.envs.math"
+    config.env.name = "flowjax.envs.math:Math"
     config.reward.components = {"success": 1.0}
     config.eval.tasks = 0
     config.dataflow.algorithms = algorithms

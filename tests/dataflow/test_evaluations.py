@@ -83,7 +83,7 @@ def test_tasks_are_told_apart_by_what_they_ask():
 
 def test_a_mix_ends_with_its_first_source_that_ends():
     config = default_config()
-    config.env.module = "flowjax.envs.webshop"
+    config.env.name = "flowjax.envs.webshop:WebShop"
     config.env.options = {"products": 40, "held_out": 4}
     config.env.sources = {"few": {}, "more": {"weight": 2.0, "options": {"held_out": 30}}}
     config.env.train_tasks = 10

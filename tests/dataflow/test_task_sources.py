@@ -11,7 +11,7 @@ from flowjax.dataflow.task_sources import held_out_tasks, task_at, train_tasks
 
 def configuration(**sources):
     config = default_config()
-    config.env.module = "flowjax.envs.sokoban"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = {"rows": 6, "boxes": 1}
     config.env.train_tasks = 50
     config.env.sources = sources

@@ -12,19 +12,19 @@ from typing import Any, get_args
 
 import numpy as np
 
-from flowjax.envs.base import Past, Style, load_world
+from flowjax.envs.base import Past, Style, find_world
 
 FILE = Path(__file__).parent / "golden_prompts.json"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "alfworld": ("alfworld", {"path": "generated"}),
-    "canvas": ("canvas", {}),
-    "code": ("code", {"attempts": 3}),
-    "math": ("math", {}),
-    "math with a calculator": ("math", {"calculator": 3, "terms": 3}),
-    "search": ("search", {"documents": 300}),
-    "search as in ASearcher": ("search", {"documents": 300, "protocol": "asearcher", "access": True}),
-    "sokoban": ("sokoban", {}),
-    "webshop": ("webshop", {"products": 100}),
+    "alfworld": ("alfworld:Alfworld", {"path": "generated"}),
+    "canvas": ("canvas:Canvas", {}),
+    "code": ("code:Code", {"attempts": 3}),
+    "math": ("math:Math", {}),
+    "math with a calculator": ("math:Math", {"calculator": 3, "terms": 3}),
+    "search": ("search:Search", {"documents": 300}),
+    "search as in ASearcher": ("search:Search", {"documents": 300, "protocol": "asearcher", "access": True}),
+    "sokoban": ("sokoban:Sokoban", {}),
+    "webshop": ("webshop:WebShop", {"products": 100}),
 }
 TURNS, TASKS, WINDOW = 6, 2, 2
 LONGEST_TEXT = 1500  # characters that are kept as they are
@@ -32,9 +32,9 @@ LONGEST_TEXT = 1500  # characters that are kept as they are
 
 def prompts(name: str) -> Iterator[str]:
     """The messages of a case as JSON, in the order of play."""
-    module, options = CASES[name]
-    world, rng = load_world(f"flowjax.envs.{module}"), np.random.default_rng(7)
-    tasks, env = world.tasks("held_out", 0, **options), world.make(**options)
+    path, options = CASES[name]
+    world, rng = find_world(f"flowjax.envs.{path}")(**options), np.random.default_rng(7)
+    tasks, env = world.tasks("held_out", 0), world.env()
     for index in range(TASKS):
         task = tasks[index]
         assert task is not None

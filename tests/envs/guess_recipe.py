@@ -9,7 +9,7 @@ def get_config(arg: str = "rewardflow") -> ConfigDict:
     """The guessing world with the estimator of that name at its defaults, three guesses, a weak nano base."""
     config = default_config()
     config.name = f"guess-{arg.replace('.', '-')}"
-    config.env.module = "tests.envs.guess_world"
+    config.env.name = "tests.envs.guess_world:Guess"
     config.env.max_turns = 3
     config.env.prompt = "compact"
     config.model.path = "models/nano-guess"

@@ -1,25 +1,49 @@
-"""A number to be found from "higher" and "lower" within the turn limit: what wins cannot be seen beforehand.
+"""A number to be found from "higher" and "lower" within the turn limit: what wins cannot be seen beforehand."""
 
-The state is the range that is left, so an unreadable reply changes nothing and costs a turn.
-"""
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flowjax.envs.base import Message, Observation, Past, Split, Step, Style
+from flowjax.envs.base import History, Observation, Split, Step, World
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
     import grain
 
-OUTCOMES = ("success",)
 NUMBERS = 32
 ACTIONS = tuple(f"n{number}" for number in range(NUMBERS))
 
 
-class Guess:
+class Guess(World):
+    """Find a number. State: the range that is left, so an unreadable reply changes nothing and costs a turn."""
+
+    @dataclass(frozen=True)
+    class View:
+        low: int
+        high: int
+
+    def env(self) -> "GuessEnv":
+        return GuessEnv()
+
+    def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
+        import grain
+
+        first = 0 if split == "train" else 1 << 20
+        return grain.MapDataset.range(1 << 20).map(lambda index: Task(f"guess-{first + index}", "guess", first + index))
+
+    def compact(self, observation: Observation, history: History) -> str:
+        return f"n{observation.view.low} n{observation.view.high}"
+
+    def vocabulary(self) -> tuple[str, ...]:
+        return (*ACTIONS, "hm")
+
+    def expert(self, env: "GuessEnv") -> str:
+        """Any number that is still possible."""
+        return ACTIONS[int(env.rng.integers(env.low, env.high + 1))]
+
+
+class GuessEnv:
     """One number at a time; the task's seed fixes it."""
 
     def reset(self, task: Task, seed: int) -> Observation:
@@ -40,45 +64,4 @@ class Guess:
         return Step(self._observe(), float(self.found), self.found, valid, {"success": float(self.found)})
 
     def _observe(self) -> Observation:
-        text = f"n{self.low} n{self.high}"
-        return Observation(text, ACTIONS, state_key(f"{text} {self.found}"))
-
-
-def make(**options: Any) -> Guess:
-    return Guess()
-
-
-def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
-    import grain
-
-    first = 0 if split == "train" else 1 << 20
-    return grain.MapDataset.range(1 << 20).map(lambda index: Task(f"guess-{first + index}", "guess", first + index))
-
-
-def expert(env: Guess) -> str:
-    """Any number that is still possible."""
-    return ACTIONS[int(env.rng.integers(env.low, env.high + 1))]
-
-
-def random_action(observation: Observation, rng: np.random.Generator) -> str:
-    return ACTIONS[rng.integers(NUMBERS)]
-
-
-def vocabulary(**options: Any) -> tuple[str, ...]:
-    return (*ACTIONS, "hm")
-
-
-def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
-    return [{"role": "user", "content": observation.text}]
-
-
-def follow_up(observation: Observation, style: Style) -> list[Message]:
-    return prompt(observation, (), style)
-
-
-def reply(action: str, style: Style) -> str:
-    return action
-
-
-def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
-    return reply.strip() if reply.strip() in legal else None
+        return Observation(Guess.View(self.low, self.high), ACTIONS, state_key(self.low, self.high, self.found))

@@ -247,7 +247,10 @@ def test_environments_of_one_process_do_not_disturb_each_other():
 
 def test_a_worker_process_plays_it():
     async def play() -> float:
-        async with EnvPool(workers=1) as pool, pool.session("flowjax.envs.alfworld", {"path": GENERATED}) as env:
+        async with (
+            EnvPool(workers=1) as pool,
+            pool.session("flowjax.envs.alfworld:Alfworld", {"path": GENERATED}) as env,
+        ):
             env_here, _ = begun(CLEAN)
             await env.reset(task_for(CLEAN), 0)
             for _ in range(20):

@@ -13,7 +13,7 @@ from two_processes import printed_in_two_processes
 from flowjax.canvas import actions, load_operators, svg
 from flowjax.canvas.text import show
 from flowjax.envs import canvas
-from flowjax.envs.base import Constrained, Observation, Past, Split, WorldError, load_world
+from flowjax.envs.base import Observation, Past, Split, WorldError, find_world
 from flowjax.envs.canvas import exercises
 from flowjax.envs.canvas.texts import read
 from flowjax.envs.demonstrations import demonstrations
@@ -34,7 +34,7 @@ def take(source, index: int) -> Task:
     return task
 
 
-def begin(exercise: exercises.Exercise = SUM, **options) -> tuple[canvas.Canvas, Observation]:
+def begin(exercise: exercises.Exercise = SUM, **options) -> tuple[canvas.CanvasEnv, Observation]:
     env = canvas.make(**options)
     return env, env.reset(Task("t", "canvas", 0, exercises.payload(exercise)), 0)
 
@@ -311,10 +311,10 @@ def test_episodes_are_equal_in_every_process():
 
 
 def test_one_conversation_says_everything_once():
-    world = load_world("flowjax.envs.canvas")
+    world = find_world("flowjax.envs.canvas:Canvas")(turns=7)
     source = canvas.tasks("train", 0)[:3]
     told = demonstrations(
-        world, source, options={"turns": 7}, path_noise=0.0, label_noise=0.0, max_turns=7, style="compact",
+        world, source, path_noise=0.0, label_noise=0.0, max_turns=7, style="compact",
         rng=np.random.default_rng(0), context="append",
     )  # fmt: skip
     conversation = next(told)
@@ -378,15 +378,14 @@ def test_a_grammar_is_refused_where_it_cannot_be_kept_to():
     config = runpy.run_path(str(ROOT / "configs" / "canvas.py"))["get_config"]("nano")
     config.rollout.structured_outputs = True
     assert any("config.env.prompt is 'compact'" in problem for problem in inspect_run(config, 1, None)["problems"])
-    config.env.module, config.env.options = "flowjax.envs.sokoban", {}
+    config.env.name, config.env.options = "flowjax.envs.sokoban:Sokoban", {}
     assert any(
-        "flowjax.envs.sokoban has no structured_outputs()" in problem
+        "flowjax.envs.sokoban:Sokoban has no structured_outputs()" in problem
         for problem in inspect_run(config, 1, None)["problems"]
     )
 
 
 def test_a_grammar_of_its_actions_for_the_engine():
-    assert isinstance(canvas, Constrained)
     assert '"Programmer"' in canvas.structured_outputs("compact")["grammar"]
     assert '"Programmer"' not in canvas.structured_outputs("instruct", operators=["Custom", "Verify"])["grammar"]
 

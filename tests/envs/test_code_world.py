@@ -414,8 +414,8 @@ def test_a_hung_program_costs_its_episode_and_nothing_else():
         options = {"cpu_s": 1.0, "case_cpu_s": 0.5, "allow_no_isolation": WITHOUT}
         async with (
             EnvPool(workers=1, step_timeout_s=60.0) as pool,
-            pool.session("flowjax.envs.code", options) as first,
-            pool.session("flowjax.envs.code", {**options, "cpu_s": 30.0, "case_cpu_s": 10.0}) as second,
+            pool.session("flowjax.envs.code:Code", options) as first,
+            pool.session("flowjax.envs.code:Code", {**options, "cpu_s": 30.0, "case_cpu_s": 10.0}) as second,
         ):
             task = task_of(2)
             await asyncio.gather(first.reset(task, 0), second.reset(task, 0))

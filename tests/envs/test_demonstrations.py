@@ -5,19 +5,19 @@ import itertools
 import numpy as np
 import pytest
 
-from flowjax.envs import sokoban
-from flowjax.envs.base import WorldError, load_world
+from flowjax.envs.base import WorldError
 from flowjax.envs.demonstrations import demonstrations
+from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.rooms import DIRECTIONS, move, parse
 from flowjax.envs.sokoban.solver import moves_to_go
 
-WORLD = load_world("flowjax.envs.sokoban")
-TASKS = sokoban.tasks("train", 0)[:200]
+WORLD = Sokoban()
+TASKS = Sokoban().tasks("train", 0)[:200]
 
 
 def pairs(count: int, **changes):
     settings = {"path_noise": 0.0, "label_noise": 0.0, "max_turns": 15, "style": "compact"} | changes
-    walk = demonstrations(WORLD, TASKS, options={}, rng=np.random.default_rng(0), **settings)
+    walk = demonstrations(WORLD, TASKS, rng=np.random.default_rng(0), **settings)
     return [exchange for (exchange,) in itertools.islice(walk, count)]
 
 
@@ -49,13 +49,13 @@ def test_label_noise_replaces_its_share():
 
 def test_instruct_replies_are_tagged():
     [(messages, reply)] = pairs(1, style="instruct")
-    assert sokoban.parse_action(reply, DIRECTIONS) in DIRECTIONS
+    assert Sokoban().parse_action(reply, DIRECTIONS) in DIRECTIONS
     assert reply.startswith("<action>") and "Sokoban" in messages[0]["content"]
 
 
 def test_the_tasks_come_again_and_none_at_all_are_refused():
     walk = demonstrations(
-        WORLD, TASKS[:1], options={}, path_noise=0.0, label_noise=0.0, max_turns=15, style="compact",
+        WORLD, TASKS[:1], path_noise=0.0, label_noise=0.0, max_turns=15, style="compact",
         rng=np.random.default_rng(0),
     )  # fmt: skip
     first = TASKS[0]
@@ -64,23 +64,23 @@ def test_the_tasks_come_again_and_none_at_all_are_refused():
     states = [messages[0]["content"] for [(messages, _)] in itertools.islice(walk, 2 * length)]
     assert states[:length] == states[length:]
     with pytest.raises(WorldError, match="train_tasks"):
-        next(demonstrations(WORLD, [], options={}, path_noise=0, label_noise=0, max_turns=1, style="compact",
+        next(demonstrations(WORLD, [], path_noise=0, label_noise=0, max_turns=1, style="compact",
                             rng=np.random.default_rng(0)))  # fmt: skip
 
 
 def test_in_append_mode_an_episode_is_one_conversation_that_takes_the_replies_it_shows():
     walk = demonstrations(
-        WORLD, TASKS, options={}, path_noise=0.5, label_noise=0.3, max_turns=6, style="compact",
+        WORLD, TASKS, path_noise=0.5, label_noise=0.3, max_turns=6, style="compact",
         rng=np.random.default_rng(0), context="append",
     )  # fmt: skip
     lengths = set()
     for conversation, index in zip(walk, range(100), strict=False):
-        env = sokoban.make()
+        env = Sokoban().env()
         task = TASKS[index]
         assert task is not None
         observation = env.reset(task, task.seed)
         lengths.add(len(conversation))
         for messages, reply in conversation:
-            assert messages == sokoban.follow_up(observation, "compact")
+            assert messages == Sokoban().follow_up(observation, "compact")
             observation = env.step(reply).observation
     assert 1 <= min(lengths) < max(lengths) == 6

@@ -2,33 +2,39 @@
 
 import subprocess
 import sys
-import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flowjax.envs.base import WorldError, load_world, tagged_action
+from flowjax.envs.base import WorldError, find_world, tagged_action, view_reader
+from flowjax.envs.worker import Frames, frame
 
-WORLDS = ("alfworld", "canvas", "code", "math", "search", "sokoban", "webshop")
+WORLDS = {
+    name.lower(): f"flowjax.envs.{name.lower()}:{name}"
+    for name in ("Alfworld", "Canvas", "Code", "Math", "Search", "Sokoban", "WebShop")
+}
 LEGAL = ("up", "down", "open the box")
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_shipped_world_offers_everything_and_names_what_it_does_not_take(name: str):
-    world = load_world(f"flowjax.envs.{name}")
+    world = find_world(WORLDS[name])
     assert "success" in world.OUTCOMES
     with pytest.raises(WorldError, match=r"split is 'test': give train or held_out"):
-        world.tasks("test", 0)  # pyright: ignore[reportArgumentType]
+        world().tasks("test", 0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(WorldError, match=r"env\.options\.colour is no option of .*; it has \w+, \w+"):
-        world.tasks("train", 0, colour="red")
+        world(colour="red")
 
 
 def test_processes_that_hold_environments_import_no_heavy_library():
-    light = [name for name in WORLDS if name != "alfworld"]  # whose extra is heavy
-    options = {"code": {"allow_no_isolation": True}, "search": {"documents": 200}, "webshop": {"products": 20}}
+    light = [WORLDS[name] for name in WORLDS if name != "alfworld"]  # whose extra is heavy
+    options = {"Code": {"allow_no_isolation": True}, "Search": {"documents": 200}, "WebShop": {"products": 20}}
     program = (
-        "import sys\nfrom flowjax.envs.base import load_world\n"
-        f"for name in {light}:\n"
-        f"    load_world('flowjax.envs.' + name).make(**{options}.get(name, {{}}))\n"
+        "import sys\nfrom flowjax.envs.base import find_world\n"
+        f"for path in {light}:\n"
+        f"    world = find_world(path)\n    world(**{options}.get(world.__name__, {{}})).env()\n"
         "heavy = ('jax', 'grain', 'torch', 'transformers', 'numba', 'spacy')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
@@ -36,21 +42,84 @@ def test_processes_that_hold_environments_import_no_heavy_library():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_wrong_path_is_named_with_a_remedy():
-    with pytest.raises(WorldError, match=r"env\.module is 'flowjax\.envs\.chess'.*give the dotted path"):
-        load_world("flowjax.envs.chess")
-    with pytest.raises(WorldError, match=r"env\.module is ''"):
-        load_world("")
+OWN_WORLDS = """
+from flowjax.envs.base import World
+
+class Half(World):
+    def env(self): ...
+
+class Scored(World):
+    OUTCOMES = ("score",)
+    def env(self): ...
+    def tasks(self, split, data_seed): ...
+
+class Listed(World):
+    View = list
+    def env(self): ...
+    def tasks(self, split, data_seed): ...
+
+class Loose(World):
+    Options = dict
+    def env(self): ...
+    def tasks(self, split, data_seed): ...
+
+def make(): ...
+"""
 
 
-def test_what_a_module_lacks_is_listed(monkeypatch: pytest.MonkeyPatch):
-    module = types.ModuleType("half_a_world")
-    module.__dict__.update(make=lambda: None, tasks=lambda: None, OUTCOMES=("score",))
-    monkeypatch.setitem(sys.modules, "half_a_world", module)
-    with pytest.raises(
-        WorldError, match="lacks expert, random_action, vocabulary, prompt, follow_up, reply, parse_action"
-    ):
-        load_world("half_a_world")
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", r"env\.name is '', which cannot be imported"),
+        (
+            "flowjax.envs.chess:Chess",
+            r"env\.name is 'flowjax\.envs\.chess:Chess', which cannot be imported .*: give",
+        ),
+        ("flowjax.envs.sokoban", r"has no world '' \(it has Sokoban\): give package\.module:Class, for example"),
+        ("flowjax.envs.sokoban:Sokobon", r"has no world 'Sokobon' \(it has Sokoban \(did you mean 'Sokoban'\?\)\)"),
+        ("flowjax.records:Task", r"flowjax\.records has no world 'Task' \(a world is a subclass of World\)"),
+        ("own_worlds:make", r"own_worlds has no world 'make' \(it has Half, Scored, Listed, Loose\)"),
+        ("own_worlds:World", r"World lacks env, tasks: write them"),
+        ("own_worlds:Half", r"env\.name is 'own_worlds:Half', but Half lacks tasks: write it"),
+        ("own_worlds:Scored", r"OUTCOMES are \('score',\): give a tuple of names with \"success\" among them"),
+        ("own_worlds:Listed", r"View is <class 'list'>: make it a frozen dataclass"),
+        ("own_worlds:Loose", r"Options are <class 'dict'>: make them a frozen dataclass"),
+    ],
+)
+def test_what_is_no_world_is_named_with_a_remedy(
+    path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "own_worlds.py").write_text(OWN_WORLDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WorldError, match=message):
+        find_world(path)
+
+
+@dataclass(frozen=True)
+class Cell:
+    row: int
+    mark: str | None
+
+
+@dataclass(frozen=True)
+class Board:
+    cells: tuple[Cell, ...]
+    best: Cell | None
+    pair: tuple[int, tuple[str, ...]]
+    share: float
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        "a text",
+        Board((), None, (1, ()), 0.5),
+        Board((Cell(1, "x"), Cell(2, None)), Cell(3, ""), (2, ("a", "b")), 1.0),
+    ],
+)
+def test_a_view_comes_back_from_another_process_as_it_was(view: Any):
+    ((packed,),) = Frames().feed(frame([[view]]))
+    assert view_reader(type(view))(packed) == view
 
 
 @pytest.mark.parametrize(

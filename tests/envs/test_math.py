@@ -10,7 +10,7 @@ import pytest
 from two_processes import printed_in_two_processes
 
 from flowjax.envs import math
-from flowjax.envs.base import Observation, Past, Split, Step, WorldError, load_world
+from flowjax.envs.base import Observation, Past, Split, Step, WorldError, find_world
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.math.problems import split_of
 from flowjax.envs.math.world import ANSWER, CALCULATE, Rule, View
@@ -26,7 +26,7 @@ KINDS = [
 SUM = Task("sum", "math", 0, {"question": "12+34=?", "answer": "46", "expression": "12+34"})
 
 
-def begin(task: Task = SUM, **options) -> tuple[math.Math, Observation]:
+def begin(task: Task = SUM, **options) -> tuple[math.MathEnv, Observation]:
     env = math.make(**options)
     return env, env.reset(task, 0)
 
@@ -286,7 +286,7 @@ def test_formulas_are_judged_in_environment_processes():
             answers = [r"\boxed{(x+1)^2}", r"\boxed{9^{9^{9^9}}}", r"\boxed{(x+2)^2}"]
             steps = []
             for answer in answers:
-                async with pool.session("flowjax.envs.math", {}) as env:
+                async with pool.session("flowjax.envs.math:Math", {}) as env:
                     await env.reset(task, 0)
                     steps.append(await env.step(answer))
             assert (pool.counts.timeouts, pool.counts.crashes) == (0, 0)
@@ -304,13 +304,12 @@ def test_generated_problems_need_no_math_verify(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_demonstrations_in_one_conversation():
-    world = load_world("flowjax.envs.math")
     options = {"calculator": 1}
+    world = find_world("flowjax.envs.math:Math")(**options)
     source = math.tasks("train", 0, **options)[:5]
     told = demonstrations(
         world,
         source,
-        options=options,
         path_noise=0.0,
         label_noise=0.0,
         max_turns=3,

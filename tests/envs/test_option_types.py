@@ -1,20 +1,15 @@
 """Every option of every world refuses values of another type, by its annotation alone."""
 
-import importlib
 import math
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from flowjax.envs.base import WorldError
+from flowjax.envs.base import WorldError, find_world
 from flowjax.fields import declared_types, option_problems
 
-WORLDS = ("alfworld", "canvas", "code", "math", "search", "sokoban", "webshop")
-IN_WORLD = ("alfworld", "canvas", "code", "math")  # options stand in the file of the world itself
-OPTIONS = {
-    world: importlib.import_module(f"flowjax.envs.{world}.{'world' if world in IN_WORLD else 'options'}")
-    for world in WORLDS
-}
+NAMES = ("Alfworld", "Canvas", "Code", "Math", "Search", "Sokoban", "WebShop")
+WORLDS = {name: find_world(f"flowjax.envs.{name.lower()}:{name}") for name in NAMES}
 
 
 def wrong_values(kind: Any) -> list[Any]:
@@ -31,19 +26,19 @@ def wrong_values(kind: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("world", "option"), [(world, option) for world, own in OPTIONS.items() for option in declared_types(own.Options)]
+    ("name", "option"), [(name, option) for name, own in WORLDS.items() for option in declared_types(own.Options)]
 )
-def test_an_option_of_another_type_is_refused_by_its_name(world: str, option: str):
-    module = OPTIONS[world]
-    for value in wrong_values(declared_types(module.Options)[option]):
+def test_an_option_of_another_type_is_refused_by_its_name(name: str, option: str):
+    world = WORLDS[name]
+    for value in wrong_values(declared_types(world.Options)[option]):
         with pytest.raises(WorldError) as refused:
-            module.read_options({option: value})
+            world(**{option: value})
         assert option in str(refused.value)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest():
     with pytest.raises(WorldError, match=r"env\.options\.colums is no option of Sokoban \(did you mean 'columns'\?\)"):
-        OPTIONS["sokoban"].read_options({"rows": 6, "colums": 6})
+        WORLDS["Sokoban"](rows=6, colums=6)
 
 
 def test_an_owner_that_takes_any_name_is_not_asked_about_others():

@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 from waiting_world import TOGETHER
 
-from flowjax.envs import sokoban
 from flowjax.envs.base import EnvDied
 from flowjax.envs.pool import EnvPool
+from flowjax.envs.sokoban import Sokoban
 from flowjax.records import Task
 
-UNRULY = "unruly_world"
+UNRULY = "unruly_world:Unruly"
 
 
 def counter(start: int) -> Task:
@@ -41,13 +41,13 @@ def alive(process: int) -> bool:
 
 
 def test_episodes_in_the_pool_equal_local_ones():
-    source = sokoban.tasks("train", 0)
+    source = Sokoban().tasks("train", 0)
 
     async def one(pool: EnvPool, index: int) -> None:
         task = source[index]
         assert task is not None
-        local = sokoban.make()
-        async with pool.session("flowjax.envs.sokoban", {"rows": 6}) as env:
+        local = Sokoban().env()
+        async with pool.session("flowjax.envs.sokoban:Sokoban", {"rows": 6}) as env:
             assert await env.reset(task, 0) == local.reset(task, 0)
             for action in ("up", "right", "fly", "down", "left", "down", "right"):
                 assert await env.step(action) == local.step(action)
@@ -153,7 +153,7 @@ def test_a_worker_killed_from_outside_is_replaced():
 
 def test_a_world_that_dies_in_make_fails_its_episodes_and_nothing_else():
     async def episode(pool: EnvPool) -> None:
-        async with pool.session(UNRULY, {"fail_in_make": True}) as env:
+        async with pool.session(UNRULY, {"fail_in_env": True}) as env:
             with pytest.raises(EnvDied):
                 await env.reset(counter(0), 0)
         async with pool.session(UNRULY, {}) as env:
@@ -192,7 +192,7 @@ def test_workers_go_when_their_parent_is_killed():
         "from flowjax.envs.pool import EnvPool\n"
         "from flowjax.records import Task\n"
         "async def main():\n"
-        "    async with EnvPool() as pool, pool.session('unruly_world', {}) as env:\n"
+        "    async with EnvPool() as pool, pool.session('unruly_world:Unruly', {}) as env:\n"
         "        await env.reset(Task('t', 'w', 0), 0)\n"
         "        print(int((await env.step('1')).outcome['process']), flush=True)\n"
         "        await env.step('hang')\n"
@@ -215,7 +215,7 @@ def test_steps_of_a_world_that_waits_wait_side_by_side():
     """Each step waits for those of all episodes, and takes longer than a step may elsewhere."""
 
     async def one(pool: EnvPool, start: int) -> None:
-        async with pool.session("waiting_world", {}) as env:
+        async with pool.session("waiting_world:Waiting", {}) as env:
             await env.reset(counter(start), 0)
             for taken in (1, 2):
                 step = await env.step("5")

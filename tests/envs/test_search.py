@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from two_processes import printed_in_two_processes
 
 from data.search.build import build
-from flowjax.envs import search
 from flowjax.envs.base import Split, WorldError
-from flowjax.envs.search import client
+from flowjax.envs.search import Search, client
 from flowjax.envs.search.corpus import Encyclopedia, Questions, encyclopedia
 from flowjax.envs.search.files import Corpus, read_questions
 from flowjax.envs.search.names import KINDS, SYLLABLES, split_name
+from flowjax.envs.search.world import SearchEnv
 from flowjax.records import Task
 
 SMALL = {"documents": 200, "topk": 2}
@@ -32,17 +32,17 @@ def take(source: grain.MapDataset[Task], index: int) -> Task:
     return task
 
 
-def started(**options: Any) -> search.Search:
+def started(**options: Any) -> SearchEnv:
     """An environment at its first training question."""
     options = {**SMALL, **options}
-    env = search.make(**options)
-    env.reset(take(search.tasks("train", 0, **options), 0), 0)
+    env = Search(**options).env()
+    env.reset(take(Search(**options).tasks("train", 0), 0), 0)
     return env
 
 
 def play(policy: Any, split: Split, count: int, **options: Any) -> float:
     """Share of questions answered right within eight turns."""
-    env, source = search.make(**options), search.tasks(split, 1, **options)
+    env, source = Search(**options).env(), Search(**options).tasks(split, 1)
     rng, right = np.random.default_rng(0), 0.0
     for index in range(count):
         observation = env.reset(take(source, index), 0)
@@ -115,7 +115,7 @@ def test_fifty_thousand_names_are_unique_and_keep_apart_when_stemmed():
 
 def test_a_name_finds_its_document_first():
     book = encyclopedia(1000, 0)
-    env = search.make(documents=1000, topk=1)
+    env = Search(documents=1000, topk=1).env()
     task = Task("t", "search", 0, {"question": "What?", "answers": ["x"]})
     for name in book.names[::20]:
         env.reset(task, 0)
@@ -128,7 +128,7 @@ def test_no_held_out_fact_is_of_use_in_training_over_ten_data_seeds():
     named: dict[str, set[str]] = {"train": set(), "held_out": set()}
     texts: dict[str, set[str]] = {"train": set(), "held_out": set()}
     for split, data_seed in itertools.product(("train", "held_out"), range(10)):
-        source = search.tasks(split, data_seed, **options)
+        source = Search(**options).tasks(split, data_seed)
         for index in range(0, len(source), 3):
             payload = take(source, index).payload
             named[split].update(payload["chain"])
@@ -142,28 +142,28 @@ def test_no_held_out_fact_is_of_use_in_training_over_ten_data_seeds():
 
 def test_too_many_questions_are_refused():
     with pytest.raises(WorldError, match=r"documents=300000, hops=\(4,\)"):
-        search.tasks("train", 0, documents=300_000, hops=4)
+        Search(documents=300_000, hops=4).tasks("train", 0)
 
 
 def test_the_data_seed_orders_the_tasks_and_nothing_else():
-    first, second = (search.tasks("train", data_seed, **SMALL) for data_seed in (0, 1))
+    first, second = (Search(**SMALL).tasks("train", data_seed) for data_seed in (0, 1))
     ids = [{take(source, index).task_id for index in range(len(source))} for source in (first, second)]
     assert ids[0] == ids[1]
     assert len(ids[0]) == len(first)
     assert [take(first, index) for index in range(20)] != [take(second, index) for index in range(20)]
-    assert take(search.tasks("train", 0, **SMALL), 5) == take(first, 5)
+    assert take(Search(**SMALL).tasks("train", 0), 5) == take(first, 5)
 
 
 # episodes
 
 
 def test_the_expert_answers_every_question():
-    assert play(lambda env, observation, rng: search.expert(env), "held_out", 100, documents=1000) == 1.0
-    assert play(lambda env, observation, rng: search.expert(env), "train", 100, documents=400, hops=(1, 3, 4)) == 1.0
+    assert play(lambda env, observation, rng: Search().expert(env), "held_out", 100, documents=1000) == 1.0
+    assert play(lambda env, observation, rng: Search().expert(env), "train", 100, documents=400, hops=(1, 3, 4)) == 1.0
 
 
 def test_the_random_policy_hardly_ever_does():
-    assert play(lambda env, observation, rng: search.random_action(observation, rng), "held_out", 100, **SMALL) < 0.3
+    assert play(lambda env, observation, rng: Search().random_action(observation, rng), "held_out", 100, **SMALL) < 0.3
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_an_answer_ends_the_episode(action: str, verdict: str, reward: float):
 def test_right_wrong_and_malformed_answers_are_three_states_whatever_was_searched():
     keys: dict[str, set[int]] = {"right": set(), "wrong": set(), "malformed": set(), "open": set()}
     env = started()
-    task = take(search.tasks("train", 0, **SMALL), 0)
+    task = take(Search(**SMALL).tasks("train", 0), 0)
     for searched, verdict in itertools.product(([], env.question.chain[:1], env.question.chain), keys):
         env.reset(task, 0)
         for name in searched:
@@ -199,7 +199,7 @@ def test_right_wrong_and_malformed_answers_are_three_states_whatever_was_searche
 
 def test_f1_pays_for_part_of_an_answer():
     task = Task("t", "search", 0, {"question": "Who?", "answers": ["Ada King", "Lovelace"]})
-    env = search.make(score="f1", **SMALL)
+    env = Search(score="f1", **SMALL).env()
     keys = set()
     for said, reward, success in (("King", 2 / 3, 0.0), ("Ada of Spades", 0.4, 0.0), ("ada king", 1.0, 1.0)):
         env.reset(task, 0)
@@ -214,8 +214,8 @@ def test_f1_pays_for_part_of_an_answer():
 @given(picks=st.lists(st.integers(0, 199), min_size=1, max_size=5), order=st.randoms(use_true_random=False))
 def test_keys_name_what_is_known_not_how_it_was_found(picks: list[int], order: Any):
     names = encyclopedia(200, 0).names
-    env = search.make(**SMALL)
-    task = take(search.tasks("train", 0, **SMALL), 0)
+    env = Search(**SMALL).env()
+    task = take(Search(**SMALL).tasks("train", 0), 0)
 
     def reach(searched: list[int]) -> tuple[int, frozenset[str]]:
         step_key = env.reset(task, 0).state_key
@@ -231,8 +231,8 @@ def test_keys_name_what_is_known_not_how_it_was_found(picks: list[int], order: A
 
 
 def test_another_question_is_another_state():
-    source = search.tasks("train", 0, **SMALL)
-    env = search.make(**SMALL)
+    source = Search(**SMALL).tasks("train", 0)
+    env = Search(**SMALL).env()
     assert len({env.reset(take(source, index), 0).state_key for index in range(50)}) == 50
 
 
@@ -271,14 +271,15 @@ def test_a_page_is_opened_by_its_address():
 def test_episodes_are_the_same_in_every_process():
     program = (
         "import numpy as np\n"
-        "from flowjax.envs import search\n"
+        "from flowjax.envs.search import Search\n"
+        "from flowjax.envs.search.world import SearchEnv\n"
         "rng = np.random.default_rng(3)\n"
-        "source, env = search.tasks('held_out', 7, documents=300), search.make(documents=300)\n"
+        "source, env = Search(documents=300).tasks('held_out', 7), Search(documents=300).env()\n"
         "for index in (40, 3, 17):\n"
         "    observation = env.reset(source[index], 0)\n"
         "    for turn in range(6):\n"
         "        print(observation)\n"
-        "        step = env.step(search.random_action(observation, rng))\n"
+        "        step = env.step(Search().random_action(observation, rng))\n"
         "        observation = step.observation\n"
         "        print(step.reward, step.outcome)\n"
     )
@@ -293,7 +294,7 @@ def test_built_data_is_played_like_any_other(tmp_path: Path):
     build(tmp_path, seed=3, documents=200, train=40, held_out=30, hops=[2])
     assert len(Corpus(tmp_path / "corpus.jsonl")) == 200
     assert Corpus(tmp_path / "corpus.jsonl")[7] == encyclopedia(200, 3).document(7)
-    assert play(lambda env, observation, rng: search.expert(env), "held_out", 30, path=str(tmp_path)) == 1.0
+    assert play(lambda env, observation, rng: Search().expert(env), "held_out", 30, path=str(tmp_path)) == 1.0
     again = tmp_path / "again"
     build(again, seed=3, documents=200, train=40, held_out=30, hops=[2])
     assert all((tmp_path / name).read_bytes() == (again / name).read_bytes() for name in ("corpus.jsonl", "test.jsonl"))
@@ -325,11 +326,11 @@ def test_an_oracle_plays_questions_without_a_known_chain(tmp_path: Path):
     for name in ("train", "test"):
         line = {"question": f"Which {name} lake?", "golden_answers": ["Lake Como"]}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-    env = search.make(path=str(tmp_path))
-    env.reset(take(search.tasks("train", 0, path=str(tmp_path)), 0), 0)
-    [[_, contents]] = env.step(search.expert(env)).observation.view.found
+    env = Search(path=str(tmp_path)).env()
+    env.reset(take(Search(path=str(tmp_path)).tasks("train", 0), 0), 0)
+    [[_, contents]] = env.step(Search().expert(env)).observation.view.found
     assert "Lake Como" in contents
-    assert env.step(search.expert(env)).outcome["success"] == 1.0
+    assert env.step(Search().expert(env)).outcome["success"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -345,25 +346,25 @@ def test_a_corpus_that_cannot_be_read_is_named(tmp_path: Path, written: str | No
     if written is not None:
         (tmp_path / "corpus.jsonl").write_text(written)
     with pytest.raises(WorldError, match=named):
-        search.make(path=str(tmp_path))
+        Search(path=str(tmp_path)).env()
 
 
 def test_a_corpus_too_large_for_every_process_wants_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(client, "LOCAL_LIMIT_BYTES", 100)
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"T"\n' + "x" * 100}) + "\n")
     with pytest.raises(WorldError, match=r"search\.server --corpus"):
-        search.make(path=str(tmp_path))
+        Search(path=str(tmp_path)).env()
 
 
 def test_missing_questions_are_named(tmp_path: Path):
     (tmp_path / "corpus.jsonl").write_text('{"contents": "\\"T\\"\\nx"}\n')
     with pytest.raises(WorldError, match=r"neither train.parquet nor train.jsonl.*nq_hotpotqa_train"):
-        search.tasks("train", 0, path=str(tmp_path))
+        Search(path=str(tmp_path)).tasks("train", 0)
     (tmp_path / "train.jsonl").write_text('{"question": "x?"}\n')
     with pytest.raises(WorldError, match=r"train.jsonl, row 1, is no question"):
-        search.tasks("train", 0, path=str(tmp_path))
+        Search(path=str(tmp_path)).tasks("train", 0)
     with pytest.raises(WorldError, match=r"holds no corpus\.jsonl"):
-        search.tasks("train", 0, path=str(tmp_path / "nowhere"))
+        Search(path=str(tmp_path / "nowhere")).tasks("train", 0)
 
 
 @pytest.mark.parametrize(
@@ -384,4 +385,4 @@ def test_missing_questions_are_named(tmp_path: Path):
 )
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
-        search.make(**options)
+        Search(**options).env()

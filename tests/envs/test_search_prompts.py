@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowjax.envs import search
 from flowjax.envs.base import Observation, Past, Style
+from flowjax.envs.search import Search
 from flowjax.envs.search.corpus import Document, encyclopedia
-from flowjax.envs.search.protocol import View, information, read_action, shown
+from flowjax.envs.search.protocol import SearchView, information, read_action, shown
+from flowjax.published.worlds import PublishedSearch
 
 REWARDFLOW = ("search[<words>]", "answer[<text>]")
 ASEARCHER = ("search[<query>]", "answer[<text>]", "access[<url>]")
@@ -47,8 +48,8 @@ def said(messages: Any) -> str:
     ],
 )
 def test_replies_as_rewardflow_reads_them_and_as_we_do(reply: str, ours: str | None, published: str | None):
-    assert search.parse_action(reply, REWARDFLOW) == ours
-    assert search.parse_action(reply, REWARDFLOW, reference=True) == published
+    assert Search().parse_action(reply, REWARDFLOW) == ours
+    assert PublishedSearch().parse_action(reply, REWARDFLOW) == published
 
 
 @pytest.mark.parametrize(
@@ -61,10 +62,10 @@ def test_replies_as_rewardflow_reads_them_and_as_we_do(reply: str, ours: str | N
     ],
 )
 def test_replies_as_asearcher_reads_them(reply: str, ours: str | None, published: str | None):
-    assert search.parse_action(reply, ASEARCHER) == ours
-    assert search.parse_action(reply, ASEARCHER, reference=True) == published
+    assert Search().parse_action(reply, ASEARCHER) == ours
+    assert PublishedSearch().parse_action(reply, ASEARCHER) == published
     if ours and ours.startswith("access"):
-        assert search.parse_action(reply, ASEARCHER[:2]) is None
+        assert Search().parse_action(reply, ASEARCHER[:2]) is None
 
 
 PIECES = ["<search>", "</search>", "<answer>", "</answer>", "<access>", "</access>", "<think>", "</think>"]
@@ -72,8 +73,8 @@ WORDS = ["search", "answer", "bak", "gem", "mayor", "river", "Bakgem", "]", "[",
 
 
 def test_ten_thousand_replies_crash_nothing_and_the_unreadable_change_nothing():
-    env = search.make(protocol="asearcher", access=True, **SMALL)
-    task = search.tasks("train", 0, **SMALL)[0]
+    env = Search(protocol="asearcher", access=True, **SMALL).env()
+    task = Search(**SMALL).tasks("train", 0)[0]
     assert task is not None
     rng = np.random.default_rng(0)
     before = env.reset(task, 0)
@@ -89,14 +90,14 @@ def test_ten_thousand_replies_crash_nothing_and_the_unreadable_change_nothing():
             reply = bytes(rng.integers(0, 256, 40, np.uint8)).decode(errors="replace")
         reference = bool(number % 2)
         for legal in (REWARDFLOW, before.legal_actions):
-            action = search.parse_action(reply, legal, reference=reference)
+            action = (PublishedSearch if reference else Search)().parse_action(reply, legal)
             assert action is None or read_action(action, legal)
-        action = search.parse_action(reply, before.legal_actions, reference=reference)
+        action = (PublishedSearch if reference else Search)().parse_action(reply, before.legal_actions)
         step = env.step(action or "")
         assert step.valid == (action is not None)
         if action is None:
             assert (step.observation.state_key, step.terminal, step.reward) == (before.state_key, False, 0.0)
-            assert search.follow_up(step.observation, "compact")
+            assert Search().follow_up(step.observation, "compact")
         readable += action is not None
         before = env.reset(task, 0) if step.terminal or number % 50 == 0 else step.observation
     assert 500 < readable < 9500
@@ -105,21 +106,21 @@ def test_ten_thousand_replies_crash_nothing_and_the_unreadable_change_nothing():
 @pytest.mark.parametrize("style", ["instruct", "compact"])
 @pytest.mark.parametrize("options", [{}, {"protocol": "asearcher"}])
 def test_what_the_expert_writes_is_read_back(style: Style, options: dict):
-    env, source = search.make(**SMALL, **options), search.tasks("train", 0, **SMALL, **options)
+    env, source = Search(**SMALL, **options).env(), Search(**SMALL, **options).tasks("train", 0)
     for index in range(30):
         task = source[index]
         assert task is not None
         observation, done = env.reset(task, 0), False
         while not done:
-            action = search.expert(env)
-            assert search.parse_action(search.reply(action, style), observation.legal_actions) == action
+            action = Search().expert(env)
+            assert Search().parse_action(Search().reply(action, style), observation.legal_actions) == action
             step = env.step(action)
             observation, done = step.observation, step.terminal
 
 
 def test_random_actions_are_legal():
-    env = search.make(protocol="asearcher", access=True, **SMALL)
-    source = search.tasks("train", 0, **SMALL)
+    env = Search(protocol="asearcher", access=True, **SMALL).env()
+    source = Search(**SMALL).tasks("train", 0)
     rng = np.random.default_rng(0)
     verbs = set()
     for index in range(60):
@@ -127,7 +128,7 @@ def test_random_actions_are_legal():
         assert task is not None
         observation = env.reset(task, 0)
         for _ in range(5):
-            action = search.random_action(observation, rng)
+            action = Search().random_action(observation, rng)
             step = env.step(action)
             assert step.valid
             verbs.add(action.split("[")[0])
@@ -140,8 +141,8 @@ def test_random_actions_are_legal():
 @pytest.mark.parametrize("hops", [1, 2, 3])
 def test_compact_text_keeps_to_the_vocabulary_and_to_its_length(hops: int):
     options = {**SMALL, "topk": 1, "hops": hops}
-    words = set(search.vocabulary(**options))
-    env, source = search.make(**options), search.tasks("train", 0, **options)
+    words = set(Search(**options).vocabulary())
+    env, source = Search(**options).env(), Search(**options).tasks("train", 0)
     rng = np.random.default_rng(1)
     for index in range(60):
         task = source[index]
@@ -149,15 +150,15 @@ def test_compact_text_keeps_to_the_vocabulary_and_to_its_length(hops: int):
         observation = env.reset(task, 0)
         past: list[Past] = []
         for turn in range(1, 5):
-            window = said(search.prompt(observation, [], "compact")).split()
+            window = said(Search().prompt(observation, [], "compact")).split()
             assert set(window) <= words
             assert len(window) <= hops + 3 + 12 + 1
-            assert set(said(search.prompt(observation, past[-2:], "compact")).split()) <= words
-            follow_up = said(search.follow_up(observation, "compact")).split()
+            assert set(said(Search().prompt(observation, past[-2:], "compact")).split()) <= words
+            follow_up = said(Search().follow_up(observation, "compact")).split()
             assert set(follow_up) <= words
             assert len(follow_up) <= 13
-            action = ["", search.random_action(observation, rng), search.expert(env)][rng.integers(3)]
-            assert len(search.reply(action, "compact").split()) <= 3
+            action = ["", Search().random_action(observation, rng), Search().expert(env)][rng.integers(3)]
+            assert len(Search().reply(action, "compact").split()) <= 3
             past.append(Past(turn, observation.view, action))
             step = env.step(action)
             observation = step.observation
@@ -168,7 +169,7 @@ def test_compact_text_keeps_to_the_vocabulary_and_to_its_length(hops: int):
 def test_the_compact_prompt_holds_what_the_expert_needs():
     """Question and latest document alone: the names that the expert says stand right after what tells them."""
     options = {**SMALL, "topk": 1}
-    env, source = search.make(**options), search.tasks("train", 0, **options)
+    env, source = Search(**options).env(), Search(**options).tasks("train", 0)
     for index in range(50):
         task = source[index]
         assert task is not None
@@ -176,24 +177,24 @@ def test_the_compact_prompt_holds_what_the_expert_needs():
         second, first = re.findall(r"the (\w+) of", task.payload["question"])
         stray = next(name for name in encyclopedia(200, 0).names if name not in task.payload["chain"])
         for relation in (None, first, None, first, second):
-            _, *name = search.reply(search.expert(env), "compact").split()
-            told = said(search.prompt(observation, [], "compact")).split()
+            _, *name = Search().reply(Search().expert(env), "compact").split()
+            told = said(Search().prompt(observation, [], "compact")).split()
             question, document = told[: told.index("?")], told[told.index("?") + 1 :]
             assert question[:2] == [second, first]
             place = document.index(relation) + 1 if relation else None
             assert name == (question[2:] if place is None else document[place : place + 2])
             strays = relation == first and stray not in env.queries
-            observation = env.step(f"search[{stray}]" if strays else search.expert(env)).observation
+            observation = env.step(f"search[{stray}]" if strays else Search().expert(env)).observation
 
 
 @pytest.mark.parametrize("protocol", ["rewardflow", "asearcher"])
 def test_the_instruct_prompt_shows_question_window_and_rules(protocol: str):
     options = {**SMALL, "protocol": protocol}
-    env = search.make(**options)
-    task = search.tasks("train", 0, **options)[0]
+    env = Search(**options).env()
+    task = Search(**options).tasks("train", 0)[0]
     assert task is not None
     start = env.reset(task, 0)
-    first = said(search.prompt(start, [], "instruct"))
+    first = said(Search().prompt(start, [], "instruct"))
     for part in (task.payload["question"], "<think>", "<search>", "<answer>"):
         assert part in first
     assert "<information>\n" not in first
@@ -202,7 +203,7 @@ def test_the_instruct_prompt_shows_question_window_and_rules(protocol: str):
     unread = env.step("").observation
     again = env.step("search[zzz]").observation
     history = [Past(1, start.view, f"search[{name}]"), Past(2, found.view, ""), Past(3, unread.view, "search[zzz]")]
-    whole = said(search.prompt(again, history, "instruct"))
+    whole = said(Search().prompt(again, history, "instruct"))
     document = f'"{name}"\n{name} is a'
     for part in (
         f"Step 1: <search>{name}</search>\n<information>",
@@ -215,20 +216,20 @@ def test_the_instruct_prompt_shows_question_window_and_rules(protocol: str):
     assert whole.count(document) == 1
     assert "Steps taken so far: 3" in whole
     # what the shown steps leave out is shown all the same
-    assert document in said(search.prompt(found, [], "instruct"))
-    assert document in said(search.prompt(unread, history[1:2], "instruct"))
+    assert document in said(Search().prompt(found, [], "instruct"))
+    assert document in said(Search().prompt(unread, history[1:2], "instruct"))
     # a conversation is told what is new only
-    assert document in said(search.follow_up(found, "instruct"))
-    assert said(search.follow_up(unread, "instruct")) == "The last reply held no legal action."
-    assert task.payload["question"] not in said(search.follow_up(found, "instruct"))
+    assert document in said(Search().follow_up(found, "instruct"))
+    assert said(Search().follow_up(unread, "instruct")) == "The last reply held no legal action."
+    assert task.payload["question"] not in said(Search().follow_up(found, "instruct"))
 
 
 def test_access_is_told_of_only_where_it_is_legal():
     for access in (False, True):
-        env = search.make(protocol="asearcher", access=access, **SMALL)
-        task = search.tasks("train", 0, **SMALL)[0]
+        env = Search(protocol="asearcher", access=access, **SMALL).env()
+        task = Search(**SMALL).tasks("train", 0)[0]
         assert task is not None
-        assert ("<access>" in said(search.prompt(env.reset(task, 0), [], "instruct"))) == access
+        assert ("<access>" in said(Search().prompt(env.reset(task, 0), [], "instruct"))) == access
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=3))
@@ -238,7 +239,7 @@ def test_tags_inside_documents_are_taken_out(contents: list[str]):
     ]
     found = shown(documents, 5000)
     assert found == tuple(("", f"x{text}y") for text in contents)
-    told = said(search.follow_up(Observation(View("Which?", found), REWARDFLOW, 0), "instruct"))
+    told = said(Search().follow_up(Observation(SearchView("Which?", found), REWARDFLOW, 0), "instruct"))
     assert told.count("<information>") == told.count("</information>") == 1
     assert information(found, "rewardflow") in told
 

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from flowjax.envs import search
 from flowjax.envs.base import EnvDied, WorldError
 from flowjax.envs.pool import EnvPool
+from flowjax.envs.search import Search
 from flowjax.envs.search.batching import Batcher
 from flowjax.envs.search.client import RemoteRetriever, RetrievalError, local
 from flowjax.envs.search.corpus import encyclopedia
@@ -230,20 +230,20 @@ def test_other_machines_are_served_with_a_key_only():
 
 @pytest.mark.parametrize("wire", ["query", "queries", "search"])
 def test_an_episode_is_the_same_with_a_server(url: str, wire: str):
-    here, there = search.make(**OPTIONS), search.make(**OPTIONS, retriever=f"{url},{url}", wire=wire)
-    source = search.tasks("held_out", 0, **OPTIONS)
+    here, there = Search(**OPTIONS).env(), Search(**OPTIONS, retriever=f"{url},{url}", wire=wire).env()
+    source = Search(**OPTIONS).tasks("held_out", 0)
     for index in range(5):
         task = source[index]
         assert task is not None
         assert here.reset(task, 0) == there.reset(task, 0)
-        while not (step := here.step(search.expert(here))).terminal:
+        while not (step := here.step(Search().expert(here))).terminal:
             assert there.step(f"search[{here.queries[-1]}]") == step
 
 
 def test_a_page_is_the_same_with_a_server(url: str):
     options = {**OPTIONS, "protocol": "asearcher", "access": True}
-    envs = [search.make(**options), search.make(**options, retriever=url)]
-    task = search.tasks("train", 0, **options)[0]
+    envs = [Search(**options).env(), Search(**options, retriever=url).env()]
+    task = Search(**options).tasks("train", 0)[0]
     assert task is not None
     for env in envs:
         env.reset(task, 0)
@@ -299,11 +299,14 @@ def test_a_dead_or_silent_server_costs_the_episode_in_bounded_time(silent: bool)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}" if silent else closed_port()
         options = {**OPTIONS, "retriever": address, "search_timeout_s": 0.5}
-        task = search.tasks("train", 0, **OPTIONS)[0]
+        task = Search(**OPTIONS).tasks("train", 0)[0]
         assert task is not None
 
         async def episode() -> EnvDied:
-            async with EnvPool(step_timeout_s=60) as pool, pool.session("flowjax.envs.search", options) as session:
+            async with (
+                EnvPool(step_timeout_s=60) as pool,
+                pool.session("flowjax.envs.search:Search", options) as session,
+            ):
                 await session.reset(task, 0)
                 with pytest.raises(EnvDied) as died:
                     await session.step("search[anything]")

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from plain_sokoban import PlainSokoban, shortest
 from two_processes import printed_in_two_processes
 
-from flowjax.envs import sokoban
-from flowjax.envs.base import Past, Split, WorldError, load_world, read_reply
+from flowjax.envs.base import Past, Split, WorldError
+from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.rooms import DIRECTIONS, key, move, parse, room_key
 from flowjax.envs.sokoban.solver import moves_to_go
+from flowjax.envs.sokoban.world import SokobanEnv
+from flowjax.published.worlds import PublishedSokoban
 from flowjax.records import Task
 
 SHAPES = [{}, {"rows": 8}, {"boxes": 2}, {"rows": 7, "columns": 9, "boxes": 3}]
@@ -24,8 +26,8 @@ def take(source: grain.MapDataset[Task], index: int) -> Task:
     return task
 
 
-def play_of(level: str) -> sokoban.Sokoban:
-    env = sokoban.make()
+def play_of(level: str) -> SokobanEnv:
+    env = Sokoban().env()
     env.reset(Task("t", "sokoban", 0, {"level": level}), 0)
     return env
 
@@ -33,15 +35,15 @@ def play_of(level: str) -> sokoban.Sokoban:
 @pytest.mark.parametrize("options", SHAPES)
 def test_dynamics_equal_the_rules_written_down_again(options: dict):
     rng = np.random.default_rng(5)
-    source = sokoban.tasks("train", 3, **options)
-    env = sokoban.make(**options)
+    source = Sokoban(**options).tasks("train", 3)
+    env = Sokoban(**options).env()
     for index in range(60):
         task = take(source, index)
         plain = PlainSokoban(task.payload["level"])
         assert list(env.reset(task, 0).view.rows) == plain.symbols()
         for _ in range(40):
             # half of the time the expert, so that boxes reach and leave targets
-            action = sokoban.expert(env) if rng.random() < 0.5 else [*DIRECTIONS, "", "still"][rng.integers(6)]
+            action = Sokoban().expert(env) if rng.random() < 0.5 else [*DIRECTIONS, "", "still"][rng.integers(6)]
             step = env.step(action)
             reward, done = plain.step(action)
             assert list(step.observation.view.rows) == plain.symbols()
@@ -76,7 +78,7 @@ def test_a_box_pushed_off_its_target_costs_one():
     assert step.outcome == {"success": 0.0, "boxes_on_target": 0.0}
 
 
-def effective_actions(env: sokoban.Sokoban) -> list[str]:
+def effective_actions(env: SokobanEnv) -> list[str]:
     """Those that would change the state."""
     return [name for way, name in enumerate(DIRECTIONS) if move(env.room, env.position, way) != env.position]
 
@@ -96,7 +98,7 @@ def test_no_reply_crashes_and_no_unreadable_one_changes_the_state(reply: str, wr
     env = play_of(CORRIDOR)
     before = env.position
     text = f"<action>{reply}</action>" if wrapped else reply
-    action = sokoban.parse_action(text, DIRECTIONS)
+    action = Sokoban().parse_action(text, DIRECTIONS)
     assert action is None or action in DIRECTIONS
     for attempt in (reply, action or ""):
         if attempt in DIRECTIONS:
@@ -108,8 +110,8 @@ def test_no_reply_crashes_and_no_unreadable_one_changes_the_state(reply: str, wr
 def test_state_keys_are_equal_exactly_where_states_are():
     rng = np.random.default_rng(0)
     by_key: dict[int, tuple] = {}
-    source = sokoban.tasks("train", 0, boxes=2)
-    env = sokoban.make(boxes=2)
+    source = Sokoban(boxes=2).tasks("train", 0)
+    env = Sokoban(boxes=2).env()
     for index in [*range(30), *range(30)]:
         task = take(source, index)
         plain = PlainSokoban(task.payload["level"])
@@ -136,8 +138,8 @@ def test_one_room_with_two_starts_is_two_states_of_one_level():
 
 @pytest.mark.parametrize("options", SHAPES[:3])
 def test_the_expert_solves_every_level_in_the_fewest_moves(options: dict):
-    source = sokoban.tasks("held_out", 1, **options)
-    env = sokoban.make(**options)
+    source = Sokoban(**options).tasks("held_out", 1)
+    env = Sokoban(**options).env()
     for index in range(40 if options else 100):
         task = take(source, index)
         env.reset(task, 0)
@@ -146,14 +148,14 @@ def test_the_expert_solves_every_level_in_the_fewest_moves(options: dict):
         if index < 10:
             assert expected == shortest(task.payload["level"])
         for _ in range(expected - 1):
-            assert not env.step(sokoban.expert(env)).terminal
-        assert env.step(sokoban.expert(env)).terminal
+            assert not env.step(Sokoban().expert(env)).terminal
+        assert env.step(Sokoban().expert(env)).terminal
 
 
 def test_in_a_lost_position_the_expert_still_moves():
     env = play_of("######\n#X__P#\n#___O#\n######")
     assert moves_to_go(env.room, env.position) is None
-    assert sokoban.expert(env) in effective_actions(env)
+    assert Sokoban().expert(env) in effective_actions(env)
 
 
 GOLDEN = [  # reply, then what the published projection makes of it: its action (0: none) and whether it counts as valid
@@ -168,7 +170,7 @@ GOLDEN = [  # reply, then what the published projection makes of it: its action 
 
 @pytest.mark.parametrize(("reply", "number", "valid"), GOLDEN)
 def test_published_parsing_executes_what_the_published_projection_does(reply: str, number: int, valid: bool):
-    action, counts = read_reply(load_world("flowjax.envs.sokoban"), reply, DIRECTIONS, reference=True)
+    action, counts = PublishedSokoban().parse_action(reply, DIRECTIONS) or "", PublishedSokoban().well_formed(reply)
     assert action == ("", "up", "down", "left", "right")[number]
     assert (counts and action != "") == valid
 
@@ -183,19 +185,19 @@ def test_our_own_parsing_takes_whole_words_and_needs_no_thoughts():
         "up": "up",
     }
     for text, action in cases.items():
-        assert sokoban.parse_action(text, DIRECTIONS) == action
-        assert read_reply(load_world("flowjax.envs.sokoban"), text, DIRECTIONS, reference=False) == (action or "", True)
+        assert Sokoban().parse_action(text, DIRECTIONS) == action
+        assert Sokoban().well_formed(text)
 
 
 def test_ten_thousand_replies_without_sense():
     rng = np.random.default_rng(0)
     words = ["<action>", "</action>", "<think>", "</think>", "up", "Down", " left ", "right", "\x00", "é√", ""]
-    env = sokoban.make()
+    env = Sokoban().env()
     env.reset(Task("t", "sokoban", 3), 0)
     for count in rng.integers(6, size=10_000).tolist():
         text = "".join(words[i] for i in rng.integers(len(words), size=count))
         for reference in (False, True):
-            action = sokoban.parse_action(text, DIRECTIONS, reference=reference)
+            action = (PublishedSokoban if reference else Sokoban)().parse_action(text, DIRECTIONS)
             assert action is None or action in DIRECTIONS
         before = env.position
         step = env.step(text)
@@ -207,20 +209,20 @@ def test_ten_thousand_replies_without_sense():
 
 def test_random_actions_are_legal_and_fair():
     rng = np.random.default_rng(0)
-    observation = sokoban.make().reset(Task("t", "sokoban", 3), 0)
-    drawn = [sokoban.random_action(observation, rng) for _ in range(400)]
+    observation = Sokoban().env().reset(Task("t", "sokoban", 3), 0)
+    drawn = [Sokoban().random_action(observation, rng) for _ in range(400)]
     assert min(drawn.count(direction) for direction in DIRECTIONS) > 60
 
 
 def test_an_episode_in_append_mode_says_each_grid_once():
     env = play_of(CORRIDOR)
-    first = sokoban.prompt(env.reset(Task("t", "sokoban", 0, {"level": CORRIDOR}), 0), [], "compact")
-    then = sokoban.follow_up(env.step("right").observation, "compact")
+    first = Sokoban().prompt(env.reset(Task("t", "sokoban", 0, {"level": CORRIDOR}), 0), [], "compact")
+    then = Sokoban().follow_up(env.step("right").observation, "compact")
     assert [message["content"] for message in (*first, *then)] == ["P _ X _ O", "_ P X _ O"]
-    [instruct] = sokoban.follow_up(env.step("right").observation, "instruct")
+    [instruct] = Sokoban().follow_up(env.step("right").observation, "instruct")
     assert "<action>" in instruct["content"]
     for style in ("compact", "instruct"):
-        assert all(sokoban.parse_action(sokoban.reply(d, style), DIRECTIONS) == d for d in DIRECTIONS)
+        assert all(Sokoban().parse_action(Sokoban().reply(d, style), DIRECTIONS) == d for d in DIRECTIONS)
 
 
 def images(level: str) -> set[str]:
@@ -241,7 +243,7 @@ def test_no_held_out_room_is_a_training_room_in_any_orientation(options: dict):
     seen: dict[Split, set[str]] = {"train": set(), "held_out": set()}
     for split, rooms in seen.items():
         for data_seed in range(3):
-            source = sokoban.tasks(split, data_seed, **options)
+            source = Sokoban(**options).tasks(split, data_seed)
             rooms.update(without_pieces(take(source, index).payload["level"]) for index in range(150))
     held_out_images = {image for room in seen["held_out"] for image in images(room)}
     assert not held_out_images & seen["train"]
@@ -249,7 +251,7 @@ def test_no_held_out_room_is_a_training_room_in_any_orientation(options: dict):
 
 
 def test_room_keys_are_equal_for_orientations_and_for_nothing_else():
-    levels = {take(sokoban.tasks("train", 0, rows=6, columns=7), index).payload["level"] for index in range(60)}
+    levels = {take(Sokoban(rows=6, columns=7).tasks("train", 0), index).payload["level"] for index in range(60)}
     by_key: dict[int, set[str]] = {}
     for level in levels:
         for image in images(level):
@@ -259,9 +261,10 @@ def test_room_keys_are_equal_for_orientations_and_for_nothing_else():
 
 def test_levels_are_the_same_in_every_process():
     program = (
-        "from flowjax.envs import sokoban\n"
-        "source = sokoban.tasks('held_out', 7, boxes=2)\n"
-        "env = sokoban.make(boxes=2)\n"
+        "from flowjax.envs.sokoban import Sokoban\n"
+        "from flowjax.envs.sokoban.world import SokobanEnv\n"
+        "source = Sokoban(boxes=2).tasks('held_out', 7)\n"
+        "env = Sokoban(boxes=2).env()\n"
         "keys = [env.reset(source[i], 0).state_key for i in (40, 3, 17)]\n"
         "print([source[i].payload['level'] for i in range(20)], keys)\n"
     )
@@ -269,19 +272,19 @@ def test_levels_are_the_same_in_every_process():
 
 
 def test_any_index_in_any_order():
-    source = sokoban.tasks("train", 0)
+    source = Sokoban().tasks("train", 0)
     forwards = [take(source, index) for index in range(20)]
     assert [take(source, index) for index in reversed(range(20))] == forwards[::-1]
     assert take(source, 1_999_999_999).task_id != take(source, 3).task_id
-    assert take(sokoban.tasks("train", 1), 0) != take(source, 0)
+    assert take(Sokoban().tasks("train", 1), 0) != take(source, 0)
     assert len(source[:500]) == 500
 
 
 def test_bounds_on_the_moves_are_kept():
-    source = sokoban.tasks("train", 0, min_moves=5)
+    source = Sokoban(min_moves=5).tasks("train", 0)
     lengths = [moves_to_go(*parse(take(source, index).payload["level"])) for index in range(50)]
     assert all(length is not None and length >= 5 for length in lengths)
-    source = sokoban.tasks("train", 0, rows=8, min_moves=3, max_moves=6)
+    source = Sokoban(rows=8, min_moves=3, max_moves=6).tasks("train", 0)
     lengths = {moves_to_go(*parse(take(source, index).payload["level"])) for index in range(50)}
     assert lengths == {3, 4, 5, 6}
 
@@ -289,7 +292,7 @@ def test_bounds_on_the_moves_are_kept():
 def test_level_statistics_are_those_of_the_reference():
     """6x6 with one box: mean optimum about 3.7 over 150 levels; 8x8: 6.0; 6x6 with two boxes: 7.6."""
     for options, mean in [({}, 3.7), ({"rows": 8}, 6.0), ({"boxes": 2}, 7.6)]:
-        source = sokoban.tasks("train", 0, **options)
+        source = Sokoban(**options).tasks("train", 0)
         lengths = [moves_to_go(*parse(take(source, index).payload["level"])) for index in range(300)]
         assert np.mean([length for length in lengths if length]) == pytest.approx(mean, abs=0.8)
 
@@ -307,7 +310,7 @@ def test_level_statistics_are_those_of_the_reference():
 )
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
-        sokoban.make(**options)
+        Sokoban(**options).env()
 
 
 @pytest.mark.parametrize(
@@ -319,16 +322,16 @@ def test_what_is_not_a_level_is_refused(level: str):
 
 
 def test_compact_prompts_use_only_the_vocabulary_and_tell_states_apart():
-    words = set(sokoban.vocabulary())
+    words = set(Sokoban().vocabulary())
     assert all(word.split() == [word] for word in words)
-    source = sokoban.tasks("train", 0)
-    env = sokoban.make()
+    source = Sokoban().tasks("train", 0)
+    env = Sokoban().env()
     prompts = {}
     for index in range(100):
         observation = env.reset(take(source, index), 0)
-        [message] = sokoban.prompt(observation, [Past(1, observation.view, "")], "compact")
+        [message] = Sokoban().prompt(observation, [Past(1, observation.view, "")], "compact")
         assert set(message["content"].split()) <= words
-        [message] = sokoban.prompt(observation, [], "compact")
+        [message] = Sokoban().prompt(observation, [], "compact")
         assert len(message["content"].split()) == 16
         prompts.setdefault(message["content"], set()).add(observation.state_key)
     assert all(len(keys) == 1 for keys in prompts.values())
@@ -339,7 +342,7 @@ def test_the_instruct_prompt_shows_the_window():
     before = env.step("right").observation
     after = env.step("fly").observation
     history = [Past(3, before.view, "right"), Past(4, after.view, "")]
-    [message] = sokoban.prompt(after, history, "instruct")
+    [message] = Sokoban().prompt(after, history, "instruct")
     for part in (
         "4 actions so far",
         "Action 3: 'right'",
@@ -349,4 +352,4 @@ def test_the_instruct_prompt_shows_the_window():
         "√ box on a target",
     ):
         assert part in message["content"]
-    assert "actions so far" not in sokoban.prompt(after, [], "instruct")[0]["content"]
+    assert "actions so far" not in Sokoban().prompt(after, [], "instruct")[0]["content"]

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from flowjax.envs import sokoban
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban import batched
+from flowjax.envs.sokoban import Sokoban, batched
 from flowjax.envs.sokoban.levels import Shape, generate
 from flowjax.envs.sokoban.rooms import DIRECTIONS, SYMBOLS, Position, Room, grid, move, solved
 from flowjax.envs.sokoban.solver import best_direction
+from flowjax.envs.sokoban.world import SokobanEnv
 from flowjax.records import Task
 
 with contextlib.redirect_stderr(io.StringIO()):  # gym says at length that it is old
@@ -92,7 +92,7 @@ def test_equal_to_gym_sokoban_step_by_step(shape: Shape):
 def test_equal_to_the_world_of_one_board():
     levels = levels_of(Shape(boxes=2), 40)
     boards = batched.from_levels(levels)
-    envs = [sokoban.make(boxes=2) for _ in levels]
+    envs = [Sokoban(boxes=2).env() for _ in levels]
     for env, (room, position) in zip(envs, levels, strict=True):
         env.reset(Task("t", "sokoban", 0, {"level": "\n".join(grid(room, position))}), 0)
     for actions in np.where((acted := actions_for(levels, seed=2)) > 4, acted - 4, acted):

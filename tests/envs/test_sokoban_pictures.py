@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from flowjax.envs import sokoban
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban import pictures
+from flowjax.envs.sokoban import Sokoban, pictures
 from flowjax.envs.sokoban.levels import Shape, generate
 from flowjax.envs.sokoban.rooms import SYMBOLS, grid
 from flowjax.records import Task
@@ -32,19 +31,19 @@ def match(tile: np.ndarray, drawn: np.ndarray) -> int:
 
 def test_the_environment_draws_where_asked_to():
     task = Task("t", "sokoban", 3)
-    plain, drawing = sokoban.make(), sokoban.make(tile_pixels=16)
+    plain, drawing = Sokoban().env(), Sokoban(tile_pixels=16).env()
     assert plain.reset(task, 0) == drawing.reset(task, 0)
     assert plain.picture is None
     view = plain.reset(task, 0).view
     np.testing.assert_array_equal(pictures.picture_of(view, 16), drawing.picture)
     before = drawing.picture
     assert before is not None and before.shape == (96, 96, 3)
-    drawing.step(sokoban.expert(drawing))
+    drawing.step(Sokoban().expert(drawing))
     after = drawing.picture
     assert after is not None and not np.array_equal(before, after)
-    assert sokoban.tasks("train", 0, tile_pixels=16)[3] == sokoban.tasks("train", 0)[3]
+    assert Sokoban(tile_pixels=16).tasks("train", 0)[3] == Sokoban().tasks("train", 0)[3]
 
 
 def test_tiles_too_small_are_refused():
     with pytest.raises(WorldError, match="tile_pixels=2"):
-        sokoban.make(tile_pixels=2)
+        Sokoban(tile_pixels=2).env()

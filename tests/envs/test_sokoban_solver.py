@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from flowjax.envs import sokoban
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban import solver
+from flowjax.envs.sokoban import Sokoban, solver
 from flowjax.envs.sokoban.levels import Shape, generate
 from flowjax.envs.sokoban.rooms import Position, Room, grid, move, parse, solved
 from flowjax.records import Task
@@ -36,7 +35,7 @@ def ends_solved(room: Room, position: Position, directions: tuple[int, ...]) -> 
 def test_the_expert_solves_large_rooms_of_four_boxes():
     shape = Shape(10, 10, boxes=4)
     rng = np.random.default_rng(1)
-    env = sokoban.make(rows=10, boxes=4)
+    env = Sokoban(rows=10, boxes=4).env()
     sizes = []
     for index in range(4):
         room, position = generate(rng, shape)
@@ -45,7 +44,7 @@ def test_the_expert_solves_large_rooms_of_four_boxes():
         assert expected is not None
         level = "\n".join(grid(room, position))
         env.reset(Task(str(index), "sokoban", 0, {"level": level}), 0)
-        steps = [env.step(sokoban.expert(env)) for _ in range(expected)]
+        steps = [env.step(Sokoban().expert(env)) for _ in range(expected)]
         assert [step.terminal for step in steps] == [False] * (expected - 1) + [True]
     assert not all(sizes)
 
@@ -62,7 +61,7 @@ def test_positions_beyond_saving_are_known_at_once():
 def test_a_level_too_hard_for_the_expert_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(solver, "MAX_EXPANDED", 200)
     wide = "\n".join(["#" * 14, *["#" + "_" * 12 + "#"] * 4, "#P_X_X_X_____#", "#" + "_" * 9 + "OOO#", "#" * 14])
-    env = sokoban.make()
+    env = Sokoban().env()
     env.reset(Task("t", "sokoban", 0, {"level": wide}), 0)
     with pytest.raises(WorldError, match="use fewer boxes or a smaller room"):
-        sokoban.expert(env)
+        Sokoban().expert(env)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flowjax.envs.base import load_world
+from flowjax.envs.base import find_world
 from flowjax.envs.code.generated import PROBES, Recipe
 from flowjax.envs.sokoban.rooms import parse, room_key
 
@@ -27,31 +27,35 @@ def wanted(payload: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 CASES: list[tuple[str, dict[str, Any], Callable[[Mapping[str, Any]], Any]]] = [
-    ("alfworld", {"path": "generated"}, lambda p: p["scene"]),
+    ("flowjax.envs.alfworld:Alfworld", {"path": "generated"}, lambda p: p["scene"]),
     (
-        "alfworld",
+        "flowjax.envs.alfworld:Alfworld",
         {"path": "generated", "held_out": "seen"},
         lambda p: (p["scene"], p["task_type"], p["object"], p["target"]),
     ),
-    ("canvas", {}, lambda p: p["text"]),
-    ("code", {}, computed),
-    ("math", {}, lambda p: p["question"]),
-    ("search", {"hops": (1, 2)}, lambda p: p["question"]),
-    ("search", {"documents": 300}, lambda p: p["chain"][-1]),  # nor does an answer come back
-    ("sokoban", {}, lambda p: room_key(parse(p["level"])[0])),
-    ("webshop", {"products": 300}, wanted),
-    ("webshop", {"products": 300, "goals": "human"}, wanted),
-    ("webshop", {"products": 100, "split_by": "index"}, lambda p: (p["goal"]["asin"], tuple(p["goal"]["options"]))),
+    ("flowjax.envs.canvas:Canvas", {}, lambda p: p["text"]),
+    ("flowjax.envs.code:Code", {}, computed),
+    ("flowjax.envs.math:Math", {}, lambda p: p["question"]),
+    ("flowjax.envs.search:Search", {"hops": (1, 2)}, lambda p: p["question"]),
+    ("flowjax.envs.search:Search", {"documents": 300}, lambda p: p["chain"][-1]),  # nor does an answer come back
+    ("flowjax.envs.sokoban:Sokoban", {}, lambda p: room_key(parse(p["level"])[0])),
+    ("flowjax.envs.webshop:WebShop", {"products": 300}, wanted),
+    ("flowjax.envs.webshop:WebShop", {"products": 300, "goals": "human"}, wanted),
+    (
+        "flowjax.envs.webshop:WebShop",
+        {"products": 100, "split_by": "index"},
+        lambda p: (p["goal"]["asin"], tuple(p["goal"]["options"])),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "content"), CASES)
 def test_no_seed_trains_on_what_another_holds_out(name: str, options: dict[str, Any], content: Callable):
-    world = load_world(f"flowjax.envs.{name}")
+    world = find_world(name)(**options)
     seen: dict[str, list[set[Any]]] = {"train": [], "held_out": []}
     for split, contents in seen.items():
         for seed in SEEDS:
-            tasks = world.tasks(split, seed, **options)  # pyright: ignore[reportArgumentType] (a split)
+            tasks = world.tasks(split, seed)  # pyright: ignore[reportArgumentType] (a split)
             found = [tasks[index] for index in range(min(TASKS, len(tasks)))]
             contents.append({content(task.payload) for task in found if task})
             assert len(contents[-1]) > 1

@@ -8,25 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from two_processes import printed_in_two_processes
 
-from flowjax.envs import webshop
 from flowjax.envs.base import Observation, Split, WorldError
+from flowjax.envs.webshop import WebShop
 from flowjax.envs.webshop.goals import split_goals
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE
-from flowjax.envs.webshop.world import WebShop
+from flowjax.envs.webshop.world import WebShopEnv
 from flowjax.envs.worker import Frames, frame, pack_task
 from flowjax.records import Task
 
 SMALL: dict[str, Any] = {"products": 120}
 
 
-def start(index: int = 0, **options) -> tuple[WebShop, Observation]:
+def start(index: int = 0, **options) -> tuple[WebShopEnv, Observation]:
     options = {**SMALL, **options}
-    env = webshop.make(**options)
+    env = WebShop(**options).env()
     return env, env.reset(task(index, **options), 0)
 
 
 def task(index: int, split: Split = "train", **options) -> Task:
-    found = webshop.tasks(split, 0, **options)[index]
+    found = WebShop(**options).tasks(split, 0)[index]
     assert isinstance(found, Task)
     return found
 
@@ -44,7 +44,7 @@ def with_two_options() -> tuple[WebShop, list[tuple[str, list[str]]]]:
     for index in range(200):
         env, _ = start(index)
         while env.state.page != "item":
-            env.step(webshop.expert(env))
+            env.step(WebShop().expert(env))
         options = [(name, list(values)) for name, values in env.catalog.products[env.state.product].options.items()]
         if len(options) == 2:
             return env, options
@@ -102,7 +102,7 @@ def test_the_pages_say_what_the_published_ones_say():
 def test_attributes_are_a_sub_page_on_request():
     env, _ = start(show_attributes=True)
     while env.state.page != "item":
-        env.step(webshop.expert(env))
+        env.step(WebShop().expert(env))
     product = env.catalog.products[env.state.product]
     page = go(env, "click[attributes]")
     assert page.text.endswith(
@@ -110,14 +110,14 @@ def test_attributes_are_a_sub_page_on_request():
     )
     plain, _ = start()
     while plain.state.page != "item":
-        plain.step(webshop.expert(plain))
+        plain.step(WebShop().expert(plain))
     assert not plain.step("click[attributes]").valid
 
 
 def test_search_works_on_every_page_and_in_any_case():
     env, _ = start()
     for _ in range(2):
-        for action in ("search[Rose SHAMPOO]", webshop.expert(env), "search[zzz]"):
+        for action in ("search[Rose SHAMPOO]", WebShop().expert(env), "search[zzz]"):
             assert env.step(action).valid
     assert "(Total results: 0)" in env.step("search[  ]").observation.text
     assert env.step("click[Back To Search]").valid
@@ -137,11 +137,11 @@ def test_what_is_not_possible_is_marked_and_changes_nothing(action: str):
 
 def test_after_the_end_nothing_changes():
     env, _ = start()
-    step = env.step(webshop.expert(env))
+    step = env.step(WebShop().expert(env))
     while not step.terminal:
-        step = env.step(webshop.expert(env))
+        step = env.step(WebShop().expert(env))
     assert (step.reward, step.outcome) == (10.0, {"success": 1.0, "score": 1.0})
-    for action in ("click[buy now]", "search[boots]", "click[back to search]", webshop.expert(env)):
+    for action in ("click[buy now]", "search[boots]", "click[back to search]", WebShop().expert(env)):
         after = env.step(action)
         assert (after.observation, after.reward, after.terminal, after.valid) == (step.observation, 0.0, True, False)
         assert after.outcome["success"] == 1.0
@@ -197,7 +197,7 @@ def test_keys_are_equal_exactly_where_states_are(data: st.DataObject):
         seen_and_chosen = (env.goal, observation.text, observation.legal_actions, state.options)
         snapshot = (*seen_and_chosen, state.query, state.number, state.product, state.sub_page)
         assert seen.setdefault(observation.state_key, snapshot) == snapshot
-        action = webshop.random_action(observation, rng)
+        action = WebShop().random_action(observation, rng)
         if action == "click[buy now]":
             continue
         step = env.step(action)
@@ -208,12 +208,12 @@ def test_keys_are_equal_exactly_where_states_are(data: st.DataObject):
 
 @pytest.mark.parametrize("options", [{}, {"goals": "human"}, {"products": 60, "seed": 3}])
 def test_the_expert_buys_what_is_wanted(options: dict):
-    env = webshop.make(**options)
-    source = webshop.tasks("train", 1, **options)
+    env = WebShop(**options).env()
+    source = WebShop(**options).tasks("train", 1)
     for index in range(100):
         env.reset(task_of(source, index), 0)
         for _ in range(15):
-            step = env.step(webshop.expert(env))
+            step = env.step(WebShop().expert(env))
             assert step.observation.text
             assert step.valid
             if step.terminal:
@@ -234,11 +234,11 @@ def test_the_expert_finds_its_way_from_anywhere():
     for index in range(40):
         env, observation = start(index)
         for _ in range(6):
-            action = webshop.random_action(observation, rng)
+            action = WebShop().random_action(observation, rng)
             if action != "click[buy now]":
                 observation = env.step(action).observation
         for _ in range(12):
-            step = env.step(webshop.expert(env))
+            step = env.step(WebShop().expert(env))
             if step.terminal:
                 assert step.outcome["score"] == 1.0
                 break
@@ -255,7 +255,7 @@ def test_no_held_out_task_appears_in_training(goals: str):
 
     for data_seed in range(10):
         options = {"products": 300, "goals": goals, "held_out": 60}
-        sources = [webshop.tasks(split, data_seed, **options) for split in ("train", "held_out")]
+        sources = [WebShop(**options).tasks(split, data_seed) for split in ("train", "held_out")]
         train, held_out = ([content(task_of(s, i)) for i in range(len(s))] for s in sources)
         assert len(held_out) >= min(60, (len(train) + len(held_out)) // 6)
         assert not [one for one in held_out if one in train]
@@ -263,7 +263,7 @@ def test_no_held_out_task_appears_in_training(goals: str):
 
 def test_the_data_seed_alone_decides_tasks():
     for split in ("train", "held_out"):
-        one, again, other = (webshop.tasks(split, seed, **SMALL) for seed in (3, 3, 4))
+        one, again, other = (WebShop(**SMALL).tasks(split, seed) for seed in (3, 3, 4))
         assert [task_of(one, i) for i in range(10)] == [task_of(again, i) for i in range(10)]
         assert task_of(one, 0) != task_of(other, 0)
 
@@ -280,19 +280,19 @@ def test_the_index_split_holds_out_single_goals():
 def test_episodes_are_the_same_in_every_process():
     program = (
         "import numpy as np\n"
-        "from flowjax.envs import webshop\n"
+        "from flowjax.envs.webshop import WebShop\n"
         "from flowjax.envs.webshop.goals import split_goals\n"
-        "from flowjax.envs.webshop.world import _TaskOf\n"
+        "from flowjax.envs.webshop.world import _task\n"
         "goals = split_goals(None, 150, 0, 'human', 2, 50, 'content')['train']\n"
-        "env = webshop.make(products=150, goals='human')\n"
+        "env = WebShop(products=150, goals='human').env()\n"
         "rng = np.random.default_rng(0)\n"
         "for index in range(10):\n"
-        "    observation = env.reset(_TaskOf(goals, 't')(index), 0)\n"
+        "    observation = env.reset(_task(goals, 't', index), 0)\n"
         "    for turn in range(12):\n"
-        "        step = env.step(webshop.random_action(observation, rng) if turn < 6 else webshop.expert(env))\n"
+        "        step = env.step(WebShop().random_action(observation, rng) if turn < 6 else WebShop().expert(env))\n"
         "        observation = step.observation\n"
         "        print(observation, step.reward, step.outcome)\n"
-        "print(webshop.vocabulary(products=150))\n"
+        "print(WebShop(products=150).vocabulary())\n"
     )
     printed_in_two_processes(program)
 
@@ -309,7 +309,7 @@ def test_episodes_are_the_same_in_every_process():
 )
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
-        webshop.make(**options)
+        WebShop(**options).env()
 
 
 def test_a_task_is_the_same_after_the_way_to_a_worker():
@@ -319,7 +319,7 @@ def test_a_task_is_the_same_after_the_way_to_a_worker():
 
 
 def test_a_task_of_another_catalog_is_refused():
-    env = webshop.make(products=5)
+    env = WebShop(products=5).env()
     with pytest.raises(WorldError, match="not in the catalog"):
         for index in range(20):
             env.reset(task(index, products=120), 0)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.envs import webshop
 from flowjax.envs.base import Observation, Past
+from flowjax.envs.webshop import WebShop
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE, read_action
+from flowjax.published.worlds import PublishedWebShop
 from flowjax.records import Task
 
 OPTIONS = {"products": 60}
@@ -18,12 +19,12 @@ LEGAL = (SEARCH_TEMPLATE, "click[back to search]", "click[< prev]", "click[8 oun
 
 def episode(index: int, seed: int = 0, stray: float = 0.3):
     """(observation, past turns, action, step) along an expert's way that strays."""
-    env = webshop.make(**OPTIONS)
-    found = webshop.tasks("train", 0, **OPTIONS)[index]
+    env = WebShop(**OPTIONS).env()
+    found = WebShop(**OPTIONS).tasks("train", 0)[index]
     assert isinstance(found, Task)
     observation, past, rng = env.reset(found, 0), [], np.random.default_rng([seed, index])
     for turn in range(1, 16):
-        action = webshop.random_action(observation, rng) if rng.random() < stray else webshop.expert(env)
+        action = WebShop().random_action(observation, rng) if rng.random() < stray else WebShop().expert(env)
         step = env.step(action)
         yield observation, tuple(past), action, step
         past.append(Past(turn, observation.text, action))
@@ -34,11 +35,11 @@ def episode(index: int, seed: int = 0, stray: float = 0.3):
 
 @pytest.mark.parametrize("options", [OPTIONS, {"products": 200, "goals": "human"}])
 def test_compact_words_are_all_in_the_vocabulary(options: dict):
-    words = set(webshop.vocabulary(**options))
+    words = set(WebShop(**options).vocabulary())
     assert all(word.split() == [word] for word in words) and len(words) < 700
-    env = webshop.make(**options)
+    env = WebShop(**options).env()
     rng = np.random.default_rng(0)
-    source = webshop.tasks("train", 0, **options)
+    source = WebShop(**options).tasks("train", 0)
     longest = 0
     for index in range(60):
         found = source[index]
@@ -46,17 +47,17 @@ def test_compact_words_are_all_in_the_vocabulary(options: dict):
         observation = env.reset(found, 0)
         past = [Past(1, observation.text, "")]
         for turn in range(2, 14):
-            [message] = webshop.prompt(observation, past[-2:], "compact")
-            [more] = webshop.follow_up(observation, "compact")
-            action = webshop.random_action(observation, rng) if rng.random() < 0.5 else webshop.expert(env)
-            said = f"{message['content']} {more['content']} {webshop.reply(action, 'compact')}".split()
+            [message] = WebShop().prompt(observation, past[-2:], "compact")
+            [more] = WebShop().follow_up(observation, "compact")
+            action = WebShop().random_action(observation, rng) if rng.random() < 0.5 else WebShop().expert(env)
+            said = f"{message['content']} {more['content']} {WebShop().reply(action, 'compact')}".split()
             assert set(said) <= words
             longest = max(longest, len(message["content"].split()))
             past.append(Past(turn, observation.text, action))
             step = env.step(action)
             observation = step.observation
             if step.terminal:
-                assert set(webshop.follow_up(observation, "compact")[0]["content"].split()) <= words
+                assert set(WebShop().follow_up(observation, "compact")[0]["content"].split()) <= words
                 break
     assert longest <= 88 or options is not OPTIONS  # configs/webshop.py
 
@@ -65,7 +66,7 @@ def test_compact_words_are_all_in_the_vocabulary(options: dict):
 def test_what_the_expert_says_is_read_back(style):
     for index in range(30):
         for observation, _, action, step in episode(index):
-            assert webshop.parse_action(webshop.reply(action, style), observation.legal_actions) == action
+            assert WebShop().parse_action(WebShop().reply(action, style), observation.legal_actions) == action
             assert step.valid
 
 
@@ -89,7 +90,7 @@ def test_what_the_expert_says_is_read_back(style):
     ],
 )
 def test_replies(reply: str, action: str | None):
-    assert webshop.parse_action(reply, LEGAL) == action
+    assert WebShop().parse_action(reply, LEGAL) == action
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_replies(reply: str, action: str | None):
     ],
 )
 def test_the_published_projection_is_kept_on_request(reply: str, action: str | None):
-    assert webshop.parse_action(reply, LEGAL, reference=True) == action
+    assert PublishedWebShop().parse_action(reply, LEGAL) == action
 
 
 @given(st.text("ab[]\n ", max_size=14))
@@ -125,8 +126,8 @@ def fuzzed(rng: np.random.Generator, legal: tuple[str, ...]) -> str:
 
 def test_ten_thousand_odd_replies():
     """None crashes; what is invalid is marked and leaves everything as it was."""
-    env = webshop.make(**OPTIONS)
-    source = webshop.tasks("train", 0, **OPTIONS)
+    env = WebShop(**OPTIONS).env()
+    source = WebShop(**OPTIONS).tasks("train", 0)
     rng = np.random.default_rng(0)
     observation: Observation | None = None
     invalid = 0
@@ -137,20 +138,21 @@ def test_ten_thousand_odd_replies():
             observation = env.reset(found, 0)
         assert observation is not None
         reply = fuzzed(rng, observation.legal_actions)
-        action = webshop.parse_action(reply, observation.legal_actions, reference=number % 3 == 0) or ""
+        world = PublishedWebShop() if number % 3 == 0 else WebShop()
+        action = world.parse_action(reply, observation.legal_actions) or ""
         step = env.step(action if number % 2 else reply)
         if not step.valid:
             invalid += 1
             assert step.observation == observation and step.reward == 0.0
         observation = step.observation
-        webshop.prompt(observation, [Past(1, observation.text, action)], "compact")
+        WebShop().prompt(observation, [Past(1, observation.text, action)], "compact")
     assert 2_000 < invalid < 9_990
 
 
 def test_the_instruct_prompt_shows_task_page_actions_and_window():
     steps = list(episode(0, stray=0.0))
     observation, past, _, _ = steps[2]
-    [message] = webshop.prompt(observation, past[-2:], "instruct")
+    [message] = WebShop().prompt(observation, past[-2:], "instruct")
     text = message["content"]
     goal = observation.text.split(" [SEP] ")[1]
     for part in (
@@ -164,16 +166,16 @@ def test_the_instruct_prompt_shows_task_page_actions_and_window():
     assert " [SEP] ".join(f"'{p}'" for p in page) in text
     assert all(f"'{action}',\n" in text for action in observation.legal_actions[1:])
     assert "search[<your query>]" not in text
-    first = webshop.prompt(steps[0][0], [], "instruct")[0]["content"]
+    first = WebShop().prompt(steps[0][0], [], "instruct")[0]["content"]
     assert "'search[<your query>]'," in first and "actions so far" not in first
-    more = webshop.follow_up(observation, "instruct")[0]["content"]
+    more = WebShop().follow_up(observation, "instruct")[0]["content"]
     assert goal not in more and "Buy Now" in more and "<action>" in more
 
 
 def test_a_prompt_that_grows_too_long_is_told_without_its_history():
     observation, past, _, _ = list(episode(0, stray=0.0))[2]
-    long = Past(1, past[0].observation + " x" * 7000, past[0].action)
-    [short] = webshop.prompt(observation, [long, past[1]], "instruct")
-    assert short == webshop.prompt(observation, [], "instruct")[0]
-    fits = Past(1, past[0].observation + " x" * 4000, past[0].action)
-    assert "actions so far" in webshop.prompt(observation, [fits, past[1]], "instruct")[0]["content"]
+    long = Past(1, past[0].view + " x" * 7000, past[0].action)
+    [short] = WebShop().prompt(observation, [long, past[1]], "instruct")
+    assert short == WebShop().prompt(observation, [], "instruct")[0]
+    fits = Past(1, past[0].view + " x" * 4000, past[0].action)
+    assert "actions so far" in WebShop().prompt(observation, [fits, past[1]], "instruct")[0]["content"]

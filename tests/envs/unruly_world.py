@@ -3,17 +3,15 @@
 import os
 import sys
 import time
-from typing import Any
+from dataclasses import dataclass
 
-from flowjax.envs.base import Observation, Step
+from flowjax.envs.base import Observation, Step, World
 from flowjax.records import Task, state_key
-
-OUTCOMES = ("success", "process", "jax")
 
 
 class Counter:
-    def __init__(self, *, fail_in_make: bool = False):
-        if fail_in_make:
+    def __init__(self, fail_in_env: bool):
+        if fail_in_env:
             os._exit(3)
 
     def reset(self, task: Task, seed: int) -> Observation:
@@ -37,36 +35,16 @@ class Counter:
         return Observation(str(self.total), ("1", "2"), state_key(self.total))
 
 
-def make(**options) -> Counter:
-    return Counter(**options)
+class Unruly(World):
+    """Counts, hangs, crashes or raises on demand."""
 
+    OUTCOMES = ("success", "process", "jax")
 
-def expert(env: Counter) -> str:
-    return "1"
+    @dataclass(frozen=True)
+    class Options:
+        fail_in_env: bool = False
 
+    def env(self) -> Counter:
+        return Counter(self.options.fail_in_env)
 
-def tasks(split: str, data_seed: int, **options): ...
-
-
-def vocabulary(**options: Any) -> tuple[str, ...]:
-    return ("1", "2")
-
-
-def prompt(observation: Observation, history, style: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": observation.text}]
-
-
-def random_action(observation: Observation, rng) -> str:
-    return "1"
-
-
-def follow_up(observation: Observation, style: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": observation.text}]
-
-
-def reply(action: str, style: str) -> str:
-    return action
-
-
-def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str:
-    return reply
+    def tasks(self, split: str, data_seed: int): ...

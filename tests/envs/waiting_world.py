@@ -3,13 +3,10 @@
 import threading
 import time
 
-from unruly_world import OUTCOMES, Counter
+from unruly_world import Counter, Unruly
 
 from flowjax.envs.base import Step
 
-__all__ = ["OUTCOMES", "STEPS_WAIT", "make"]
-
-STEPS_WAIT = True
 TOGETHER = 30
 _MEETING = threading.Barrier(TOGETHER)
 
@@ -22,5 +19,8 @@ class SlowCounter(Counter):
         return super().step(action)
 
 
-def make(**options) -> SlowCounter:
-    return SlowCounter(**options)
+class Waiting(Unruly):
+    STEPS_WAIT = True
+
+    def env(self) -> SlowCounter:
+        return SlowCounter(fail_in_env=False)

@@ -12,7 +12,7 @@ def get_config(arg="small"):
         raise ValueError(f"no variant {arg!r}")
     config = default_config()
     config.name = "given" if arg == "named" else ""
-    config.env.module = "flowjax.envs.sokoban"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 6, "columns": 6, "boxes": 1})
     config.model.path = "absent-model"
     config.model.nano = ConfigDict({"hidden_size": 64, "layers": 2})
@@ -35,7 +35,7 @@ def config() -> ConfigDict:
     """A config that every check lets pass on a machine that has vLLM."""
     config = default_config()
     config.name = "run"
-    config.env.module = "flowjax.envs.sokoban"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 6, "columns": 6, "boxes": 1})
     config.model.path = "absent-model"
     config.model.nano = ConfigDict({"hidden_size": 64, "layers": 2})

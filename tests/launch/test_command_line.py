@@ -129,7 +129,7 @@ def get_config():
     config = default_config()
     config.credit.name = "rewardflow"
     config.credit.options = ConfigDict({"gamma": 0.8, "step_norm": "none"})
-    config.env.module = "flowjax.envs.sokoban"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 6})
     config.env.sources = ConfigDict({"large": {"options": {"rows": 8}}})
     config.loss.options.aggregation = "constant"
@@ -174,7 +174,7 @@ def test_options_given_with_another_estimator_stay(own, capsys):
 
 
 def test_another_objective_or_world_leaves_its_options_too(own, capsys):
-    config, _ = parse([f"--config={own}", "--config.loss.kind=gspo", "--config.env.module=flowjax.envs.math"])
+    config, _ = parse([f"--config={own}", "--config.loss.kind=gspo", "--config.env.name=flowjax.envs.math:Math"])
     assert config.loss.options.to_dict() == default_config().loss.options.to_dict()
     assert (config.env.options.to_dict(), config.env.sources.to_dict()) == ({}, {})
     objective, world = sorted(capsys.readouterr().err.splitlines(), reverse=True)

@@ -54,9 +54,9 @@ def test_webshop_runs_without_the_package_that_only_its_test_compares_with():
     assert not [package for package in declared_extras()["webshop"] if "Stemmer" in package]
     code = (
         "import sys; sys.modules['Stemmer'] = None\n"
-        "from flowjax.envs import webshop\n"
-        "env = webshop.make(products=40); task = webshop.tasks('train', 0, products=40)[0]\n"
-        "print(webshop.expert(env) if env.reset(task, 0) else '')\n"
+        "from flowjax.envs.webshop import WebShop\n"
+        "env = WebShop(products=40).env(); task = WebShop(products=40).tasks('train', 0)[0]\n"
+        "print(WebShop().expert(env) if env.reset(task, 0) else '')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout.startswith("search["), done.stderr

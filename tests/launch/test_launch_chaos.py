@@ -22,7 +22,7 @@ from flowjax.config import default_config
 def get_config():
     config = default_config()
     config.name = "chaos"
-    config.env.module = "flowjax.envs.sokoban"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({{"rows": 6, "columns": 6, "boxes": 1}})
     config.env.prompt = "compact"
     config.env.max_turns = 6

@@ -16,8 +16,8 @@ from flowjax.broker import Connect, connect
 from flowjax.config import default_config, save_run
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
-from flowjax.envs import sokoban
 from flowjax.envs.pool import EnvPool
+from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Episode
@@ -54,12 +54,12 @@ class RolloutRun:
 
     def __init__(self, folder: Path, **overrides: Any):
         self.folder, self.model = folder / "run", folder / "model"
-        build_tokenizer(sokoban.vocabulary(), self.model)
+        build_tokenizer(Sokoban().vocabulary(), self.model)
         (self.model / "config.json").write_text(json.dumps(MODEL))
         config: Any = default_config()
         config.model.path = str(self.model)
         config.policy.lora.rank, config.policy.lora.targets = 2, ("q_proj",)
-        config.env.module, config.env.options, config.env.prompt = "flowjax.envs.sokoban", WORLD, "compact"
+        config.env.name, config.env.options, config.env.prompt = "flowjax.envs.sokoban:Sokoban", WORLD, "compact"
         config.reward.components.success = 1.0
         config.env.max_turns, config.eval.tasks = 3, 0
         config.rollout.group_size, config.rollout.max_concurrent_episodes = 4, 8
@@ -82,8 +82,8 @@ class RolloutRun:
         return Flow(
             self.config,
             self.folder,
-            train_tasks=sokoban.tasks("train", 0, **WORLD)[:4].repeat(),
-            held_out_tasks=sokoban.tasks("held_out", 0, **WORLD)[:4].repeat(),
+            train_tasks=Sokoban(**WORLD).tasks("train", 0)[:4].repeat(),
+            held_out_tasks=Sokoban(**WORLD).tasks("held_out", 0)[:4].repeat(),
         )
 
     def status(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine
 from rollout_run import MODEL, RolloutRun, Servers, until
 
 from flowjax.config import ConfigDict, ConfigError, default_config, save_run
-from flowjax.envs import sokoban
+from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.models.nano import build_tokenizer
 from flowjax.rollout.__main__ import _engine_urls
@@ -30,7 +30,7 @@ class TwoBases(RolloutRun):
 
     def __init__(self, folder: Path, **overrides: Any):
         self.judge = folder / "judge"
-        build_tokenizer(sokoban.vocabulary()[::-1], self.judge)
+        build_tokenizer(Sokoban().vocabulary()[::-1], self.judge)
         (self.judge / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 16}))
         bases = ConfigDict({"judge": {"model": {"path": str(self.judge)}}})
         super().__init__(folder, bases=bases, workflow="two_agents.play", **overrides)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from rollout_run import RolloutRun, until
 
-from flowjax.envs import sokoban
+from flowjax.envs.sokoban import Sokoban
 from flowjax.models.config import read_config
 from flowjax.models.lora import Lora, adapter_specs
 from flowjax.models.nano import create_nano
@@ -47,7 +47,7 @@ class VllmRun(RolloutRun):
         self.process: subprocess.Popen[bytes] | None = None
 
     def prepare_model(self) -> None:
-        create_nano(sokoban.vocabulary(), self.model, key=jax.random.key(0), hidden_size=32, layers=1)
+        create_nano(Sokoban().vocabulary(), self.model, key=jax.random.key(0), hidden_size=32, layers=1)
 
     def publish(self, step: int) -> None:
         if step == 0:

@@ -403,7 +403,7 @@ def _children_of(pid: int) -> list[str]:
     ("change", "message"),
     [
         ({"workflow": "flowjax.workflows.single.plya"}, "config.workflow is 'flowjax.workflows.single.plya'"),
-        ({"env__module": "flowjax.envs.nowhere"}, "env.module is 'flowjax.envs.nowhere'"),
+        ({"env__name": "flowjax.envs.nowhere"}, "env.name is 'flowjax.envs.nowhere'"),
         ({"model__path": "no/such/folder"}, "no/such/folder"),
     ],
 )

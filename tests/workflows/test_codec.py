@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from flowjax.envs import sokoban
+from flowjax.envs.sokoban import Sokoban
 from flowjax.models.nano import build_tokenizer
 from flowjax.workflows.codec import Codec, CodecError, PromptTooLong
 
-WORDS = (*sokoban.vocabulary(), "system", "user", "assistant", "one", "two", "three", "end")
+WORDS = (*Sokoban().vocabulary(), "system", "user", "assistant", "one", "two", "three", "end")
 # As chat models have it: roles around the contents, earlier turns trimmed of their reasoning.
 CHAT = (
     "{% for m in messages %}<eos> {{ m.role }} {{ m.content.split('one')[-1] if m.role == 'assistant' else m.content }}"

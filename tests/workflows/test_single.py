@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 from flowjax.dataflow.rows import token_rows
-from flowjax.envs import sokoban
-from flowjax.envs.base import EnvDied, Observation, Step, load_world
+from flowjax.envs.base import EnvDied, Observation, Step
 from flowjax.envs.pool import EnvPool
+from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.rooms import key, parse
 from flowjax.envs.sokoban.solver import moves_to_go
 from flowjax.models.nano import build_tokenizer
+from flowjax.published.worlds import PublishedSokoban
 from flowjax.records import Task, Trajectory
 from flowjax.workflows.agent import UNVERSIONED, Agent, Played, served_version
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import OUTCOMES, Options, play
 
-WORLD = load_world("flowjax.envs.sokoban")
+WORLD = Sokoban()
 CORRIDOR = Task("corridor", "sokoban", 0, {"level": "#######\n#P_X_O#\n#######"})
 
 
@@ -38,7 +39,7 @@ class LocalSession:
     """An environment in this process that dies at its n-th step, if told so."""
 
     def __init__(self, dies_at: int = 0, status: str = "timeout"):
-        self.env, self._dies_at, self._status, self._steps = sokoban.make(), dies_at, status, 0
+        self.env, self._dies_at, self._status, self._steps = Sokoban().env(), dies_at, status, 0
 
     async def reset(self, task: Task, seed: int) -> Observation:
         return self.env.reset(task, seed)
@@ -72,9 +73,9 @@ def expert_reply(prompt: str) -> str:
     inside = prompt.split()[-16:]
     rows = ["#" + "".join(inside[start : start + 4]) + "#" for start in range(0, 16, 4)]
     level = "\n".join(["######", *rows, "######"])
-    env = sokoban.make()
+    env = Sokoban().env()
     env.reset(Task("read", "sokoban", 0, {"level": level}), 0)
-    return sokoban.expert(env)
+    return Sokoban().expert(env)
 
 
 def episode(folder: Path, replies: list[str], *, session: LocalSession | None = None, **changes) -> Played:
@@ -91,7 +92,7 @@ def test_the_expert_behind_real_tokens_solves_levels_in_the_pool(folder: Path):
 
     async def one(pool: EnvPool, task: Task) -> None:
         agents = {"agent": scripted_agent(codec, expert_reply)}
-        async with pool.session("flowjax.envs.sokoban", {}) as env:
+        async with pool.session("flowjax.envs.sokoban:Sokoban", {}) as env:
             played = await play(task, seed=0, env=env, agents=agents, options=Options(WORLD, 20, "compact", history=2))
         shortest = moves_to_go(*parse(task.payload["level"]))
         assert (played.outcome["success"], len(played.turns), played.status) == (1.0, shortest, "ok")
@@ -141,7 +142,7 @@ def test_published_parsing_makes_the_move_of_a_reply_without_thoughts_and_counts
         async def generate(prompt_ids: list[int]) -> Scripted:
             return Scripted([number], [-0.5])
 
-        options = Options(WORLD, 2, reference_parsing=reference)
+        options = Options(PublishedSokoban() if reference else WORLD, 2)
         agents = {"agent": Agent(Words(), generate)}  # pyright: ignore[reportArgumentType]
         found = asyncio.run(play(CORRIDOR, seed=0, env=LocalSession(), agents=agents, options=options))
         assert found.outcome["invalid_actions"] == sum(not turn.valid for turn in found.turns)

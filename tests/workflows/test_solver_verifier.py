@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowjax.envs import math as world_module
-from flowjax.envs.base import Observation, Step, load_world
+from flowjax.envs.base import Observation, Step, find_world
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Task
 from flowjax.workflows import solver_verifier
@@ -19,7 +19,7 @@ from flowjax.workflows.single import Options
 from flowjax.workflows.solver_verifier import demonstrations, parse_verdict, play
 
 OPTIONS = {"answer": "whole", "digits": 2, "terms": 2, "operators": "+"}
-WORLD = load_world("flowjax.envs.math")
+WORLD = find_world("flowjax.envs.math:Math")(**OPTIONS)
 SUM = Task("sum", "math", 0, {"question": "12+34=?", "answer": "46", "expression": "12+34"})
 
 
@@ -47,7 +47,7 @@ class Scripted:
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer((*WORLD.vocabulary(**OPTIONS), *solver_verifier.vocabulary()), folder)
+    build_tokenizer((*WORLD.vocabulary(), *solver_verifier.vocabulary()), folder)
     return Codec(folder)
 
 
@@ -144,9 +144,9 @@ def test_compact_verdicts_come_last(reply, verdict):
 
 @pytest.mark.parametrize("style", ["compact", "instruct"])
 def test_clean_demonstrations_are_right(style):
-    tasks = WORLD.tasks("train", 0, **OPTIONS)[:50]
+    tasks = WORLD.tasks("train", 0)[:50]
     walk = demonstrations(
-        WORLD, tasks, options=OPTIONS, path_noise=0.5, label_noise=0.0, max_turns=1, style=style,
+        WORLD, tasks, path_noise=0.5, label_noise=0.0, max_turns=1, style=style,
         rng=np.random.default_rng(0),
     )  # fmt: skip
     verdicts = []
@@ -164,11 +164,11 @@ def test_clean_demonstrations_are_right(style):
 
 
 def test_demonstrations_speak_the_vocabulary(codec):
-    tasks = WORLD.tasks("train", 0, **OPTIONS)[:50]
+    tasks = WORLD.tasks("train", 0)[:50]
     walk = demonstrations(
-        WORLD, tasks, options=OPTIONS, path_noise=0.5, label_noise=0.3, max_turns=1, style="compact",
+        WORLD, tasks, path_noise=0.5, label_noise=0.3, max_turns=1, style="compact",
         rng=np.random.default_rng(0),
     )  # fmt: skip
-    words = {*WORLD.vocabulary(**OPTIONS), *solver_verifier.vocabulary()}
+    words = {*WORLD.vocabulary(), *solver_verifier.vocabulary()}
     for ((messages, reply),) in itertools.islice(walk, 300):
         assert set(messages[0]["content"].split()) | set(reply.split()) <= words

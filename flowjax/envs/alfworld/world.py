@@ -270,13 +270,13 @@ def prompt(observation: Observation, history: Sequence[Past], style: Style) -> l
     """
     view: View = observation.view
     if style == "compact":
-        past = [f"; {compact(turn.observation.seen)} > {turn.action or 'none'}" for turn in history]
+        past = [f"; {compact(turn.view.seen)} > {turn.action or 'none'}" for turn in history]
         words = ["task", compact(view.task), *past, ";", compact(view.seen), ">"]
         return [{"role": "user", "content": " ".join(words)}]
     parts = [RULES, f"{TASK}{view.task}."]
     if history:
         past = [
-            f"[Observation {one.turn}: '{one.observation.seen}', Action {one.turn}: '{one.action or 'none'}']"
+            f"[Observation {one.turn}: '{one.view.seen}', Action {one.turn}: '{one.action or 'none'}']"
             for one in history
         ]
         parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n" + "\n".join(past))

@@ -1,22 +1,5 @@
-"""Search: answer a question with a search engine's help. State: the question and the documents retrieved so far."""
+"""Search: answer a question with a search engine's help."""
 
-from flowjax.envs.search.options import Options
-from flowjax.envs.search.prompts import follow_up, parse_action, prompt, reply, vocabulary
-from flowjax.envs.search.protocol import View
-from flowjax.envs.search.world import OUTCOMES, Search, expert, make, random_action, tasks
+from flowjax.envs.search.world import Search
 
-__all__ = [
-    "OUTCOMES",
-    "Options",
-    "Search",
-    "View",
-    "expert",
-    "follow_up",
-    "make",
-    "parse_action",
-    "prompt",
-    "random_action",
-    "reply",
-    "tasks",
-    "vocabulary",
-]
+__all__ = ["Search"]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from flowjax.envs.search.names import RELATIONS, SYLLABLES, split_name
-from flowjax.envs.search.protocol import View, action_of, read_action
+from flowjax.envs.search.protocol import SearchView, action_of, read_action
 
 ASKED, FOUND, EMPTY, UNREADABLE = "?", "found", "nothing", "none"
 VERBS = ("search", "answer")
@@ -35,11 +35,11 @@ def words(text: str) -> list[str]:
     return told
 
 
-def question(view: View) -> list[str]:
+def question(view: SearchView) -> list[str]:
     return [*words(view.question), ASKED]
 
 
-def result(view: View) -> list[str]:
+def result(view: SearchView) -> list[str]:
     """What the latest search found: after `found` each document's words, or `nothing`."""
     if view.found is None:
         return []

@@ -1,4 +1,4 @@
-"""Options of the search world: keyword arguments of `make` and `tasks`."""
+"""Options of the search world."""
 
 import itertools
 import os
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.options import build_options
 from flowjax.envs.search.client import WIRES, RemoteRetriever, Retriever, Wire, local
 from flowjax.envs.search.corpus import MAX_HOPS, MIN_DOCUMENTS
 from flowjax.envs.search.names import syllables_for
@@ -18,7 +17,7 @@ _served = itertools.count()  # environments of this process that ask servers
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SearchOptions:
     """What can be chosen; a wrong value is a `WorldError` that names it."""
 
     path: str = ""  # folder with corpus.jsonl and the two question files; "" for the generated encyclopedia
@@ -72,8 +71,3 @@ class Options:
         wire: Wire = self.wire or ("queries" if self.protocol == "asearcher" else "query")
         choose = f"{os.getpid()} {next(_served)}"
         return RemoteRetriever(self.servers, wire=wire, timeout_s=self.search_timeout_s, choose=choose)
-
-
-def read_options(options: Mapping[str, Any]) -> Options:
-    """Options of keyword arguments; see `build_options`."""
-    return build_options(Options, options, "Search")

@@ -1,20 +1,17 @@
 """What the agent is told and how its replies are read, for language models (instruct) and nano models (compact)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from flowjax.envs.base import Message, Observation, Past, Style
 from flowjax.envs.search import compact
-from flowjax.envs.search.options import read_options
 from flowjax.envs.search.protocol import (
     ACCESS,
     CLOSING,
     NOTICE,
     OPENING,
     ProtocolName,
-    View,
+    SearchView,
     information,
-    parse_as_published,
     parse_tags,
     protocol_of,
 )
@@ -37,19 +34,13 @@ _ACCESS = "\nTo read a page, write its address inside <access> </access>."
 _UNREADABLE = "(no action could be read)"
 
 
-def vocabulary(**options: Any) -> tuple[str, ...]:
-    """Words of compact prompts and replies; the same for an encyclopedia of any size."""
-    read_options(options)
-    return compact.vocabulary()
-
-
-def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
-    """One user message with the question, the past turns and what each found, and the latest result.
+def prompt(observation: Observation, history: Sequence[Past], style: Style) -> str:
+    """The question, the past turns and what each found, and the latest result.
 
     Compact: the question's words, the past turns', the latest result's.
     """
-    shown: View = observation.view
-    after = [past.observation for past in history[1:]] + [shown] if history else []
+    shown: SearchView = observation.view
+    after = [past.view for past in history[1:]] + [shown] if history else []
     steps = [(past, _news(result)) for past, result in zip(history, after, strict=True)]
     latest = None if any(past.action for past, _ in steps) else shown  # what the steps below do not show
     if style == "compact":
@@ -57,18 +48,18 @@ def prompt(observation: Observation, history: Sequence[Past], style: Style) -> l
         for past, result in steps:
             parts += [[compact.write(past.action)] if past.action else [], _compact_result(result)]
         parts.append([] if steps else _notice(shown))
-        return [{"role": "user", "content": " ".join(word for part in parts for word in part)}]
+        return " ".join(word for part in parts for word in part)
     name = protocol_of(observation.legal_actions)
     parts = [_RULES[name], f"Question: {shown.question}"]
     if latest and latest.found is not None:
-        parts.append("The latest search:\n" + _result(View(shown.question, shown.found), name))
+        parts.append("The latest search:\n" + _result(SearchView(shown.question, shown.found), name))
     if steps:
         parts.append(f"Steps taken so far: {history[-1].turn}. The latest:")
         parts += [_step(past, result, name) for past, result in steps]
     elif shown.unreadable:
         parts.append(NOTICE)
     access = _ACCESS if ACCESS in observation.legal_actions else ""
-    return [{"role": "user", "content": "\n\n".join([*parts, _INSTRUCTION[name].format(access=access)])}]
+    return "\n\n".join([*parts, _INSTRUCTION[name].format(access=access)])
 
 
 def follow_up(observation: Observation, style: Style) -> list[Message]:
@@ -86,34 +77,29 @@ def reply(action: str, style: Style) -> str:
     return f"<{verb}>{argument}</{verb}>"
 
 
-def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
-    """The action inside the reply's only pair of tags, or of a compact reply.
-
-    By default a reply with two actions is unreadable; `reference` takes the one that the published system would.
-    """
-    if "<" not in reply and (action := compact.parse(reply, legal)):
-        return action
-    return parse_as_published(reply, legal) if reference else parse_tags(reply, legal)
+def parse_action(reply: str, legal: tuple[str, ...]) -> str | None:
+    """The action inside the reply's only pair of tags, or of a compact reply; one with two actions is unreadable."""
+    return compact.parse(reply, legal) or parse_tags(reply, legal)
 
 
-def _news(view: View) -> View:
+def _news(view: SearchView) -> SearchView:
     """What an action brought: nothing but a notice where it was none."""
-    return View(view.question, None, True) if view.unreadable else view
+    return SearchView(view.question, None, True) if view.unreadable else view
 
 
-def _notice(view: View) -> list[str]:
+def _notice(view: SearchView) -> list[str]:
     return [compact.UNREADABLE] if view.unreadable else []
 
 
-def _compact_result(view: View) -> list[str]:
+def _compact_result(view: SearchView) -> list[str]:
     return [*compact.result(view), *_notice(view)]
 
 
-def _step(past: Past, after: View, name: ProtocolName) -> str:
+def _step(past: Past, after: SearchView, name: ProtocolName) -> str:
     said = reply(past.action, "instruct") if past.action else _UNREADABLE
     return f"Step {past.turn}: {said}\n{_result(after, name)}".rstrip()
 
 
-def _result(view: View, name: ProtocolName) -> str:
+def _result(view: SearchView, name: ProtocolName) -> str:
     found = [] if view.found is None else [f"{OPENING}\n{information(view.found, name)}\n{CLOSING}"]
     return "\n".join([*found, NOTICE] if view.unreadable else found)

@@ -31,7 +31,7 @@ _ACTION = re.compile(r"(search|answer|access)\[(.*)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SearchView:
     """The question, what the latest action found, as (address, contents) of each document, and whether the last reply
     held no legal action. `found` is None before the first search."""
 

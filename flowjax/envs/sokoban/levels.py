@@ -36,13 +36,14 @@ class Shape:
     """
 
     rows: int = 6
-    columns: int = 6
+    columns: int = 0  # 0: as many as rows
     boxes: int = 1
     search_depth: int = 30
     min_moves: int = 1
     max_moves: int = 0
 
     def __post_init__(self):
+        object.__setattr__(self, "columns", self.columns or self.rows)
         if min(self.rows, self.columns) < 5:
             raise WorldError(f"env.options rows={self.rows}, columns={self.columns}: a room needs at least 5 of each")
         if not 1 <= self.boxes <= (self.rows - 2) * (self.columns - 2) // 4:

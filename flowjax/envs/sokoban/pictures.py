@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban.rooms import SYMBOLS, Position, Room, View, grid
+from flowjax.envs.sokoban.rooms import SYMBOLS, Position, Room, RoomView, grid
 
 MIN_TILE_PIXELS = 4  # below which the seven tiles could look alike
 BRICK, MORTAR, FLOOR, GRAIN, TARGET = (140, 72, 52), (196, 178, 160), (236, 228, 208), (222, 212, 190), (206, 40, 60)
@@ -29,10 +29,10 @@ def tiles(tile_pixels: int = 16) -> UInt8[np.ndarray, "symbols pixels pixels 3"]
 
 def picture(room: Room, position: Position, tile_pixels: int = 16) -> UInt8[np.ndarray, "height width 3"]:
     """The room as an RGB picture of rows * tile_pixels by columns * tile_pixels."""
-    return picture_of(View(tuple(grid(room, position))), tile_pixels)
+    return picture_of(RoomView(tuple(grid(room, position))), tile_pixels)
 
 
-def picture_of(view: View, tile_pixels: int = 16) -> UInt8[np.ndarray, "height width 3"]:
+def picture_of(view: RoomView, tile_pixels: int = 16) -> UInt8[np.ndarray, "height width 3"]:
     """The picture of an observation's view: for agents that see, wherever the environment itself lives."""
     numbers = np.array([[SYMBOLS.index(symbol) for symbol in row] for row in view.rows])
     return pictures(numbers[None], tile_pixels)[0]

@@ -62,7 +62,7 @@ def key(room: Room, position: Position) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class RoomView:
     """All of a room, as rows of `SYMBOLS`."""
 
     rows: tuple[str, ...]

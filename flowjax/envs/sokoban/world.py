@@ -1,31 +1,107 @@
-"""Sokoban's environment, tasks and expert."""
+"""Sokoban's environment, tasks, texts and expert."""
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import UInt8
 
-from flowjax.envs.base import Observation, Split, Step
-from flowjax.envs.options import check_split
+from flowjax.envs.base import History, Message, Observation, Split, Step, Style, World, check_split, user_says
 from flowjax.envs.sokoban.levels import Shape, generate
-from flowjax.envs.sokoban.options import Options, read_options
 from flowjax.envs.sokoban.pictures import picture, tiles
-from flowjax.envs.sokoban.rooms import DIRECTIONS, Position, Room, View, grid, key, move, parse, solved
+from flowjax.envs.sokoban.rooms import DIRECTIONS, SYMBOLS, Position, Room, RoomView, grid, key, move, parse, solved
 from flowjax.envs.sokoban.solver import best_direction
 from flowjax.records import Task
 
 if TYPE_CHECKING:
     import grain
 
-OUTCOMES = ("success", "boxes_on_target")
 STEP_REWARD, BOX_REWARD, FINISH_REWARD = -0.1, 1.0, 10.0
 TASKS = 1 << 31  # length of a task source; slice it
 
+_RULES = """You are playing Sokoban. Push every box onto a target.
 
-class Sokoban:
+Symbols: # wall, _ empty floor, O target, X box, √ box on a target, P you, S you on a target.
+Moving towards a box pushes it one cell, if the cell behind it is free. Boxes can only be pushed, never pulled, and only
+one at a time; walls stop you and the boxes. A box in a corner is stuck for good unless the corner is a target."""
+_INSTRUCTION = """Your actions are: up, down, left, right.
+First reason step by step about the next move inside <think> </think>, then give one action inside
+<action> </action>."""
+
+
+class Sokoban(World):
+    """Push every box onto a target. State: walls, targets, boxes and player."""
+
+    OUTCOMES = ("success", "boxes_on_target")
+    View = RoomView
+
+    @dataclass(frozen=True, slots=True)
+    class Options(Shape):
+        """Those of the levels, and how the room is drawn."""
+
+        tile_pixels: int = 0  # side of a cell in the environment's `picture`; 0: it draws none
+
+    def env(self) -> "SokobanEnv":
+        return SokobanEnv(self.options)
+
+    def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
+        """Levels without end: any index, in any order, in any process. Train and held-out rooms differ by content."""
+        import grain  # imports jax, which processes that only hold environments do without
+
+        check_split(split)
+        return grain.MapDataset.range(TASKS).map(functools.partial(_task, split, data_seed, self.options))
+
+    def instruct(self, observation: Observation, history: History) -> str:
+        parts = [_RULES]
+        if history:
+            past = "\n".join(
+                f"[Observation {p.turn}: '\n{_spaced(p.view)}\n', Action {p.turn}: '{p.action or 'none'}']"
+                for p in history
+            )
+            parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n{past}")
+        return "\n\n".join([*parts, _now(observation.view)])
+
+    def compact(self, observation: Observation, history: History) -> str:
+        """Earlier turns, each closed by its action, and the grid without its outer wall, which is the same in every
+        level; every symbol a word."""
+        past = [f"{_inside(p.view)} {p.action or 'none'}" for p in history]
+        return " ".join([*past, _inside(observation.view)])
+
+    def follow_up(self, observation: Observation, style: Style) -> list[Message]:
+        return user_says(_inside(observation.view) if style == "compact" else _now(observation.view))
+
+    def vocabulary(self) -> tuple[str, ...]:
+        return (*SYMBOLS, *DIRECTIONS, "none")
+
+    def expert(self, env: "SokobanEnv") -> str:
+        """First move of a shortest solution. Where the level can no longer be solved: any that changes something."""
+        return DIRECTIONS[best_direction(env.room, env.position)]
+
+
+def _now(view: RoomView) -> str:
+    return f"The grid now:\n{_spaced(view)}\n\n{_INSTRUCTION}"
+
+
+def _spaced(view: RoomView) -> str:
+    return "\n".join(" " + " \t ".join(row) + " " for row in view.rows)
+
+
+def _inside(view: RoomView) -> str:
+    return " ".join(cell for row in view.rows[1:-1] for cell in row[1:-1])
+
+
+def _task(split: Split, data_seed: int, shape: Shape, index: int) -> Task:
+    """The index-th level of a split, generated when asked for."""
+    room, position = generate(np.random.default_rng([data_seed, index]), shape, split)
+    name = f"{shape.rows}x{shape.columns}x{shape.boxes}-{split}-{data_seed}-{index}"
+    return Task(f"sokoban-{name}", "sokoban", index, {"level": "\n".join(grid(room, position))})
+
+
+class SokobanEnv:
     """One level at a time. A task carries its level in `payload["level"]`, or else its seed generates one."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Any):
         if options.tile_pixels:
             tiles(options.tile_pixels)  # refuses a size that cannot be drawn
         self._options = options
@@ -68,46 +144,10 @@ class Sokoban:
         return Step(self._observe(), reward, finished, True, self._outcome())
 
     def _observe(self) -> Observation:
-        view = View(tuple(grid(self.room, self._position)))
+        view = RoomView(tuple(grid(self.room, self._position)))
         return Observation(view, DIRECTIONS, key(self.room, self._position))
 
     def _outcome(self) -> dict[str, float]:
         room, boxes = self.room, self._position.boxes
         share = (boxes & room.targets).bit_count() / boxes.bit_count()
         return {"success": float(solved(room, self._position)), "boxes_on_target": share}
-
-
-def make(**options: Any) -> Sokoban:
-    """An environment; see `Options`."""
-    return Sokoban(read_options(options))
-
-
-class _LevelSource:
-    """The index-th level of a split, generated when asked for."""
-
-    def __init__(self, split: Split, data_seed: int, shape: Shape):
-        self._split: Split = split
-        self._data_seed, self._shape = data_seed, shape
-
-    def __call__(self, index: int) -> Task:
-        shape = self._shape
-        room, position = generate(np.random.default_rng([self._data_seed, index]), shape, self._split)
-        name = f"{shape.rows}x{shape.columns}x{shape.boxes}-{self._split}-{self._data_seed}-{index}"
-        return Task(f"sokoban-{name}", "sokoban", index, {"level": "\n".join(grid(room, position))})
-
-
-def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
-    """Levels without end: any index, in any order, in any process. Train and held-out rooms differ by content."""
-    import grain  # imports jax, which processes that only hold environments do without
-
-    check_split(split)
-    return grain.MapDataset.range(TASKS).map(_LevelSource(split, data_seed, read_options(options)))
-
-
-def expert(env: Sokoban) -> str:
-    """First move of a shortest solution. Where the level can no longer be solved: any move that changes something."""
-    return DIRECTIONS[best_direction(env.room, env.position)]
-
-
-def random_action(observation: Observation, rng: np.random.Generator) -> str:
-    return observation.legal_actions[rng.integers(len(observation.legal_actions))]

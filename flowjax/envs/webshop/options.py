@@ -1,17 +1,15 @@
-"""Options of WebShop: keyword arguments of `make` and `tasks`."""
+"""Options of WebShop."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.options import build_options
 from flowjax.envs.webshop.catalog import Catalog, load_catalog
 from flowjax.envs.webshop.goals import GoalKind, SplitBy
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class WebShopOptions:
     """The catalog is the first `products` of the files at `path`, or generated from `seed` where that is empty.
 
     `held_out` different goals are held out, a fifth of all at most; `goals` is synthetic or human, `split_by` content
@@ -36,8 +34,3 @@ class Options:
 
     def catalog(self) -> Catalog:
         return load_catalog(self.path or None, self.products, self.seed, self.goals == "human")
-
-
-def read_options(options: Mapping[str, Any]) -> Options:
-    """Options of keyword arguments; see `build_options`."""
-    return build_options(Options, options, "WebShop")

@@ -19,7 +19,6 @@ from flowjax.envs.webshop.pages import (
 )
 
 MAX_CHARACTERS = 13_000  # an instruct prompt that is longer is told without its history
-REFERENCE_TAIL = 20  # characters of a reply without tags that the published system runs
 TITLE_WORDS = 4  # of a product on a compact results page
 PAGES = ("1", "2", "3", "4", "5")  # compact names of results pages; later ones are "more"
 
@@ -66,18 +65,10 @@ def reply(action: str, style: Style) -> str:
     return _spoken(action) if style == "compact" else f"<action>{action}</action>"
 
 
-def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
-    """The action in the last pair of tags, or a whole reply without tags: `click[x]`, or `click x` as compact ones say.
-
-    `reference`: what stands between the first opening and the first closing tag, whatever it is; without both tags, the
-    last 20 characters. Whether that is possible on the page is left to the environment.
-    """
+def parse_action(reply: str, legal: tuple[str, ...]) -> str | None:
+    """The action in the last pair of tags, or a whole reply without tags: `click[x]`, or `click x` as in compact."""
     text = reply.lower()
     start, end = text.find("<action>"), text.find("</action>")
-    if reference:
-        if start < 0 or end < 0:
-            return text[-REFERENCE_TAIL:] or None
-        return text[start + len("<action>") : end].strip() or None
     if end >= 0:
         end = text.rfind("</action>")
         start = text.rfind("<action>", 0, end)
@@ -189,7 +180,7 @@ def _instruct(observation: Observation, history: Sequence[Past]) -> str:
     parts = [ROLE, f"Your task: {instruction}"]
     if history:
         past = [
-            f"[Observation {p.turn}: '{_quoted(_split(p.observation)[1])}', Action {p.turn}: '{p.action or 'none'}']"
+            f"[Observation {p.turn}: '{_quoted(_split(p.view)[1])}', Action {p.turn}: '{p.action or 'none'}']"
             for p in history
         ]
         parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n" + "\n".join(past))

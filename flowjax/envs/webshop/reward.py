@@ -80,7 +80,7 @@ def _ratio() -> Callable[[str, str], float]:
         from rapidfuzz.fuzz import token_set_ratio
     except ImportError as error:
         raise WorldError(
-            'env.module is flowjax.envs.webshop, which needs rapidfuzz: pip install -e ".[webshop]"'
+            'env.name is flowjax.envs.webshop, which needs rapidfuzz: pip install -e ".[webshop]"'
         ) from error
     return token_set_ratio
 

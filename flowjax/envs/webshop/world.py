@@ -1,16 +1,16 @@
 """The shop as a world. State: page, query, results page, product, sub page, chosen options, and the goal."""
 
+import functools
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from flowjax.envs.base import Observation, Split, Step, WorldError
-from flowjax.envs.options import check_split
+from flowjax.envs.base import History, Message, Observation, Split, Step, Style, World, WorldError, check_split
 from flowjax.envs.webshop import prompts
 from flowjax.envs.webshop.experts import best_action
 from flowjax.envs.webshop.goals import split_goals
-from flowjax.envs.webshop.options import Options, read_options
+from flowjax.envs.webshop.options import WebShopOptions
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE, SEPARATOR, Pages, State, done_text
 from flowjax.envs.webshop.reward import Goal, check_requirements, noun_finder, score
 from flowjax.records import Task, state_key
@@ -18,15 +18,72 @@ from flowjax.records import Task, state_key
 if TYPE_CHECKING:
     import grain
 
-OUTCOMES = ("success", "score")
 SUCCESS_REWARD = 10.0
 MAX_RANDOM_WORDS = 3
 
 
-class WebShop:
+class WebShop(World):
+    """Buy the product that an instruction describes (Yao et al. 2022, arXiv 2207.01206)."""
+
+    OUTCOMES = ("success", "score")
+    Options = WebShopOptions
+
+    def env(self) -> "WebShopEnv":
+        return WebShopEnv(self.options)
+
+    def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
+        """The goals of a split, in the order of their shuffle. As many as the catalog has; see `len`."""
+        import grain  # imports jax, which processes that only hold environments do without
+
+        check_split(split)
+        own: WebShopOptions = self.options
+        both = split_goals(own.path or None, own.products, own.seed, own.goals, data_seed, own.held_out, own.split_by)
+        if not both[split]:
+            raise WorldError(f"env.options products={own.products} leaves no {split} goals: raise it")
+        name = f"{own.goals}-{split}-{data_seed}"
+        return grain.MapDataset.range(len(both[split])).map(functools.partial(_task, both[split], name))
+
+    def prompt(self, observation: Observation, history: History, style: Style) -> list[Message]:
+        return prompts.prompt(observation, history, style)
+
+    def follow_up(self, observation: Observation, style: Style) -> list[Message]:
+        return prompts.follow_up(observation, style)
+
+    def reply(self, action: str, style: Style) -> str:
+        return prompts.reply(action, style)
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        return prompts.parse_action(reply, legal)
+
+    def vocabulary(self) -> tuple[str, ...]:
+        return prompts.vocabulary(self.options.catalog())
+
+    def expert(self, env: "WebShopEnv") -> str:
+        """From the goal's own product, its page in the results, and the chosen options."""
+        return best_action(env.catalog, env.goal, env.state)
+
+    def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
+        """Any legal action; a search is for one to three words of the instruction."""
+        if not observation.legal_actions:
+            return ""
+        action = observation.legal_actions[rng.integers(len(observation.legal_actions))]
+        if action != SEARCH_TEMPLATE:
+            return action
+        instruction = observation.text.partition("Instruction:" + SEPARATOR)[2].split(SEPARATOR)[0]
+        known = prompts.words(instruction.split(", and price lower than ")[0]) or ["gift"]
+        count = min(len(known), int(rng.integers(1, MAX_RANDOM_WORDS + 1)))
+        return f"search[{' '.join(cast(str, word) for word in rng.choice(known, count, replace=False))}]"
+
+
+def _task(goals: tuple[Goal, ...], name: str, index: int) -> Task:
+    """The index-th goal of a split."""
+    return Task(f"webshop-{name}-{index}", "webshop", index, {"goal": asdict(goals[index])})
+
+
+class WebShopEnv:
     """One purchase at a time. `nouns_by` names what finds the nouns of titles (see docs/worlds/webshop.md)."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: WebShopOptions):
         check_requirements()
         self.catalog = options.catalog()
         self.nouns_by = noun_finder()[0]
@@ -89,54 +146,3 @@ class WebShop:
 
     def _outcome(self) -> dict[str, float]:
         return {"success": float(self._score == 1.0), "score": self._score}
-
-
-def make(**options: Any) -> WebShop:
-    """An environment; see `Options`."""
-    return WebShop(read_options(options))
-
-
-class _TaskOf:
-    """The index-th goal of a split as a task."""
-
-    def __init__(self, goals: tuple[Goal, ...], name: str):
-        self._goals, self._name = goals, name
-
-    def __call__(self, index: int) -> Task:
-        goal = self._goals[index]
-        return Task(f"webshop-{self._name}-{index}", "webshop", index, {"goal": asdict(goal)})
-
-
-def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
-    """The goals of a split, in the order of their shuffle. As many as the catalog has; see `len`."""
-    import grain  # imports jax, which processes that only hold environments do without
-
-    check_split(split)
-    read = read_options(options)
-    both = split_goals(read.path or None, read.products, read.seed, read.goals, data_seed, read.held_out, read.split_by)
-    if not both[split]:
-        raise WorldError(f"env.options products={read.products} leaves no {split} goals: raise it")
-    name = f"{read.goals}-{split}-{data_seed}"
-    return grain.MapDataset.range(len(both[split])).map(_TaskOf(both[split], name))
-
-
-def expert(env: WebShop) -> str:
-    """From the goal's own product, its page in the results, and the chosen options."""
-    return best_action(env.catalog, env.goal, env.state)
-
-
-def random_action(observation: Observation, rng: np.random.Generator) -> str:
-    """Any legal action; a search is for one to three words of the instruction."""
-    if not observation.legal_actions:
-        return ""
-    action = observation.legal_actions[rng.integers(len(observation.legal_actions))]
-    if action != SEARCH_TEMPLATE:
-        return action
-    instruction = observation.text.partition("Instruction:" + SEPARATOR)[2].split(SEPARATOR)[0]
-    known = prompts.words(instruction.split(", and price lower than ")[0]) or ["gift"]
-    count = min(len(known), int(rng.integers(1, MAX_RANDOM_WORDS + 1)))
-    return f"search[{' '.join(cast(str, word) for word in rng.choice(known, count, replace=False))}]"
-
-
-def vocabulary(**options: Any) -> tuple[str, ...]:
-    return prompts.vocabulary(read_options(options).catalog())

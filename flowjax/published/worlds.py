@@ -1,0 +1,72 @@
+"""Worlds that read replies as the published systems do, faults included.
+
+`config.env.name`: "flowjax.published.worlds:PublishedSokoban" and so on. All else is as in the worlds themselves.
+"""
+
+from flowjax.envs import alfworld, code
+from flowjax.envs.alfworld import Alfworld
+from flowjax.envs.code import Code
+from flowjax.envs.search import Search, compact
+from flowjax.envs.search.protocol import parse_as_published
+from flowjax.envs.sokoban import Sokoban
+from flowjax.envs.sokoban.rooms import DIRECTIONS
+from flowjax.envs.webshop import WebShop
+
+_TAIL_CHARACTERS = 20  # of a reply without tags that the published WebShop runs
+
+
+class PublishedSokoban(Sokoban):
+    """Sokoban in RewardFlow: runs the first of up, down, left, right, still that occurs anywhere between the first
+    `<action>` and the first `</action>`, be it inside another word."""
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        inside = _first_tagged(reply)
+        found = next((name for name in (*DIRECTIONS, "still") if name in inside), None) if inside is not None else None
+        return found if found in legal else None
+
+    def well_formed(self, reply: str) -> bool:
+        """Only beside a `<think>` pair, which RewardFlow looks for as written."""
+        return "<think>" in reply and "</think>" in reply
+
+
+class PublishedAlfworld(Alfworld):
+    """ALFWorld in RewardFlow: sends its engine what stands between the first tags, legal or not, or the last 30
+    characters of a reply without tags.
+
+    That system then calls invalid what lacks <think> tags or has Chinese characters, and nothing else; here it is the
+    environment that says what is valid: what is legal.
+    """
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        return alfworld.parse_action(reply, legal, reference=True)
+
+
+class PublishedWebShop(WebShop):
+    """WebShop in RewardFlow: runs what stands between the first tags, whatever it is; without both, the last 20
+    characters. The environment says whether that is possible on the page."""
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        inside = _first_tagged(reply)
+        return (reply.lower()[-_TAIL_CHARACTERS:] if inside is None else inside.strip()) or None
+
+
+class PublishedSearch(Search):
+    """Search in RewardFlow and ASearcher, by `Options.protocol`: runs one action of a reply with several."""
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        return compact.parse(reply, legal) or parse_as_published(reply, legal)
+
+
+class PublishedCode(Code):
+    """Code in AstraFlow: a block of under 20 characters is none, and any reply that has the look of Python is a
+    program."""
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        return code.parse_action(reply, legal, reference=True)
+
+
+def _first_tagged(reply: str) -> str | None:
+    """The text between the first `<action>` and the first `</action>`, lower case; None where either is missing."""
+    text = reply.lower()
+    start, end = text.find("<action>"), text.find("</action>")
+    return None if min(start, end) < 0 else text[start + len("<action>") : end]
