@@ -179,7 +179,7 @@ def test_another_objective_or_world_leaves_its_options_too(own, capsys):
     assert (config.env.options.to_dict(), config.env.sources.to_dict()) == ({}, {})
     objective, world = sorted(capsys.readouterr().err.splitlines(), reverse=True)
     assert "the options of 'ppo' are left out (" in objective and "aggregation='constant'" in objective
-    assert "the options of 'flowjax.envs.sokoban' are left out (rows=6, sources=" in world
+    assert "the options of 'flowjax.envs.sokoban:Sokoban' are left out (rows=6, sources=" in world
 
 
 @pytest.mark.parametrize(
