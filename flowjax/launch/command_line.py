@@ -191,7 +191,7 @@ def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
                 continue
             now = own.get(name, before)
             new = given.get(f"{place}{owner}", now if name in own else given.get(owner, now))
-            if new == now or "options" not in own:
+            if new == now or "options" not in own or (section == "env" and _same_options(now, new)):
                 continue
             left_out = own.options.to_dict()
             own.options = default_options(options) if holder is config else ConfigDict()
@@ -200,6 +200,16 @@ def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
             if left_out != own.options.to_dict():
                 listed = ", ".join(f"{option}={value!r}" for option, value in left_out.items())
                 yield f"config.{place}{owner} is {new!r}: the options of {now!r} are left out ({listed})"
+
+
+def _same_options(world: str, other: str) -> bool:
+    """Whether two worlds have the same options, as a world and its published form do."""
+    from flowjax.envs.base import WorldError, find_world  # which imports numpy: most launches do without
+
+    try:
+        return find_world(world).Options is find_world(other).Options
+    except WorldError:  # named by the checks that follow
+        return False
 
 
 def _set_entry(config: ConfigDict, path: str, text: str) -> None:

@@ -182,6 +182,13 @@ def test_another_objective_or_world_leaves_its_options_too(own, capsys):
     assert "the options of 'flowjax.envs.sokoban:Sokoban' are left out (rows=6, sources=" in world
 
 
+def test_the_published_form_of_a_world_keeps_its_options(own, capsys):
+    published = "flowjax.published.worlds:PublishedSokoban"
+    config, _ = parse([f"--config={own}", f"--config.env.name={published}"])
+    assert (config.env.name, config.env.options.rows) == (published, 6)
+    assert "sokoban" not in capsys.readouterr().err.lower()
+
+
 @pytest.mark.parametrize(
     ("override", "field", "value"),
     [
