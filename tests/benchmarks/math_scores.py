@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs import math
+from flowjax.envs.math import Math
+from flowjax.envs.math.world import MathEnv
 from flowjax.records import Task
 
 PROBLEMS, TURNS = 500, 4
@@ -15,12 +16,15 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def success(env: math.MathEnv, task: Task, rng: np.random.Generator | None) -> float:
+WORLD = Math()
+
+
+def success(env: MathEnv, task: Task, rng: np.random.Generator | None) -> float:
     """Of the expert, or of random actions where there is a generator."""
     observation = env.reset(task, 0)
     outcome = {}
     for _ in range(TURNS):
-        step = env.step(math.expert(env) if rng is None else math.random_action(observation, rng))
+        step = env.step(WORLD.expert(env) if rng is None else WORLD.random_action(observation, rng))
         observation, outcome = step.observation, step.outcome
         if step.terminal:
             break
@@ -30,8 +34,8 @@ def success(env: math.MathEnv, task: Task, rng: np.random.Generator | None) -> f
 def main() -> None:
     print("| options | problems | expert | random |\n|---|---|---|---|")
     for options in CASES:
-        source = math.tasks("held_out", 0, **options)
-        env = math.make(**options)
+        source = Math(**options).tasks("held_out", 0)
+        env = Math(**options).env()
         rng = np.random.default_rng(0)
         tasks = [task for task in (source[index] for index in range(PROBLEMS)) if task is not None]
         expert = np.mean([success(env, task, None) for task in tasks])

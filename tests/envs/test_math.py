@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from two_processes import printed_in_two_processes
 
-from flowjax.envs import math
 from flowjax.envs.base import Observation, Past, Split, Step, WorldError, find_world
 from flowjax.envs.demonstrations import demonstrations
+from flowjax.envs.math import Math
 from flowjax.envs.math.problems import split_of
-from flowjax.envs.math.world import ANSWER, CALCULATE, Rule, View
+from flowjax.envs.math.world import ANSWER, CALCULATE, MathEnv, MathView, Rule
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
 
@@ -23,11 +23,12 @@ KINDS = [
     {"answer": "last_number", "operators": "+-*/", "terms": 4},
     {"calculator": 2, "operators": "+-*/", "terms": 3},
 ]
+WORLD = Math()
 SUM = Task("sum", "math", 0, {"question": "12+34=?", "answer": "46", "expression": "12+34"})
 
 
-def begin(task: Task = SUM, **options) -> tuple[math.MathEnv, Observation]:
-    env = math.make(**options)
+def begin(task: Task = SUM, **options) -> tuple[MathEnv, Observation]:
+    env = Math(**options).env()
     return env, env.reset(task, 0)
 
 
@@ -40,15 +41,15 @@ def take(source, index: int) -> Task:
 @pytest.mark.parametrize("options", KINDS)
 def test_the_expert_is_right_in_every_episode(options: dict):
     for split in ("train", "held_out"):
-        source = math.tasks(split, 0, **options)
-        env = math.make(**options)
+        source = Math(**options).tasks(split, 0)
+        env = Math(**options).env()
         for index in range(100):
             observation = env.reset(take(source, index), 0)
             steps: list[Step] = []
             for _ in range(2 if "calculator" in options else 1):
-                action = math.expert(env)
+                action = WORLD.expert(env)
                 for style in ("instruct", "compact"):
-                    assert math.parse_action(math.reply(action, style), observation.legal_actions) == action
+                    assert WORLD.parse_action(WORLD.reply(action, style), observation.legal_actions) == action
                 steps.append(env.step(action))
                 observation = steps[-1].observation
             assert steps[-1].terminal and steps[-1].reward == steps[-1].outcome["success"] == 1.0
@@ -57,19 +58,19 @@ def test_the_expert_is_right_in_every_episode(options: dict):
 @pytest.mark.parametrize("options", KINDS)
 def test_a_random_policy_acts_legally_and_is_hardly_ever_right(options: dict):
     rng = np.random.default_rng(0)
-    source = math.tasks("held_out", 0, **options)
-    env = math.make(**options)
+    source = Math(**options).tasks("held_out", 0)
+    env = Math(**options).env()
     right = 0.0
     for index in range(200):
         observation = env.reset(take(source, index), 0)
         steps: list[Step] = []
         while not (steps and steps[-1].terminal):
-            action = math.random_action(observation, rng)
-            assert math.parse_action(action, observation.legal_actions) == action
+            action = WORLD.random_action(observation, rng)
+            assert WORLD.parse_action(action, observation.legal_actions) == action
             steps.append(env.step(action))
             assert steps[-1].valid
             observation = steps[-1].observation
-        assert len(steps) <= 3 and set(steps[-1].outcome) == set(math.OUTCOMES)
+        assert len(steps) <= 3 and set(steps[-1].outcome) == set(Math.OUTCOMES)
         right += steps[-1].outcome["success"]
     assert right < 40
 
@@ -85,14 +86,14 @@ def test_where_the_answer_of_a_single_turn_stands():
     for rule in get_args(Rule):
         for text, right in replies.items():
             env, observation = begin(answer=rule)
-            step = env.step(math.parse_action(text, observation.legal_actions) or "")
+            step = env.step(WORLD.parse_action(text, observation.legal_actions) or "")
             assert (step.outcome["success"] == 1.0) == (rule in right), (rule, text)
 
 
 def test_a_reply_without_an_answer_is_invalid_and_changes_nothing():
     env, before = begin()
     for text in ("", "46", r"\boxed{}", r"\boxed{46"):
-        assert math.parse_action(text, before.legal_actions) in (None, r"\boxed{}")
+        assert WORLD.parse_action(text, before.legal_actions) in (None, r"\boxed{}")
         step = env.step(text)
         assert (step.valid, step.terminal, step.reward, step.observation) == (False, False, 0.0, before)
     assert env.step(r"\boxed{47}").outcome == {"success": 0.0, "answered": 1.0, "calculations": 0.0}
@@ -106,11 +107,11 @@ def test_the_calculator_helps_and_runs_out():
     bad = env.step("calculate[12+]")
     assert (bad.valid, bad.observation) == (False, first)
     step = env.step("calculate[12 + 34]")
-    assert step.valid and step.observation.view == View("12+34=?", ("12+34=46",))
-    assert math.follow_up(step.observation, "compact")[0]["content"] == "1 2 + 3 4 = 4 6"
+    assert step.valid and step.observation.view == MathView("12+34=?", ("12+34=46",))
+    assert WORLD.follow_up(step.observation, "compact")[0]["content"] == "1 2 + 3 4 = 4 6"
     step = env.step("calculate[46^2]")
     assert step.observation.legal_actions == (ANSWER,)
-    assert math.parse_action("calculate[1+1]", step.observation.legal_actions) is None
+    assert WORLD.parse_action("calculate[1+1]", step.observation.legal_actions) is None
     assert not env.step("calculate[1+1]").valid
     end = env.step("answer[46]")
     assert end.terminal and end.outcome == {"success": 1.0, "answered": 1.0, "calculations": 2.0}
@@ -152,7 +153,7 @@ def test_keys_name_the_true_state():
     ],
 )
 def test_what_a_reply_with_a_calculator_does(text: str, action: str | None):
-    assert math.parse_action(text, (CALCULATE, ANSWER)) == action
+    assert WORLD.parse_action(text, (CALCULATE, ANSWER)) == action
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_ten_thousand_replies_without_sense(options: dict, replies: int):
         text = "".join(words[i] for i in rng.integers(len(words), size=count))
         if not number % 5:
             text = f"answer[{text}]" if "calculator" in options else rf"\boxed{{{text}}}"
-        action = math.parse_action(text, observation.legal_actions)
+        action = WORLD.parse_action(text, observation.legal_actions)
         assert action is None or action.strip()
         for attempt in (text, action or ""):
             step = env.step(attempt)
@@ -196,49 +197,49 @@ def test_ten_thousand_replies_without_sense(options: dict, replies: int):
 
 @pytest.mark.parametrize("options", KINDS)
 def test_compact_prompts_and_replies_use_only_the_vocabulary(options: dict):
-    words = set(math.vocabulary(**options))
+    words = set(Math(**options).vocabulary())
     assert all(word.split() == [word] for word in words)
     rng = np.random.default_rng(0)
-    source = math.tasks("train", 0, **options)
-    env = math.make(**options)
+    source = Math(**options).tasks("train", 0)
+    env = Math(**options).env()
     for index in range(50):
         observation = env.reset(take(source, index), 0)
-        for say in (math.expert(env), *[math.random_action(observation, rng) for _ in range(3)]):
-            assert set(math.reply(say, "compact").split()) <= words
+        for say in (WORLD.expert(env), *[WORLD.random_action(observation, rng) for _ in range(3)]):
+            assert set(WORLD.reply(say, "compact").split()) <= words
             past = [Past(1, observation.view, say)]
-            for messages in (math.prompt(observation, past, "compact"), math.follow_up(observation, "compact")):
+            for messages in (WORLD.prompt(observation, past, "compact"), WORLD.follow_up(observation, "compact")):
                 assert set(messages[0]["content"].split()) <= words
             observation = env.step(say).observation
 
 
 def test_instruct_prompts_say_what_is_wanted():
     env, observation = begin()
-    [message] = math.prompt(observation, [], "instruct")
+    [message] = WORLD.prompt(observation, [], "instruct")
     assert "12+34=?" in message["content"] and r"\boxed{}" in message["content"]
-    [message] = math.prompt(observation, [Past(1, observation.view, "")], "instruct")
+    [message] = WORLD.prompt(observation, [Past(1, observation.view, "")], "instruct")
     assert "held no answer" in message["content"]
     env, observation = begin(calculator=2)
     observation = env.step("calculate[12+34]").observation
-    for messages in (math.prompt(observation, [], "instruct"), math.follow_up(observation, "instruct")):
+    for messages in (WORLD.prompt(observation, [], "instruct"), WORLD.follow_up(observation, "instruct")):
         assert "12+34=46" in messages[0]["content"] and "<action>" in messages[0]["content"]
 
 
 def test_questions_of_several_lines_stay_whole():
     task = Task("t", "math", 0, {"question": "First.\nSecond?", "answer": "1"})
     env, observation = begin(task, calculator=1)
-    assert "First.\nSecond?\n\n" in math.prompt(observation, [], "instruct")[0]["content"]
-    assert math.follow_up(observation, "instruct")[0]["content"].startswith("First.\nSecond?\n\n")
+    assert "First.\nSecond?\n\n" in WORLD.prompt(observation, [], "instruct")[0]["content"]
+    assert WORLD.follow_up(observation, "instruct")[0]["content"].startswith("First.\nSecond?\n\n")
     observation = env.step("calculate[1+1]").observation
-    [message] = math.prompt(observation, [], "instruct")
+    [message] = WORLD.prompt(observation, [], "instruct")
     assert "First.\nSecond?\n\nCalculated so far:\n1+1=2\n\n" in message["content"]
-    assert math.follow_up(observation, "instruct")[0]["content"].startswith("1+1=2\n\n")
+    assert WORLD.follow_up(observation, "instruct")[0]["content"].startswith("1+1=2\n\n")
 
 
 def test_splits_share_no_problem_over_ten_data_seeds():
     seen: dict[Split, set[str]] = {"train": set(), "held_out": set()}
     for split, questions in seen.items():
         for data_seed in range(10):
-            source = math.tasks(split, data_seed, digits=2)
+            source = Math(digits=2).tasks(split, data_seed)
             questions.update(take(source, index).payload["question"] for index in range(200))
         assert len(questions) > 300
         assert all(split_of(question) == split for question in questions)
@@ -247,21 +248,21 @@ def test_splits_share_no_problem_over_ten_data_seeds():
 
 def test_tasks_are_the_same_in_every_process_and_order():
     program = (
-        "from flowjax.envs import math\n"
-        "source = math.tasks('held_out', 7, operators='+-*/', terms=3)\n"
-        "env = math.make(calculator=1)\n"
+        "from flowjax.envs.math import Math\n"
+        "source = Math(operators='+-*/', terms=3).tasks('held_out', 7)\n"
+        "env = Math(calculator=1).env()\n"
         "print([dict(source[i].payload) for i in (40, 3, 17)], [env.reset(source[i], 0).state_key for i in (3, 40)])\n"
     )
     printed_in_two_processes(program)
-    source = math.tasks("train", 0)
+    source = Math().tasks("train", 0)
     forwards = [take(source, index) for index in range(20)]
     assert [take(source, index) for index in reversed(range(20))] == forwards[::-1]
-    assert take(math.tasks("train", 1), 0) != forwards[0]
+    assert take(Math().tasks("train", 1), 0) != forwards[0]
 
 
 def test_generated_answers_are_what_python_says():
     for options in ({"operators": "+-*/", "terms": 5, "digits": 3}, {"digits": 1}, {"operators": "/"}):
-        source = math.tasks("train", 0, **options)
+        source = Math(**options).tasks("train", 0)
         for index in range(100):
             payload = take(source, index).payload
             assert eval(payload["expression"]) == int(payload["answer"])
@@ -306,7 +307,7 @@ def test_generated_problems_need_no_math_verify(monkeypatch: pytest.MonkeyPatch)
 def test_demonstrations_in_one_conversation():
     options = {"calculator": 1}
     world = find_world("flowjax.envs.math:Math")(**options)
-    source = math.tasks("train", 0, **options)[:5]
+    source = Math(**options).tasks("train", 0)[:5]
     told = demonstrations(
         world,
         source,
@@ -324,14 +325,14 @@ def test_demonstrations_in_one_conversation():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"digits": 0}, "digits=0"),
-        ({"terms": 1}, "terms=1"),
-        ({"operators": "+x"}, "operators='\\+x'"),
+        ({"digits": 0}, "digits is 0: it must be at least 1 and at most 12"),
+        ({"terms": 1}, "terms is 1: it must be at least 2"),
+        ({"operators": "+x"}, "operators is '\\+x'"),
         ({"answer": "first"}, "answer is 'first': use one of boxed"),
-        ({"calculator": -1}, "calculator=-1"),
+        ({"calculator": -1}, "calculator is -1"),
         ({"level": 3}, "level"),
     ],
 )
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
-        math.make(**options)
+        Math(**options).env()

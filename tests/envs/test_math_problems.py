@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from data.math.build import FORMATS, build
-from flowjax.envs import math
 from flowjax.envs.base import Split, WorldError
-from flowjax.envs.math.problems import Problem, load, problem_of, read, split_of
+from flowjax.envs.math import Math
+from flowjax.envs.math.problems import MathProblem, load, problem_of, read, split_of
 from flowjax.grading.math import equal
 from flowjax.records import Task
 
@@ -60,7 +60,7 @@ def write(path: Path, rows: list[dict]) -> Path:
     ids=["gsm8k", "math", "math500", "deepscaler", "aime", "aime-capitals", "dapo"],
 )
 def test_each_format_is_known_by_its_fields(row: dict, question: str, answer: str):
-    assert problem_of(row) == Problem(question, answer)
+    assert problem_of(row) == MathProblem(question, answer)
 
 
 @pytest.mark.parametrize(
@@ -87,19 +87,19 @@ def test_built_sets_are_read_back_and_play(form: str, tmp_path: Path):
     once, again = (build(tmp_path / name, 3, form, train=30, test=12) for name in ("once", "again"))
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
     options = {"path": str(tmp_path / "once")}
-    env = math.make(**options)
+    env = Math(**options).env()
     counts: dict[Split, int] = {"train": 30, "held_out": 12}
     for split, count in counts.items():
-        source = math.tasks(split, 0, **options)
+        source = Math(**options).tasks(split, 0)
         assert len(source) == count
         for index in range(count):
             task = source[index]
             assert task is not None
             env.reset(task, 0)
-            assert env.step(math.expert(env)).outcome["success"] == 1.0
+            assert env.step(Math().expert(env)).outcome["success"] == 1.0
     train, test = ({p.question for p in load(options["path"], split)} for split in ("train", "held_out"))
     assert not train & test
-    first = [task_at(math.tasks("train", seed, **options), 0).payload["question"] for seed in range(10)]
+    first = [task_at(Math(**options).tasks("train", seed), 0).payload["question"] for seed in range(10)]
     assert len(set(first)) > 3
 
 
@@ -117,7 +117,7 @@ def test_one_file_is_split_by_content_over_ten_orders(tmp_path: Path):
     for data_seed in range(10):
         halves = [
             {
-                " ".join(task_at(math.tasks(split, data_seed, path=str(path)), i).payload["question"].lower().split())
+                " ".join(task_at(Math(path=str(path)).tasks(split, data_seed), i).payload["question"].lower().split())
                 for i in range(30)
             }
             for path in files
@@ -135,10 +135,10 @@ def test_training_problems_that_are_tested_are_left_out(tmp_path: Path):
 
 def test_compact_prompts_spell_what_files_say(tmp_path: Path):
     path = str(write(tmp_path / "a.jsonl", [{"question": "Is 3 < 4?", "answer": "yes"}] * 3))
-    words = set(math.vocabulary(path=path))
-    task = task_at(math.tasks(split_of("Is 3 < 4?"), 0, path=path), 0)
-    observation = math.make(path=path, answer="whole").reset(task, 0)
-    [message] = math.prompt(observation, [], "compact")
+    words = set(Math(path=path).vocabulary())
+    task = task_at(Math(path=path).tasks(split_of("Is 3 < 4?"), 0), 0)
+    observation = Math(path=path, answer="whole").env().reset(task, 0)
+    [message] = Math().prompt(observation, [], "compact")
     assert message["content"] == "I s _ 3 _ < _ 4 ?" and set(message["content"].split()) <= words
 
 
@@ -160,7 +160,7 @@ def test_what_is_wrong_with_a_path_is_said(name: str, tmp_path: Path):
         "one": r"no test.jsonl.*it has train.jsonl",
     }
     with pytest.raises(WorldError, match=said[name]):
-        math.tasks("train", 0, path=str(tmp_path / name))
+        Math(path=str(tmp_path / name)).tasks("train", 0)
 
 
 def test_gold_answers_equal_themselves():

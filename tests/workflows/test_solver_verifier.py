@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowjax.envs import math as world_module
 from flowjax.envs.base import Observation, Step, find_world
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Task
@@ -25,7 +24,7 @@ SUM = Task("sum", "math", 0, {"question": "12+34=?", "answer": "46", "expression
 
 class LocalSession:
     def __init__(self):
-        self._env = world_module.make(**OPTIONS)
+        self._env = WORLD.env()
 
     async def reset(self, task: Task, seed: int) -> Observation:
         return self._env.reset(task, seed)

@@ -16,11 +16,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from flowjax.envs.base import NotReady, Split, WorldError
+from flowjax.fields import Interval
 from flowjax.grading.math import last_boxed
 from flowjax.records import state_key
 
@@ -34,7 +35,7 @@ DAPO_AFTER = "Remember to put your answer on its own line after"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class MathProblem:
     """`expression` is what the expert types into the calculator, "" where it knows none."""
 
     question: str
@@ -59,20 +60,16 @@ class Arithmetic:
     Divisions come out even. With * or / a problem is read with the usual precedence.
     """
 
-    digits: int = 2
-    terms: int = 2
+    digits: Annotated[int, Interval(at_least=1, at_most=12)] = 2
+    terms: Annotated[int, Interval(at_least=2, at_most=8)] = 2
     operators: str = "+"
 
     def __post_init__(self):
-        if not 1 <= self.digits <= 12:
-            raise WorldError(f"env.options digits={self.digits}: give 1 to 12")
-        if not 2 <= self.terms <= 8:
-            raise WorldError(f"env.options terms={self.terms}: give 2 to 8")
         if not self.operators or set(self.operators) - set(OPERATORS):
-            raise WorldError(f"env.options operators={self.operators!r}: give some of {OPERATORS}")
+            raise WorldError(f"env.options.operators is {self.operators!r}: give some of {OPERATORS}")
 
 
-def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> Problem:
+def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> MathProblem:
     """A problem of one split.
 
     Raises:
@@ -85,7 +82,7 @@ def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> Pro
         expression = "".join(f"{sign}{number}" for sign, number in zip(["", *signs], numbers, strict=True))
         value = _evaluate(numbers, signs)
         if value is not None and split_of(question := f"{expression}=?") == split:
-            return Problem(question, str(value), expression)
+            return MathProblem(question, str(value), expression)
     raise WorldError(f"no problem in {MAX_ATTEMPTS} attempts with {options}: raise digits or terms")
 
 
@@ -105,7 +102,7 @@ def _evaluate(numbers: list[int], signs: list[str]) -> int | None:
 
 
 @functools.lru_cache(maxsize=4)
-def load(path: str, split: Split) -> tuple[Problem, ...]:
+def load(path: str, split: Split) -> tuple[MathProblem, ...]:
     """Problems of one split: of a file by content, of a folder those of its train or test file.
 
     In a folder, training problems that are also in the test file are left out.
@@ -128,7 +125,7 @@ def load(path: str, split: Split) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def _read_named(folder: Path, name: str) -> list[Problem]:
+def _read_named(folder: Path, name: str) -> list[MathProblem]:
     for suffix in SUFFIXES:
         if (folder / f"{name}{suffix}").is_file():
             return read(folder / f"{name}{suffix}")
@@ -139,7 +136,7 @@ def _read_named(folder: Path, name: str) -> list[Problem]:
     )
 
 
-def read(path: Path) -> list[Problem]:
+def read(path: Path) -> list[MathProblem]:
     """All problems of a file.
 
     Raises:
@@ -183,7 +180,7 @@ def _rows(path: Path) -> Iterable[Any]:
         raise WorldError(f"{path} cannot be read ({error}): download it again") from error
 
 
-def problem_of(row: Mapping[str, Any]) -> Problem | None:
+def problem_of(row: Mapping[str, Any]) -> MathProblem | None:
     """The problem of a row in one of the known formats; None where the fields are others, or the answer is missing."""
     fields = {str(name).lower(): value for name, value in row.items()}
     if isinstance(fields.get("reward_model"), Mapping) and "prompt" in fields:
@@ -198,7 +195,7 @@ def problem_of(row: Mapping[str, Any]) -> Problem | None:
     if not isinstance(question, str) or isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return None
     question, answer = question.strip(), str(answer).strip()
-    return Problem(question, answer) if question and answer else None
+    return MathProblem(question, answer) if question and answer else None
 
 
 def _dapo_question(prompt: Any) -> str | None:

@@ -9,16 +9,27 @@ import importlib.util
 import re
 import string
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
-from flowjax.envs.base import Message, NotReady, Observation, Past, Split, Step, Style, WorldError
+from flowjax.envs.base import (
+    History,
+    Message,
+    NotReady,
+    Observation,
+    Split,
+    Step,
+    Style,
+    World,
+    check_split,
+    user_says,
+)
 from flowjax.envs.math.calculator import CalculatorError, calculate
-from flowjax.envs.math.problems import Arithmetic, Problem, generate, load
-from flowjax.envs.options import build_options, check_split
+from flowjax.envs.math.problems import Arithmetic, MathProblem, generate, load
+from flowjax.fields import Interval
 from flowjax.grading import math as grading
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.records import Task, state_key
@@ -26,7 +37,6 @@ from flowjax.records import Task, state_key
 if TYPE_CHECKING:
     import grain
 
-OUTCOMES = ("success", "answered", "calculations")
 TASKS = 1 << 31  # length of a source of generated problems; slice it
 GRADING_TIMEOUT_S = 3  # three such waits, two readings and a comparison, are below config.env.step_timeout_s
 
@@ -44,7 +54,7 @@ Rule = Literal["boxed", "last_number", "whole", "anywhere"]
 
 
 @dataclass(frozen=True)
-class Options(Arithmetic):
+class MathOptions(Arithmetic):
     """Those of generated problems, and further ones.
 
     `path` names a file or folder with problems ("": arithmetic is generated). `calculator` is the number of
@@ -54,51 +64,165 @@ class Options(Arithmetic):
     """
 
     path: str = ""
-    calculator: int = 0
+    calculator: Annotated[int, Interval(at_least=0)] = 0
     answer: Rule = "boxed"
 
     def __post_init__(self):
         super().__post_init__()
-        if self.calculator < 0:
-            raise WorldError(
-                f"env.options calculator={self.calculator}: give the most calculations of an episode, 0 for none"
-            )
         if (self.path or self.answer == "anywhere") and importlib.util.find_spec("math_verify") is None:
             raise NotReady('answers that are formulas need math-verify: pip install -e ".[math]"')
 
 
-def read_options(options: Mapping[str, Any]) -> Options:
-    """Options of keyword arguments; see `build_options`."""
-    return build_options(Options, options, "math")
-
-
 @dataclass(frozen=True, slots=True)
-class View:
+class MathView:
     """The question, and the results so far as `expression=value`, the latest last."""
 
     question: str
     results: tuple[str, ...] = ()
 
 
-class Math:
+class Math(World):
+    """Problems of mathematics. State: the problem and what was calculated."""
+
+    OUTCOMES = ("success", "answered", "calculations")
+    Options = MathOptions
+    View = MathView
+
+    def env(self) -> "MathEnv":
+        return MathEnv(self.options)
+
+    def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
+        """Generated problems without end, or those of a file. Train and held-out problems differ by content."""
+        import grain  # imports jax, which processes that only hold environments do without
+
+        check_split(split)
+        if not self.options.path:
+            generated = functools.partial(_generated_task, self.options, split, data_seed)
+            return grain.MapDataset.range(TASKS).map(generated)
+        problems = load(self.options.path, split)
+        order = np.random.default_rng(data_seed).permutation(len(problems))
+        return grain.MapDataset.range(len(problems)).map(functools.partial(_row_task, problems, split, order))
+
+    def instruct(self, observation: Observation, history: History) -> str:
+        view: MathView = observation.view
+        parts = [view.question]
+        if view.results:
+            parts.append("\n".join([CALCULATED, *view.results]))
+        if history and ANSWER not in observation.legal_actions:
+            parts.append(f"Your last reply held no answer: {history[-1].action or 'none'}")
+        return "\n\n".join([*parts, _instruction(observation)])
+
+    def compact(self, observation: Observation, history: History) -> str:
+        """The problem and the results so far, spelled; earlier turns show in these alone."""
+        return _spelled("\n".join([observation.view.question, *observation.view.results]))
+
+    def follow_up(self, observation: Observation, style: Style) -> list[Message]:
+        """The latest result. After an action that was none, the problem or the result before."""
+        view: MathView = observation.view
+        latest = view.results[-1] if view.results else view.question
+        return user_says(_spelled(latest) if style == "compact" else f"{latest}\n\n{_instruction(observation)}")
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Characters, in which compact texts are spelled, and the beginnings of actions."""
+        spelled = string.digits + "-=?" + self.options.operators
+        if self.options.calculator:
+            spelled += SPACE + "+*/.()]"
+        elif self.options.answer == "boxed":
+            spelled += r"\boxed{}"
+        if self.options.path:
+            spelled += string.printable.strip()
+        return (*dict.fromkeys(spelled), *(("calculate[", "answer[") if self.options.calculator else ()))
+
+    def reply(self, action: str, style: Style) -> str:
+        """Spelled for models whose words are characters, or in tags; the whole reply where it is the action."""
+        name, content = read_action(action)
+        if style == "compact":
+            return f"{name}[ {_spelled(content)} ]" if name else _spelled(action)
+        return f"<action>{action}</action>" if name else action
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        """A single turn's whole reply if anything is in it that could be the answer; with the calculator, the action in
+        the last `<action>` pair, or the whole of a reply without tags."""
+        if ANSWER not in legal:
+            text = _unspelled(reply)
+            return text if text and (BOXED not in legal or grading.last_boxed(text)) else None
+        end = reply.rfind("</action>")
+        start = reply.rfind("<action>", 0, end if end >= 0 else len(reply))
+        if (end >= 0) != (start >= 0):
+            return None
+        name, content = read_action(reply[start + len("<action>") : end] if start >= 0 else reply)
+        content = _unspelled(content)
+        if not content or not any(template.startswith(f"{name}[") for template in legal):
+            return None
+        return f"{name}[{content}]"
+
+    def expert(self, env: "MathEnv") -> str:
+        """The calculation of a generated expression where one is left, then the right answer."""
+        return env.best_action()
+
+    def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
+        """A random number as the answer, or calculated."""
+        template = observation.legal_actions[rng.integers(len(observation.legal_actions))]
+        a, b = (int(10 ** rng.uniform(0, 3)) for _ in range(2))
+        return template.replace("<text>", str(a)).replace("<expression>", f"{a}{'+-*'[rng.integers(3)]}{b}")
+
+
+def _generated_task(options: Arithmetic, split: Split, data_seed: int, index: int) -> Task:
+    """The index-th problem of a split, generated when asked for."""
+    problem = generate(np.random.default_rng([data_seed, index]), options, split)
+    return _task(problem, f"math-{split}-{data_seed}-{index}", index)
+
+
+def _row_task(problems: Sequence[MathProblem], split: Split, order: np.ndarray, index: int) -> Task:
+    row = int(order[index])
+    return _task(problems[row], f"math-{split}-row-{row}", row)
+
+
+def _task(problem: MathProblem, task_id: str, seed: int) -> Task:
+    payload = {"question": problem.question, "answer": problem.answer, "expression": problem.expression}
+    return Task(task_id, "math", seed, payload)
+
+
+def _instruction(observation: Observation) -> str:
+    return CALCULATOR_INSTRUCTION if ANSWER in observation.legal_actions else INSTRUCTION
+
+
+def _spelled(text: str) -> str:
+    return " ".join(SPACE if character.isspace() else character for character in text)
+
+
+def _unspelled(text: str) -> str:
+    words = text.split()
+    if any(len(word) > 1 for word in words):
+        return text.strip()
+    return "".join(words).replace(SPACE, " ")
+
+
+def read_action(action: str) -> tuple[str, str]:
+    """Name and content of an action with the calculator, ("", "") where it is none."""
+    found = _ACTION.fullmatch(action)
+    return (found.group(1).lower(), found.group(2).strip()) if found else ("", "")
+
+
+class MathEnv:
     """One problem at a time. A task carries its question and answer in `payload`."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: MathOptions):
         self._options = options
-        self._problem: Problem | None = None
+        self._problem: MathProblem | None = None
         self._results: dict[str, str] = {}  # expression -> value, the latest last
         self._calculations = 0
         self._over = self._right = False
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> MathProblem:
         if self._problem is None:
             raise RuntimeError("the environment has not been reset")
         return self._problem
 
     def reset(self, task: Task, seed: int) -> Observation:
         payload = task.payload
-        self._problem = Problem(payload["question"], payload["answer"], payload.get("expression", ""))
+        self._problem = MathProblem(payload["question"], payload["answer"], payload.get("expression", ""))
         self._results = {}
         self._calculations = 0
         self._over = self._right = False
@@ -112,7 +236,7 @@ class Math:
         return Step(self._observe(), float(self._right), self._over, valid, self._outcome())
 
     def best_action(self) -> str:
-        """The calculation of a generated expression where one is left, then the right answer."""
+        """See `Math.expert`."""
         problem = self.problem
         if CALCULATE in self.legal and problem.expression and problem.expression not in self._results:
             return f"calculate[{problem.expression}]"
@@ -163,7 +287,7 @@ class Math:
         end = [self._over, self._right]
         # Results are sorted: the order of calculations changes nothing that can still be done.
         key = state_key("math", problem.question, problem.answer, self._calculations, *sorted(results), *map(int, end))
-        return Observation(View(problem.question, results), self.legal, key)
+        return Observation(MathView(problem.question, results), self.legal, key)
 
     def _outcome(self) -> dict[str, float]:
         return {
@@ -187,143 +311,3 @@ def _verdict(function: str, answer: str, gold: str) -> bool:
         return _processes(function).call(answer, gold, GRADING_TIMEOUT_S)
     except (GraderError, ImportError):  # without math-verify only numbers are right answers, and they need none
         return False
-
-
-def make(**options: Any) -> Math:
-    """An environment; see `Options`."""
-    return Math(read_options(options))
-
-
-def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
-    """Generated problems without end, or those of a file. Train and held-out problems differ by content."""
-    import grain  # imports jax, which processes that only hold environments do without
-
-    check_split(split)
-    chosen = read_options(options)
-    if not chosen.path:
-        return grain.MapDataset.range(TASKS).map(_GeneratedSource(split, data_seed, chosen))
-    problems = load(chosen.path, split)
-    return grain.MapDataset.range(len(problems)).map(_FileSource(split, data_seed, problems))
-
-
-class _GeneratedSource:
-    """The index-th problem of a split, generated when asked for."""
-
-    def __init__(self, split: Split, data_seed: int, arithmetic: Arithmetic):
-        self._split: Split = split
-        self._data_seed, self._arithmetic = data_seed, arithmetic
-
-    def __call__(self, index: int) -> Task:
-        problem = generate(np.random.default_rng([self._data_seed, index]), self._arithmetic, self._split)
-        return _task(problem, f"math-{self._split}-{self._data_seed}-{index}", index)
-
-
-class _FileSource:
-    """The index-th problem of a file's split, which is shuffled by the data seed."""
-
-    def __init__(self, split: Split, data_seed: int, problems: Sequence[Problem]):
-        self._split, self._problems = split, problems
-        self._order = np.random.default_rng(data_seed).permutation(len(problems))
-
-    def __call__(self, index: int) -> Task:
-        row = int(self._order[index])
-        return _task(self._problems[row], f"math-{self._split}-row-{row}", row)
-
-
-def _task(problem: Problem, task_id: str, seed: int) -> Task:
-    payload = {"question": problem.question, "answer": problem.answer, "expression": problem.expression}
-    return Task(task_id, "math", seed, payload)
-
-
-def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
-    """One user message. Compact: the problem and the results so far, spelled; earlier turns show in these alone."""
-    view: View = observation.view
-    if style == "compact":
-        return [{"role": "user", "content": _spelled("\n".join([view.question, *view.results]))}]
-    parts = [view.question]
-    if view.results:
-        parts.append("\n".join([CALCULATED, *view.results]))
-    if history and ANSWER not in observation.legal_actions:
-        parts.append(f"Your last reply held no answer: {history[-1].action or 'none'}")
-    return [{"role": "user", "content": "\n\n".join([*parts, _instruction(observation)])}]
-
-
-def follow_up(observation: Observation, style: Style) -> list[Message]:
-    """The latest result. After an action that was none, the problem or the result before."""
-    view: View = observation.view
-    latest = view.results[-1] if view.results else view.question
-    content = _spelled(latest) if style == "compact" else f"{latest}\n\n{_instruction(observation)}"
-    return [{"role": "user", "content": content}]
-
-
-def _instruction(observation: Observation) -> str:
-    return CALCULATOR_INSTRUCTION if ANSWER in observation.legal_actions else INSTRUCTION
-
-
-def vocabulary(**options: Any) -> tuple[str, ...]:
-    """Characters, in which compact texts are spelled, and the beginnings of actions."""
-    chosen = read_options(options)
-    spelled = string.digits + "-=?" + chosen.operators
-    if chosen.calculator:
-        spelled += SPACE + "+*/.()]"
-    elif chosen.answer == "boxed":
-        spelled += r"\boxed{}"
-    if chosen.path:
-        spelled += string.printable.strip()
-    return (*dict.fromkeys(spelled), *(("calculate[", "answer[") if chosen.calculator else ()))
-
-
-def _spelled(text: str) -> str:
-    return " ".join(SPACE if character.isspace() else character for character in text)
-
-
-def _unspelled(text: str) -> str:
-    words = text.split()
-    if any(len(word) > 1 for word in words):
-        return text.strip()
-    return "".join(words).replace(SPACE, " ")
-
-
-def reply(action: str, style: Style) -> str:
-    """How the expert words an action: spelled for models whose words are characters, or in tags."""
-    name, content = read_action(action)
-    if style == "compact":
-        return f"{name}[ {_spelled(content)} ]" if name else _spelled(action)
-    return f"<action>{action}</action>" if name else action
-
-
-def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
-    """A single turn's whole reply if anything is in it that could be the answer; with the calculator, the action in the
-    last `<action>` pair, or the whole of a reply without tags."""
-    del reference  # the published recipe differs in the verdict: option answer="anywhere"
-    if ANSWER not in legal:
-        text = _unspelled(reply)
-        return text if text and (BOXED not in legal or grading.last_boxed(text)) else None
-    end = reply.rfind("</action>")
-    start = reply.rfind("<action>", 0, end if end >= 0 else len(reply))
-    if (end >= 0) != (start >= 0):
-        return None
-    text = reply[start + len("<action>") : end] if start >= 0 and end >= 0 else reply
-    name, content = read_action(text)
-    content = _unspelled(content)
-    if not content or not any(template.startswith(f"{name}[") for template in legal):
-        return None
-    return f"{name}[{content}]"
-
-
-def read_action(action: str) -> tuple[str, str]:
-    """Name and content of an action, ("", "") where it is none."""
-    found = _ACTION.fullmatch(action)
-    return (found.group(1).lower(), found.group(2).strip()) if found else ("", "")
-
-
-def expert(env: Math) -> str:
-    """See `Math.best_action`."""
-    return env.best_action()
-
-
-def random_action(observation: Observation, rng: np.random.Generator) -> str:
-    """A random number as the answer, or calculated."""
-    template = observation.legal_actions[rng.integers(len(observation.legal_actions))]
-    a, b = (int(10 ** rng.uniform(0, 3)) for _ in range(2))
-    return template.replace("<text>", str(a)).replace("<expression>", f"{a}{'+-*'[rng.integers(3)]}{b}")
