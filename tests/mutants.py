@@ -18,9 +18,11 @@ import argparse
 import ast
 import difflib
 import hashlib
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from tests.house.shape import importers
 from tests.house.sources import Source, read_sources
@@ -59,6 +63,21 @@ _SWAPPED: dict[type, tuple[type, ...]] = {
     ast.Or: (ast.And,),
 }
 _TALK = re.compile(r"^(_?log(ger)?|logging|warnings)\.|^print$|\.(debug|info|warning|error|exception)$")
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    [
+        "pytest",
+        "hypothesis",
+        "beartype",
+        "jaxtyping",
+        "jax",
+        "flax.nnx",
+        "orbax.checkpoint",
+        "grain",
+        "optax",
+        "aiohttp",
+    ]
+)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Mutants that no sample may miss, since they have survived before: function, code in it, what takes the code's place.
@@ -317,7 +336,7 @@ class TestFiles:
     def of(self, mutant: Mutant) -> list[list[str]]:
         """What to run, one call after another: the tests that use a thing of that name, then whole files."""
         files = self._files_of(mutant)
-        name = re.compile(rf"\b{mutant.function.rpartition('.')[2].strip('_')}\b")
+        name = re.compile(rf"(?<![A-Za-z0-9])_*{mutant.function.rpartition('.')[2].strip('_')}\b")
         tests = [
             f"{file.relative_to(self._root)}::{node.name}"
             for file in files
@@ -391,24 +410,38 @@ class Runner:
 
     def _first_failure(self, tests: Sequence[str], limit_s: float) -> str | None:
         """The first test that fails; a file that cannot be collected counts as one; None where the time is up."""
-        without = [f"--deselect={test}" for test in sorted(self._broken)]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", UNIT, *without]
-        command += [f"--timeout={TEST_TIMEOUT_S}", "--tb=no", "-rfE", *tests]
-        environment = {**os.environ, "PYTHONPATH": str(self._copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        process = subprocess.Popen(
-            command, cwd=self._copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "-m", UNIT, f"--timeout={TEST_TIMEOUT_S}", "--tb=no", "-rfE"]
+        arguments += [f"--deselect={test}" for test in sorted(self._broken)]
+        output = self._copy / ".output"
+        process = _SERVER.Process(target=_run_tests, args=(self._copy, [*arguments, *tests], output))
+        process.start()
+        process.join(limit_s)
+        if process.is_alive():
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
             return None
-        match = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", output, re.MULTILINE)
+        text = output.read_text(errors="replace")
+        match = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", text, re.MULTILINE)
         if match:
             return match[1]
-        return None if process.returncode in (0, 5) else tests[0]
+        return None if process.exitcode in (0, 5) else tests[0]
+
+
+def _run_tests(copy: Path, arguments: Sequence[str], output: Path) -> None:
+    """In a fork of a process that has imported the libraries alone: they take longer than most tests."""
+    os.setsid()
+    os.chdir(copy)
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("flowjax", "tests")]:
+        del sys.modules[name]  # of the tree that was copied
+    sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    status = pytest.main([*arguments])
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def copy_tree(root: Path, to: Path) -> None:
