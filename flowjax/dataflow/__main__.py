@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 from absl import app, flags, logging
 
 from flowjax.config import ConfigError, load_run
-from flowjax.dataflow.algorithms.chain import AlgorithmError
+from flowjax.dataflow.algorithms.base import AlgorithmError
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.heap import return_freed_memory
 from flowjax.dataflow.ledger import LedgerError
 from flowjax.dataflow.server import serve
-from flowjax.dataflow.task_sources import held_out_tasks, train_tasks
+from flowjax.dataflow.tasks import held_out_tasks, train_tasks
+from flowjax.monitor.trouble import return_freed_memory
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _USER_MISTAKE = 2  # exit status; starting again does not mend it

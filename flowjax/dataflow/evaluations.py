@@ -1,4 +1,4 @@
-"""Held-out evaluations beside training: when one is due, its share of the workers' slots, and its line in the log."""
+"""Held-out evaluations beside training: when one is due, and its line in the log."""
 
 import math
 import time
@@ -9,9 +9,9 @@ import grain
 import numpy as np
 from ml_collections import ConfigDict
 
-from flowjax.config import policy_configs
 from flowjax.dataflow.ledger import Ledger, trajectories_of
-from flowjax.dataflow.task_sources import content_of, episode_seed, task_at
+from flowjax.dataflow.policies import PolicyState
+from flowjax.dataflow.tasks import content_of, episode_seed, task_at
 from flowjax.monitor.metrics import MetricsWriter, wilson
 from flowjax.records import Episode, Group, Task, Trajectory
 from flowjax.rewards.scores import trajectory_scores
@@ -30,19 +30,15 @@ class Evaluations:
         ledger: Ledger,
         metrics: MetricsWriter,
         tasks: grain.MapDataset[Task],
+        policies: Mapping[str, PolicyState],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._config, self._configs = config, policy_configs(config)
+        self._config, self._policies = config, policies
         self._ledger, self._metrics, self._tasks, self._clock = ledger, metrics, tasks, clock
         self._started_s: dict[str, float] = {}
         self._count = min(config.eval.tasks, len(tasks)) if config.eval.tasks else 0  # a source repeats beyond its end
         self._all = ledger.evaluations()  # versions by name, also below
         self._unwritten = {name: self._all[name] for name in self._all.keys() - ledger.evaluations("closed").keys()}
-
-    def slots(self, total: int) -> int:
-        """Of a worker's slots, those that an evaluation may take before training does."""
-        slots = self._config.eval.slots
-        return min(math.ceil(slots * total) if slots < 1 else int(slots), total)
 
     def pinned(self, policy: str) -> list[int]:
         """Versions of a policy that an evaluation under way needs."""
@@ -51,9 +47,9 @@ class Evaluations:
     def _under_way(self) -> dict[str, dict[str, int]]:
         return self._ledger.evaluations("open") if self._unwritten else {}
 
-    def open(self, serving: Mapping[str, int]) -> None:
+    def open(self) -> None:
         """Evaluate the versions that are served, if that is due and not done yet."""
-        config, versions = self._config, dict(serving)
+        config, versions = self._config, {name: policy.serving for name, policy in self._policies.items()}
         name = ",".join(f"{policy}@{version}" for policy, version in versions.items())
         if min(versions.values()) < 0 or not config.eval.tasks or not self._due(versions):
             return
@@ -92,7 +88,7 @@ class Evaluations:
 
     @property
     def finished(self) -> bool:
-        """Whether those that there will be are in."""
+        """True when all that there will be are in."""
         if self._under_way():
             return False
         evaluated = self._all.values()
@@ -101,7 +97,7 @@ class Evaluations:
         return not self._config.eval.tasks or self._last_versions() in evaluated
 
     def _last_versions(self) -> dict[str, int]:
-        return {policy: config.trainer.steps for policy, config in self._configs.items()}
+        return {name: policy.config.trainer.steps for name, policy in self._policies.items()}
 
     def write_finished(self) -> None:
         """Write the line of each evaluation whose episodes have all ended."""
@@ -137,7 +133,7 @@ class Evaluations:
             high=high,
             turns_mean=turns / max(len(episodes), 1),
             env_return_mean=sum(e.outcome.get("env_return", 0.0) for e in episodes) / max(len(episodes), 1),
-            policies={policy: self._of_policy(policy, list(by_task.values())) for policy in self._configs},
+            policies={policy: self._of_policy(policy, list(by_task.values())) for policy in self._policies},
             sources={name: sum(right) / len(right) for name, right in by_source.items() if name},
             seconds=self._clock() - self._started_s.get(name, self._clock()),
         )
@@ -150,7 +146,7 @@ class Evaluations:
         if not groups:
             return {"trajectories": 0}
         parts = [part for group in groups for part in group.trajectories]
-        rewards, _ = trajectory_scores(groups, self._configs[policy].reward.components.to_dict())
+        rewards, _ = trajectory_scores(groups, self._policies[policy].config.reward.components.to_dict())
         ends = np.cumsum([len(group.trajectories) for group in groups])
         means = [np.mean(own) for own in np.split(np.asarray(rewards), ends[:-1])]
         mean, half = float(np.mean(rewards)), 1.96 * float(np.std(means)) / math.sqrt(len(groups))

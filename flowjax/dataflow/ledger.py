@@ -53,14 +53,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flowjax.dataflow.algorithms.state import Learnt, Table
 from flowjax.record_checks import Leased
 from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Task, Trajectory, pack, unpack
 
 Kind = Literal["train", "eval"]
 Failed = Literal["retry", "short", "drop"]  # what becomes of a training episode that its world or workflow broke
 Selection = tuple[list[str] | None, Mapping[str, Sequence[str]]]  # groups of a batch or None, and to drop, by cause
-NOTHING = Learnt()
+# Of what a data algorithm has learnt: its name, a table of its state ("": what is in none), key, value (None: gone).
+StateRow = tuple[str, str, bytes, bytes | None]
 _EVALUATION = ""  # the policy of an evaluation's group
 _BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
 _OUTAGES = ("executor_error",)  # statuses of episodes that would have gone well at another time
@@ -396,7 +396,7 @@ class Ledger:
         versions: Mapping[str, int] | None = None,
         serving: Mapping[str, int] | None = None,
         forced: bool = False,
-        learnt: Learnt = NOTHING,
+        learnt: Sequence[StateRow] = (),
     ) -> None:
         """Open a group with one waiting episode per seed, for each of `policies`.
 
@@ -633,7 +633,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------ complete -> ready, or dropped
 
-    def filter(self, policy: str, group_id: str, *, keep: bool, learnt: Learnt = NOTHING) -> None:
+    def filter(self, policy: str, group_id: str, *, keep: bool, learnt: Sequence[StateRow] = ()) -> None:
         """Make a policy's complete group ready, or drop it, together with what the data algorithms learnt from it."""
         with Transaction(self._db):
             # Verdict and what was learnt in one: who dies in between would ask the algorithms about it twice, and they
@@ -818,7 +818,7 @@ class Ledger:
 
     # ---------------------------------------------------------------------------------------- used -> closed -> deleted
 
-    def commit(self, policy: str, version: int, *, learnt: Learnt = NOTHING) -> None:
+    def commit(self, policy: str, version: int, *, learnt: Sequence[StateRow] = ()) -> None:
         """Note that the policy's trainer has committed `version`, and what the data algorithms make of it."""
         # Durable, and before any batch is closed for it: what is deleted must not be asked for again.
         with Transaction(self._db, durable=True):
@@ -881,15 +881,16 @@ class Ledger:
                 (name, policy, int(n), last[:500]),
             )
 
-    def _keep(self, learnt: Learnt) -> None:
-        self._db.executemany("INSERT OR REPLACE INTO states VALUES (?, ?)", list(learnt.whole.items()))
-        self._db.executemany(
-            "INSERT OR REPLACE INTO state_rows VALUES (?, ?, ?, ?)", [row for row in learnt.rows if row[3] is not None]
-        )
-        self._db.executemany(
-            "DELETE FROM state_rows WHERE name = ? AND attribute = ? AND key = ?",
-            [row[:3] for row in learnt.rows if row[3] is None],
-        )
+    def _keep(self, learnt: Sequence[StateRow]) -> None:
+        for name, attribute, key, value in learnt:
+            if not attribute:
+                self._db.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, value))
+            elif value is None:
+                self._db.execute(
+                    "DELETE FROM state_rows WHERE name = ? AND attribute = ? AND key = ?", (name, attribute, key)
+                )
+            else:
+                self._db.execute("INSERT OR REPLACE INTO state_rows VALUES (?, ?, ?, ?)", (name, attribute, key, value))
 
     def _sign(self, nonce: str, episode_id: str) -> str:
         """A lease's id: nobody can make up one for an episode, and it is known again without being stored."""
@@ -947,15 +948,12 @@ class Ledger:
         rows = self._db.execute("SELECT policy, group_id FROM policy_groups WHERE state = 'complete' ORDER BY arrival")
         return [(row["policy"], row["group_id"]) for row in rows]
 
-    def states(self) -> dict[str, Any]:
-        """What the data algorithms had learnt when it was last written down, by name."""
-        states = {row["name"]: unpack(row["state"]) for row in self._db.execute("SELECT name, state FROM states")}
-        tables: dict[tuple[str, str], dict[Any, Any]] = {}
-        for row in self._db.execute("SELECT name, attribute, key, value FROM state_rows"):
-            tables.setdefault((row["name"], row["attribute"]), {})[unpack(row["key"])] = unpack(row["value"])
-        for (name, attribute), rows in tables.items():
-            states[name][attribute] = Table(rows)
-        return states
+    def states(self) -> list[StateRow]:
+        """Everything that the data algorithms had learnt when it was last written down."""
+        rows = self._db.execute(
+            "SELECT name, '', x'', state FROM states UNION ALL SELECT name, attribute, key, value FROM state_rows"
+        )
+        return [tuple(row) for row in rows]
 
     def groups(self, policy: str, state: Literal["ready", "used"]) -> list[PolicyGroup]:
         """The policy's groups of that state, in the order of tasks."""
@@ -1023,12 +1021,15 @@ class Ledger:
         rows = self._db.execute("SELECT state, COUNT(*) AS n FROM episodes GROUP BY state")
         return dict.fromkeys(_EPISODE_STATES, 0) | {row["state"]: row["n"] for row in rows}
 
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Totals of what came to nothing by policy ("" for whole episodes) and name (see the table `counts`)."""
-        totals: dict[str, dict[str, int]] = {}
-        for row in self._db.execute("SELECT policy, name, n FROM counts"):
-            totals.setdefault(row["policy"], {})[row["name"]] = row["n"]
-        return totals
+    def counts(self, policy: str = "") -> dict[str, int]:
+        """Totals of what came to nothing, by name (see the table `counts`): of whole episodes, or a policy's groups."""
+        rows = self._db.execute("SELECT name, n FROM counts WHERE policy = ?", (policy,))
+        return {row["name"]: row["n"] for row in rows}
+
+    def count_causes(self, kind: Literal["failed", "dropped"], policy: str = "") -> dict[str, int]:
+        """Episodes that failed, or a policy's groups that were dropped, by cause."""
+        totals = self.counts(policy)
+        return {name.removeprefix(f"{kind}/"): n for name, n in totals.items() if name.startswith(f"{kind}/")}
 
     def last_failures(self) -> dict[str, str]:
         """The newest failed episode of each cause, in words."""

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from flowjax.dataflow.workers import KINDS, Can
+from flowjax.dataflow.leases import KINDS, Can
 from flowjax.record_checks import Bounds, check_episode, check_outcomes
 from flowjax.records import Episode, WireError
 
@@ -117,11 +117,11 @@ def lease_ids_of(message: Any) -> list[str]:
     return lease_ids
 
 
-def policy_of(message: Any, newest: Mapping[str, int]) -> str:
-    """The policy that a message is about, one of those in `newest`."""
+def policy_of(message: Any, policies: Collection[str]) -> str:
+    """The policy that a message is about, one of the run's."""
     (policy,) = fields(message, policy=str)
-    if policy not in newest:
-        raise WireError(f"field policy is {policy[:_LONGEST_NAME]!r}: this run has {', '.join(newest)}")
+    if policy not in policies:
+        raise WireError(f"field policy is {policy[:_LONGEST_NAME]!r}: this run has {', '.join(policies)}")
     return policy
 
 

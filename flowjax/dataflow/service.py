@@ -18,16 +18,18 @@ import asyncio
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flowjax.broker import Answer, Busy
 from flowjax.dataflow import messages
-from flowjax.dataflow.algorithms.chain import AlgorithmError
-from flowjax.dataflow.flow import Flow, Taken
+from flowjax.dataflow.algorithms.base import AlgorithmError
+from flowjax.dataflow.batches import Assigned
+from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.groups import Played
+from flowjax.dataflow.leases import Can
 from flowjax.dataflow.ledger import StepError, is_damage
-from flowjax.dataflow.workers import Can
 from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
 from flowjax.record_checks import check_lease
 from flowjax.records import Lease, WireError
@@ -89,7 +91,7 @@ class DataflowService:
             case "lease":
                 return await self._lease(message, hold_s)
             case "renew":
-                return {"lost": self._flow.renew(messages.lease_ids_of(message))}
+                return {"lost": self._flow.ledger.renew(messages.lease_ids_of(message))}
             case "episodes":
                 return await self._episodes(message, hold_s)
             case "give_back":
@@ -108,9 +110,14 @@ class DataflowService:
 
     async def _lease(self, message: Any, hold_s: float) -> Answer:
         worker, slots, can = messages.worker_of(message), messages.slots_of(message), messages.can_of(message)
-        leases = self._flow.lease(worker, slots, can=can)  # whoever waits has been offered all that there was
+
+        def attempt() -> list[Lease]:
+            self._expire()
+            return self._flow.leases.lease(worker, slots, can)
+
+        leases = attempt()  # whoever waits has been offered all that there was
         if not leases and not self._flow.finished:
-            leases = await self._wait_for_leases(can, lambda: self._flow.lease(worker, slots, can=can), hold_s)
+            leases = await self._wait_for_leases(can, attempt, hold_s)
         state = "run" if leases else "done" if self._flow.finished else "wait"
         return {"leases": leases, "state": state, "retry_s": 1.0 if state == "done" else 0.0}
 
@@ -123,8 +130,7 @@ class DataflowService:
             await asyncio.wait([asked.leases], timeout=hold_s)
         except asyncio.CancelledError:  # the worker has gone
             if asked.leases.done():
-                self._flow.give_back([lease.lease_id for lease in asked.leases.result()], "")
-                self._notify()
+                self._return([lease.lease_id for lease in asked.leases.result()], "")
             raise
         finally:
             if not asked.leases.done():
@@ -152,56 +158,74 @@ class DataflowService:
         self._serve_waiting()
         self._changed.set()
 
+    def _expire(self) -> None:
+        """Before anything is leased: what nobody plays any more goes out first. A finished evaluation's line, which a
+        full disk may have refused when its last episode came in, is written at the next of these."""
+        self._flow.groups.expire()
+        self._flow.evaluations.write_finished()
+
     async def _episodes(self, message: Any, hold_s: float) -> Answer:
-        played = messages.episodes_of(message, self._newest(), self._flow.needed_outcomes, self._flow.bounds)
+        flow = self._flow
+        played = messages.episodes_of(message, self._newest(), flow.needed_outcomes, flow.bounds)
+        worker = messages.sender_of(message)
         for index, (lease_id, episode) in enumerate(played):
-            if leased := self._flow.leased(lease_id, episode.episode_id):
+            if leased := flow.ledger.leased(lease_id, episode.episode_id):
                 check_lease(episode, leased, where=f"items[{index}].episode")
         counted = []
-        if self._flow.full:
-            evaluation, played = self._flow.by_kind(played)
-            counted = self._flow.accept_all(evaluation, worker=messages.sender_of(message))
+        if flow.groups.full:
+            # Training waits for room, evaluations do not: what they play waits for no trainer.
+            evaluation, played = flow.groups.by_kind(played)
+            counted = self._accept(evaluation, worker)
             until = time.monotonic() + hold_s
-            while played and self._flow.full:
+            while played and flow.groups.full:
                 if time.monotonic() > until:
                     raise Busy("more groups than config.dataflow.max_ready_groups wait for the trainer: send it again")
                 await asyncio.sleep(_LATEST_S)
-        counted += self._flow.accept_all(played, worker=messages.sender_of(message))
+        counted += self._accept(played, worker)
         self._notify()
         return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
 
+    def _accept(self, played: Sequence[Played], worker: str) -> list[bool]:
+        counted = self._flow.groups.accept_all(played, worker=worker)
+        self._flow.evaluations.write_finished()
+        return counted
+
     def _give_back(self, message: Any) -> Answer:
         lease_ids, (error,) = messages.lease_ids_of(message), messages.fields(message, error=str)
-        self._flow.give_back(lease_ids, error)
-        self._notify()
+        self._return(lease_ids, error)
         return {}
 
+    def _return(self, lease_ids: Sequence[str], error: str) -> None:
+        self._flow.groups.give_back(lease_ids, error)
+        self._flow.evaluations.write_finished()
+        self._notify()
+
     def _versions(self, message: Any) -> Answer:
-        policy, newest = self._policy(message)
+        policy = self._policy(message)
+        before = self._flow.policies[policy].serving
         # An engine may serve what a trainer has gone back behind, until the newest version is that or later again.
-        newest = max(newest, self._flow.serving[policy])
+        newest = max(self._flow.newest_version(policy), before)
         serving = messages.version_of(message, "serving", oldest=0, newest=newest)
-        news = serving > self._flow.serving[policy]
         oldest_needed = self._flow.report_serving(policy, serving)
-        if news:
+        if serving > before:
             self._notify()
         return {"oldest_needed": oldest_needed}
 
     def _claim(self, message: Any) -> Answer:
         trainer, versions, after = messages.claim_of(message)
         for policy, version in versions.items():
-            _, newest = self._policy({"policy": policy})
-            newest = max(newest, self._flow.newest_checkpoint(policy))  # the ledger may be an older copy
+            newest = self._flow.newest_version(self._policy({"policy": policy}))
+            newest = max(newest, self._flow.policies[policy].newest_checkpoint())  # the ledger may be an older copy
             messages.version_of({"version": version}, "version", oldest=0, newest=newest)
-        claimed, epoch = self._flow.claim(trainer, versions, after)
+        claimed, epoch = self._flow.batches.claim(trainer, versions, after)
         self._notify()
         return {"claimed": claimed, "epoch": epoch}
 
     async def _batch(self, message: Any, hold_s: float) -> Answer:
         steps, epoch = messages.steps_of(message), messages.epoch_of(message)
         for policy, step in steps.items():
-            _, newest = self._policy({"policy": policy})
-            messages.version_of({"step": step}, "step", oldest=self._flow.oldest_kept(policy), newest=newest)
+            newest = self._flow.newest_version(self._policy({"policy": policy}))
+            messages.version_of({"step": step}, "step", oldest=self._flow.policies[policy].oldest_kept, newest=newest)
         until = time.monotonic() + hold_s
         while (taken := self._take(steps, epoch)) is None and time.monotonic() < until:
             self._changed.clear()
@@ -217,69 +241,67 @@ class DataflowService:
         policy, (groups, dropped) = taken[0], (taken[1].groups, taken[1].dropped)
         try:
             async with self._crediting:
-                batch = await asyncio.to_thread(self._flow.credit, policy, steps[policy], groups)
+                batch = await asyncio.to_thread(self._flow.batches.credit, policy, steps[policy], groups)
         except AlgorithmError:
             raise
         except Exception as error:
             if is_machine_fault(error):
                 raise
             async with self._crediting:
-                reasons = await asyncio.to_thread(self._flow.uncreditable, policy, groups)
+                reasons = await asyncio.to_thread(self._flow.batches.uncreditable, policy, groups)
             if not self._quarantine(policy, steps[policy], epoch, reasons):
                 raise  # no group of it is at fault
             self._notify()
             return {"state": "wait"}
         return {"state": "run", "policy": policy, "rows": batch.rows, "totals": batch.totals, "dropped": dropped}
 
-    def _take(self, steps: Mapping[str, int], epoch: int) -> tuple[str, Taken] | None:
+    def _take(self, steps: Mapping[str, int], epoch: int) -> tuple[str, Assigned] | None:
         """A batch for the trainer of that epoch: asked anew after every wait, another may have claimed meanwhile."""
-        self._flow.fence(steps, epoch)
+        self._flow.batches.fence(steps, epoch)
+        self._flow.groups.filter()
         try:
-            return self._flow.take_first(steps)
+            return self._flow.batches.take_first(steps)
         except StepError as error:
             raise WireError(str(error)) from error
 
     async def _committed(self, message: Any) -> Answer:
-        policy, newest = self._policy(message)
-        version = messages.version_of(message, "version", oldest=0, newest=newest)
+        policy = self._policy(message)
+        version = messages.version_of(message, "version", oldest=0, newest=self._flow.newest_version(policy))
         epoch = messages.epoch_of(message)
-        self._flow.fence([policy], epoch)
+        self._flow.batches.fence([policy], epoch)
         # Before it counts: with the commit, batches are forgotten that only earlier checkpoints need.
-        await asyncio.to_thread(self._flow.flush_checkpoint, policy, version)
-        self._flow.fence([policy], epoch)
-        self._flow.commit(policy, version)
+        await asyncio.to_thread(self._flow.policies[policy].flush_checkpoint, version)
+        self._flow.batches.fence([policy], epoch)  # another trainer may have claimed the policy meanwhile
+        self._flow.batches.commit(policy, version)
         self._notify()
         return {}
 
     def _refuse(self, message: Any) -> Answer:
         """Put groups aside that a trainer cannot train on. A copy of the message finds the batch without them."""
-        policy, newest = self._policy(message)
+        policy = self._policy(message)
         step, reasons = messages.refused_of(message)
-        messages.version_of({"step": step}, "step", oldest=max(self._flow.committed[policy], 0), newest=newest)
+        oldest, newest = max(self._flow.policies[policy].committed, 0), self._flow.newest_version(policy)
+        messages.version_of({"step": step}, "step", oldest=oldest, newest=newest)
         groups = self._quarantine(policy, step, messages.epoch_of(message), reasons)
         self._notify()
         return {"quarantined": groups}
 
     def _quarantine(self, policy: str, step: int, epoch: int, reasons: Mapping[str, str]) -> list[str]:
-        """See `Flow.quarantine`; for the trainer of that epoch alone, which another may have replaced meanwhile."""
-        self._flow.fence([policy], epoch)
+        """See `Batches.quarantine`; for the trainer of that epoch alone, which another may have replaced meanwhile."""
+        self._flow.batches.fence([policy], epoch)
         try:
-            return self._flow.quarantine(policy, step, reasons)
+            return self._flow.batches.quarantine(policy, step, reasons)
         except StepError as error:
             raise WireError(str(error)) from error
 
-    def _policy(self, message: Any) -> tuple[str, int]:
-        """The policy that a message is about, and the newest version that there can be of it."""
-        policy = messages.policy_of(message, dict.fromkeys(self._flow.policies, 0))
-        return policy, self._flow.newest_version(policy)
+    def _policy(self, message: Any) -> str:
+        return messages.policy_of(message, self._flow.policies)
 
     def _newest(self) -> dict[str, int]:
         """The newest version that each policy may have been played with; -1 of a model that is not trained.
 
         A trainer that goes back has lost versions that episodes under way were begun with, which is not their fault."""
-        trained = {
-            policy: max(self._flow.newest_version(policy), self._flow.serving[policy]) for policy in self._flow.policies
-        }
+        trained = {name: max(self._flow.newest_version(name), own.serving) for name, own in self._flow.policies.items()}
         return trained | dict.fromkeys(self._flow.frozen, -1)
 
 

@@ -89,7 +89,7 @@ def _world(config: ConfigDict) -> Iterator[str]:
 
 def _data(config: ConfigDict) -> Iterator[str]:
     """The files that tasks come from."""
-    from flowjax.dataflow.task_sources import held_out_tasks, train_tasks
+    from flowjax.dataflow.tasks import held_out_tasks, train_tasks
 
     if not config.eval.versions:
         train_tasks(config)
@@ -99,8 +99,7 @@ def _data(config: ConfigDict) -> Iterator[str]:
 
 
 def _data_algorithms(config: ConfigDict) -> Iterator[str]:
-    from flowjax.dataflow.algorithms.base import build_algorithms
-    from flowjax.dataflow.algorithms.chain import Chain
+    from flowjax.dataflow.algorithms.base import Chain, build_algorithms
 
     with Chain(build_algorithms(config)).learnt():  # what they learn must be of a kind that can be written down
         yield from ()

@@ -1,9 +1,11 @@
 """Faults of the machine in words: a full disk, a folder that may not be written, too many open files.
 
-A run waits for those that may pass (`unwritable`): whoever makes room finds it going on.
+A run waits for those that may pass (`unwritable`): whoever makes room finds it going on. Memory that a burst took goes
+back to the machine (`return_freed_memory`).
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import sqlite3
@@ -11,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
+_LARGE_BYTES = 128 * 1024
 _ROOM = "make room on its disk"
 _WRITABLE = "see that its disk works and is mounted for writing"
 _REMEDIES = {
@@ -106,3 +110,16 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(cause))
         yield cause
         cause = cause.__cause__ or cause.__context__
+
+
+def return_freed_memory() -> None:
+    """Let the process shrink again after a burst of large messages.
+
+    glibc keeps raising the size from which a block gets pages of its own, which go back when it is freed. Smaller ones
+    lie on the heap, where any block that is still used keeps the pages below it: a process stays as large as it ever
+    was. A threshold that is set stays where it is. Other C libraries are left alone.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+        library.mallopt(_TRIM_THRESHOLD, _LARGE_BYTES)

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.dataflow.algorithms.chain import Chain
+from flowjax.dataflow.algorithms.base import Chain
+from flowjax.dataflow.batches import select
 from flowjax.dataflow.ledger import Ledger, StepError
-from flowjax.dataflow.selection import select
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
 
 GROUPS, MEMBERS, STEPS, KEPT, LEASE_S = 2, 2, 5, 2, 10.0

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from flowjax.config import default_config, save_run
-from flowjax.dataflow.algorithms.base import Algorithm, Result
-from flowjax.dataflow.algorithms.chain import AlgorithmError, Chain
-from flowjax.dataflow.algorithms.state import Table
+from flowjax.dataflow.algorithms.base import Algorithm, AlgorithmError, Chain, Result, Table
 from flowjax.dataflow.server import serve
 from flowjax.records import Task, pack, unpack
+from tests.dataflow import flows
 from tests.dataflow.test_algorithms import GROUPS, MEMBERS, Population
 
 RESULT = Result("g", Task("t", "toy", 0), "agent", np.zeros(4), np.full(4, 3))
@@ -91,12 +90,12 @@ def test_a_failing_group_is_judged_again_when_the_algorithm_is_mended(tmp_path):
     population.flow.close()
     population.config.dataflow.algorithms.mine.after = 10**6
     population.open()
-    while (served := population.flow.batch("agent", 0)) is None:
+    while (served := flows.credited(population.flow, "agent", 0)) is None:
         population.play()
     assert len(served[0].rows) == GROUPS * MEMBERS
     status = population.flow.status()
     judged = status["policies"]["agent"]["dropped"]["not_kept"] + status["policies"]["agent"]["ready_groups"] + GROUPS
-    assert population.flow._algorithms.by_name["dynamic_sampling"].state()["seen"] == judged, "each group counts once"
+    assert population.flow.algorithms.by_name["dynamic_sampling"].state()["seen"] == judged, "each group counts once"
 
 
 def test_the_service_ends_when_an_algorithm_has_failed(tmp_path):
@@ -170,21 +169,20 @@ def test_only_what_has_changed_is_written_down():
     chain = Chain({"mine": algorithm})
     algorithm.table.update({number: [number] for number in range(3)})
     with chain.learnt() as learnt:
-        assert len(learnt.rows) == 3 and list(learnt.whole) == ["mine"]
+        assert [attribute for _, attribute, _, _ in learnt] == ["", "table", "table", "table"]
     algorithm.table[7] = [7]
     del algorithm.table[0]
     with chain.learnt() as learnt:
-        assert sorted((unpack(key), value and unpack(value)) for _, _, key, value in learnt.rows) == [
+        assert sorted((unpack(key), value and unpack(value)) for _, _, key, value in learnt) == [
             (0, None),
             (7, [7]),
         ]
-        assert not learnt.whole
     with pytest.raises(OSError, match="full"), chain.learnt():
         algorithm.table[8] = [8]
         raise OSError("the disk is full")
     algorithm.small = 1
     with chain.learnt() as learnt:
-        assert [unpack(key) for _, _, key, _ in learnt.rows] == [8] and list(learnt.whole) == ["mine"]
+        assert [(attribute, key and unpack(key)) for _, attribute, key, _ in learnt] == [("", b""), ("table", 8)]
 
 
 def test_a_table_is_not_to_be_replaced():
@@ -199,15 +197,14 @@ def test_a_table_is_not_to_be_replaced():
 @pytest.mark.parametrize("name", ["deduplicate", "difficulty", "skip_solved", "greso"])
 def test_what_is_written_for_a_group_does_not_grow_with_the_tasks(tmp_path, name):
     population = Population(tmp_path, {name: {}}, tasks=10_000)
-    (algorithm,) = population.flow._algorithms.by_name.values()
-    keep, written = population.flow._ledger._keep, []
+    (algorithm,) = population.flow.algorithms.by_name.values()
+    keep, written = population.flow.ledger._keep, []
 
     def measured(learnt):
-        values = sum(len(key) + len(value) for _, _, key, value in learnt.rows)
-        written.append(values + sum(map(len, learnt.whole.values())))
+        written.append(sum(len(key) + len(value) for _, _, key, value in learnt))
         keep(learnt)
 
-    population.flow._ledger._keep = measured
+    population.flow.ledger._keep = measured
     population.step()
     few_known = max(written)
     (table,) = [value for value in algorithm.state().values() if isinstance(value, Table)]
@@ -220,4 +217,4 @@ def test_what_is_written_for_a_group_does_not_grow_with_the_tasks(tmp_path, name
     population.flow.close()
     before = algorithm.state()
     population.open()
-    assert population.flow._algorithms.by_name[name].state() == before
+    assert population.flow.algorithms.by_name[name].state() == before

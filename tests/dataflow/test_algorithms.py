@@ -12,6 +12,7 @@ from flowjax.config import ConfigError, default_config
 from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms
 from flowjax.dataflow.flow import Flow
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+from tests.dataflow import flows
 
 MEMBERS, GROUPS = 8, 4
 ALWAYS, NEVER, SOMETIMES = 1.0, 0.0, 0.5
@@ -49,19 +50,21 @@ class Population:
 
     def play(self) -> None:
         """Play all that is admitted."""
-        for lease in self.flow.lease("w", 10_000):
+        for lease in flows.lease(self.flow, "w", 10_000):
             rate = PASS_RATES[lease.task.seed % len(PASS_RATES)]
             success = float(np.random.default_rng(lease.seed).random() < rate)
-            self.flow.accept(lease.lease_id, episode(lease, self.version, success, self.reply_tokens(lease.seed)))
+            flows.accept(
+                self.flow, lease.lease_id, episode(lease, self.version, success, self.reply_tokens(lease.seed))
+            )
             self.rollouts += 1
             self.played[rate] += 1 / MEMBERS
 
     def step(self):
         """Play until the batch is there; train on it."""
-        while (served := self.flow.batch("agent", self.version)) is None:
+        while (served := flows.credited(self.flow, "agent", self.version)) is None:
             self.play()
         self.version += 1
-        self.flow.commit("agent", self.version)
+        self.flow.batches.commit("agent", self.version)
         self.flow.report_serving("agent", self.version)
         return served[0]
 
@@ -113,10 +116,10 @@ def test_greso_wastes_fewer_rollouts(tmp_path):
 def test_greso_remembers_over_a_restart(tmp_path):
     population = Population(tmp_path, {"greso": {}, "dynamic_sampling": {}})
     population.informative_share(20)
-    before = {name: algorithm.state() for name, algorithm in population.flow._algorithms.by_name.items()}
+    before = {name: algorithm.state() for name, algorithm in population.flow.algorithms.by_name.items()}
     population.flow.close()
     population.open()
-    assert {name: algorithm.state() for name, algorithm in population.flow._algorithms.by_name.items()} == before
+    assert {name: algorithm.state() for name, algorithm in population.flow.algorithms.by_name.items()} == before
     assert population.flow.status()["algorithms"]["greso"]["streaks"] > 0
 
 
@@ -195,10 +198,10 @@ def test_a_replayed_batch_is_the_same_after_a_restart(tmp_path):
     population = Population(tmp_path, {"replay": {"ratio": 0.5}}, max_staleness=2)
     for _ in range(5):
         population.step()
-    before, _ = population.flow.batch("agent", 4) or pytest.fail("no batch")
+    before, _ = flows.credited(population.flow, "agent", 4) or pytest.fail("no batch")
     population.flow.close()
     population.open()
-    again, _ = population.flow.batch("agent", 4) or pytest.fail("no batch")
+    again, _ = flows.credited(population.flow, "agent", 4) or pytest.fail("no batch")
     for row, same in zip(before.rows, again.rows, strict=True):
         np.testing.assert_array_equal(row.tokens, same.tokens)
         np.testing.assert_array_equal(row.advantages, same.advantages)
@@ -240,8 +243,8 @@ def test_a_copy_is_one_of_what_was_played_not_of_what_another_algorithm_refused(
         folder = tmp_path / next(iter(order))
         folder.mkdir()
         population = Population(folder, order, tasks=60)
-        admission = population.flow._admission
-        admission._tasks = admission._tasks.map(lambda task: dataclasses.replace(task, payload={"of": task.seed // 2}))
+        leases = population.flow.leases
+        leases._tasks = leases._tasks.map(lambda task: dataclasses.replace(task, payload={"of": task.seed // 2}))
         for _ in range(3):
             population.step()
         assert population.flow.status()["forced_tasks"] == 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+from tests.dataflow import flows
 
 POLICIES, MEMBERS, GROUPS, TASKS = ("solver", "verifier"), 2, 2, 7
 ALGORITHMS = {
@@ -60,20 +61,20 @@ class Run:
         """One call, and what it led to."""
         assert self._flow is not None
         if call == "lease":
-            leases = self._flow.lease("w", 1 + number % 6)
+            leases = flows.lease(self._flow, "w", 1 + number % 6)
             self._held += leases
             return [(lease.episode_id, lease.task.task_id, lease.seed) for lease in leases]
         if call == "accept":
             lease = self._held.pop(number % len(self._held)) if self._held else None
-            return lease and self._flow.accept(lease.lease_id, self._played(lease))
+            return lease and flows.accept(self._flow, lease.lease_id, self._played(lease))
         policy = POLICIES[number % 2]
-        served = self._flow.batch(policy, self._versions[policy])
+        served = flows.credited(self._flow, policy, self._versions[policy])
         if served is None:
             return None
         oldest = min(int(row.versions[row.sampled].min()) for row in served[0].rows)
         assert 0 <= self._versions[policy] - oldest <= self._most_versions
         self._versions[policy] += 1
-        self._flow.commit(policy, self._versions[policy])
+        self._flow.batches.commit(policy, self._versions[policy])
         self._flow.report_serving(policy, self._versions[policy])
         return [(row.tokens.tolist(), row.advantages.tolist(), row.versions.tolist()) for row in served[0].rows]
 
@@ -123,7 +124,7 @@ def test_what_an_algorithm_makes_of_a_new_version_is_kept_at_once(tmp_path):
     while run.do("batch", 0) is None:
         assert run.do("accept", 0) is not None or run.do("lease", 5)
     assert run._flow is not None
-    learnt = run._flow._algorithms.by_name["mine"].state()
+    learnt = run._flow.algorithms.by_name["mine"].state()
     run.restart()
-    assert run._flow._algorithms.by_name["mine"].state() == learnt
+    assert run._flow.algorithms.by_name["mine"].state() == learnt
     run.close()

@@ -118,7 +118,7 @@ def test_replay_is_offered_groups_as_old_as_it_may_take_whatever_checkpoints_are
     population.config.trainer.keep_checkpoints = 1
     population.flow.close()
     population.open()
-    replay, offered = population.flow._algorithms.by_name["replay"], []
+    replay, offered = population.flow.algorithms.by_name["replay"], []
     serve = replay.serve
 
     def recording(fresh, used, groups):

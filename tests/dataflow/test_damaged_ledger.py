@@ -10,6 +10,7 @@ import pytest
 from flowjax.dataflow import service as service_module
 from flowjax.dataflow.ledger import Ledger, LedgerError, is_damage, start_anew
 from flowjax.dataflow.service import DataflowService
+from tests.dataflow import flows
 from tests.dataflow.test_flow import make_flow, play, train_leases
 
 
@@ -42,7 +43,7 @@ def test_damage_that_a_message_meets_ends_the_dataflow_with_the_remedy(tmp_path)
         error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
         raise error
 
-    flow.renew = broken
+    flow.ledger.renew = broken
     with pytest.raises(sqlite3.DatabaseError):
         asyncio.run(service.answer("renew", {"worker": "w", "lease_ids": []}))
     assert service.failure is not None and is_damage(service.failure)
@@ -52,7 +53,7 @@ def test_damage_that_a_message_meets_ends_the_dataflow_with_the_remedy(tmp_path)
 def test_a_disk_that_fails_again_and_again_ends_the_dataflow_and_one_that_recovers_does_not(tmp_path, monkeypatch):
     flow, now_s = make_flow(tmp_path), [0.0]
     monkeypatch.setattr(service_module.time, "monotonic", lambda: now_s[0])
-    service, renew = DataflowService(flow), flow.renew
+    service, renew = DataflowService(flow), flow.ledger.renew
 
     def broken(*args, **kwargs):
         error = sqlite3.OperationalError("disk I/O error")
@@ -60,7 +61,7 @@ def test_a_disk_that_fails_again_and_again_ends_the_dataflow_and_one_that_recove
         raise error
 
     async def ask(at_s: float, answer) -> None:
-        now_s[0], flow.renew = at_s, answer
+        now_s[0], flow.ledger.renew = at_s, answer
         with pytest.raises(sqlite3.OperationalError) if answer is broken else contextlib.nullcontext():
             await service.answer("renew", {"worker": "w", "lease_ids": []})
 
@@ -90,14 +91,14 @@ def test_a_new_ledger_goes_on_with_other_tasks(tmp_path, readable):
     assert (tmp_path / "dataflow.sqlite.aside-1").exists()
     flow = make_flow(tmp_path)
     (tmp_path / "checkpoints" / "agent" / "2").mkdir(parents=True)  # what the trainer goes on from
-    claimed, epoch = flow.claim("trainer", {"agent": 2}, 0)
+    claimed, epoch = flow.batches.claim("trainer", {"agent": 2}, 0)
     assert claimed and epoch == 1
     flow.report_serving("agent", 2)
     leases = train_leases(flow)
     assert leases and not before & {lease.group_id for lease in leases}
     assert min(lease.group_id for lease in leases) >= f"train-{position:08d}"
     play(flow, leases, version=2)
-    taken = flow.take("agent", 2)
+    taken = flows.take(flow, "agent", 2)
     assert taken is not None and not before & {group.group_id for group in taken.groups}
     flow.close()
 

@@ -14,8 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from flowjax import records
 from flowjax.config import default_config
-from flowjax.dataflow.algorithms.base import BUILT_IN, Algorithm, build_algorithms, task_name
-from flowjax.dataflow.algorithms.state import Table
+from flowjax.dataflow.algorithms.base import BUILT_IN, Algorithm, Table, build_algorithms, task_name
 from flowjax.dataflow.server import Server
 from tests.dataflow.test_algorithms import PASS_RATES, Population
 from tests.dataflow.test_flow import configuration, make_flow
@@ -54,7 +53,7 @@ def test_the_example_of_a_data_algorithm_works(tmp_path):
     names: dict[str, Any] = {"Algorithm": Algorithm, "Table": Table, "task_name": task_name}
     exec(textwrap.dedent(example[0]), names)
     population = Population(tmp_path, {})
-    population.flow._algorithms.by_name["mine"] = names["OnlyHard"](seed=0, threshold=0.2)
+    population.flow.algorithms.by_name["mine"] = names["OnlyHard"](seed=0, threshold=0.2)
     for _ in range(15):
         population.step()
     early = dict(population.played)

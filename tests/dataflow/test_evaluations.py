@@ -9,9 +9,10 @@ import pytest
 
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.task_sources import content_of, held_out_tasks, task_at
+from flowjax.dataflow.tasks import content_of, held_out_tasks, task_at
 from flowjax.monitor.metrics import read_metrics, wilson
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+from tests.dataflow import flows
 
 
 def task_of(index: int, contents: int) -> Task:
@@ -27,13 +28,13 @@ def evaluate(folder: Path, tasks: grain.MapDataset[Task], asked: int, success=la
     config.reward.components = {"success": 1.0}
     flow = Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
     flow.report_serving("agent", 0)
-    leases = flow.lease("w", 10_000)
+    leases = flows.lease(flow, "w", 10_000)
     ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
     for lease in leases:
         names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
         turn = Turn("agent", 0, ids, ids, logprobs, "stop", 1, 2, 0.0, True, True)
         outcome = {"success": success(lease)}
-        assert flow.accept(lease.lease_id, Episode(*names, [Trajectory(*names, [turn], outcome)], outcome))
+        assert flows.accept(flow, lease.lease_id, Episode(*names, [Trajectory(*names, [turn], outcome)], outcome))
     assert flow.finished
     flow.close()
     return leases

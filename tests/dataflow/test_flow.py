@@ -17,6 +17,7 @@ from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Episode, Task, Trajectory, Turn, pack, unpack
+from tests.dataflow import flows
 
 
 def configuration(**dataflow):
@@ -62,24 +63,24 @@ def played(lease, *, version: int, success: float = 1.0, turns: int = 2) -> Epis
 
 def play(flow: Flow, leases, *, version: int, success=lambda lease: 1.0) -> None:
     for lease in leases:
-        assert flow.accept(lease.lease_id, played(lease, version=version, success=success(lease)))
+        assert flows.accept(flow, lease.lease_id, played(lease, version=version, success=success(lease)))
 
 
 def batch(flow: Flow, step: int):
-    served = flow.batch("agent", step)
+    served = flows.credited(flow, "agent", step)
     assert served is not None
     return served
 
 
 def train_leases(flow: Flow, most: int = 1000):
-    return flow.lease("w", most, "train")
+    return flows.lease(flow, "w", most, "train")
 
 
 def test_nothing_is_leased_before_a_version_is_served(tmp_path):
     flow = make_flow(tmp_path)
-    assert flow.lease("w", 10) == []
+    assert flows.lease(flow, "w", 10) == []
     flow.report_serving("agent", 0)
-    assert flow.lease("w", 10)
+    assert flows.lease(flow, "w", 10)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -96,7 +97,7 @@ def test_synchronous_training_serves_exactly_the_groups_of_its_version(tmp_path)
     flow = make_flow(tmp_path, configuration(max_staleness=0))
     for step in range(4):
         flow.report_serving("agent", step)
-        assert flow.batch("agent", step) is None
+        assert flows.credited(flow, "agent", step) is None
         play(flow, train_leases(flow), version=step)
         served, dropped = batch(flow, step)
         assert dropped == 0
@@ -111,10 +112,10 @@ def test_stale_groups_are_dropped_counted_and_replaced(tmp_path):
     flow.report_serving("agent", 0)
     leases = train_leases(flow)
     play(flow, leases[:6], version=0)
-    assert flow.batch("agent", 0) is not None
+    assert flows.credited(flow, "agent", 0) is not None
     flow.report_serving("agent", 1)
     play(flow, train_leases(flow), version=1)
-    assert flow.batch("agent", 1) is not None
+    assert flows.credited(flow, "agent", 1) is not None
     play(flow, leases[6:], version=0)  # the trainer has gone on; these are late
     flow.report_serving("agent", 2)
     play(flow, train_leases(flow), version=2)
@@ -124,7 +125,7 @@ def test_stale_groups_are_dropped_counted_and_replaced(tmp_path):
     # The dropped groups' places were filled: the last batch is there already.
     assert train_leases(flow) == []
     flow.report_serving("agent", 3)
-    assert flow.batch("agent", 3) is not None
+    assert flows.credited(flow, "agent", 3) is not None
 
 
 def test_a_batch_is_served_again_unchanged_after_a_restart(tmp_path):
@@ -158,7 +159,7 @@ def test_statistics_of_the_batch_span_its_groups(tmp_path):
 def test_evaluation_before_and_after_is_written_once_and_pins_its_version(tmp_path):
     flow = make_flow(tmp_path)
     assert flow.report_serving("agent", 0) == 0
-    leases = flow.lease("w", 1000, "eval")
+    leases = flows.lease(flow, "w", 1000, "eval")
     assert [(lease.versions, lease.task.task_id) for lease in leases] == [
         ({"agent": 0}, f"held-{index}") for index in range(5)
     ]
@@ -166,9 +167,9 @@ def test_evaluation_before_and_after_is_written_once_and_pins_its_version(tmp_pa
     play(flow, leases, version=0, success=lambda lease: float(lease.task.seed < 2))
     assert flow.report_serving("agent", 3) == 2
     assert not flow.finished
-    flow.commit("agent", 4)
+    flow.batches.commit("agent", 4)
     assert flow.report_serving("agent", 4) == 3
-    play(flow, flow.lease("w", 1000, "eval"), version=4)
+    play(flow, flows.lease(flow, "w", 1000, "eval"), version=4)
     assert flow.finished
     lines = [entry for entry in read_metrics(tmp_path) if entry["kind"] == "eval"]
     assert (lines[0]["version"], lines[0]["success_rate"], lines[0]["episodes"]) == (0, 0.4, 5)
@@ -178,21 +179,21 @@ def test_evaluation_before_and_after_is_written_once_and_pins_its_version(tmp_pa
 def test_finished_means_trained_and_evaluated(tmp_path):
     flow = make_flow(tmp_path)
     flow.report_serving("agent", 4)
-    play(flow, flow.lease("w", 1000, "eval"), version=4)
+    play(flow, flows.lease(flow, "w", 1000, "eval"), version=4)
     assert not flow.finished
-    flow.commit("agent", 4)
+    flow.batches.commit("agent", 4)
     assert flow.finished
 
 
 def test_what_is_finished_is_finished_after_a_restart(tmp_path):
     flow = make_flow(tmp_path)
     flow.report_serving("agent", 4)
-    play(flow, flow.lease("w", 1000, "eval"), version=4)
-    flow.commit("agent", 4)
+    play(flow, flows.lease(flow, "w", 1000, "eval"), version=4)
+    flow.batches.commit("agent", 4)
     assert flow.finished
     flow.close()
     again = make_flow(tmp_path)
-    assert again.finished and again.committed == {"agent": 4}
+    assert again.finished and again.policies["agent"].committed == 4
 
 
 def test_evaluating_given_versions_trains_nothing(tmp_path):
@@ -200,7 +201,7 @@ def test_evaluating_given_versions_trains_nothing(tmp_path):
     config.eval.versions = (7,)
     flow = make_flow(tmp_path, config)
     flow.report_serving("agent", 7)
-    leases = flow.lease("w", 1000)
+    leases = flows.lease(flow, "w", 1000)
     assert {lease.kind for lease in leases} == {"eval"}
     play(flow, leases, version=7)
     assert flow.finished
@@ -211,7 +212,7 @@ def test_a_group_that_failed_altogether_is_dropped_and_replaced(tmp_path):
     flow.report_serving("agent", 0)
     leases = train_leases(flow)
     broken = [lease for lease in leases if lease.group_id == leases[0].group_id]
-    flow.give_back([lease.lease_id for lease in broken], "world is gone")
+    flows.give_back(flow, [lease.lease_id for lease in broken], "world is gone")
     assert flow.status()["dropped_groups"] == 1
     (replacement,) = {lease.group_id for lease in train_leases(flow)}
     assert replacement not in {lease.group_id for lease in leases}
@@ -221,7 +222,7 @@ def test_trajectories_of_a_batch_are_written_down(tmp_path):
     flow = make_flow(tmp_path)
     flow.report_serving("agent", 0)
     play(flow, train_leases(flow), version=0)
-    flow.batch("agent", 0)
+    flows.credited(flow, "agent", 0)
     lines = [
         json.loads(line) for line in (tmp_path / "trajectories" / "agent" / "000000.jsonl").read_text().splitlines()
     ]
@@ -315,12 +316,12 @@ def test_without_the_token_nothing_is_told_or_changed(tmp_path):
     async def scenario(post) -> None:
         for headers in (None, {"Authorization": "Bearer guess"}, {"Authorization": "secret"}):
             status, answer = await post("/versions", message, headers)
-            assert (status, served.flow.serving) == (401, {"agent": -1})
+            assert (status, served.flow.policies["agent"].serving) == (401, -1)
             assert "bearer token" in answer["error"]
         async with ClientSession() as session, session.get(served.server.make_url("/status")) as answer:
             assert answer.status == 401
         status, _ = await post("/versions", message, {"Authorization": "Bearer secret"})
-        assert (status, served.flow.serving) == (200, {"agent": 0})
+        assert (status, served.flow.policies["agent"].serving) == (200, 0)
 
     served.run(scenario)
 

@@ -6,11 +6,12 @@ from typing import Any
 import grain
 import pytest
 
-from flowjax.dataflow.algorithms.chain import AlgorithmError
+from flowjax.dataflow.algorithms.base import AlgorithmError
 from flowjax.dataflow.algorithms.filters import DynamicSampling
 from flowjax.dataflow.flow import Flow
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Episode, Status, Task
+from tests.dataflow import flows
 from tests.dataflow.test_flow import batch, configuration, make_flow, played, train_leases
 
 MEMBERS = 4
@@ -34,17 +35,17 @@ def play(flow, leases, bad=()) -> None:
     """Play them; those in `bad` break."""
     for lease in leases:
         episode = broken(lease) if lease.episode_id in bad else played(lease, version=0)
-        flow.accept(lease.lease_id, episode)
+        flows.accept(flow, lease.lease_id, episode)
 
 
 def test_retry_plays_it_again_by_another_worker_and_then_goes_on_short(tmp_path):
     flow = flow_with(tmp_path, max_attempts=2)
-    assert flow.lease("other", 1, "eval")  # there is another worker
+    assert flows.lease(flow, "other", 1, "eval")  # there is another worker
     leases = train_leases(flow)
     bad = leases[0].episode_id
     play(flow, leases, {bad})
     assert train_leases(flow) == [], "the worker that broke it leaves it to the other"
-    (again,) = flow.lease("other", 10, "train")
+    (again,) = flows.lease(flow, "other", 10, "train")
     assert again.episode_id == bad
     play(flow, [again], {bad})
     status = flow.status()
@@ -80,9 +81,9 @@ def test_drop_gives_up_the_whole_group_and_tells_its_siblings(tmp_path):
     flow = flow_with(tmp_path, failed_episodes="drop", max_staleness=0)
     leases = train_leases(flow)
     bad, sibling = leases[:2]
-    flow.accept(bad.lease_id, broken(bad, "timeout"))
-    assert flow.renew([sibling.lease_id]) == [sibling.lease_id], "whoever plays a sibling learns that it is over"
-    assert not flow.accept(sibling.lease_id, played(sibling, version=0))
+    flows.accept(flow, bad.lease_id, broken(bad, "timeout"))
+    assert flow.ledger.renew([sibling.lease_id]) == [sibling.lease_id], "whoever plays a sibling learns that it is over"
+    assert not flows.accept(flow, sibling.lease_id, played(sibling, version=0))
     status = flow.status()
     assert status["policies"]["agent"]["dropped"] == {"failed": 1} and status["failed"] == {"timeout": 1}
     replacement = train_leases(flow)
@@ -93,7 +94,7 @@ def test_drop_gives_up_the_whole_group_and_tells_its_siblings(tmp_path):
 def test_a_worker_that_dies_never_costs_an_episode(tmp_path, failed):
     flow = flow_with(tmp_path, failed_episodes=failed)
     leases = train_leases(flow)
-    flow.give_back([lease.lease_id for lease in leases], "the engine is gone")
+    flows.give_back(flow, [lease.lease_id for lease in leases], "the engine is gone")
     assert {lease.episode_id for lease in train_leases(flow)} == {lease.episode_id for lease in leases}
     assert flow.status()["failed"] == {"given_back": len(leases)}
 
@@ -113,8 +114,8 @@ def test_what_failed_is_in_the_log_with_its_cause_and_survives_a_restart(tmp_pat
 def test_an_evaluation_that_was_in_when_the_process_died_is_told_of_by_the_next(tmp_path):
     flow = make_flow(tmp_path)
     flow.report_serving("agent", 0)
-    for lease in flow.lease("w", 1000, "eval"):
-        flow._ledger.accept(lease.lease_id, played(lease, version=0))  # and before anything else, the process dies
+    for lease in flows.lease(flow, "w", 1000, "eval"):
+        flow.ledger.accept(lease.lease_id, played(lease, version=0))  # and before anything else, the process dies
     flow.close()
     assert not [line for line in read_metrics(tmp_path) if line["kind"] == "eval"]
     make_flow(tmp_path).close()
@@ -139,7 +140,7 @@ def test_an_evaluation_is_opened_whole_or_not_at_all(tmp_path):
     broken = False
     flow = Flow(configuration(), tmp_path, train_tasks=tasks, held_out_tasks=tasks)
     flow.report_serving("agent", 0)
-    assert len(flow.lease("w", 1000, "eval")) == 5
+    assert len(flows.lease(flow, "w", 1000, "eval")) == 5
 
 
 def test_what_an_algorithm_stumbles_over_is_taken_in_all_the_same(tmp_path):
@@ -161,10 +162,10 @@ def test_what_an_algorithm_stumbles_over_is_taken_in_all_the_same(tmp_path):
         with pytest.raises(
             AlgorithmError, match=r"config\.dataflow\.algorithms\.dynamic_sampling\.keep .*no room left"
         ):
-            flow.accept_all(items)
+            flows.accept_all(flow, items)
         flow.close()
         flow = make_flow(tmp_path, config)
-        assert not any(flow.accept_all(items))
-        assert flow.batch("agent", 0) is None, "nobody differs: nothing is kept"
+        assert not any(flows.accept_all(flow, items))
+        assert flows.credited(flow, "agent", 0) is None, "nobody differs: nothing is kept"
     assert keeping == ["train-00000000", "train-00000001", "train-00000001", *keeping[3:]]
     assert flow.status()["algorithms"]["dynamic_sampling"] == {"left_out_share": 1.0}

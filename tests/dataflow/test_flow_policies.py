@@ -9,6 +9,7 @@ from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+from tests.dataflow import flows
 
 GROUPS, MEMBERS, STEPS = 2, 2, 6
 
@@ -39,23 +40,23 @@ def episode(lease: Lease, versions: dict[str, int]) -> Episode:
 
 
 def play(flow: Flow, versions: dict[str, int]) -> int:
-    leases = flow.lease("w", 1000)
+    leases = flows.lease(flow, "w", 1000)
     for lease in leases:
-        flow.accept(lease.lease_id, episode(lease, {**versions, **lease.versions}))
+        flows.accept(flow, lease.lease_id, episode(lease, {**versions, **lease.versions}))
     return sum(lease.kind == "train" for lease in leases)
 
 
 def serve(flow: Flow, policy: str, version: int) -> None:
-    flow.commit(policy, version)
+    flow.batches.commit(policy, version)
     flow.report_serving(policy, version)
 
 
 def test_nothing_is_played_until_every_policy_is_served(tmp_path):
     flow = make_flow(tmp_path)
     flow.report_serving("solver", 0)
-    assert flow.lease("w", 10) == []
+    assert flows.lease(flow, "w", 10) == []
     flow.report_serving("verifier", 0)
-    assert flow.lease("w", 10)
+    assert flows.lease(flow, "w", 10)
 
 
 def test_a_policy_goes_on_while_another_stands_still(tmp_path):
@@ -64,7 +65,7 @@ def test_a_policy_goes_on_while_another_stands_still(tmp_path):
     for policy in versions:
         serve(flow, policy, 0)
     for step in range(STEPS):
-        while (served := flow.batch("solver", step)) is None:
+        while (served := flows.credited(flow, "solver", step)) is None:
             assert play(flow, versions) > 0, "the verifier's trainer holds the solver up"
         rows = served[0].rows
         assert len(rows) == GROUPS * MEMBERS and {row.policy for row in rows} == {"solver"}
@@ -72,7 +73,7 @@ def test_a_policy_goes_on_while_another_stands_still(tmp_path):
         versions["solver"] = step + 1
         serve(flow, "solver", step + 1)
     assert flow.status()["policies"]["verifier"]["committed"] == 0
-    served, dropped = flow.batch("verifier", 0) or (None, 0)
+    served, dropped = flows.credited(flow, "verifier", 0) or (None, 0)
     assert served is not None and dropped == 0
     assert {row.policy for row in served.rows} == {"verifier"}
     assert len(served.rows) == 2 * GROUPS * MEMBERS // 2, "one verdict in two episodes"
@@ -83,8 +84,8 @@ def test_groups_are_compared_within_a_policy(tmp_path):
     for policy in ("solver", "verifier"):
         serve(flow, policy, 0)
     play(flow, {"solver": 0, "verifier": 0})
-    solver, _ = flow.batch("solver", 0) or (None, 0)
-    verifier, _ = flow.batch("verifier", 0) or (None, 0)
+    solver, _ = flows.credited(flow, "solver", 0) or (None, 0)
+    verifier, _ = flows.credited(flow, "verifier", 0) or (None, 0)
     assert solver is not None and verifier is not None
     assert {float(np.sign(row.advantages[-1])) for row in solver.rows} == {-1.0, 1.0}
     assert all(abs(row.advantages[-1]) < 1e-3 for row in verifier.rows), "verdicts were all right: nothing to learn"
@@ -94,11 +95,11 @@ def test_an_evaluation_pins_all_versions_and_the_end_waits_for_all_policies(tmp_
     flow = make_flow(tmp_path)
     for policy in ("solver", "verifier"):
         serve(flow, policy, 0)
-    evaluation = [lease for lease in flow.lease("w", 1000) if lease.kind == "eval"]
+    evaluation = [lease for lease in flows.lease(flow, "w", 1000) if lease.kind == "eval"]
     assert [lease.versions for lease in evaluation] == [{"solver": 0, "verifier": 0}] * 3
     assert flow.report_serving("solver", 5) == 0, "its first version is still being evaluated"
     for lease in evaluation:
-        flow.accept(lease.lease_id, episode(lease, dict(lease.versions)))
+        flows.accept(flow, lease.lease_id, episode(lease, dict(lease.versions)))
     serve(flow, "solver", STEPS)
     assert not flow.finished
     serve(flow, "verifier", 3)
@@ -119,11 +120,11 @@ def test_a_policy_far_behind_keeps_a_bounded_number_of_groups_and_the_rest_is_co
     for policy in versions:
         serve(flow, policy, 0)
     for step in range(STEPS):
-        while flow.batch("solver", step) is None:
+        while flows.credited(flow, "solver", step) is None:
             play(flow, versions)
         versions["solver"] = step + 1
         serve(flow, "solver", step + 1)
     verifier = flow.status()["policies"]["verifier"]
     assert verifier["ready_groups"] == 4
     assert verifier["dropped"]["overflow"] == verifier["dropped_groups"] > 0
-    assert flow.batch("verifier", 0) is not None
+    assert flows.credited(flow, "verifier", 0) is not None

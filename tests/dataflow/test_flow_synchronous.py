@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flowjax.monitor.metrics import read_metrics
+from tests.dataflow import flows
 from tests.dataflow.test_flow import configuration, make_flow, played
 
 STEPS, GROUPS, MEMBERS, SAMPLED = 5, 3, 4, 2
@@ -23,21 +24,21 @@ def test_every_trained_token_is_of_the_version_being_trained(tmp_path, seed):
     flow.report_serving("agent", 0)
     served, trained, playing = 0, 0, []
     while trained < STEPS:
-        playing += [(lease, served) for lease in flow.lease("w", rng.randint(1, 8))]
+        playing += [(lease, served) for lease in flows.lease(flow, "w", rng.randint(1, 8))]
         rng.shuffle(playing)
         for lease, version in [playing.pop() for _ in range(min(len(playing), rng.randint(0, 4)))]:
-            assert flow.accept(lease.lease_id, played(lease, version=version))
+            assert flows.accept(flow, lease.lease_id, played(lease, version=version))
         if served < trained and rng.random() < 0.2:
             served = trained
             flow.report_serving("agent", served)
-        if taken := flow.batch("agent", trained):
+        if taken := flows.credited(flow, "agent", trained):
             rows = taken[0].rows
             assert taken[1] == 0, "nothing was played in vain"
             assert len(rows) == GROUPS * MEMBERS * SAMPLED
             assert {int(version) for row in rows for version in row.versions[row.sampled]} == {trained}
             trained += 1
-            flow.commit("agent", trained)
-    assert not playing and flow.lease("w", 100) == []
+            flow.batches.commit("agent", trained)
+    assert not playing and flows.lease(flow, "w", 100) == []
     lines = [line for line in read_metrics(tmp_path) if line["kind"] == "batch"]
     assert [line["ages"] for line in lines] == [{"0": GROUPS * MEMBERS * SAMPLED}] * STEPS
 
@@ -45,17 +46,17 @@ def test_every_trained_token_is_of_the_version_being_trained(tmp_path, seed):
 def test_ages_of_all_trained_tokens_are_told(tmp_path):
     flow = make_flow(tmp_path, configuration(max_staleness=2))
     flow.report_serving("agent", 0)
-    leases = flow.lease("w", 1000, "train")
+    leases = flows.lease(flow, "w", 1000, "train")
     for lease in leases[:6]:
-        flow.accept(lease.lease_id, played(lease, version=0, turns=3))
-    assert flow.batch("agent", 0)
-    flow.commit("agent", 1)
+        flows.accept(flow, lease.lease_id, played(lease, version=0, turns=3))
+    assert flows.credited(flow, "agent", 0)
+    flow.batches.commit("agent", 1)
     flow.report_serving("agent", 1)
     for index, lease in enumerate(leases[6:12]):
-        flow.accept(lease.lease_id, played(lease, version=index % 2))
+        flows.accept(flow, lease.lease_id, played(lease, version=index % 2))
     status = flow.status()["policies"]["agent"]
     assert (status["ages"], status["trained_ages"]) == ({"1": 3}, {"0": 18})
-    assert flow.batch("agent", 1)
+    assert flows.credited(flow, "agent", 1)
     assert flow.status()["policies"]["agent"]["trained_ages"] == {"0": 6, "1": 6}
     flow.close()
     flow = make_flow(tmp_path, configuration(max_staleness=2))
@@ -70,18 +71,18 @@ def test_what_a_lost_version_has_played_is_not_trained_on(tmp_path, turns):
     flow = make_flow(tmp_path, config)
     flow.report_serving("agent", 0)
     for step in range(3):
-        for lease in flow.lease("w", 6):
-            flow.accept(lease.lease_id, played(lease, version=step))
-        assert flow.batch("agent", step)
-        flow.commit("agent", step + 1)
+        for lease in flows.lease(flow, "w", 6):
+            flows.accept(flow, lease.lease_id, played(lease, version=step))
+        assert flows.credited(flow, "agent", step)
+        flow.batches.commit("agent", step + 1)
         flow.report_serving("agent", step + 1)
-    for lease in flow.lease("w", 6):
+    for lease in flows.lease(flow, "w", 6):
         episode = played(lease, version=0, turns=2)
         (part,) = episode.trajectories
         parts = [replace(turn, version=version) for turn, version in zip(part.turns, turns, strict=True)]
-        assert flow.accept(lease.lease_id, replace(episode, trajectories=[replace(part, turns=parts)]))
-    assert flow.claim("restarted", {"agent": 1}, 0) == (True, 1)
-    served = flow.batch("agent", 1)
+        assert flows.accept(flow, lease.lease_id, replace(episode, trajectories=[replace(part, turns=parts)]))
+    assert flow.batches.claim("restarted", {"agent": 1}, 0) == (True, 1)
+    served = flows.credited(flow, "agent", 1)
     assert served and all((row.versions[row.sampled] <= 1).all() for row in served[0].rows)
-    assert flow.batch("agent", 2), "made of what version 2 played: that was batch 2, as it was"
+    assert flows.credited(flow, "agent", 2), "made of what version 2 played: that was batch 2, as it was"
     assert flow.status()["policies"]["agent"]["dropped"] == {"lost_version": 3}

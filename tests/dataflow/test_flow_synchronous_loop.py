@@ -11,8 +11,9 @@ import pytest
 from flowjax.config import default_config, policy_configs
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.rows import credit_batch
-from flowjax.dataflow.task_sources import episode_seed, task_at
+from flowjax.dataflow.tasks import episode_seed, task_at
 from flowjax.records import Episode, Group, Lease, Task, TokenRow, Trajectory, Turn
+from tests.dataflow import flows
 
 STEPS, GROUPS, MEMBERS = 4, 3, 4
 TASKS = grain.MapDataset.range(10).map(lambda index: Task(f"task-{index}", "toy", index)).shuffle(7).repeat()
@@ -80,18 +81,18 @@ def test_an_eager_run_is_the_loop(tmp_path: Path, policies, seed):
                 flow = Flow(config, tmp_path, train_tasks=TASKS, held_out_tasks=TASKS)
                 for policy in policies:
                     flow.report_serving(policy, step)
-            playing += flow.lease("w", rng.randint(1, 8))
+            playing += flows.lease(flow, "w", rng.randint(1, 8))
             rng.shuffle(playing)
             for lease in [playing.pop() for _ in range(min(len(playing), rng.randint(0, 4)))]:
-                flow.accept(lease.lease_id, played(lease, dict.fromkeys(policies, step)))
+                flows.accept(flow, lease.lease_id, played(lease, dict.fromkeys(policies, step)))
             for policy in policies:
-                if policy not in served and (batch := flow.batch(policy, step)):
+                if policy not in served and (batch := flows.credited(flow, policy, step)):
                     served[policy] = batch[0].rows
         assert flow is not None and not playing
         for policy, rows in loop(config, policies, step).items():
             assert_equal(served[policy], rows)
         for policy in policies:
-            flow.commit(policy, step + 1)
+            flow.batches.commit(policy, step + 1)
         for policy in policies:
             flow.report_serving(policy, step + 1)
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from flowjax.dataflow.workers import Can
+from flowjax.dataflow.leases import Can
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Trajectory
+from tests.dataflow import flows
 from tests.dataflow.test_flow import batch, configuration, make_flow, play, played
 
 
@@ -22,13 +23,13 @@ def kinds(leases) -> tuple[int, int]:
 
 def test_evaluation_has_its_share_of_a_workers_slots_and_no_more(tmp_path):
     flow = flow_with(tmp_path, 0.25)
-    leases = flow.lease("w", 8)
+    leases = flows.lease(flow, "w", 8)
     assert kinds(leases) == (2, 6)
     play(flow, [lease for lease in leases if lease.kind == "train"][:3], version=0)
-    assert kinds(flow.lease("w", 3)) == (0, 3), "its slots are taken"
+    assert kinds(flows.lease(flow, "w", 3)) == (0, 3), "its slots are taken"
     play(flow, [lease for lease in leases if lease.kind == "eval"], version=0)
-    assert kinds(flow.lease("w", 2)) == (2, 0), "they are free again"
-    assert kinds(flow.lease("another", 4)) == (1, 3)
+    assert kinds(flows.lease(flow, "w", 2)) == (2, 0), "they are free again"
+    assert kinds(flows.lease(flow, "another", 4)) == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +38,14 @@ def test_evaluation_has_its_share_of_a_workers_slots_and_no_more(tmp_path):
 )
 def test_a_share_of_slots_is_rounded_up(tmp_path, slots, total, evaluated):
     """So that a worker of one slot evaluates, too. From 1 on it is a number of slots, at most those there are."""
-    assert kinds(flow_with(tmp_path, slots).lease("w", total)) == (evaluated, total - evaluated)
+    assert kinds(flows.lease(flow_with(tmp_path, slots), "w", total)) == (evaluated, total - evaluated)
 
 
 def test_neither_starves_and_nothing_idles(tmp_path):
     flow = flow_with(tmp_path, 1.0, tasks=3)
     evaluated = trained = 0
     while evaluated < 3 or trained < 24:
-        leases = flow.lease("w", 4)
+        leases = flows.lease(flow, "w", 4)
         assert len(leases) == 4 or trained + kinds(leases)[1] == 24
         evaluated, trained = evaluated + kinds(leases)[0], trained + kinds(leases)[1]
         play(flow, leases, version=0)
@@ -54,16 +55,16 @@ def test_neither_starves_and_nothing_idles(tmp_path):
 
 def test_evaluation_takes_what_training_leaves(tmp_path):
     flow = flow_with(tmp_path, 0.1)
-    assert kinds(flow.lease("w", 100)) == (20, 24), "all there is of both"
+    assert kinds(flows.lease(flow, "w", 100)) == (20, 24), "all there is of both"
 
 
 def test_training_goes_on_to_new_versions_while_an_old_one_is_evaluated(tmp_path):
     flow = flow_with(tmp_path, 0.5)
-    held = flow.lease("slow", 1000, "eval")
+    held = flows.lease(flow, "slow", 1000, "eval")
     for step in range(3):
-        play(flow, flow.lease("w", 1000), version=step)
+        play(flow, flows.lease(flow, "w", 1000), version=step)
         batch(flow, step)
-        flow.commit("agent", step + 1)
+        flow.batches.commit("agent", step + 1)
         assert flow.report_serving("agent", step + 1) == 0, "version 0 stays loaded"
     play(flow, held, version=0)
     assert flow.report_serving("agent", 3) == 0
@@ -72,11 +73,11 @@ def test_training_goes_on_to_new_versions_while_an_old_one_is_evaluated(tmp_path
 
 def test_only_what_a_worker_can_play_is_leased(tmp_path):
     flow = flow_with(tmp_path, 0.5)
-    assert flow.lease("w", 10, can=Can(worlds=frozenset({"chess"}))) == []
-    assert flow.lease("w", 10, can=Can(policies=frozenset({"other"}))) == []
-    assert kinds(flow.lease("w", 4, can=Can(kinds=frozenset({"eval"})))) == (4, 0)
+    assert flows.lease(flow, "w", 10, can=Can(worlds=frozenset({"chess"}))) == []
+    assert flows.lease(flow, "w", 10, can=Can(policies=frozenset({"other"}))) == []
+    assert kinds(flows.lease(flow, "w", 4, can=Can(kinds=frozenset({"eval"})))) == (4, 0)
     everything = Can(worlds=frozenset({"toy", "chess"}), policies=frozenset({"agent", "other"}))
-    assert kinds(flow.lease("v", 4, can=everything)) == (2, 2)
+    assert kinds(flows.lease(flow, "v", 4, can=everything)) == (2, 2)
 
 
 def test_parts_of_a_frozen_model_belong_to_no_stream(tmp_path):
@@ -86,12 +87,12 @@ def test_parts_of_a_frozen_model_belong_to_no_stream(tmp_path):
     flow = make_flow(tmp_path, config)
     assert set(flow.frozen) == {"base"}
     flow.report_serving("agent", 0)
-    for lease in flow.lease("w", 1000, can=Can(policies=frozenset({"agent"}))):
+    for lease in flows.lease(flow, "w", 1000, can=Can(policies=frozenset({"agent"}))):
         episode = played(lease, version=0)
         (part,) = episode.trajectories
         names = f"{lease.episode_id}/judge", lease.group_id, lease.task.task_id, lease.seed
         judge = Trajectory(*names, part.turns, part.outcome, policy="base")
         both = type(episode)(lease.episode_id, *names[1:], [part, judge], episode.outcome)
-        assert flow.accept(lease.lease_id, both)
+        assert flows.accept(flow, lease.lease_id, both)
     served, _ = batch(flow, 0)
     assert served.totals["episodes"] == 6 and {row.policy for row in served.rows} == {"agent"}

@@ -11,12 +11,13 @@ import pytest
 from flowjax.broker import Busy
 from flowjax.dataflow.service import DataflowService
 from flowjax.monitor.metrics import METRICS_FILE, read_metrics
+from tests.dataflow import flows
 from tests.dataflow.test_flow import configuration, make_flow, played, train_leases
 
 
 def fill(flow) -> int:
     """No page is left. Returns how many there were."""
-    db = flow._ledger._db
+    db = flow.ledger._db
     (most,) = db.execute("PRAGMA max_page_count").fetchone()
     db.execute("CREATE TABLE filler (x)")
     (pages,) = db.execute("PRAGMA page_count").fetchone()
@@ -25,14 +26,14 @@ def fill(flow) -> int:
 
 
 def empty(flow, most: int) -> None:
-    flow._ledger._db.execute(f"PRAGMA max_page_count = {most}")
+    flow.ledger._db.execute(f"PRAGMA max_page_count = {most}")
 
 
 def test_episodes_wait_for_room_and_count_once(tmp_path: Path):
     flow = make_flow(tmp_path)
     service = DataflowService(flow)
     flow.report_serving("agent", 0)
-    assert flow.claim("trainer", {"agent": 0}, 0) == (True, 1)
+    assert flow.batches.claim("trainer", {"agent": 0}, 0) == (True, 1)
     leases = train_leases(flow)
     items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases]
 
@@ -40,8 +41,8 @@ def test_episodes_wait_for_room_and_count_once(tmp_path: Path):
         most = fill(flow)
         with pytest.raises(Busy, match=r"cannot write to the run's folder: No space left on device: make room"):
             await service.answer("episodes", {"worker": "w", "items": items})
-        assert not flow._ledger._db.in_transaction, "what comes next would be a part of the one that failed"
-        assert flow._ledger.count_episodes()["done"] == 0
+        assert not flow.ledger._db.in_transaction, "what comes next would be a part of the one that failed"
+        assert flow.ledger.count_episodes()["done"] == 0
         empty(flow, most)
         assert (await service.answer("episodes", {"worker": "w", "items": items}))["accepted"] == len(items)
         assert (await service.answer("episodes", {"worker": "w", "items": items}))["duplicate"] == len(items)
@@ -51,7 +52,7 @@ def test_episodes_wait_for_room_and_count_once(tmp_path: Path):
     asyncio.run(main())
     flow.close()
     again = make_flow(tmp_path)
-    assert again._ledger.count_episodes()["done"] >= 6, "committed, not only seen by the connection that wrote it"
+    assert again.ledger.count_episodes()["done"] >= 6, "committed, not only seen by the connection that wrote it"
 
 
 def test_the_line_of_a_batch_or_evaluation_that_the_disk_refused_is_written_later(tmp_path: Path):
@@ -60,13 +61,13 @@ def test_the_line_of_a_batch_or_evaluation_that_the_disk_refused_is_written_late
     flow = make_flow(tmp_path, config)
     service = DataflowService(flow)
     flow.report_serving("agent", 0)
-    assert flow.claim("trainer", {"agent": 0}, 0) == (True, 1)
+    assert flow.batches.claim("trainer", {"agent": 0}, 0) == (True, 1)
     metrics = tmp_path / METRICS_FILE
     metrics.unlink(missing_ok=True)
     metrics.symlink_to("/dev/full")
 
     async def main() -> None:
-        leases = flow.lease("w", 100)
+        leases = flows.lease(flow, "w", 100)
         assert {lease.kind for lease in leases} == {"train", "eval"}
         items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases]
         with pytest.raises(Busy):

@@ -58,7 +58,8 @@ class Dataflow:
         with sqlite3.connect(self._path) as db:
             names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             rows = {name: sorted(map(repr, db.execute(f"SELECT * FROM {name}"))) for name in names}
-        return rows, self.flow.status(), dict(self.flow.serving), dict(self.flow.committed), self.flow.finished
+        versions = {name: (own.serving, own.committed) for name, own in self.flow.policies.items()}
+        return rows, self.flow.status(), versions, self.flow.finished
 
     async def raw(self, path: str, body: bytes, **headers: str) -> tuple[int, Any]:
         url = self.server.make_url(path)
@@ -334,7 +335,7 @@ def test_batches_that_no_checkpoint_needs_any_more_are_refused(tmp_path):
     """A batch of long ago, asked for again, would undo all later ones and have their groups trained on twice."""
 
     async def scenario(dataflow: Dataflow) -> None:
-        dataflow.flow._configs["agent"].trainer.keep_checkpoints = 1
+        dataflow.flow.policies["agent"].config.trainer.keep_checkpoints = 1
         epoch = await dataflow.claim(0)
         for step in range(3):
             await dataflow.post("/versions", worker="w", policy="agent", serving=step, in_use=[])

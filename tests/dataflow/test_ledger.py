@@ -143,7 +143,7 @@ def test_an_outage_uses_up_no_attempt_and_is_counted(ledger):
         (lease,) = ledger.lease("w", 1)
         assert ledger.accept(lease.lease_id, played(lease, status="executor_error")) == (True, [])
     assert ledger.count_episodes() == NONE | {"waiting": 1}
-    assert ledger.counts()[""]["failed/executor_error"] == 7
+    assert ledger.counts()["failed/executor_error"] == 7
     (lease,) = ledger.lease("w", 1)
     assert ledger.accept(lease.lease_id, played(lease))[0]
 

@@ -56,7 +56,7 @@ def test_a_checkpoint_ahead_of_an_older_copy_goes_on_and_trains_nothing_twice(tm
     ledger = Ledger(old, lease_s=10.0, max_attempts=2)
     add(ledger, 6)
     assert ledger.claim("restarted", {"agent": 2}, 1, position=9) == (True, 2)
-    assert ledger.counts()["agent"] == {"dropped/lost_ledger": 5}
+    assert ledger.counts("agent") == {"dropped/lost_ledger": 5}
     assert ledger.lease("w", 10) == [], "nobody needs the episodes of group 6"
     assert ledger.batches("agent") == 2 and ledger.count_groups() == 9
     for position in range(9, 11):

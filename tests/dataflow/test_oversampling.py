@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flowjax.records import Lease
+from tests.dataflow import flows
 from tests.dataflow.test_flow import configuration, make_flow, played
 
 GROUPS, MEMBERS, STEPS, WARM_UP, SLOTS = 16, 2, 18, 3, 1000
@@ -25,17 +26,17 @@ def simulate(folder: Path, max_staleness: int, *, share: float, seed: int = 0) -
     playing: list[tuple[int, Lease, int]] = []
     step, tick, started = 0, 0, 0
     while step < STEPS:
-        playing += [(tick + rng.randint(*TICKS), lease, step) for lease in flow.lease("w", SLOTS - len(playing))]
+        playing += [(tick + rng.randint(*TICKS), lease, step) for lease in flows.lease(flow, "w", SLOTS - len(playing))]
         tick += 1
         ended = [item for item in playing if item[0] <= tick]
         playing = [item for item in playing if item[0] > tick]
-        flow.accept_all([(lease.lease_id, outcome(lease, version, share)) for _, lease, version in ended])
-        while step < STEPS and flow.take("agent", step):
+        flows.accept_all(flow, [(lease.lease_id, outcome(lease, version, share)) for _, lease, version in ended])
+        while step < STEPS and flows.take(flow, "agent", step):
             step += 1
-            flow.commit("agent", step)
+            flow.batches.commit("agent", step)
             flow.report_serving("agent", step)
             started = tick if step == WARM_UP else started
-    played_groups = flow._ledger.count_groups()
+    played_groups = flow.ledger.count_groups()
     flow.close()
     return (tick - started) / (STEPS - WARM_UP), played_groups
 

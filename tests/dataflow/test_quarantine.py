@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flowjax.broker import connect
-from flowjax.dataflow import flow as flow_room
+from flowjax.dataflow import batches as batches_room
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import StepError
 from flowjax.dataflow.service import DataflowService
@@ -20,6 +20,7 @@ from flowjax.records import Episode, Lease, TokenRow, pack, unpack
 from flowjax.trainer.batch import BatchError, unusable_rows
 from flowjax.trainer.batch import pack as pack_rows
 from flowjax.trainer.sources import DataflowSource
+from tests.dataflow import flows
 from tests.dataflow.test_flow import configuration, make_flow, played
 from tests.dataflow.test_server_clients import serving
 
@@ -53,7 +54,7 @@ def accept(flow: Flow, leases: Sequence[Lease], bad: Mapping[str, Any], which: i
     for index, lease in enumerate(leases):
         episode = played(lease, version=0)
         made = changed(episode, **bad) if index == which else episode
-        assert flow.accept_all([(lease.lease_id, made)], worker="honest" if index != which else "stranger")[0]
+        assert flows.accept_all(flow, [(lease.lease_id, made)], worker="honest" if index != which else "stranger")[0]
 
 
 async def trained(url: str, steps: Sequence[int]) -> list[list[TokenRow]]:
@@ -80,11 +81,11 @@ def test_a_batch_that_cannot_be_trained_on_is_made_anew_without_its_group(tmp_pa
     async def scenario() -> None:
         flow = make_flow(tmp_path, configuration(max_staleness=1))
         flow.report_serving("agent", 0)
-        leases = flow.lease("w", 100, "train")
+        leases = flows.lease(flow, "w", 100, "train")
         assert len(leases) == 12
         accept(flow, leases, BAD[bad], which=2)
         if resumed:  # the batch is written down, and trainer and dataflow have died since
-            assert flow.take("agent", 0) is not None
+            assert flows.take(flow, "agent", 0) is not None
             flow.close()
             flow = make_flow(tmp_path, configuration(max_staleness=1))
             flow.report_serving("agent", 0)
@@ -98,8 +99,8 @@ def test_a_batch_that_cannot_be_trained_on_is_made_anew_without_its_group(tmp_pa
             (aside,) = status["put_aside"]
             assert (aside["group_id"], aside["worker"], aside["step"]) == (bad_group, "stranger", 0)
             assert aside["trajectory_id"] == leases[2].episode_id and aside["reason"]
-            assert flow.lease("w", 100, "train"), "another task is played in its place"
-            assert [e.episode_id for e in flow._ledger.episodes(bad_group)], "it is kept"
+            assert flows.lease(flow, "w", 100, "train"), "another task is played in its place"
+            assert [e.episode_id for e in flow.ledger.episodes(bad_group)], "it is kept"
 
     asyncio.run(scenario())
 
@@ -107,14 +108,14 @@ def test_a_batch_that_cannot_be_trained_on_is_made_anew_without_its_group(tmp_pa
 def test_a_refusal_that_comes_twice_or_late_moves_nothing(tmp_path):
     flow = make_flow(tmp_path, configuration(max_staleness=1))
     flow.report_serving("agent", 0)
-    accept(flow, leases := flow.lease("w", 100, "train"), BAD["a long prompt"], which=0)
-    flow.take("agent", 0)
+    accept(flow, leases := flows.lease(flow, "w", 100, "train"), BAD["a long prompt"], which=0)
+    flows.take(flow, "agent", 0)
     reasons = {leases[0].episode_id: "too long"}
-    assert flow.quarantine("agent", 0, {"no such trajectory": "why"}) == []
-    assert flow.quarantine("agent", 0, reasons) == [leases[0].group_id]
-    taken = flow.take("agent", 0)
-    assert taken is not None and flow.quarantine("agent", 0, reasons) == []
-    assert flow.take("agent", 0) == taken or [g.group_id for g in taken.groups] == flow._ledger.batch("agent", 0)
+    assert flow.batches.quarantine("agent", 0, {"no such trajectory": "why"}) == []
+    assert flow.batches.quarantine("agent", 0, reasons) == [leases[0].group_id]
+    taken = flows.take(flow, "agent", 0)
+    assert taken is not None and flow.batches.quarantine("agent", 0, reasons) == []
+    assert flows.take(flow, "agent", 0) == taken or [g.group_id for g in taken.groups] == flow.ledger.batch("agent", 0)
     assert flow.status()["quarantined_groups"] == 1
 
 
@@ -124,12 +125,12 @@ def test_a_group_that_no_credit_can_be_given_for_is_put_aside(tmp_path):
     async def scenario() -> None:
         flow = make_flow(tmp_path, configuration(max_staleness=1))
         flow.report_serving("agent", 0)
-        leases = flow.lease("w", 100, "train")
+        leases = flows.lease(flow, "w", 100, "train")
         for index, lease in enumerate(leases):
             episode = played(lease, version=0)
             (part,) = episode.trajectories
             unrewarded = replace(episode, trajectories=[replace(part, outcome={})])  # by another reward
-            assert flow.accept(lease.lease_id, unrewarded if index == 3 else episode)
+            assert flows.accept(flow, lease.lease_id, unrewarded if index == 3 else episode)
         async with serving(flow, tmp_path) as url:
             (first,) = await trained(url, [0])
             assert len(first) == 12
@@ -142,27 +143,27 @@ def test_a_group_that_no_credit_can_be_given_for_is_put_aside(tmp_path):
 def two_batches(folder: Path) -> tuple[Flow, list[list[str]]]:
     """A flow that has served two batches, and their groups."""
     flow, groups = make_flow(folder, configuration(max_staleness=1)), []
-    flow.claim("trainer", {"agent": 0}, 0)
+    flow.batches.claim("trainer", {"agent": 0}, 0)
     for step in (0, 1):
         flow.report_serving("agent", step)
-        for lease in flow.lease("w", 100, "train"):
-            assert flow.accept(lease.lease_id, played(lease, version=step))
-        taken = flow.take("agent", step)
+        for lease in flows.lease(flow, "w", 100, "train"):
+            assert flows.accept(flow, lease.lease_id, played(lease, version=step))
+        taken = flows.take(flow, "agent", step)
         assert taken is not None
         groups.append([group.group_id for group in taken.groups])
-        flow.commit("agent", step + 1)
+        flow.batches.commit("agent", step + 1)
     return flow, groups
 
 
 def test_only_the_newest_batch_can_be_refused(tmp_path):
     """A late copy of /batch whose credit failed put the groups of later batches back: they were trained on twice."""
     flow, groups = two_batches(tmp_path)
-    ready = flow._ledger.groups("agent", "ready")
+    ready = flow.ledger.groups("agent", "ready")
     with pytest.raises(StepError, match=r"batch 0 of agent cannot be refused any more: the newest is 1"):
-        flow.quarantine("agent", 0, {f"{groups[0][0]}/000": "why"})
-    assert [flow._ledger.batch("agent", step) for step in (0, 1)] == groups
-    assert flow._ledger.groups("agent", "ready") == ready and flow._ledger.batches("agent") == 2
-    assert flow.quarantine("agent", 0, {"none of its trajectories": "why"}) == []
+        flow.batches.quarantine("agent", 0, {f"{groups[0][0]}/000": "why"})
+    assert [flow.ledger.batch("agent", step) for step in (0, 1)] == groups
+    assert flow.ledger.groups("agent", "ready") == ready and flow.ledger.batches("agent") == 2
+    assert flow.batches.quarantine("agent", 0, {"none of its trajectories": "why"}) == []
 
 
 @pytest.mark.parametrize("lacking", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: out of memory"), OSError(24, "")])
@@ -175,12 +176,12 @@ def test_a_machine_that_is_short_of_memory_puts_no_group_aside(tmp_path, monkeyp
     async def scenario() -> None:
         flow = make_flow(tmp_path, configuration(max_staleness=1))
         flow.report_serving("agent", 0)
-        for lease in flow.lease("w", 100, "train"):
-            assert flow.accept(lease.lease_id, played(lease, version=0))
-        _, epoch = flow.claim("trainer", {"agent": 0}, 0)
+        for lease in flows.lease(flow, "w", 100, "train"):
+            assert flows.accept(flow, lease.lease_id, played(lease, version=0))
+        _, epoch = flow.batches.claim("trainer", {"agent": 0}, 0)
         service = DataflowService(flow)
         with monkeypatch.context() as short:
-            short.setattr(flow_room, "credit_batch", credit_batch)
+            short.setattr(batches_room, "credit_batch", credit_batch)
             with pytest.raises(type(lacking)):
                 await service.answer("batch", {"policy": "agent", "step": 0, "epoch": epoch})
         assert flow.status()["put_aside"] == []

@@ -133,13 +133,13 @@ def test_what_the_trainer_has_no_room_for_waits_and_is_not_lost(tmp_path):
             assert len(train) == 12
             await worker.push([(lease.lease_id, played(lease, version=0)) for lease in train[:9]])
             config.dataflow.max_ready_groups = 3  # the trainer's room is smaller than what has been leased already
-            assert flow.full
+            assert flow.groups.full
             rest = [(lease.lease_id, played(lease, version=0)) for lease in (*train[9:], held_out)]
             body = pack({"worker": "w", "items": [{"lease_id": i, "episode": e} for i, e in rest]})
             with pytest.raises(urllib.error.HTTPError, match="429"):
                 await asyncio.to_thread(urllib.request.urlopen, f"{url}/episodes", body)
             assert flow.status()["ready_groups"] == 9
-            assert not flow._evaluations._unwritten, "an evaluation never waits for the trainer"
+            assert not flow.evaluations._unwritten, "an evaluation never waits for the trainer"
             pushing = asyncio.create_task(worker.push(rest))
             source = await claimed(url)
             for step in range(2):

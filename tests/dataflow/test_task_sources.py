@@ -6,7 +6,8 @@ import pytest
 
 from flowjax.config import ConfigError, default_config, task_options
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.task_sources import held_out_tasks, task_at, train_tasks
+from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
+from tests.dataflow import flows
 
 
 def configuration(**sources):
@@ -80,7 +81,7 @@ def open_flow(folder, config) -> Flow:
 def test_a_restarted_dataflow_goes_on_at_the_very_task(tmp_path):
     def leased(flow: Flow, version: int) -> list[str]:
         flow.report_serving("agent", version)
-        return [f"{lease.task.source} {lease.task.task_id}" for lease in flow.lease("w", 100)]
+        return [f"{lease.task.source} {lease.task.task_id}" for lease in flows.lease(flow, "w", 100)]
 
     config = configuration(**SOURCES)
     config.dataflow.algorithms = {"deduplicate": {}}

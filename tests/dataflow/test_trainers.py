@@ -61,7 +61,7 @@ def test_a_trainer_that_goes_back_gets_the_same_batch_and_then_the_same_groups(t
     async def scenario(dataflow: Dataflow) -> None:
         rows = await train(dataflow, await dataflow.claim(0), range(3))
         epoch = await dataflow.claim(1)
-        assert dataflow.flow.committed == {"agent": 1}
+        assert dataflow.flow.policies["agent"].committed == 1
         again = await train(dataflow, epoch, range(1, 3))
         assert again == rows[1:], "each with its own version's groups: those of version 2 were left for batch 2"
 

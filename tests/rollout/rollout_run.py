@@ -142,7 +142,7 @@ class Servers:
 
     def watch(self, flow: Flow) -> Flow:
         """Note what `flow` takes."""
-        take = flow.accept_all
+        take = flow.groups.accept_all
 
         def accept_all(played: Sequence[tuple[str, Episode]], *, worker: str = "") -> list[bool]:
             counted = take(played, worker=worker)
@@ -150,7 +150,7 @@ class Servers:
                 (self.counted if counts else self.refused).append(episode)
             return counted
 
-        setattr(flow, "accept_all", accept_all)  # noqa: B010 - a method, which pyright lets nobody assign
+        setattr(flow.groups, "accept_all", accept_all)  # noqa: B010 - a method, which pyright lets nobody assign
         self.flow = flow
         return flow
 

@@ -95,7 +95,7 @@ def test_a_frozen_judge_on_another_base_plays_and_is_not_trained(tmp_path):
         async with run.both() as (servers, judge), run.serving(servers):
             await until(lambda: len(servers.counted) == 16)
             await until(lambda: servers.flow.status()["ready_groups"] == 4)
-            group = servers.flow._ledger.group(servers.counted[0].group_id, "agent")
+            group = servers.flow.ledger.group(servers.counted[0].group_id, "agent")
         assert {part.policy for part in group.trajectories} == {"agent"}
         for episode in servers.counted:
             first, second = episode.trajectories

@@ -24,6 +24,7 @@ from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import load_workflow
 from flowjax.rollout.service import RolloutError
 from flowjax.workflows import single
+from tests.dataflow import flows
 
 NOBODY = dict.fromkeys(("engine", "dataflow"), "http://127.0.0.1:9")
 
@@ -282,7 +283,7 @@ def test_leases_are_renewed_and_a_lost_one_stops_its_episode(tmp_path):
             first = sorted(playing)
             await asyncio.sleep(3.5)
             assert sorted(playing) == first
-            servers.flow.give_back(first[:1], "")  # as if it had run out and gone to somebody else
+            flows.give_back(servers.flow, first[:1], "")  # as if it had run out and gone to somebody else
             await until(lambda: first[0] not in playing and len(playing) == 8)
             assert set(first[1:]) < set(playing)
 
@@ -382,7 +383,7 @@ def test_what_a_killed_service_was_playing_is_known_until_it_is_given_back(tmp_p
         run = RolloutRun(tmp_path, dataflow__lease_s=3600.0)
         async with run.servers() as servers:
             servers.flow.report_serving("agent", 0)
-            held = [lease.lease_id for lease in servers.flow.lease("killed", 8)]
+            held = [lease.lease_id for lease in flows.lease(servers.flow, "killed", 8)]
             (run.folder / "status-rollout.json").write_text(json.dumps({"leases": held}))
             monkeypatch.setattr(Servers, "dataflow_url", NOBODY["dataflow"])  # away while the next comes and goes
             async with run.serving(servers):

@@ -1,9 +1,13 @@
-"""The hooks of a data algorithm, and how one is found by its name."""
+"""Data algorithms: their hooks, how one is found by its name, and those of a run asked together."""
 
+import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -11,7 +15,13 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
 from flowjax.fields import declared_types, option_problems
-from flowjax.records import Task, state_key
+from flowjax.records import Group, Task, pack, state_key, unpack
+from flowjax.rewards.scores import trajectory_scores
+
+K = TypeVar("K")
+V = TypeVar("V")
+# As the ledger keeps it: an algorithm's name, a table of its state ("": what is in none), key, value (None: gone).
+StateRow = tuple[str, str, bytes, bytes | None]
 
 BUILT_IN = {
     "dynamic_sampling": "flowjax.dataflow.algorithms.filters:DynamicSampling",
@@ -20,16 +30,16 @@ BUILT_IN = {
     "skip_solved": "flowjax.dataflow.algorithms.curricula:SkipSolved",
     "difficulty": "flowjax.dataflow.algorithms.curricula:Difficulty",
     "greso": "flowjax.dataflow.algorithms.curricula:Greso",
-    "first_in_first_out": "flowjax.dataflow.algorithms.order:FirstInFirstOut",
-    "earliest_deadline": "flowjax.dataflow.algorithms.order:EarliestDeadline",
-    "last_in_first_out": "flowjax.dataflow.algorithms.order:LastInFirstOut",
-    "replay": "flowjax.dataflow.algorithms.order:Replay",
+    "first_in_first_out": "flowjax.dataflow.algorithms.filters:FirstInFirstOut",
+    "earliest_deadline": "flowjax.dataflow.algorithms.filters:EarliestDeadline",
+    "last_in_first_out": "flowjax.dataflow.algorithms.filters:LastInFirstOut",
+    "replay": "flowjax.dataflow.algorithms.filters:Replay",
 }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """How a policy did on a task: one reward and one length for each of the group's trajectories."""
+    """A policy's results on a task: one reward and one length for each of the group's trajectories."""
 
     group_id: str
     task: Task
@@ -37,9 +47,16 @@ class Result:
     rewards: Float[np.ndarray, "trajectories"]
     longest_reply_tokens: Int[np.ndarray, "trajectories"]
 
+    @classmethod
+    def of(cls, group: Group, policy: str, components: Mapping[str, float]) -> Self:
+        """The result of `policy` in a group, rewarded by these components."""
+        rewards, _ = trajectory_scores([group], components)
+        longest = [max(len(turn.sampled_ids) for turn in trajectory.turns) for trajectory in group.trajectories]
+        return cls(group.group_id, group.task, policy, np.asarray(rewards), np.array(longest))
+
     @property
     def informative(self) -> bool:
-        """Whether the rewards differ by more than their rounding."""
+        """True where the rewards differ by more than their rounding."""
         return not np.allclose(self.rewards, self.rewards[0])
 
     def share_above(self, reward: float) -> float:
@@ -58,6 +75,10 @@ class Candidate:
     batches: int = 0  # that it has been in
 
 
+class AlgorithmError(ValueError):
+    """A data algorithm has raised, or has answered what cannot be used; the message says which, where and why."""
+
+
 class Algorithm:
     """Decisions about data; an algorithm overrides those that are its own.
 
@@ -72,7 +93,7 @@ class Algorithm:
     keeps_used_versions = 0  # how many versions long `serve` is offered groups that were trained on
 
     def choose(self, task: Task, position: int) -> bool:
-        """Before the rollout: whether to play `task`, the `position`-th of the run's order. Changes nothing: another
+        """Before the rollout: True to play `task`, the `position`-th of the run's order. Changes nothing: another
         algorithm may yet refuse it."""
         del task, position
         return True
@@ -81,12 +102,12 @@ class Algorithm:
         """`task` is played: all have chosen it, or nothing was chosen for too long."""
 
     def keep(self, result: Result) -> bool:
-        """After the rollout: whether the policy's trainer may have the group. Told of every group that is in."""
+        """After the rollout: True where the policy's trainer may have the group. Asked about every group that is in."""
         del result
         return True
 
     def trains(self, result: Result) -> Bool[np.ndarray, "trajectories"]:
-        """Which trajectories of a group that is kept the loss may have; the others only count in the group's
+        """Mask of the trajectories of a kept group that the loss may have; the others only count in the group's
         statistics. From the arguments alone: asked again with every batch, from any thread."""
         return np.ones(len(result.rewards), bool)
 
@@ -104,13 +125,42 @@ class Algorithm:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What is to outlive the process, by attribute: numbers, strings, lists, and maps of them. It is written down
-        after every group: as a whole, but of a `flowjax.dataflow.algorithms.state.Table` what has changed."""
+        """All that is to outlive the process, by attribute: numbers, strings, lists, and maps of them. It is written
+        down after every group: as a whole, but of a `flowjax.dataflow.algorithms.base.Table` what has changed."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+
+class Table(MutableMapping[K, V]):
+    """A map of which only what has changed is written down, for what grows with the number of tasks.
+
+    Keys and values are numbers, strings, lists, or maps of them. A value is put in anew, not changed in place: a change
+    inside it is not noticed.
+    """
+
+    def __init__(self, rows: Mapping[K, V] | None = None):
+        self._rows = dict(rows or {})
+        self.changed: set[K] = set()  # keys put in or taken out since it was last written down
+
+    def __getitem__(self, key: K) -> V:
+        return self._rows[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._rows[key] = value
+        self.changed.add(key)
+
+    def __delitem__(self, key: K) -> None:
+        del self._rows[key]
+        self.changed.add(key)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 def task_name(task: Task) -> str:
@@ -167,3 +217,131 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
         raise ConfigError(f"{field} is {options}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{field} cannot be made with {options} ({type(error).__name__}: {error})") from error
+
+
+class Chain:
+    """The algorithms in the order in which they are asked. Every call raises `AlgorithmError` once one has failed.
+
+    A failure ends the dataflow. What the others have made of the same group is not written down by then: they are asked
+    again when the run goes on.
+
+    Args:
+        written: what they had learnt before, as it was written down.
+    """
+
+    def __init__(self, algorithms: Mapping[str, Algorithm], written: Iterable[StateRow] = ()):
+        self.by_name = dict(algorithms)
+        self._failure = ""
+        self._whole: dict[str, bytes] = {}  # as it was last written down
+        self._tables: dict[tuple[str, str], Table[Any, Any]] = {}  # by algorithm and attribute
+        for name, state in _states(written).items():
+            if name in self.by_name:
+                self._ask(name, "restore", state)
+
+    @property
+    def fresh_share(self) -> float:
+        """Of a batch, that is newly played."""
+        return math.prod(algorithm.fresh_share for algorithm in self.by_name.values())
+
+    @property
+    def keeps_used_versions(self) -> int:
+        """Versions for which groups that were trained on may be asked for again."""
+        return max((algorithm.keeps_used_versions for algorithm in self.by_name.values()), default=0)
+
+    def choose(self, task: Task, position: int) -> bool:
+        return all(self._ask(name, "choose", task, position) for name in self.by_name)
+
+    def chosen(self, task: Task, position: int) -> None:
+        for name in self.by_name:
+            self._ask(name, "chosen", task, position)
+
+    def keep(self, result: Result) -> bool:
+        """True where all keep it; each is asked, also where one has refused."""
+        verdicts = [self._ask(name, "keep", result, read=bool) for name in self.by_name]
+        return all(verdicts)
+
+    def trains(self, result: Result) -> Bool[np.ndarray, "trajectories"]:
+        read = partial(_mask, len(result.rewards))
+        masks = [self._ask(name, "trains", result, read=read) for name in self.by_name]
+        return np.all([np.ones(len(result.rewards), bool), *masks], axis=0)
+
+    def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
+        for name in self.by_name:
+            fresh = self._ask(name, "serve", fresh, used, groups, read=_each_once)
+        return fresh
+
+    def published(self, policy: str, version: int) -> None:
+        for name in self.by_name:
+            self._ask(name, "published", policy, version)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        return {name: self._ask(name, "metrics") for name in self.by_name}
+
+    @contextlib.contextmanager
+    def learnt(self) -> Iterator[Sequence[StateRow]]:
+        """What has changed since it was last written down; it counts as written when the body is through."""
+        whole: dict[str, bytes] = {}
+        rows: list[StateRow] = []
+        for name in self.by_name:
+            whole[name], changed = self._ask(name, "state", read=partial(self._packed, name))
+            rows += changed
+        yield [*((name, "", b"", state) for name, state in whole.items() if state != self._whole.get(name)), *rows]
+        self._whole = whole
+        for table in self._tables.values():
+            table.changed.clear()
+
+    def _packed(self, name: str, state: Mapping[str, Any]) -> tuple[bytes, list[StateRow]]:
+        """An algorithm's state without its tables, and the rows of these that have changed."""
+        tables = {attribute: value for attribute, value in state.items() if isinstance(value, Table)}
+        for attribute, table in tables.items():
+            if self._tables.setdefault((name, attribute), table) is not table:
+                raise ValueError(f"{attribute} is another Table than before: empty that one instead")
+        whole = {attribute: value for attribute, value in state.items() if attribute not in tables}
+        rows = [
+            (name, attribute, _pack(key), _pack(table[key]) if key in table else None)
+            for attribute, table in tables.items()
+            for key in table.changed
+        ]
+        return _pack(whole), rows
+
+    def _ask(self, name: str, hook: str, *args: Any, read: Callable[[Any], Any] | None = None) -> Any:
+        """An algorithm's answer, read so that it can be used."""
+        if self._failure:
+            raise AlgorithmError(self._failure)
+        try:
+            answer = getattr(self.by_name[name], hook)(*args)
+            return read(answer) if read else answer
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
+            self._failure = f"config.dataflow.algorithms.{name}.{hook} raised {reason}"
+            logging.exception("%s", self._failure)
+            raise AlgorithmError(self._failure) from error
+
+
+def _states(written: Iterable[StateRow]) -> dict[str, dict[str, Any]]:
+    """States by algorithm, from the rows that they were written down as."""
+    states: dict[str, dict[str, Any]] = {}
+    tables: dict[tuple[str, str], dict[Any, Any]] = {}
+    for name, attribute, key, value in written:
+        if attribute:
+            tables.setdefault((name, attribute), {})[unpack(key)] = unpack(value or b"")
+        else:
+            states[name] = unpack(value or b"")
+    for (name, attribute), rows in tables.items():
+        states[name][attribute] = Table(rows)
+    return states
+
+
+def _pack(learnt: Any) -> bytes:
+    try:
+        return pack(learnt)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{error}: let it be numbers, strings, lists, and maps of them") from error
+
+
+def _mask(trajectories: int, mask: Any) -> np.ndarray:
+    return np.asarray(mask, bool).reshape(trajectories)
+
+
+def _each_once(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return list({candidate.group_id: candidate for candidate in candidates}.values())

@@ -1,4 +1,4 @@
-"""Which tasks are worth playing, from how earlier plays of them went.
+"""Curricula: tasks are played or passed over by how earlier plays of them went.
 
 What is learnt about a task is kept for each policy apart: no policy's results stand for another's. A task is played
 when any of the policies that have spoken in it has a use for it.
@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.dataflow.algorithms.base import Algorithm, Result, share_of, task_name
-from flowjax.dataflow.algorithms.state import Table
+from flowjax.dataflow.algorithms.base import Algorithm, Result, Table, share_of, task_name
 from flowjax.records import Task
 
 EASY, HARD = "easy", "hard"
@@ -96,7 +95,7 @@ class Greso(Algorithm):
     p_kind falls by `step` where the share of groups of that kind is at least its target, else rises by it; p stays
     within [0.01, 0.99]. Groups of tasks played for the first time, which nothing could have passed over, do not count
     in that share, as in the first epoch of the authors' program. The floors are AstraFlow's. The paper's third part,
-    batches of rollouts as large as the share that is kept makes needful, is admission's (`flowjax.dataflow.admission`).
+    batches of rollouts as large as the share that is kept makes needful, is what `flowjax.dataflow.leases` opens.
     """
 
     least_group_size = 2

@@ -8,7 +8,7 @@ import pytest
 
 BURST = """
 import ctypes, os
-from flowjax.dataflow.heap import return_freed_memory
+from flowjax.monitor.trouble import return_freed_memory
 
 if {returning}:
     return_freed_memory()

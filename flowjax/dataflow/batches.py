@@ -1,0 +1,287 @@
+"""Batches out: which groups a trainer is given for a step, as rows with advantages; and who the trainer is."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowjax.broker import Superseded
+from flowjax.dataflow.algorithms.base import Candidate, Chain, Result
+from flowjax.dataflow.ledger import Ledger, PolicyGroup, Selection
+from flowjax.dataflow.policies import PolicyState
+from flowjax.dataflow.rows import CreditedBatch, credit_batch
+from flowjax.monitor.metrics import MetricsWriter, read_metrics
+from flowjax.monitor.trouble import is_machine_fault
+from flowjax.records import Group
+
+_LONGEST_REASON = 500  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """The groups that a batch is made of, and how many others were dropped as too old."""
+
+    groups: Sequence[Group]
+    dropped: int
+
+
+class Batches:
+    """What each trainer trains on next, and how far it is.
+
+    Staleness is bounded a second time here, after `Leases`: a group with an older token than may be is dropped and
+    counted, and another task is opened in its place.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        algorithms: Chain,
+        policies: Mapping[str, PolicyState],
+        metrics: MetricsWriter,
+        run_dir: Path,
+    ):
+        self._ledger, self._algorithms, self._policies = ledger, algorithms, policies
+        self._metrics, self._run_dir = metrics, run_dir
+        self._logged: dict[str, int] = {}  # the step whose line is in the log, by policy
+        self.trained_ages = {policy: self._newest_ages(policy) for policy in policies}  # tokens by age, newest batch
+
+    # -------------------------------------------------------------------------------------- which groups: ready -> used
+
+    def take_first(self, steps: Mapping[str, int]) -> tuple[str, Assigned] | None:
+        """The batch of the first of these policies that has one for its step; None: wait.
+
+        Raises:
+            StepError: a step is neither the next one nor still written down.
+        """
+        for policy, step in steps.items():
+            if taken := self.take(policy, step):
+                return policy, taken
+        return None
+
+    def take(self, policy: str, step: int) -> Assigned | None:
+        """The groups of the policy's batch `step`; None: wait.
+
+        Raises:
+            StepError: see `take_first`.
+        """
+        state, dropped_before = self._policies[policy], self._ledger.count_dropped(policy)
+        chosen = partial(
+            select,
+            self._algorithms,
+            step=step,
+            groups=state.config.trainer.groups_per_step,
+            max_staleness=state.config.dataflow.max_staleness,
+        )
+        group_ids = self._ledger.assign(policy, step, chosen)
+        state.starved = group_ids is None
+        if group_ids is None:
+            return None
+        dropped = self._ledger.count_dropped(policy) - dropped_before
+        groups = [self._ledger.group(group_id, policy) for group_id in group_ids]
+        newest = step == self._ledger.batches(policy) - 1  # a late copy may ask for one of before
+        if newest and self._logged.get(policy) != step:
+            self._log(policy, step, groups)
+        return Assigned(groups, dropped)
+
+    def _log(self, policy: str, step: int, groups: Sequence[Group]) -> None:
+        """Write down what a batch is made of, and what has come to nothing so far."""
+        self.trained_ages[policy] = _token_ages(groups, step)
+        counts = self._ledger.counts()
+        self._metrics.write(
+            "batch",
+            step=step + 1,
+            policy=policy,
+            groups=len(groups),
+            tasks=self._ledger.count_groups(),  # how far the order of tasks is: see `_behind_lost`
+            episodes=sum(len(group.trajectories) for group in groups),
+            ages=self.trained_ages[policy],
+            sources=dict(Counter(group.task.source for group in groups if group.task.source)),
+            failed=self._ledger.count_causes("failed"),
+            dropped=self._ledger.count_causes("dropped", policy),
+            quarantined=counts.get("quarantined", 0),
+            short_groups=counts.get("short_groups", 0),
+        )
+        self._logged[policy] = (
+            step  # last: a line that a full disk refused is written when the batch is asked for again
+        )
+
+    def _newest_ages(self, policy: str) -> dict[str, int]:
+        step = self._ledger.batches(policy) - 1
+        groups = [self._ledger.group(group_id, policy) for group_id in self._ledger.batch(policy, step)]
+        return _token_ages(groups, step)
+
+    # ------------------------------------------------------------------------------------------- credit: groups -> rows
+
+    def credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch:
+        """The rows of a batch. Touches no state: it may run in a thread."""
+        if self._policies[policy].config.dataflow.keep_trajectories:
+            _write_transcripts(self._run_dir, policy, step, groups)
+        return self._credit(policy, groups)
+
+    def _credit(self, policy: str, groups: Sequence[Group]) -> CreditedBatch:
+        config = self._policies[policy].config
+        components, trained = config.reward.components.to_dict(), None
+        if self._algorithms.by_name:
+            results = [Result.of(group, policy, components) for group in groups]
+            trained = np.concatenate([self._algorithms.trains(result) for result in results])
+        return credit_batch(
+            groups,
+            components=components,
+            estimator=config.credit.name,
+            options=config.credit.options.to_dict(),
+            trained=trained,
+        )
+
+    def uncreditable(self, policy: str, groups: Sequence[Group]) -> dict[str, str]:
+        """Of a batch whose credit fails, the first trajectory of each group that it fails for alone, and why.
+
+        Raises:
+            Exception: it fails for one because of the machine, which says nothing about the group.
+        """
+        reasons = {}
+        for group in groups:
+            try:
+                self._credit(policy, [group])
+            except Exception as error:
+                if is_machine_fault(error):
+                    raise
+                reason = f"no credit can be given: {type(error).__name__}: {error}"
+                reasons[group.trajectories[0].trajectory_id] = reason[:_LONGEST_REASON]
+        return reasons
+
+    def quarantine(self, policy: str, step: int, reasons: Mapping[str, str]) -> list[str]:
+        """Put the groups of the policy's batch `step` aside that hold these trajectories; the batch is made anew, and
+        other tasks are played in their place. Returns the groups.
+
+        Raises:
+            StepError: it is no longer the newest batch.
+        """
+        groups = self._ledger.quarantine(policy, step, reasons)
+        for group_id in groups:
+            logging.warning("%s, step %d: group %s is put aside: %s", policy, step, group_id, reasons)
+        if groups:
+            self._logged.pop(policy, None)  # what the new batch is made of is another line
+        return groups
+
+    # ---------------------------------------------------------------------------------------- trainers and their epochs
+
+    def claim(self, trainer: str, versions: Mapping[str, int], after: int) -> tuple[bool, int]:
+        """Make `trainer` the one of these policies, from these versions on: see `Ledger.claim`."""
+        lost = {policy: version - self._ledger.batches(policy) for policy, version in versions.items()}
+        position = self._behind_lost(lost) if max(lost.values()) > 0 else 0
+        claimed, epoch = self._ledger.claim(trainer, versions, after, position=position)
+        for policy, committed in self._ledger.commits().items():
+            if policy in self._policies:
+                self._policies[policy].committed = committed
+        return claimed, epoch
+
+    def _behind_lost(self, lost: Mapping[str, int]) -> int:
+        """A position in the order of tasks behind all that these many batches can have taken: behind what the log says
+        of the newest batch, and as much again as may have been open beside it."""
+        known = max(
+            (line.get("tasks", 0) for line in read_metrics(self._run_dir) if line["kind"] == "batch"), default=0
+        )
+        configs = [(self._policies[policy].config, max(n, 0) + 1) for policy, n in lost.items()]
+        most = max((n + own.dataflow.max_staleness) * own.trainer.groups_per_step for own, n in configs)
+        return max(known, self._ledger.count_groups()) + most
+
+    def fence(self, policies: Collection[str], epoch: int) -> None:
+        """Let only the trainer that claimed these policies last go on.
+
+        Raises:
+            Superseded: `epoch` is not its epoch.
+        """
+        for policy in policies:
+            if (newest := self._ledger.epoch(policy)) != epoch:
+                problem = (
+                    f"epoch {epoch} is over, {policy} is in epoch {newest}: a trainer that was started later has it"
+                )
+                if epoch > newest:  # of a copy of the ledger that was ahead
+                    problem = f"epoch {epoch} was never given, {policy} is in epoch {newest}"
+                raise Superseded(f"{problem}. A policy has one trainer: end this one, or start it anew")
+
+    def commit(self, policy: str, version: int) -> None:
+        """Note that the policy's trainer has committed a checkpoint of `version`, and forget what none needs again."""
+        state = self._policies[policy]
+        if version > state.committed:
+            self._algorithms.published(policy, version)
+            with self._algorithms.learnt() as learnt:
+                self._ledger.commit(policy, version, learnt=learnt)
+            state.committed = version
+        kept_versions = max(state.config.trainer.keep_checkpoints, self._algorithms.keeps_used_versions)
+        self._ledger.close_batches(policy, version - kept_versions)
+
+
+def select(
+    algorithms: Chain,
+    ready: Sequence[PolicyGroup],
+    used: Sequence[PolicyGroup],
+    *,
+    step: int,
+    groups: int,
+    max_staleness: int,
+) -> Selection:
+    """The groups of batch `step`, and those that no batch may have: too old, or of a version that its trainer has lost
+    and will make anew."""
+    known = [group for group in ready if group.newest_version <= step]
+    fresh = [group for group in known if step - group.oldest_version <= max_staleness]
+    dropped = {
+        "too_old": [group.group_id for group in known if step - group.oldest_version > max_staleness],
+        "lost_version": [group.group_id for group in ready if group.newest_version > step],
+    }
+    chosen = algorithms.serve(_candidates(fresh, step), _candidates(used, step), groups)
+    return ([each.group_id for each in chosen[:groups]] if len(chosen) >= groups else None), dropped
+
+
+def _candidates(policy_groups: Sequence[PolicyGroup], step: int) -> list[Candidate]:
+    return [Candidate(each.group_id, each.arrival, step - each.oldest_version, each.batches) for each in policy_groups]
+
+
+def _token_ages(groups: Sequence[Group], step: int) -> dict[str, int]:
+    """Sampled tokens by their age in versions, where version `step` trains on them."""
+    ages: Counter[int] = Counter()
+    for group in groups:
+        for trajectory in group.trajectories:
+            for turn in trajectory.turns:
+                ages[step - turn.version] += len(turn.sampled_ids)
+    return {str(age): tokens for age, tokens in sorted(ages.items())}
+
+
+def _write_transcripts(run_dir: Path, policy: str, step: int, groups: Sequence[Group]) -> None:
+    """Write a batch's trajectories for the report to `trajectories/<policy>/<step>.jsonl`, one a line."""
+    path = run_dir / "trajectories" / policy / f"{step:06d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for group in groups for line in _readable(group)))
+
+
+def _readable(group: Group) -> list[dict[str, Any]]:
+    """One JSON-able map per trajectory."""
+    return [
+        {
+            "trajectory_id": trajectory.trajectory_id,
+            "task_id": trajectory.task_id,
+            "status": trajectory.status,
+            "outcome": dict(trajectory.outcome),
+            "turns": [
+                {
+                    "version": turn.version,
+                    "state_key": f"{turn.state_key:016x}",
+                    "next_state_key": f"{turn.next_state_key:016x}",
+                    "reward": turn.env_reward,
+                    "valid": turn.valid,
+                    "terminal": turn.terminal,
+                    "prompt_ids": turn.prompt_ids.tolist(),
+                    "sampled_ids": turn.sampled_ids.tolist(),
+                    "logprobs": [round(float(value), 6) for value in turn.logprobs],
+                }
+                for turn in trajectory.turns
+            ],
+        }
+        for trajectory in group.trajectories
+    ]

@@ -1,0 +1,154 @@
+"""Tasks out: which episodes a worker is given to play, and which groups are opened for that."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import grain
+from ml_collections import ConfigDict
+
+from flowjax.dataflow.algorithms.base import Candidate, Chain
+from flowjax.dataflow.ledger import Kind, Ledger
+from flowjax.dataflow.policies import PolicyState
+from flowjax.dataflow.tasks import episode_seed, task_at
+from flowjax.records import Lease, Task
+
+KINDS: frozenset[Kind] = frozenset({"train", "eval"})
+MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
+_LEAST_KEPT = 0.1  # share of groups that is planned with at least: no more than ten are opened for one that is missing
+_SPREAD = 1.0  # standard deviations by which fewer groups may be kept than expected without a second round
+
+
+@dataclass(frozen=True, slots=True)
+class Can:
+    """Worlds, policies and kinds of episode that a rollout worker can play; None is any."""
+
+    worlds: frozenset[str] | None = None
+    policies: frozenset[str] | None = None
+    kinds: frozenset[Kind] = KINDS
+
+    def policies_fit(self, speaking: Collection[str]) -> bool:
+        """Whether it can play every policy that speaks in the run's episodes."""
+        return self.policies is None or self.policies >= set(speaking)
+
+
+ANYTHING = Can()
+
+
+class Leases:
+    """Gives workers episodes, and opens training's groups as they are asked for. One is opened only while for some
+    policy
+
+        usable groups < (serving version + max_staleness + 1 - batches made) * fresh groups per step
+
+    so that it will be trained at most `max_staleness` versions after the one it is played with. Usable are those that
+    are ready, and those under way as far as the data algorithms can be relied on to keep them: n of them count as
+    p n - sqrt(p (1 - p) n (1 + n / m)), where a share p of the m newest was kept. So what a batch lacks is opened at
+    once, divided by the share that is kept, not one round after the other (the adaptive batch of GRESO, arXiv
+    2506.02177). Where all are kept, n count as n. Groups too old for the next batch are no longer usable.
+
+    No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        ledger: Ledger,
+        algorithms: Chain,
+        tasks: grain.MapDataset[Task],
+        policies: Mapping[str, PolicyState],
+    ):
+        self._config, self._ledger, self._algorithms = config, ledger, algorithms
+        self._tasks, self._policies = tasks, policies
+        self._speaking = (set(config.agents.values()) & set(policies)) or set(policies)
+
+    def lease(self, worker: str, slots: int, can: Can = ANYTHING) -> list[Lease]:
+        """Up to `slots` episodes that the worker can play; none when nothing is admissible now.
+
+        Evaluation gets its share of the worker's slots first, then training the rest; what either leaves idle is the
+        other's.
+        """
+        if any(policy.serving < 0 for policy in self._policies.values()) or not can.policies_fit(self._speaking):
+            return []
+        held = self._ledger.held(worker)
+        evaluation = self._evaluation_slots(slots + sum(held.values())) if "train" in can.kinds else slots
+        leases: list[Lease] = []
+        if "eval" in can.kinds:
+            free = max(min(evaluation - held.get("eval", 0), slots), 0)
+            leases += self._ledger.lease(worker, free, "eval", can.worlds)
+        if "train" in can.kinds:
+            leases += self._ledger.lease(worker, slots - len(leases), "train", can.worlds)
+            while len(leases) < slots and self._open_group():
+                leases += self._ledger.lease(worker, slots - len(leases), "train", can.worlds)
+        if "eval" in can.kinds and len(leases) < slots:
+            leases += self._ledger.lease(worker, slots - len(leases), "eval", can.worlds)
+        return leases
+
+    def _evaluation_slots(self, total: int) -> int:
+        """Of a worker's slots, those that an evaluation may take before training does."""
+        slots = self._config.eval.slots
+        return min(math.ceil(slots * total) if slots < 1 else int(slots), total)
+
+    def _open_group(self) -> bool:
+        """Open the next training task if the staleness bound and the length of the run admit it for some policy."""
+        config = self._config
+        learning = [policy for policy in self._policies.values() if policy.learns]
+        if config.eval.versions or not any(map(self._admits, learning)):
+            return False
+        position, task, forced = self._choose()
+        self._algorithms.chosen(task, position)
+        seeds = [episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
+        with self._algorithms.learnt() as learnt:
+            self._ledger.add_group(
+                f"train-{position:08d}",
+                task,
+                seeds,
+                kind="train",
+                position=position,
+                temperature=config.rollout.temperature,
+                policies=[policy.name for policy in learning],
+                serving={policy.name: policy.serving for policy in learning},
+                forced=forced,
+                learnt=learnt,
+            )
+        return True
+
+    def _choose(self) -> tuple[int, Task, bool]:
+        """The next task that every algorithm chooses, or the one after `MOST_PASSED_OVER` that some did not; and
+        whether it is that."""
+        start = self._ledger.count_groups()
+        for position in range(start, start + MOST_PASSED_OVER):
+            task = task_at(self._tasks, position)
+            if self._algorithms.choose(task, position):
+                return position, task, False
+            self._ledger.pass_over(f"train-{position:08d}", task, position=position)
+        return start + MOST_PASSED_OVER, task_at(self._tasks, start + MOST_PASSED_OVER), True
+
+    def _admits(self, policy: PolicyState) -> bool:
+        config, made = policy.config, self._ledger.batches(policy.name)
+        ahead = min(policy.serving + config.dataflow.max_staleness + 1, config.trainer.steps) - made
+        groups = config.trainer.groups_per_step
+        admitted = ahead * math.ceil(groups * self._algorithms.fresh_share)
+        if made <= policy.serving and ahead > 0:  # the trainer waits: there may be less to replay than is asked for
+            admitted = max(admitted, groups - self._count_replayed(policy.name, made, groups))
+        if config.dataflow.max_ready_groups:
+            admitted = min(admitted, policy.most_ready)
+        ready, under_way = self._ledger.unused(policy.name, made - config.dataflow.max_staleness)
+        return ready + self._kept_of(policy.name, under_way) < admitted
+
+    def _count_replayed(self, policy: str, step: int, groups: int) -> int:
+        """Groups of batch `step` that would be ones which were trained on before."""
+        if self._algorithms.fresh_share == 1:
+            return 0
+        used = [
+            Candidate(each.group_id, each.arrival, step - each.oldest_version, each.batches)
+            for each in self._ledger.groups(policy, "used")
+        ]
+        return min(len(self._algorithms.serve([], used, groups)), groups)
+
+    def _kept_of(self, policy: str, groups: int) -> float:
+        """How many of these groups will be kept, all but surely."""
+        share, known = self._ledger.keep_share(policy)
+        share = max(share, _LEAST_KEPT)
+        variance = share * (1 - share) * groups * (1 + groups / known)  # of the groups, and of the share itself
+        return max(share * groups - _SPREAD * math.sqrt(variance), _LEAST_KEPT * groups)

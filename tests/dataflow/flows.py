@@ -1,0 +1,41 @@
+"""Steps of a flow as the service takes them, in one call each."""
+
+from flowjax.dataflow.batches import Assigned
+from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.leases import ANYTHING, Can
+from flowjax.dataflow.ledger import Kind
+from flowjax.dataflow.rows import CreditedBatch
+from flowjax.records import Episode, Lease
+
+
+def lease(flow: Flow, worker: str, slots: int, kind: Kind | None = None, can: Can = ANYTHING) -> list[Lease]:
+    flow.groups.expire()
+    flow.evaluations.write_finished()
+    return flow.leases.lease(worker, slots, Can(can.worlds, can.policies, can.kinds & {kind} if kind else can.kinds))
+
+
+def accept_all(flow: Flow, played: list[tuple[str, Episode]], *, worker: str = "") -> list[bool]:
+    counted = flow.groups.accept_all(played, worker=worker)
+    flow.evaluations.write_finished()
+    return counted
+
+
+def accept(flow: Flow, lease_id: str, episode: Episode) -> bool:
+    """Take in one episode; False when it does not count."""
+    return accept_all(flow, [(lease_id, episode)])[0]
+
+
+def give_back(flow: Flow, lease_ids: list[str], error: str) -> None:
+    flow.groups.give_back(lease_ids, error)
+    flow.evaluations.write_finished()
+
+
+def take(flow: Flow, policy: str, step: int) -> Assigned | None:
+    flow.groups.filter()
+    return flow.batches.take(policy, step)
+
+
+def credited(flow: Flow, policy: str, step: int) -> tuple[CreditedBatch, int] | None:
+    """What turns the policy's version `step` into the next, and how many groups were dropped; None: wait."""
+    taken = take(flow, policy, step)
+    return None if taken is None else (flow.batches.credit(policy, step, taken.groups), taken.dropped)
