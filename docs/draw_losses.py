@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flowjax.losses.options import LossOptions
 from flowjax.losses.policy import policy_loss
 
 PANELS = {
@@ -31,8 +32,11 @@ def pull(options: dict, advantage: float) -> tuple[np.ndarray, np.ndarray]:
     behaviour = jnp.full(POINTS, jnp.log(SAMPLER_PROBABILITY))
     everything = jnp.ones(POINTS, bool)
 
+    chosen = LossOptions(**{name: value for name, value in options.items() if name != "kind"})
+
     def total(logprobs):
-        return policy_loss(logprobs, behaviour, jnp.full(POINTS, advantage), everything, **options)[0]
+        advantages = jnp.full(POINTS, advantage)
+        return policy_loss(logprobs, behaviour, advantages, everything, kind=options["kind"], options=chosen)[0]
 
     return np.asarray(ratios), np.asarray(-jax.grad(total)(behaviour + jnp.log(ratios)) / advantage)
 

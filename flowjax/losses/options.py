@@ -1,39 +1,82 @@
-"""Which options each objective takes, checked before training starts."""
+"""Options of the objectives: declared once, and checked before training starts."""
 
-import difflib
-import inspect
 import typing
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from flowjax.losses.mismatch import Correction
-from flowjax.losses.policy import Aggregation, Kind, policy_loss
+from flowjax.fields import Interval, NotNegative, Positive, Share, declared_types, nearest, option_problems
 
-# These stand in every config; objectives that do not clip pay them no heed.
-_ALWAYS = {"clip_low", "clip_high", "aggregation", "sequence_tokens", "correction", "correction_low", "correction_high"}
-_BY_KIND: dict[str, set[str]] = {
-    "ppo": {"dual_clip"},
-    "sapo": {"tau_positive", "tau_negative"},
-    "dppo": {"pull"},
-    "ipo": {"pull"},
-    "m2po": {"m2_threshold"},
+Kind = Literal[
+    "ppo", "gspo", "sapo", "cispo", "m2po", "dppo", "ipo", "rollout_is", "importance", "reinforce", "cross_entropy"
+]
+Aggregation = Literal[
+    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "trajectory_mean_token_mean", "constant"
+]
+Correction = Literal[
+    "none",
+    "token_truncate",
+    "token_clamp",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "sequence_geometric_mask",
+    "sequence_outlier_mask",
+]
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Options of `policy_loss` (config.loss.options); objectives that do not clip pay the clip bounds no heed.
+
+    clip_low, clip_high: how far the ratio may fall below and rise above 1; of dppo and ipo, the probability.
+    aggregation: how tokens are averaged; None is per token, or per sequence where the objective is a sequence's (gspo).
+    sequence_tokens: constant: the fixed length that each sequence's sum is divided by (Dr. GRPO).
+    correction: weight for the mismatch between proximal policy and sampler, see `correction_weights`.
+    correction_low, correction_high: edges of its band; the upper one is also what weights are cut at.
+    dual_clip: ppo: bound on the loss of tokens with negative advantage, in units of |A|; 3 is usual, None is off.
+    tau_positive, tau_negative: sapo: steepness for positive advantages and for the others.
+    pull: dppo, ipo: weight of the squared log-ratio.
+    m2_threshold: m2po: largest second moment of the log-ratio.
+    """
+
+    clip_low: Share = 0.2  # ratios go down to 1 - clip_low, and no ratio is negative
+    clip_high: NotNegative = 0.28
+    aggregation: Aggregation | None = None
+    sequence_tokens: Positive | None = None
+    correction: Correction = "none"
+    correction_low: NotNegative = 0.5
+    correction_high: NotNegative = 2.0
+    dual_clip: Annotated[float, Interval(above=1)] | None = None
+    tau_positive: Positive = 1.0
+    tau_negative: Positive = 1.05
+    pull: NotNegative = 1e-3
+    m2_threshold: Positive = 0.01
+
+    @property
+    def needs_proximal(self) -> bool:
+        """True where the trainer's own log-probs from the start of the step are wanted: weights, but not masks."""
+        return self.correction != "none" and not self.correction.endswith("mask")
+
+    def aggregation_of(self, kind: Kind) -> Aggregation:
+        """The way in which an objective averages its tokens."""
+        return self.aggregation or ("sequence_mean_token_mean" if kind == "gspo" else "token_mean")
+
+
+DEFAULTS = LossOptions()
+
+# Options that one objective has and others have not.
+_ONLY_OF: dict[str, tuple[Kind, ...]] = {
+    "dual_clip": ("ppo",),
+    "tau_positive": ("sapo",),
+    "tau_negative": ("sapo",),
+    "pull": ("dppo", "ipo"),
+    "m2_threshold": ("m2po",),
 }
-_CHOICES = {"aggregation": typing.get_args(Aggregation), "correction": typing.get_args(Correction)}
-_NEED_PROXIMAL = tuple(c for c in _CHOICES["correction"] if c != "none" and not c.endswith("mask"))
 
 
 class LossError(ValueError):
     """An objective or option that does not exist or does not fit; the message names field, value and remedy."""
-
-
-def needs_bounds(kind: str) -> bool:
-    """Whether the objective wants a first pass over the whole optimiser batch (`m2po_bounds`)."""
-    return kind == "m2po"
-
-
-def needs_proximal(options: Mapping[str, Any]) -> bool:
-    """Whether the options want the trainer's own log-probabilities from the start of the step."""
-    return options.get("correction", "none") in _NEED_PROXIMAL
 
 
 def check_loss_options(kind: str, options: Mapping[str, Any]) -> None:
@@ -42,44 +85,25 @@ def check_loss_options(kind: str, options: Mapping[str, Any]) -> None:
     Raises:
         LossError: with the field, its value and what to write instead.
     """
-    kinds = typing.get_args(Kind)
+    field, kinds = "config.loss.options", typing.get_args(Kind)
     if kind not in kinds:
-        raise LossError(f"config.loss.kind is {kind!r}{_nearest(kind, kinds)}; it is one of {', '.join(kinds)}")
-    allowed = sorted(_ALWAYS | _BY_KIND.get(kind, set()))
-    known = inspect.signature(policy_loss).parameters
-    for option, value in options.items():
-        field = f"config.loss.options.{option}"
-        if option not in allowed:
-            owner = next((k for k, own in _BY_KIND.items() if option in own), None)
-            reason = f" (it belongs to {owner})" if owner else _nearest(option, allowed)
-            raise LossError(f"{field} is no option of {kind!r}{reason}; it has {', '.join(allowed)}")
-        if option in _CHOICES:
-            if value is not None and value not in _CHOICES[option]:
-                hint = _nearest(str(value), _CHOICES[option])
-                raise LossError(f"{field} is {value!r}{hint}; it is one of {', '.join(_CHOICES[option])}")
-        elif value is not None or known[option].default is not None:
-            _check_number(field, option, value)
-    if options.get("aggregation") == "constant" and options.get("sequence_tokens") is None:
+        raise LossError(f"config.loss.kind is {kind!r}{nearest(kind, kinds)}; it is one of {', '.join(kinds)}")
+    for option in options:
+        if option in _ONLY_OF and kind not in _ONLY_OF[option]:
+            raise LossError(
+                f"{field}.{option} is no option of {kind!r}: it belongs to {' and '.join(_ONLY_OF[option])}"
+            )
+    declared = {name: of for name, of in declared_types(LossOptions).items() if kind in _ONLY_OF.get(name, kinds)}
+    for problem in option_problems(field, options, declared, repr(kind)):
+        raise LossError(problem)
+    chosen = LossOptions(**options)
+    if chosen.aggregation == "constant" and chosen.sequence_tokens is None:
         raise LossError(
-            "config.loss.options.aggregation is 'constant', which divides by a fixed length: set "
-            "config.loss.options.sequence_tokens to the longest reply allowed"
+            f"{field}.aggregation is 'constant', which divides by a fixed length: set {field}.sequence_tokens to the "
+            "longest reply allowed"
         )
-    low, high = options.get("correction_low", 0.5), options.get("correction_high", 2.0)
-    if low >= high:
-        raise LossError(f"config.loss.options.correction_low is {low}, it must be below correction_high, {high}")
-
-
-def _check_number(field: str, option: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise LossError(f"{field} is {value!r}, it takes a number")
-    if option == "dual_clip" and value <= 1:
-        raise LossError(f"{field} is {value}, it must be above 1: 3 is usual, None turns it off")
-    if option == "clip_low" and not 0 <= value <= 1:
-        raise LossError(f"{field} is {value}, it must lie in [0, 1]: ratios go down to 1 - clip_low")
-    if value < 0 or (value == 0 and option in ("tau_positive", "tau_negative", "m2_threshold", "sequence_tokens")):
-        raise LossError(f"{field} is {value}, it must be positive")
-
-
-def _nearest(name: str, names: Any) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    if chosen.correction_low >= chosen.correction_high:
+        raise LossError(
+            f"{field}.correction_low is {chosen.correction_low}, it must be below correction_high, "
+            f"{chosen.correction_high}"
+        )

@@ -1,7 +1,23 @@
-"""Reductions over masked tokens and over the sequences that tokens belong to."""
+"""Functions of tokens' log-ratios: sums over masked tokens and sequences, KL estimates, the mismatch between sampler
+and trainer and weights for it, M2PO's clip bounds."""
 
+from typing import Literal
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from flowjax.losses.options import Correction
+
+KlKind = Literal["k1", "k2", "k3", "abs"]
+Scalar = float | Float[Array, ""]
+
+LARGEST_LOG_RATIO = 20.0  # e^20 squared is still a float32; a ratio beyond it is noise, and must not become infinite
+LARGEST_KL = 10.0
+WIDEST_LOW, WIDEST_HIGH = 0.95, 20.0  # M2PO's bounds where nothing needs to be clipped
+_SLACK = 1e-5  # so that rounding never cuts the token that M2PO's bound was taken from
+
+# ---------------------------------------------------------------------------------------------------------- reductions
 
 
 def masked_sum(values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]) -> Float[Array, ""]:
@@ -30,3 +46,137 @@ def sequence_means(
     """For each token, the mean of `values` over its sequence."""
     sums, lengths = sequence_sums(values, mask, sequences, count)
     return (sums / jnp.maximum(lengths, 1))[sequences]
+
+
+# ----------------------------------------------------------------------------------------------------------------- KL
+
+
+def kl_penalty(
+    logprobs: Float[Array, "*tokens"], reference_logprobs: Float[Array, "*tokens"], kind: KlKind = "k3"
+) -> Float[Array, "*tokens"]:
+    """Estimate of KL(pi || reference) on each sampled token, d = log pi - log reference. Schulman 2020.
+
+    k1   d                    unbiased, noisy, may be negative; its gradient as a loss is zero in expectation
+    k2   d^2 / 2              its gradient is that of the KL
+    k3   exp(-d) - 1 + d      unbiased and never negative; bounded at 10
+    abs  |d|
+    """
+    difference = logprobs - reference_logprobs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return 0.5 * jnp.square(difference)
+    if kind == "k3":
+        bounded = jnp.clip(difference, -LARGEST_KL, LARGEST_KL)
+        return jnp.minimum(jnp.expm1(-bounded) + bounded, LARGEST_KL)
+    if kind == "abs":
+        return jnp.abs(difference)
+    raise ValueError(f"kl kind is {kind!r}, it is one of k1, k2, k3, abs")
+
+
+# ----------------------------------------------------------------------------------- mismatch of sampler and trainer
+
+
+def mismatch_metrics(
+    trainer_logprobs: Float[Array, "*tokens"],
+    engine_logprobs: Float[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"],
+) -> dict[str, Float[Array, ""]]:
+    """Distances of the trainer's log-probabilities from the engine's on the tokens that the engine sampled.
+
+    With d = log pi_trainer - log mu_engine on tokens sampled from mu: k1 = -d and k3 = exp(d) - 1 - d estimate
+    KL(mu || pi). All are sums over tokens, to be divided by `tokens`, but for the maximum.
+    """
+    difference = jnp.where(mask, trainer_logprobs - engine_logprobs, 0.0).astype(jnp.float32)
+    bounded = jnp.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return {
+        "k1": -masked_sum(difference, mask),
+        "k3": masked_sum(jnp.expm1(bounded) - bounded, mask),
+        "abs": masked_sum(jnp.abs(difference), mask),
+        "max": masked_max(jnp.abs(difference), mask),
+        "tokens": masked_sum(jnp.ones_like(difference), mask),
+    }
+
+
+def correction_weights(
+    log_ratio: Float[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"],
+    *,
+    correction: Correction,
+    low: Scalar,
+    high: Scalar,
+    sequences: Int[Array, "*tokens"] | None = None,
+    sequence_count: int | None = None,
+) -> Float[Array, "*tokens"]:
+    """Weight of each token from its ratio w = pi_proximal / mu, without gradient.
+
+    token_truncate           min(w, high): truncated importance sampling
+    token_clamp              w brought into [low, high]
+    token_mask               w inside [low, high], else 0 (IcePop)
+    sequence_truncate        min(product of the sequence's w, high)
+    sequence_mask            1 where the product lies in [low, high], else 0
+    sequence_geometric_mask  1 where the geometric mean lies in [low, high], else 0
+    sequence_outlier_mask    1 where every token of the sequence lies in [low, high], else 0
+    """
+    log_ratio = jax.lax.stop_gradient(jnp.where(mask, log_ratio, 0.0))
+    log_ratio = jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    ratio = jnp.exp(log_ratio)
+    inside = (ratio >= low) & (ratio <= high)
+    if correction == "none":
+        return jnp.ones_like(ratio)
+    if correction == "token_truncate":
+        return jnp.minimum(ratio, high)
+    if correction == "token_clamp":
+        return jnp.clip(ratio, low, high)
+    if correction == "token_mask":
+        return jnp.where(inside, ratio, 0.0)
+    if sequences is None or sequence_count is None:
+        raise ValueError(f"correction {correction!r} needs `sequences` and `sequence_count`")
+    if correction == "sequence_outlier_mask":
+        outside, _ = sequence_sums((~inside).astype(ratio.dtype), mask, sequences, sequence_count)
+        return (outside == 0)[sequences].astype(ratio.dtype)
+    log_product, length = sequence_sums(log_ratio, mask, sequences, sequence_count)
+    if correction == "sequence_geometric_mask":
+        log_product = log_product / jnp.maximum(length, 1)
+    product = jnp.exp(jnp.clip(log_product, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))[sequences]
+    if correction == "sequence_truncate":
+        return jnp.minimum(product, high)
+    return ((product >= low) & (product <= high)).astype(ratio.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------- M2PO
+
+
+def m2po_bounds(
+    logprobs: Float[Array, "*tokens"],
+    behaviour_logprobs: Float[Array, "*tokens"],
+    advantages: Float[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"],
+    *,
+    threshold: Scalar,
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """(clip_low, clip_high, second moment before clipping). M2PO (arXiv 2510.01161).
+
+    Among the tokens whose ratio moved where the advantage pushes, drop the largest squared log-ratios until the mean of
+    the rest is below `threshold`; the largest that stays is tau^2, and the ratio may go from exp(-tau) to exp(tau).
+
+    Pass the tokens of the whole optimiser batch: bounds found in each micro-batch would depend on how it was split. So
+    the trainer goes over the batch twice, forward for these bounds, then for the gradient with `ratio_bounds`.
+    """
+    log_ratio = jax.lax.stop_gradient(logprobs - behaviour_logprobs).reshape(-1)
+    advantages, mask = advantages.reshape(-1), mask.reshape(-1)
+    pushed = mask & (((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0)))
+    squares = jnp.where(pushed, jnp.square(log_ratio), 0.0)
+    count = jnp.sum(pushed)
+    ascending = jnp.sort(squares)
+    rank = jnp.arange(1, squares.shape[0] + 1) - (squares.shape[0] - count)  # the others sort to the front as zeros
+    means = jnp.cumsum(ascending) / jnp.maximum(rank, 1)
+    fits = (rank >= 1) & (means < threshold)
+    smallest = ascending[jnp.clip(squares.shape[0] - count, 0, squares.shape[0] - 1)]
+    largest_kept = jnp.where(jnp.any(fits), jnp.max(jnp.where(fits, ascending, 0.0)), smallest)
+    second_moment = jnp.sum(squares) / jnp.maximum(count, 1)
+    wide = (count == 0) | (second_moment <= threshold)
+    tau = jnp.sqrt(largest_kept) * (1 + _SLACK) + _SLACK
+    low = jnp.where(wide, WIDEST_LOW, jnp.minimum(-jnp.expm1(-tau), WIDEST_LOW))
+    high = jnp.where(wide, WIDEST_HIGH, jnp.minimum(jnp.expm1(tau), WIDEST_HIGH))
+    return low, high, second_moment

@@ -24,7 +24,8 @@ from ml_collections import ConfigDict
 
 from flowjax.broker import Address, connect
 from flowjax.config import ConfigError, base_configs, load_run, policies_on, policy_configs
-from flowjax.losses.mismatch import mismatch_metrics
+from flowjax.losses.options import LossOptions
+from flowjax.losses.ratios import mismatch_metrics
 from flowjax.models.decoder import Decoder, with_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora, LoraParam
@@ -222,7 +223,7 @@ def start(name: str, config: ConfigDict, decoder: Decoder, checkpoints: Checkpoi
         graph,
         dtypes=tuple(leaf.dtype for leaf in jax.tree.leaves(trained)),
         kind=config.loss.kind,
-        options=tuple(sorted(config.loss.options.to_dict().items())),
+        options=LossOptions(**config.loss.options.to_dict()),
         kl_coefficient=config.loss.kl_coefficient,
         entropy_coefficient=config.loss.entropy_coefficient,
         temperature=config.rollout.temperature,

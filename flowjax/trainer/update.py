@@ -22,10 +22,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from flowjax.losses.kl import kl_penalty
-from flowjax.losses.m2po import m2po_bounds
-from flowjax.losses.options import needs_bounds, needs_proximal
-from flowjax.losses.policy import Kind, aggregate, default_aggregation, policy_loss
+from flowjax.losses.options import DEFAULTS, Kind, LossOptions
+from flowjax.losses.policy import aggregate, policy_loss
+from flowjax.losses.ratios import kl_penalty, m2po_bounds
 from flowjax.models.logprobs import token_logprobs
 from flowjax.trainer.batch import MicroBatch
 
@@ -90,7 +89,7 @@ class Objective:
     graph: nnx.GraphDef
     dtypes: tuple[np.dtype, ...]
     kind: Kind
-    options: tuple[tuple[str, Any], ...] = ()
+    options: LossOptions = DEFAULTS
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     temperature: float = 1.0
@@ -168,16 +167,16 @@ def first_pass(
 
     `start` are the trained arrays at the start of the step; None where they are those about to be trained.
     """
-    options, bounds = dict(objective.options), None
-    if needs_bounds(objective.kind):
+    bounds = None
+    if objective.kind == "m2po":
         # Over the whole update: bounds of a micro-batch alone would depend on how rows were split.
         ours = jnp.concatenate([logprobs_of(objective, state, batch).reshape(-1) for batch in batches])
         behaviour, advantages, mask = (
             jnp.concatenate([jnp.reshape(getattr(batch, name), -1) for batch in batches])
             for name in ("behaviour_logprobs", "advantages", "mask")
         )
-        bounds = m2po_bounds(ours, behaviour, advantages, mask, threshold=options.get("m2_threshold", 0.01))[:2]
-    if start is None or not needs_proximal(options):
+        bounds = m2po_bounds(ours, behaviour, advantages, mask, threshold=objective.options.m2_threshold)[:2]
+    if start is None or not objective.options.needs_proximal:
         return [FirstPass(None, bounds)] * len(batches)
     at_start = replace(state, trained=start)
     return [FirstPass(logprobs_of(objective, at_start, batch), bounds) for batch in batches]
@@ -228,10 +227,10 @@ def _summed_loss(
     dropout_seed: DropoutSeed | None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Loss summed over the micro-batch; divided only in `apply`, so that no split into micro-batches changes it."""
-    options = dict(objective.options)
+    options = objective.options
     logprobs, entropy = _model_logprobs(objective, trained, frozen, batch, dropout_key=_dropout_key(dropout_seed))
     proximal = known.proximal_logprobs
-    if proximal is None and needs_proximal(options):
+    if proximal is None and options.needs_proximal:
         proximal = jax.lax.stop_gradient(logprobs)
     loss, denominator, sums = policy_loss(
         logprobs,
@@ -239,22 +238,22 @@ def _summed_loss(
         batch.advantages,
         batch.mask,
         kind=objective.kind,
+        options=options,
         sequences=batch.sequences,
         sequence_count=batch.sequences.size,
         trajectory_tokens=batch.trajectory_tokens,
         proximal_logprobs=proximal,
         ratio_bounds=known.ratio_bounds,
-        **options,
     )
 
     def aggregated(per_token: Array) -> Array:  # as the loss is, so that one denominator serves all
         return aggregate(
             per_token,
             batch.mask,
-            aggregation=options.get("aggregation") or default_aggregation(objective.kind),
+            aggregation=options.aggregation_of(objective.kind),
             sequences=batch.sequences,
             sequence_count=batch.sequences.size,
-            sequence_tokens=options.get("sequence_tokens"),
+            sequence_tokens=options.sequence_tokens,
             trajectory_tokens=batch.trajectory_tokens,
         )[0]
 

@@ -252,7 +252,7 @@ def train(
     def update(network, state, seen, actions, logprobs, advantages, mask):
         def loss(network):
             now = jnp.take_along_axis(action_logprobs(network, seen), actions[:, None], 1)[:, 0]
-            total, denominator, _ = policy_loss(now, logprobs, advantages, mask, clip_high=0.28)
+            total, denominator, _ = policy_loss(now, logprobs, advantages, mask)  # clip 0.2, 0.28
             return total / denominator
 
         changes, state = optimizer.update(jax.grad(loss)(network), state, network)

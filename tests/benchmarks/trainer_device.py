@@ -89,6 +89,7 @@ def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]
     import optax
     from flax import nnx
 
+    from flowjax.losses.options import LossOptions
     from flowjax.models.attention_kernels import choose_attention
     from flowjax.models.decoder import Decoder
     from flowjax.models.lora import Lora, LoraParam
@@ -102,7 +103,7 @@ def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]
     graph, trained, frozen = nnx.split(model, LoraParam, ...)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, weight_decay=0.0))
     dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(trained))
-    objective = Objective(graph, dtypes, kind="ppo", options=(("clip_low", 0.2), ("clip_high", 0.28)))
+    objective = Objective(graph, dtypes, kind="ppo", options=LossOptions(clip_low=0.2, clip_high=0.28))
     rows = sequence_rows(tokens, config.vocab_size)
     batches = [jax.device_put(batch) for batch in pack(rows, row_tokens=tokens, micro_batch_rows=1)]
     state = PolicyState(0, trained, optimizer.init(trained), frozen)

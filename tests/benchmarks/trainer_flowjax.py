@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
+from flowjax.losses.options import LossOptions
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam
@@ -58,7 +59,7 @@ def make(folder: Path) -> Trainer:
     schedule = {"schedule": "constant", "warmup_steps": 0, "clip_norm": CLIP_NORM}
     optimizer = make_optimizer(ConfigDict({**options, **schedule}), 1000)
     dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(trained))
-    clip = (("clip_low", CLIP), ("clip_high", CLIP))
+    clip = LossOptions(clip_low=CLIP, clip_high=CLIP)
     objective = Objective(graph, dtypes, kind="ppo", options=clip, chunk_tokens=256)
     rows = token_rows(case)
     state = PolicyState(0, trained, optimizer.init(trained), frozen)

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
+from flowjax.losses.options import DEFAULTS, LossOptions
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
@@ -46,7 +47,7 @@ def rows(count: int = 12) -> list[TokenRow]:
 SGD = optax.sgd(1.0)
 
 
-def objective_of(graph, *, options=(("clip_low", 0.2), ("clip_high", 0.28)), **changes) -> Objective:
+def objective_of(graph, *, options=DEFAULTS, **changes) -> Objective:
     settings = {
         "kind": "ppo",
         "kl_coefficient": 0.1,
@@ -55,7 +56,7 @@ def objective_of(graph, *, options=(("clip_low", 0.2), ("clip_high", 0.28)), **c
         "chunk_tokens": 16,
     }
     dtypes = (np.dtype(np.float32),) * (2 * len(LORA.targets))
-    return Objective(graph, dtypes, options=tuple(options), **(settings | changes))
+    return Objective(graph, dtypes, options=options, **(settings | changes))
 
 
 def state_of(trained, frozen) -> PolicyState:
@@ -101,7 +102,7 @@ OBJECTIVES = [
 
 @pytest.mark.parametrize(("kind", "options"), OBJECTIVES)
 def test_layout_does_not_change_objectives_that_look_beyond_a_token(split, kind, options):
-    changes = {"kind": kind, "options": options.items(), "kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+    changes = {"kind": kind, "options": LossOptions(**options), "kl_coefficient": 0.0, "entropy_coefficient": 0.0}
     expected = gradient(split, row_tokens=16, micro_batch_rows=16, **changes)
     got = gradient(split, row_tokens=64, micro_batch_rows=1, **changes)
     assert_close(got[0], expected[0])
