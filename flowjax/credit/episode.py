@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flowjax.credit.segments import Norm, first_rows, normalise, segment_statistics, segment_total, whiten
+from flowjax.credit.segments import Norm, Number, first_rows, normalise, segment_statistics, segment_total, whiten
 from flowjax.credit.table import TurnTable
 from flowjax.fields import Interval
 
@@ -61,7 +61,7 @@ def maxrl(table: TurnTable) -> Float[Array, "turns"]:
 
 @partial(jax.jit, static_argnames=("k",))
 def pass_at_k(
-    table: TurnTable, *, k: Annotated[int, Interval(at_least=1)] = 4, threshold: float = 0.5
+    table: TurnTable, *, k: Annotated[int, Interval(at_least=1)] = 4, threshold: Number = 0.5
 ) -> Float[Array, "turns"]:
     """Advantage of a trajectory for the chance that at least one of k succeeds. arXiv 2508.10751.
 

@@ -9,7 +9,9 @@ from jaxtyping import Array, Float
 
 from flowjax.credit.episode import grpo
 from flowjax.credit.segments import (
+    Discount,
     Norm,
+    Weight,
     discounted_sums,
     is_last_turn,
     normalise,
@@ -18,7 +20,6 @@ from flowjax.credit.segments import (
     whiten,
 )
 from flowjax.credit.table import TurnTable
-from flowjax.fields import NotNegative, Share
 
 Rewards = Literal["score", "reward"]
 
@@ -32,7 +33,7 @@ def turn_rewards(table: TurnTable, rewards: Rewards) -> Float[Array, "turns"]:
 
 @partial(jax.jit, static_argnames=("rewards", "norm"))
 def discounted_return(
-    table: TurnTable, *, gamma: Share = 0.95, rewards: Rewards = "score", norm: Norm = "mean"
+    table: TurnTable, *, gamma: Discount = 0.95, rewards: Rewards = "score", norm: Norm = "mean"
 ) -> Float[Array, "turns"]:
     """G_t = r_t + gamma G_{t+1} over the turns of a trajectory, centred over all turns of the group."""
     value = discounted_sums(turn_rewards(table, rewards), table.successor, gamma)
@@ -41,7 +42,9 @@ def discounted_return(
 
 
 @partial(jax.jit, static_argnames=("rewards",))
-def reinforce_plus_plus(table: TurnTable, *, gamma: Share = 1.0, rewards: Rewards = "score") -> Float[Array, "turns"]:
+def reinforce_plus_plus(
+    table: TurnTable, *, gamma: Discount = 1.0, rewards: Rewards = "score"
+) -> Float[Array, "turns"]:
     """Discounted return, whitened over all turns of the table. REINFORCE++ (arXiv 2501.03262), turns as actions."""
     value = discounted_sums(turn_rewards(table, rewards), table.successor, gamma)
     return jnp.where(table.mask, whiten(value, table.mask), 0.0)
@@ -51,9 +54,9 @@ def reinforce_plus_plus(table: TurnTable, *, gamma: Share = 1.0, rewards: Reward
 def gigpo(
     table: TurnTable,
     *,
-    gamma: Share = 0.95,
-    step_weight: NotNegative = 1.0,
-    invalid_penalty: NotNegative = 0.0,
+    gamma: Discount = 0.95,
+    step_weight: Weight = 1.0,
+    invalid_penalty: Weight = 0.0,
     rewards: Rewards = "reward",
     norm: Norm = "mean",
 ) -> Float[Array, "turns"]:

@@ -10,7 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from flowjax.credit.episode import grpo
 from flowjax.credit.returns import Rewards, turn_rewards
 from flowjax.credit.segments import (
+    Discount,
     Norm,
+    Weight,
     discounted_sums,
     is_last_turn,
     segment_statistics,
@@ -19,7 +21,6 @@ from flowjax.credit.segments import (
     whiten,
 )
 from flowjax.credit.table import TurnTable
-from flowjax.fields import NotNegative, Share
 
 # Deviations of the step part below this share of the group's highest value are rounding, not signal.
 _LEAST_DEVIATION = 1e-4
@@ -39,10 +40,10 @@ class StateValues(NamedTuple):
 def rewardflow(
     table: TurnTable,
     *,
-    gamma: Share = 0.9,
-    step_weight: NotNegative = 1.0,
+    gamma: Discount = 0.9,
+    step_weight: Weight = 1.0,
     rewards: Rewards = "score",
-    invalid_penalty: NotNegative = 0.0,
+    invalid_penalty: Weight = 0.0,
     episode_norm: Norm = "mean_std",
     step_norm: Norm = "mean_std",
 ) -> Float[Array, "turns"]:
@@ -74,19 +75,17 @@ def rewardflow(
 
 
 @partial(jax.jit, static_argnames=("rewards",))
-def step_credit(
-    table: TurnTable, *, gamma: float | Float[Array, ""] = 0.9, rewards: Rewards = "score"
-) -> Float[Array, "turns"]:
+def step_credit(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = "score") -> Float[Array, "turns"]:
     """r + gamma V(s') - V(s) of each turn, the temporal difference under the policy's own values."""
     return _differences(table, state_values(table, gamma=gamma, rewards=rewards), gamma)
 
 
-def _differences(table: TurnTable, found: StateValues, gamma: float | Float[Array, ""]) -> Float[Array, "turns"]:
+def _differences(table: TurnTable, found: StateValues, gamma: Discount) -> Float[Array, "turns"]:
     return jnp.where(table.mask, found.earned + gamma * found.after - found.before, 0.0)
 
 
 @partial(jax.jit, static_argnames=("rewards",))
-def state_values(table: TurnTable, *, gamma: float | Float[Array, ""] = 0.9, rewards: Rewards = "score") -> StateValues:
+def state_values(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = "score") -> StateValues:
     """Expected discounted return of the policy from each state, estimated from all turns of the group at once.
 
     V(s) = mean over the group's turns from s of r + gamma V(s'): the exact value of the process whose transitions are
@@ -132,8 +131,8 @@ def state_values(table: TurnTable, *, gamma: float | Float[Array, ""] = 0.9, rew
 def gae(
     table: TurnTable,
     *,
-    gamma: Share = 0.95,
-    trace: Share = 0.9,
+    gamma: Discount = 0.95,
+    trace: Discount = 0.9,
     rewards: Rewards = "score",
     whitened: bool = True,
 ) -> Float[Array, "turns"]:

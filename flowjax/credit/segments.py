@@ -1,14 +1,19 @@
 """Statistics of masked rows by segment, and sums along trajectories: what estimators are made of."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.credit.table import TurnTable
+from flowjax.fields import Interval
 
 Norm = Literal["mean", "mean_std", "none"]
+# Options of estimators are traced, so that another value needs no other program.
+Number = float | Float[Array, ""]
+Discount = Annotated[Number, Interval(at_least=0, at_most=1)]
+Weight = Annotated[Number, Interval(at_least=0)]
 
 EPSILON = 1e-6
 
@@ -78,7 +83,7 @@ def whiten(values: Float[Array, "rows"], mask: Bool[Array, "rows"]) -> Float[Arr
 
 
 def discounted_sums(
-    values: Float[Array, "turns"], successor: Int[Array, "turns"], gamma: float | Float[Array, ""]
+    values: Float[Array, "turns"], successor: Int[Array, "turns"], gamma: Number
 ) -> Float[Array, "turns"]:
     """G_t = x_t + gamma G_{t+1} along each trajectory.
 

@@ -7,13 +7,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flowjax.credit.segments import Norm, discounted_sums, normalise, segment_statistics, segment_total
+from flowjax.credit.segments import (
+    Discount,
+    Norm,
+    Weight,
+    discounted_sums,
+    normalise,
+    segment_statistics,
+    segment_total,
+)
 from flowjax.credit.table import TurnTable
-from flowjax.fields import NotNegative, Share
 
 
 @partial(jax.jit, static_argnames=("norm",))
-def grpo(table: TurnTable, *, norm: Norm = "mean_std", invalid_penalty: NotNegative = 0.1) -> Float[Array, "turns"]:
+def grpo(table: TurnTable, *, norm: Norm = "mean_std", invalid_penalty: Weight = 0.1) -> Float[Array, "turns"]:
     """A = (x - mean) / (std + 1e-6), x the episode's return less the penalty of the turn.
 
     Mean and deviation are over turns, so that long episodes weigh more. In a group of equal outcomes the penalty is all
@@ -32,9 +39,9 @@ def grpo(table: TurnTable, *, norm: Norm = "mean_std", invalid_penalty: NotNegat
 def gigpo(
     table: TurnTable,
     *,
-    gamma: Share = 0.95,
-    step_weight: NotNegative = 1.0,
-    invalid_penalty: NotNegative = 0.1,
+    gamma: Discount = 0.95,
+    step_weight: Weight = 1.0,
+    invalid_penalty: Weight = 0.1,
     norm: Norm = "mean",
 ) -> Float[Array, "turns"]:
     """A = A_episode + w A_step: `grpo` above, and G_t = r_t + gamma G_{t+1} among the turns from the same state.

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flowjax.credit.segments import is_last_turn, segment_statistics
+from flowjax.credit.segments import Discount, Weight, is_last_turn, segment_statistics
 from flowjax.credit.table import TurnTable
-from flowjax.fields import NotNegative, Share
 from flowjax.published.gigpo import grpo
 
 SWEEPS = 1000  # of the propagation; a way to success that is longer than this has value zero
@@ -27,9 +26,9 @@ class PublishedValues(NamedTuple):
 def rewardflow(
     table: TurnTable,
     *,
-    gamma: Share = 0.9,
-    step_weight: NotNegative = 1.0,
-    invalid_penalty: NotNegative = 0.1,
+    gamma: Discount = 0.9,
+    step_weight: Weight = 1.0,
+    invalid_penalty: Weight = 0.1,
     edge_direction: Literal["forward", "bidirectional"] = "forward",
 ) -> Float[Array, "turns"]:
     """A = (x - mean) + w (d - mean of d over the turns that started in the same state), d = V(s') - V(s).
@@ -53,7 +52,7 @@ def rewardflow(
 def published_values(
     table: TurnTable,
     *,
-    gamma: float | Float[Array, ""] = 0.9,
+    gamma: Discount = 0.9,
     edge_direction: Literal["forward", "bidirectional"] = "forward",
 ) -> PublishedValues:
     """Values after `SWEEPS` rounds of V <- max(V, gamma V(successors)), from the reward each node was first seen with.

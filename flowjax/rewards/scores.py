@@ -1,43 +1,58 @@
 """From groups to one score per trajectory: outcomes gathered on the host, combined by one jitted function."""
 
-import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from flowjax.fields import declared_types, option_problems
-from flowjax.records import Group
-from flowjax.rewards import components as built_in
-from flowjax.rewards.outcomes import DERIVED, RewardError, gather_outcomes
+from flowjax.fields import declared_types, nearest, option_problems
+from flowjax.records import COUNTED_STATUSES, Group, Trajectory, Turn
 
 Component = Callable[..., Float[Array, "trajectories"]]
-# Component name -> weight, or a map of `weight` and the component's options.
+# Component name -> weight, or a map of `weight`, the component's options and, for one of one's own, `path`.
 Components = Mapping[str, Any]
 
-COMPONENTS: dict[str, Component] = {
-    function.__name__: function
-    for function in (
-        built_in.canvas,
-        built_in.env_return,
-        built_in.executor_cost,
-        built_in.invalid_actions,
-        built_in.overlong,
-        built_in.partial_score,
-        built_in.solved_well_formed,
-        built_in.success,
-        built_in.token_penalty,
-        built_in.turn_penalty,
-        built_in.verdict,
-        built_in.well_formed,
-        built_in.zero_sum,
-    )
+COMPONENTS = {
+    "canvas": "flowjax.rewards.components:canvas",
+    "env_return": "flowjax.rewards.components:env_return",
+    "executor_cost": "flowjax.rewards.components:executor_cost",
+    "invalid_actions": "flowjax.rewards.components:invalid_actions",
+    "overlong": "flowjax.rewards.components:overlong",
+    "partial_score": "flowjax.rewards.components:partial_score",
+    "published_canvas": "flowjax.published.canvas:canvas",
+    "solved_well_formed": "flowjax.rewards.components:solved_well_formed",
+    "success": "flowjax.rewards.components:success",
+    "token_penalty": "flowjax.rewards.components:token_penalty",
+    "turn_penalty": "flowjax.rewards.components:turn_penalty",
+    "verdict": "flowjax.rewards.components:verdict",
+    "well_formed": "flowjax.rewards.components:well_formed",
+    "zero_sum": "flowjax.rewards.components:zero_sum",
 }
+
+
+class RewardError(ValueError):
+    """A reward that cannot be given; the message names the component, the outcome and the remedy."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A component of a reward, with its weight and options."""
+
+    function: Component
+    weight: float
+    options: Mapping[str, Any]
+
+    @property
+    def outcomes(self) -> list[str]:
+        """Outcomes that the component reads: its positional parameters."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
 
 
 def trajectory_scores(
@@ -48,11 +63,66 @@ def trajectory_scores(
     Raises:
         RewardError: a component does not exist, or an episode does not report what it needs.
     """
-    weights, options = _split(components)
-    names = sorted({name for component in weights for name in _signature(component)[0]})
-    outcomes = gather_outcomes(groups, names)
-    total, parts = _combine(outcomes, weights, options, tuple(weights))
-    return np.asarray(total), {name: np.asarray(part) for name, part in parts.items()}
+    parts = _parts(components)
+    outcomes = _gather_outcomes(groups, sorted({name for part in parts.values() for name in part.outcomes}))
+    functions = tuple((name, part.function, tuple(part.outcomes)) for name, part in parts.items())
+    weights = {name: part.weight for name, part in parts.items()}
+    total, values = _combine(functions, outcomes, weights, {name: part.options for name, part in parts.items()})
+    return np.asarray(total), {name: np.asarray(value) for name, value in values.items()}
+
+
+# Read off the turns when a world does not report them itself.
+_DERIVED: dict[str, Callable[[Sequence[Turn]], float]] = {
+    "turns": len,
+    "invalid_actions": lambda turns: sum(not turn.valid for turn in turns),
+    "env_return": lambda turns: sum(turn.env_reward for turn in turns),
+    "sampled_tokens": lambda turns: sum(len(turn.sampled_ids) for turn in turns),
+    "longest_reply_tokens": lambda turns: max((len(turn.sampled_ids) for turn in turns), default=0),
+}
+
+
+def _gather_outcomes(groups: Sequence[Group], names: Iterable[str]) -> dict[str, Float[np.ndarray, "trajectories"]]:
+    """One array per outcome over all trajectories, in order.
+
+    Episodes that failed for reasons outside the policy have zeros where they report nothing.
+
+    Raises:
+        RewardError: an episode that counts does not report an outcome, or reports one that is not finite.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return {name: np.array([_outcome(trajectory, name) for trajectory in trajectories], np.float32) for name in names}
+
+
+def _outcome(trajectory: Trajectory, name: str) -> float:
+    if name in trajectory.outcome:
+        value = float(trajectory.outcome[name])
+        if not np.isfinite(value):
+            raise RewardError(f"trajectory {trajectory.trajectory_id!r} reports {name} = {value}, not a number")
+        return value
+    if name in _DERIVED:
+        return float(_DERIVED[name](trajectory.turns))
+    if trajectory.status not in COUNTED_STATUSES:
+        return 0.0
+    raise RewardError(
+        f"trajectory {trajectory.trajectory_id!r} reports no outcome {name!r}, only {sorted(trajectory.outcome)}: "
+        "let the world report it, or take the component that needs it out of config.reward.components"
+    )
+
+
+# Weights and options are traced: policies that differ in them alone share one compiled program.
+@functools.partial(jax.jit, static_argnums=0)
+def _combine(
+    functions: tuple[tuple[str, Component, tuple[str, ...]], ...],
+    outcomes: Mapping[str, Float[Array, "trajectories"]],
+    weights: Mapping[str, Float[Array, ""]],
+    options: Mapping[str, Mapping[str, Any]],
+) -> tuple[Float[Array, "trajectories"], dict[str, Float[Array, "trajectories"]]]:
+    """Sum of weight times component, and the components."""
+    values = {name: function(*(outcomes[key] for key in read), **options[name]) for name, function, read in functions}
+    return sum(weights[name] * values[name] for name in values), values  # pyright: ignore[reportReturnType]
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
 
 
 def required_outcomes(components: Components) -> tuple[str, ...]:
@@ -61,9 +131,8 @@ def required_outcomes(components: Components) -> tuple[str, ...]:
     Raises:
         RewardError: a component or one of its options does not exist.
     """
-    weights, _ = _split(components)
-    names = {name for component in weights for name in _signature(component)[0]}
-    return tuple(sorted(names - set(DERIVED)))
+    names = {name for part in _parts(components).values() for name in part.outcomes}
+    return tuple(sorted(names - set(_DERIVED)))
 
 
 def check_reward(components: Components, world_outcomes: Sequence[str], world: str) -> None:
@@ -74,74 +143,45 @@ def check_reward(components: Components, world_outcomes: Sequence[str], world: s
     """
     if not components:
         raise RewardError("config.reward.components is empty: name at least one, such as success = 1.0")
-    available = set(world_outcomes) | set(DERIVED) | {name.rpartition("/")[2] for name in world_outcomes}
-    for component in components:
-        for name in _signature(component)[0]:
+    available = set(world_outcomes) | set(_DERIVED) | {name.rpartition("/")[2] for name in world_outcomes}
+    for component, part in _parts(components).items():
+        for name in part.outcomes:
             if name not in available:
                 raise RewardError(
                     f"config.reward.components.{component} needs the outcome {name!r}, which {world} does not report; "
                     f"it reports {', '.join(sorted(world_outcomes))}: drop the component or take another"
                 )
-    required_outcomes(components)
 
 
-def get_component(name: str) -> Component:
-    """The component of that name, or the function at `package.module:function`.
+def _parts(components: Components) -> dict[str, _Part]:
+    return {name: _part(name, setting) for name, setting in components.items()}
 
-    Raises:
-        RewardError: there is none.
-    """
-    if name in COMPONENTS:
-        return COMPONENTS[name]
-    if ":" not in name:
-        close = difflib.get_close_matches(name, COMPONENTS, n=1, cutoff=0.5)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+
+def _part(name: str, setting: Any) -> _Part:
+    field = f"config.reward.components.{name}"
+    options = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
+    weight, path = options.pop("weight", 1.0), options.pop("path", COMPONENTS.get(name))
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not np.isfinite(weight):
+        raise RewardError(f"{field} has weight {weight!r}, it takes a number")
+    if path is None:
         raise RewardError(
-            f"config.reward.components.{name} does not exist{hint}; known are {', '.join(COMPONENTS)}, "
-            "or package.module:function for your own"
+            f"{field} does not exist{nearest(name, COMPONENTS)}; known are {', '.join(COMPONENTS)}, or give "
+            "path=package.module:function for your own"
         )
-    module, _, attribute = name.partition(":")
+    function = _load(field, path)
+    known = {key: p for key, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    types = {option: kind for option, kind in declared_types(function).items() if option in known}
+    for problem in option_problems(field, options, types, repr(name)):
+        raise RewardError(problem)
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in options:
+            raise RewardError(f"{field}.{key} is missing: give it a value")
+    return _Part(function, float(weight), options)
+
+
+def _load(field: str, path: Any) -> Component:
+    module, _, attribute = str(path).partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(f"config.reward.components.{name} cannot be imported: {error}") from error
-
-
-@functools.partial(jax.jit, static_argnames=("names",))
-def _combine(
-    outcomes: Mapping[str, Float[Array, "trajectories"]],
-    weights: Mapping[str, Float[Array, ""]],
-    options: Mapping[str, Mapping[str, Any]],
-    names: tuple[str, ...],
-) -> tuple[Float[Array, "trajectories"], dict[str, Float[Array, "trajectories"]]]:
-    """Sum of weight times component, and the components."""
-    parts = {}
-    for name in names:
-        parts[name] = get_component(name)(*(outcomes[key] for key in _signature(name)[0]), **options[name])
-    return sum(weights[name] * parts[name] for name in names), parts  # pyright: ignore[reportReturnType]
-
-
-def _signature(name: str) -> tuple[list[str], dict[str, inspect.Parameter]]:
-    """Outcomes that a component reads, and its options."""
-    parameters = inspect.signature(get_component(name)).parameters
-    options = {key: p for key, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    return [key for key in parameters if key not in options], options
-
-
-def _split(components: Components) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    weights, options = {}, {}
-    for name, setting in components.items():
-        known = _signature(name)[1]
-        chosen = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
-        field = f"config.reward.components.{name}"
-        weight = chosen.pop("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not np.isfinite(weight):
-            raise RewardError(f"{field} has weight {weight!r}, it takes a number")
-        types = {option: kind for option, kind in declared_types(get_component(name)).items() if option in known}
-        for problem in option_problems(field, chosen, types, repr(name)):
-            raise RewardError(problem)
-        needed = [key for key, p in known.items() if p.default is inspect.Parameter.empty and key not in chosen]
-        if needed:
-            raise RewardError(f"{field}.{needed[0]} is missing: give it a value")
-        weights[name], options[name] = float(weight), chosen
-    return weights, options
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RewardError(f"{field}.path is {path!r}, which cannot be imported: {error}") from error

@@ -4,6 +4,7 @@ import contextlib
 import json
 import runpy
 from pathlib import Path
+from pkgutil import resolve_name
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +21,7 @@ from flowjax.envs.demonstrations import demonstrations
 from flowjax.launch.checks import check_config
 from flowjax.launch.probe import inspect_run
 from flowjax.records import Task
-from flowjax.rewards import components
-from flowjax.rewards.scores import check_reward, required_outcomes
+from flowjax.rewards.scores import COMPONENTS, check_reward, required_outcomes
 
 ROOT = Path(__file__).parents[2]
 LONGEST_PROMPT_WORDS, LONGEST_REPLY_WORDS, LONGEST_RESULT_WORDS = 44, 11, 7
@@ -220,18 +220,18 @@ def test_hints_are_an_option_and_off():
     assert told == ["add Programmer", "add Verify"]
 
 
-def reward(actions_taken: str, **options) -> float:
-    """Of the workflow that these actions build, by the canvas component."""
+def reward(actions_taken: str, component: str = "canvas") -> float:
+    """Of the workflow that these actions build, by a component."""
     env, _ = begin()
     outcome = [env.step(action).outcome for action in (*actions_taken.split("; "), "finish")][-1]
-    names = required_outcomes({"canvas": 1.0})
-    return float(components.canvas(**{name: jnp.array([outcome[name]]) for name in names}, **options)[0])
+    names = required_outcomes({component: 1.0})
+    return float(resolve_name(COMPONENTS[component])(**{name: jnp.array([outcome[name]]) for name in names})[0])
 
 
 def test_structure_that_does_nothing_earns_nothing():
     """Flaw 5.1: the published formula pays this workflow in full; here it gets the base reward alone."""
     hack = "add Plan; add Plan; add Plan; add [Plan, Verify]; add Format"
-    assert reward(hack, reference=True) == pytest.approx(0.0)
+    assert reward(hack, "published_canvas") == pytest.approx(0.0)
     assert reward(hack) == pytest.approx(-1.0)
     beside = "add AnswerGenerate; add Plan; add Plan; add [Plan, Decompose]; add Plan ? Plan : done"
     assert reward(beside) == pytest.approx(reward("add AnswerGenerate"))
@@ -240,7 +240,7 @@ def test_structure_that_does_nothing_earns_nothing():
 def test_loops_earn_what_other_structures_do():
     loop = "add AnswerGenerate; add (Review -> Revise) * 2"
     assert reward(loop) >= reward("add AnswerGenerate; add Review; add Revise") + 0.4 - 1e-6
-    assert reward(loop, reference=True) == pytest.approx(-0.8)
+    assert reward(loop, "published_canvas") == pytest.approx(-0.8)
 
 
 def test_programs_are_scored_by_hidden_tests():

@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from pkgutil import resolve_name
 
 from flowjax.rewards.scores import COMPONENTS
 
@@ -12,8 +13,8 @@ def test_every_component_is_in_the_table():
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     table = {line.split("`")[1]: line for line in lines}
     assert set(table) == set(COMPONENTS)
-    for name, function in COMPONENTS.items():
-        for outcome, parameter in inspect.signature(function).parameters.items():
+    for name in COMPONENTS:
+        for outcome, parameter in inspect.signature(resolve_name(COMPONENTS[name])).parameters.items():
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 assert outcome in table[name].split("|")[3], (name, outcome)
             elif not outcome.endswith("_weight"):

@@ -1,13 +1,20 @@
 """Rewards: each component's formula, gathering of outcomes, and start-up checks."""
 
+from pkgutil import resolve_name
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from flowjax.records import Group, Task, Trajectory, Turn
 from flowjax.rewards import components
-from flowjax.rewards.outcomes import RewardError
-from flowjax.rewards.scores import COMPONENTS, check_reward, required_outcomes, trajectory_scores
+from flowjax.rewards.scores import (
+    COMPONENTS,
+    RewardError,
+    check_reward,
+    required_outcomes,
+    trajectory_scores,
+)
 
 
 def turn(*, tokens: int = 3, valid: bool = True, reward: float = -0.1) -> Turn:
@@ -68,23 +75,23 @@ def test_answer_pays_only_once_the_canvas_has_structure(checker, formatter, oper
     assert canvas(correctness=correct, **real) == pytest.approx(expected, abs=1e-6)
     parts = (checker, formatter, operator, control)
     mentioned = {f"canvas_{name}": part for name, part in zip(CANVAS_PARTS, parts, strict=True)}
-    assert canvas({"reference": True}, correctness=correct, **mentioned) == pytest.approx(expected, abs=1e-6)
+    published = canvas(name="published_canvas", correctness=correct, **mentioned)
+    assert published == pytest.approx(expected, abs=1e-6)
     assert canvas(correctness=correct, **mentioned) == -1.0  # what is only mentioned earns nothing
-    assert canvas({"reference": True}, correctness=correct, **real) == -1.0
+    assert canvas(name="published_canvas", correctness=correct, **real) == -1.0
 
 
 CANVAS_PARTS = ("checker", "format", "operator", "control")
 
 
-def canvas(options: dict | None = None, **outcomes: float) -> float:
+def canvas(options: dict | None = None, *, name: str = "canvas", **outcomes: float) -> float:
     """The component for one episode; outcomes that are not given are 0."""
-    names = required_outcomes({"canvas": 1.0})
-    arrays = {name: jnp.array([float(outcomes.get(name, 0.0))]) for name in names}
-    return float(components.canvas(**arrays, **(options or {}))[0])
+    reported: dict = dict.fromkeys(required_outcomes({name: 1.0}), 0.0) | outcomes
+    return float(trajectory_scores(groups(trajectory(turn(), **reported)), {name: options or {}})[0][0])
 
 
 def test_canvas_release_can_be_lowered():
-    parts = {"correctness": 1, "checks": 1, "formats": 1, "distinct_operators": 4}
+    parts: dict = {"correctness": 1, "checks": 1, "formats": 1, "distinct_operators": 4}
     assert canvas({"release_at": 0.6}, **parts) == pytest.approx(0.6, abs=1e-6)
 
 
@@ -153,8 +160,8 @@ SOKOBAN = ("success", "turns", "invalid_actions", "env_return")
 
 
 def test_every_component_is_known_and_described():
-    for name, function in COMPONENTS.items():
-        assert function.__doc__, name
+    for path in COMPONENTS.values():
+        assert resolve_name(path).__doc__, path
     check_reward({"success": 1.0, "invalid_actions": 0.1}, SOKOBAN, "flowjax.envs.sokoban")
     check_reward({"success": 1.0}, ("solver/success",), "flowjax.envs.math")
 
@@ -172,7 +179,8 @@ def test_every_component_is_known_and_described():
         ({"success": float("nan")}, "has weight nan"),
         ({"success": {"weight": 1.0, "scale": 2}}, "success.scale is no option of 'success'; it has none"),
         ({"overlong": 1.0}, "overlong.limit_tokens is missing"),
-        ({"nowhere:reward": 1.0}, "cannot be imported"),
+        ({"token_penalty": {"per_tokens": 0}}, "token_penalty.per_tokens is 0: it must be positive"),
+        ({"mine": {"path": "nowhere:reward"}}, "components.mine.path is 'nowhere:reward', which cannot be imported"),
     ],
 )
 def test_bad_rewards_are_refused(chosen, message):
@@ -188,7 +196,9 @@ def test_an_episode_without_the_outcome_is_named():
 
 
 def test_a_component_of_ones_own():
-    scores, _ = trajectory_scores(groups(trajectory(turn(), success=1.0)), {f"{__name__}:doubled": 3.0})
+    scores, _ = trajectory_scores(
+        groups(trajectory(turn(), success=1.0)), {"doubled": {"path": f"{__name__}:doubled", "weight": 3.0}}
+    )
     np.testing.assert_allclose(scores, [6.0])
 
 
