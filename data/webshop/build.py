@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowjax.envs.webshop.generate import generate
+from flowjax.envs.webshop.catalog import generate
 
 
 def build(out: Path, *, seed: int, products: int) -> None:

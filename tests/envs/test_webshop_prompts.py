@@ -1,6 +1,7 @@
 """Prompts of the WebShop world, and what becomes of replies."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def episode(index: int, seed: int = 0, stray: float = 0.3):
         action = WebShop().random_action(observation, rng) if rng.random() < stray else WebShop().expert(env)
         step = env.step(action)
         yield observation, tuple(past), action, step
-        past.append(Past(turn, observation.text, action))
+        past.append(Past(turn, observation.view, action))
         observation = step.observation
         if step.terminal:
             return
@@ -45,7 +46,7 @@ def test_compact_words_are_all_in_the_vocabulary(options: dict):
         found = source[index]
         assert isinstance(found, Task)
         observation = env.reset(found, 0)
-        past = [Past(1, observation.text, "")]
+        past = [Past(1, observation.view, "")]
         for turn in range(2, 14):
             [message] = WebShop().prompt(observation, past[-2:], "compact")
             [more] = WebShop().follow_up(observation, "compact")
@@ -53,7 +54,7 @@ def test_compact_words_are_all_in_the_vocabulary(options: dict):
             said = f"{message['content']} {more['content']} {WebShop().reply(action, 'compact')}".split()
             assert set(said) <= words
             longest = max(longest, len(message["content"].split()))
-            past.append(Past(turn, observation.text, action))
+            past.append(Past(turn, observation.view, action))
             step = env.step(action)
             observation = step.observation
             if step.terminal:
@@ -145,7 +146,7 @@ def test_ten_thousand_odd_replies():
             invalid += 1
             assert step.observation == observation and step.reward == 0.0
         observation = step.observation
-        WebShop().prompt(observation, [Past(1, observation.text, action)], "compact")
+        WebShop().prompt(observation, [Past(1, observation.view, action)], "compact")
     assert 2_000 < invalid < 9_990
 
 
@@ -154,7 +155,7 @@ def test_the_instruct_prompt_shows_task_page_actions_and_window():
     observation, past, _, _ = steps[2]
     [message] = WebShop().prompt(observation, past[-2:], "instruct")
     text = message["content"]
-    goal = observation.text.split(" [SEP] ")[1]
+    goal = observation.view.instruction
     for part in (
         f"Your task: {goal}",
         "2 actions so far",
@@ -162,7 +163,7 @@ def test_the_instruct_prompt_shows_task_page_actions_and_window():
         "<action>",
     ):
         assert part in text
-    page = observation.text.split(" [SEP] ")[2:]
+    page = observation.view.texts
     assert " [SEP] ".join(f"'{p}'" for p in page) in text
     assert all(f"'{action}',\n" in text for action in observation.legal_actions[1:])
     assert "search[<your query>]" not in text
@@ -174,8 +175,8 @@ def test_the_instruct_prompt_shows_task_page_actions_and_window():
 
 def test_a_prompt_that_grows_too_long_is_told_without_its_history():
     observation, past, _, _ = list(episode(0, stray=0.0))[2]
-    long = Past(1, past[0].view + " x" * 7000, past[0].action)
+    long = Past(1, replace(past[0].view, texts=(" x" * 7000,)), past[0].action)
     [short] = WebShop().prompt(observation, [long, past[1]], "instruct")
     assert short == WebShop().prompt(observation, [], "instruct")[0]
-    fits = Past(1, past[0].view + " x" * 4000, past[0].action)
+    fits = Past(1, replace(past[0].view, texts=(" x" * 4000,)), past[0].action)
     assert "actions so far" in WebShop().prompt(observation, [fits, past[1]], "instruct")[0]["content"]

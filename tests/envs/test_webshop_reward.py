@@ -8,9 +8,9 @@ import pytest
 
 from data.webshop.build import main as build
 from flowjax.envs.base import WorldError
-from flowjax.envs.webshop import goals, reward
+from flowjax.envs.webshop import goals
 from flowjax.envs.webshop.catalog import Product, load_catalog
-from flowjax.envs.webshop.reward import Goal, score
+from flowjax.envs.webshop.goals import Goal, score
 
 SHAMPOO = Product(
     asin="B1",
@@ -58,19 +58,19 @@ def test_hits_are_counted_one_by_one(goal: dict, chosen: dict, hits: int):
 )
 def test_kinds_of_product(name: str, query: str, category: str, expected: float):
     other = dataclasses.replace(SHAMPOO, name=name, query=query, product_category=category)
-    assert reward.type_score(other, SHAMPOO) == expected
+    assert goals.type_score(other, SHAMPOO) == expected
 
 
 def test_few_common_nouns_cost_a_half_or_nine_tenths():
     long = dataclasses.replace(SHAMPOO, name="Shampoo one two three four five six".replace("one", "zinc"))
     other = dataclasses.replace(SHAMPOO, name="Shampoo", query="other", product_category="a › z")
-    assert reward.type_score(other, long) == 0.5  # one of seven
+    assert goals.type_score(other, long) == 0.5  # one of seven
     longer = dataclasses.replace(long, name="Shampoo b c d e f g h j k l m")
-    assert reward.type_score(other, longer) == 0.1  # one of twelve
+    assert goals.type_score(other, longer) == 0.1  # one of twelve
     categories = dataclasses.replace(other, product_category="c › a › a")
-    assert reward.type_score(categories, long) == 1.0
+    assert goals.type_score(categories, long) == 1.0
     nameless = dataclasses.replace(SHAMPOO, name="42")
-    assert reward.type_score(other, nameless) == 0.5  # no nouns count as a fifth, which is not above a fifth
+    assert goals.type_score(other, nameless) == 0.5  # no nouns count as a fifth, which is not above a fifth
 
 
 def test_nouns_of_titles():
@@ -89,8 +89,8 @@ def test_nouns_of_titles():
         (wanted, bought, 0.17),
         ("Rusticware 921ORB Kitchen and Bath Cabinet Knob", "Minkissy 2pcs Stainless Steel Eyebrow Tweezers", 0.0),
     ]:
-        asked = reward.nouns(name)
-        assert len(set(asked) & set(reward.nouns(other))) / len(asked) == pytest.approx(share, abs=0.01)
+        asked = goals.nouns(name)
+        assert len(set(asked) & set(goals.nouns(other))) / len(asked) == pytest.approx(share, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_nouns_of_titles():
     ],
 )
 def test_similarity_is_thefuzzs(first: str, second: str, ratio: int):
-    assert reward.similarity(first, second) == ratio
+    assert goals.similarity(first, second) == ratio
 
 
 def test_colors_are_compared_by_their_first_known_word():
-    assert len(reward.COLORS) == 102
-    assert reward.normal_color("dark navy blue") == "blue"  # in the order of the list, not of the words
-    assert reward.normal_color("12 pack") == "12 pack"
+    assert len(goals.COLORS) == 102
+    assert goals.normal_color("dark navy blue") == "blue"  # in the order of the list, not of the words
+    assert goals.normal_color("12 pack") == "12 pack"
 
 
 @pytest.mark.parametrize("kind", ["synthetic", "human"])

@@ -9,10 +9,9 @@ import Stemmer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.envs.webshop.bm25 import Index, query_key, rounded_length, tokens
 from flowjax.envs.webshop.catalog import load_catalog
-from flowjax.envs.webshop.porter import stem
-from flowjax.envs.webshop.prompts import words
+from flowjax.envs.webshop.goals import words
+from flowjax.envs.webshop.search import LuceneIndex, query_key, rounded_length, stem, tokens
 
 # The first twelve hits of Lucene (Anserini 0.22.1, k1 0.9, b 0.4) over the 1000 products of seed 0, by number.
 LUCENE = {
@@ -29,7 +28,7 @@ LUCENE = {
 
 def test_the_ranking_is_lucenes():
     catalog = load_catalog(None, 1000, 0, False)
-    index = Index([p.everything for p in catalog.products], [p.asin for p in catalog.products])
+    index = LuceneIndex([p.everything for p in catalog.products], [p.asin for p in catalog.products])
     for query, numbers in LUCENE.items():
         assert [int(catalog.products[i].asin[1:]) for i in index.search(query, 12)] == numbers
 
@@ -39,7 +38,7 @@ def test_scores_are_those_of_the_formula():
     rng = random.Random(0)
     catalog = load_catalog(None, 200, 3, False)
     documents = [tokens(p.everything) for p in catalog.products]
-    index = Index([p.everything for p in catalog.products])
+    index = LuceneIndex([p.everything for p in catalog.products])
     mean = sum(map(len, documents)) / len(documents)
     frequency = Counter(term for document in documents for term in set(document))
     for _ in range(30):
@@ -58,11 +57,11 @@ def test_scores_are_those_of_the_formula():
 
 
 def test_ties_are_ordered_by_id_and_then_cut():
-    index = Index(["red shoe"] * 5 + ["blue shoe"], ["e", "b", "d", "a", "c", "f"])
+    index = LuceneIndex(["red shoe"] * 5 + ["blue shoe"], ["e", "b", "d", "a", "c", "f"])
     assert index.search("red", 3) == [3, 1, 4]
-    assert Index(["red shoe"] * 5).search("red", 3) == [0, 1, 2]
+    assert LuceneIndex(["red shoe"] * 5).search("red", 3) == [0, 1, 2]
     assert index.search("", 3) == index.search("the", 3) == index.search("green", 3) == []
-    assert Index([]).search("red") == []
+    assert LuceneIndex([]).search("red") == []
 
 
 @pytest.mark.parametrize(

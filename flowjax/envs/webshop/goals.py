@@ -1,20 +1,71 @@
-"""Goals of a catalog: priced and shuffled by the data seed, split by what they say."""
+"""Goals of a catalog, and WebShop's score of a purchase, in [0, 1] (Yao et al. 2022, arXiv 2207.01206, section 3).
 
+Goals are priced and shuffled by the data seed, and split by what they say.
+"""
+
+import functools
+import importlib.util
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from flowjax.envs.base import Split
+from flowjax.envs.base import NotReady, Split
 from flowjax.envs.webshop.catalog import Catalog, Product, load_catalog
-from flowjax.envs.webshop.reward import Goal
 from flowjax.records import state_key
 
 GoalKind = Literal["synthetic", "human"]
 SplitBy = Literal["content", "index"]
 NO_LIMIT = 1_000_000.0  # dollars; the goal of a product for which there are no two round prices above its own
 LIMITS = tuple(10.0 * tens for tens in range(1, 100))
+
+_FILLER_WORDS = "i am looking for need find me want to buy a an the with and price lower than dollars"
+_FILLER = frozenset(_FILLER_WORDS.split())
+_WORD = re.compile(r"[^\s,;:()\[\]]+")
+
+# A color's first of these words stands for the whole of it.
+_COLOR_WORDS = """
+alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy
+camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral
+cranberry cream crystal dark denim eggplant elephant espresso fuchsia gold granite grape graphite
+grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta
+maroon mauve merlot midnight mint mocha multicolor mushroom mustard natural navy nude olive orange
+peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell silver skull slate
+steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine yellow
+"""
+COLORS = tuple(_COLOR_WORDS.split())
+MATCH = 85  # a token set ratio above this is a hit
+SPACY_MODEL = "en_core_web_sm"
+_NO_LATIN_1 = dict.fromkeys(range(128, 256))  # what thefuzz drops before it compares
+
+_CLOSED_CLASS_WORDS = """
+a an the this that these those my your his her its our their i you he she it we they me him us them who whom whose
+which what all any both each either every few many more most much neither no none other several some such
+about above across after against along among around as at before behind below beneath beside between beyond by
+despite down during except for from in inside into like near of off on onto out outside over past per since
+through throughout to toward under until up upon via with within without
+and but or nor so yet if because although while when where than whether not only also very too
+am is are was were be been being do does did have has had can could may might must shall should will would
+"""
+_CLOSED_CLASS = frozenset(_CLOSED_CLASS_WORDS.split())
+_TITLE_WORD = re.compile(r"(?<![A-Za-z0-9])[A-Za-z](?:[A-Za-z0-9]|[.'](?=[A-Za-z]))*")
+_PARTICIPLE = re.compile(r".{2,}[^e]ed")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A purchase that is wanted: values of the options in `option_names`, or of any where none is named; dollars."""
+
+    asin: str
+    instruction: str
+    attributes: tuple[str, ...]
+    options: tuple[str, ...]
+    option_names: tuple[str, ...]
+    price_below: float
+    data_seed: int
 
 
 def goals(catalog: Catalog, kind: GoalKind, data_seed: int) -> list[Goal]:
@@ -24,14 +75,14 @@ def goals(catalog: Catalog, kind: GoalKind, data_seed: int) -> list[Goal]:
 
 
 def _human(catalog: Catalog, product: Product, data_seed: int) -> Iterator[Goal]:
-    for number, told in enumerate(catalog.human.get(product.asin, ())):
-        if told["instruction_attributes"]:
+    for number, asked in enumerate(catalog.human.get(product.asin, ())):
+        if asked["instruction_attributes"]:
             limit, clause = _limit(product, data_seed, number)
             yield Goal(
                 product.asin,
-                told["instruction"].strip(".") + clause,
-                tuple(told["instruction_attributes"]),
-                tuple(told["instruction_options"]),
+                asked["instruction"].strip(".") + clause,
+                tuple(asked["instruction_attributes"]),
+                tuple(asked["instruction_options"]),
                 (),
                 limit,
                 data_seed,
@@ -60,7 +111,7 @@ def _limit(product: Product, data_seed: int, number: int) -> tuple[float, str]:
 
 
 def _content(goal: Goal) -> tuple[Any, ...]:
-    """What makes two goals the same task whatever their price: words, attributes and options."""
+    """Words, attributes and options: goals alike in these are the same task, whatever their price."""
     words = goal.instruction.split(", and price lower than ")[0].lower().split()
     return tuple(words), tuple(sorted(goal.attributes)), tuple(sorted(goal.options))
 
@@ -85,3 +136,115 @@ def split_goals(
     for split, chosen in both.items():
         random.Random(f"order {data_seed} {split}").shuffle(chosen)
     return {split: tuple(chosen) for split, chosen in both.items()}
+
+
+def words(text: str) -> list[str]:
+    """The words that matter of an instruction or a title, lower case, without marks."""
+    found = (word.strip(".!?\"'") for word in _WORD.findall(text.lower()))
+    return [word for word in found if word and word not in _FILLER]
+
+
+def goal_words(instruction: str) -> list[str]:
+    """An instruction in short: its words, then "under" and the price in whole dollars."""
+    said, _, limit = instruction.partition(", and price lower than ")
+    return [*words(said), *(("under", limit.split(".")[0]) if limit else ())]
+
+
+@functools.cache
+def noun_finder() -> tuple[str, Callable[[str], tuple[str, ...]]]:
+    """Its name and the function from a title to its nouns: spaCy's small English model where it is installed."""
+    if importlib.util.find_spec("spacy") and importlib.util.find_spec(SPACY_MODEL):
+        import spacy  # pyright: ignore[reportMissingImports]
+
+        model = spacy.load(SPACY_MODEL)
+        return SPACY_MODEL, lambda title: tuple(t.text.lower() for t in model(title) if t.pos_ in ("NOUN", "PROPN"))
+    return "closed-class filter", _open_class_words
+
+
+def _open_class_words(title: str) -> tuple[str, ...]:
+    """Words that can be nouns: no function words, no numbers, no past participles."""
+    words = [match[0].lower() for match in _TITLE_WORD.finditer(title.replace("-", " "))]
+    return tuple(word for word in words if word not in _CLOSED_CLASS and not _PARTICIPLE.fullmatch(word))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def nouns(title: str) -> tuple[str, ...]:
+    """The nouns of a title, by what `noun_finder` has found."""
+    return noun_finder()[1](title)
+
+
+@functools.cache
+def _ratio() -> Callable[[str, str], float]:
+    try:
+        from rapidfuzz.fuzz import token_set_ratio
+    except ImportError as error:
+        raise NotReady('the WebShop world needs rapidfuzz: pip install -e ".[webshop]"') from error
+    return token_set_ratio
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def similarity(first: str, second: str) -> int:
+    """thefuzz's token_set_ratio, 0 to 100: lower case, letters and digits only, Latin-1 letters dropped, rounded."""
+    return round(_ratio()(_processed(first), _processed(second)))
+
+
+def _processed(text: str) -> str:
+    from rapidfuzz.utils import default_process
+
+    return default_process(text.translate(_NO_LATIN_1))
+
+
+def check_requirements() -> None:
+    """Nothing, where all that the score needs is installed.
+
+    Raises:
+        NotReady: rapidfuzz is not.
+    """
+    _ratio()
+
+
+def normal_color(value: str) -> str:
+    """The first known colour that a value names, or else the value."""
+    return next((color for color in COLORS if color in value), value)
+
+
+def type_score(bought: Product, wanted: Product) -> float:
+    """1, 0.5, 0.1 or 0: how much the kinds of product agree, by query, category and nouns of the title."""
+    asked = nouns(wanted.name)
+    shared = len(set(nouns(bought.name)) & set(asked))
+    title = shared / len(asked) if asked else 0.2
+    if title == 0:
+        return 0.0
+    if title < 0.1:
+        return 0.1
+    parts = [{part.strip() for part in p.product_category.split("›")} for p in (bought, wanted)]
+    same = bought.query == wanted.query or len(parts[0] & parts[1]) >= 2 or title > 0.2
+    return 1.0 if same else 0.5
+
+
+def attribute_matches(bought: Product, wanted: Sequence[str]) -> int:
+    """Wanted attributes found among the product's, or word for word in its texts."""
+    texts = (bought.name, " ".join(bought.bullet_points), bought.description)
+    return sum(
+        any(similarity(known, attribute) > MATCH for known in bought.attributes)
+        or any(attribute in text.lower() for text in texts)
+        for attribute in wanted
+    )
+
+
+def option_fits(chosen: str, wanted: str) -> bool:
+    """True where a chosen value is as good as the wanted one."""
+    return similarity(normal_color(chosen), normal_color(wanted)) > MATCH
+
+
+def option_matches(chosen: Sequence[str], wanted: Sequence[str]) -> int:
+    """Wanted values that some chosen value fits."""
+    return sum(any(option_fits(each, value) for each in chosen) for value in wanted)
+
+
+def score(goal: Goal, bought: Product, wanted: Product, chosen: Mapping[str, str]) -> float:
+    """type * (attributes + options + price hits) / their number. The price of the product bought is that of the
+    goal's data seed."""
+    hits = attribute_matches(bought, goal.attributes) + option_matches(tuple(chosen.values()), goal.options)
+    hits += bought.price(goal.data_seed) <= goal.price_below
+    return hits / (len(goal.attributes) + len(goal.options) + 1) * type_score(bought, wanted)

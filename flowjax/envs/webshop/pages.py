@@ -1,4 +1,4 @@
-"""The pages of the shop: what each says, what can be clicked on it, and where a click leads."""
+"""Pages of the shop: their texts, what can be clicked on them, and the page that a click leads to."""
 
 import json
 from collections.abc import Sequence
@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from flowjax.envs.webshop.bm25 import query_key
 from flowjax.envs.webshop.catalog import Catalog, Product
+from flowjax.envs.webshop.search import query_key
 
-SEPARATOR = " [SEP] "
 SEARCH_TEMPLATE = "search[<words>]"
 PER_PAGE = 10
 BACK, PREVIOUS, NEXT, BUY = "back to search", "< prev", "next >", "buy now"
@@ -17,11 +16,28 @@ SUB_PAGES = ("description", "features", "reviews")
 ATTRIBUTES = "attributes"  # a fourth sub page, shown on request
 
 
+PageName = Literal["search", "results", "item", "sub", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """A page as a shopper sees it. `texts` are all of it in order, as the published shop shows them; what is chosen is
+    not seen. The last page says no instruction."""
+
+    page: PageName
+    instruction: str
+    texts: tuple[str, ...]
+    number: int = 0  # of a results page
+    products: tuple[tuple[str, str], ...] = ()  # ASIN and title of each on a results page
+    title: str = ""  # of an item
+    options: tuple[str, ...] = ()  # of an item: each one's name, then its values
+
+
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where the shopper is. `query` is what decides the results (`query_key`), `options` the chosen values by name."""
+    """Place of a shopper. `query` is what decides the results (`query_key`), `options` the chosen values by name."""
 
-    page: Literal["search", "results", "item", "sub", "done"] = "search"
+    page: PageName = "search"
     query: str = ""
     number: int = 1  # of the results page
     product: int = -1  # position in the catalog
@@ -41,7 +57,7 @@ def read_action(action: str) -> tuple[str, str]:
 
 
 class Pages:
-    """Texts, legal actions and links of a catalog."""
+    """Views, legal actions and links of a catalog."""
 
     def __init__(self, catalog: Catalog, show_attributes: bool):
         self._catalog = catalog
@@ -59,13 +75,12 @@ class Pages:
             return self._click(state, argument)
         return None
 
-    def show(self, state: State, instruction: str) -> tuple[str, tuple[str, ...]]:
-        """Text and legal actions of a page before the end."""
+    def show(self, state: State, instruction: str) -> tuple[PageView, tuple[str, ...]]:
+        """View and legal actions of a page before the end."""
         if state.page == "search":
-            return SEPARATOR.join(("WebShop", "Instruction:", instruction, "Search")), (SEARCH_TEMPLATE,)
-        where = replace(state, options=())  # what is chosen is not seen
-        text, legal = self._body(where)
-        return f"Instruction:{SEPARATOR}{instruction}{SEPARATOR}{text}", legal
+            return PageView("search", instruction, ("Search",)), (SEARCH_TEMPLATE,)
+        body, legal = self._body(replace(state, options=()))
+        return replace(body, instruction=instruction), legal
 
     def _click(self, state: State, target: str) -> State | None:
         if state.page == "search":
@@ -101,59 +116,61 @@ class Pages:
         """Products on the state's results page."""
         return self._catalog.search(state.query)[(state.number - 1) * PER_PAGE : state.number * PER_PAGE]
 
-    def _make_body(self, state: State) -> tuple[str, tuple[str, ...]]:
+    def _make_body(self, state: State) -> tuple[PageView, tuple[str, ...]]:
         if state.page == "results":
             return self._results_body(state)
         product = self._catalog.products[state.product]
         return self._item_body(product) if state.page == "item" else _sub_body(product, state.sub_page)
 
-    def _results_body(self, state: State) -> tuple[str, tuple[str, ...]]:
+    def _results_body(self, state: State) -> tuple[PageView, tuple[str, ...]]:
         shown = [self._catalog.products[number] for number in self.results(state)]
         total = len(self._catalog.search(state.query))
         back = ("< Prev",) if state.number > 1 else ()
         said = [text for product in shown for text in (product.asin, product.name, product.price_tag)]
-        text = _join("Back to Search", f"Page {state.number} (Total results: {total})", *back, "Next >", *said)
+        texts = _kept("Back to Search", f"Page {state.number} (Total results: {total})", *back, "Next >", *said)
+        titles = tuple((product.asin, product.name.strip()) for product in shown)
         links = (BACK, *((PREVIOUS,) if back else ()), NEXT, *(product.asin.lower() for product in shown))
-        return text, _legal(links)
+        return PageView("results", "", texts, number=state.number, products=titles), _legal(links)
 
-    def _item_body(self, product: Product) -> tuple[str, tuple[str, ...]]:
+    def _item_body(self, product: Product) -> tuple[PageView, tuple[str, ...]]:
         options = [text for name, values in product.options.items() for text in (name, *values)]
         buttons = [name.capitalize() for name in self._sub_pages]
         about = (product.name, f"Price: {product.price_tag}", "Rating: N.A.", *buttons, "Buy Now")
         values = [value for values in product.options.values() for value in values]
         links = dict.fromkeys((BACK, PREVIOUS, *self._sub_pages, BUY, *values))
-        return _join("Back to Search", "< Prev", *options, *about), _legal(tuple(links))
+        texts = _kept("Back to Search", "< Prev", *options, *about)
+        return PageView("item", "", texts, title=product.name.strip(), options=_kept(*options)), _legal(tuple(links))
 
 
-def _sub_body(product: Product, name: str) -> tuple[str, tuple[str, ...]]:
+def _sub_body(product: Product, name: str) -> tuple[PageView, tuple[str, ...]]:
     said = {
         "description": (product.description,),
         "features": product.bullet_points,
         "reviews": ("No reviews found",),  # the published files hold none
         ATTRIBUTES: (*product.attributes, product.category, product.query, product.product_category),
     }[name]
-    return _join("Back to Search", "< Prev", *said), _legal((BACK, PREVIOUS))
+    return PageView("sub", "", _kept("Back to Search", "< Prev", *said)), _legal((BACK, PREVIOUS))
 
 
-def done_text(product: Product, options: Sequence[tuple[str, str]], score: float) -> str:
-    """The last page, which shows what was bought, the score, and empty fields of the published template."""
+def last_page(product: Product, options: Sequence[tuple[str, str]], score: float) -> PageView:
+    """The page after a purchase, which shows what was bought, the score, and empty fields of the published template."""
     chosen = json.dumps(dict(options), sort_keys=True)
     for mark in "<>&'":
         chosen = chosen.replace(mark, f"\\u{ord(mark):04x}")
     nothing = ("attrs", "None", "category", "None", "query", "None", "product category", "None")
     goal = ("Target", "asin", "options", "attrs", "price upper", "instuction text", "category", "product category")
-    return SEPARATOR.join(
-        (
-            *("Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)"),
-            *("Purchased", "asin", product.asin, "options", chosen, *nothing),
-            *(*goal, "query", "Goal", "None", "Reward"),
-            *("Your score (min 0.0, max 1.0)", str(score), "Reward Details", "None"),
-        )
+    texts = (
+        *("Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)"),
+        *("Purchased", "asin", product.asin, "options", chosen, *nothing),
+        *(*goal, "query", "Goal", "None", "Reward"),
+        *("Your score (min 0.0, max 1.0)", str(score), "Reward Details", "None"),
     )
+    return PageView("done", "", texts)
 
 
-def _join(*parts: str) -> str:
-    return SEPARATOR.join(part.strip() for part in parts if part.strip())
+def _kept(*parts: str) -> tuple[str, ...]:
+    """Those that the published page would show."""
+    return tuple(part.strip() for part in parts if part.strip())
 
 
 def _legal(links: Sequence[str]) -> tuple[str, ...]:

@@ -1,18 +1,55 @@
-"""The shop as a world. State: page, query, results page, product, sub page, chosen options, and the goal."""
+"""WebShop (Yao et al. 2022, arXiv 2207.01206): options, environment, tasks, texts and expert."""
 
 import functools
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from flowjax.envs.base import History, Message, Observation, Split, Step, Style, World, WorldError, check_split
-from flowjax.envs.webshop import prompts
-from flowjax.envs.webshop.experts import best_action
-from flowjax.envs.webshop.goals import split_goals
-from flowjax.envs.webshop.options import WebShopOptions
-from flowjax.envs.webshop.pages import SEARCH_TEMPLATE, SEPARATOR, Pages, State, done_text
-from flowjax.envs.webshop.reward import Goal, check_requirements, noun_finder, score
+from flowjax.envs.base import (
+    History,
+    Message,
+    Observation,
+    Split,
+    Step,
+    Style,
+    World,
+    WorldError,
+    check_split,
+    user_says,
+)
+from flowjax.envs.webshop.catalog import Catalog, Product, load_catalog
+from flowjax.envs.webshop.goals import (
+    LIMITS,
+    Goal,
+    GoalKind,
+    SplitBy,
+    check_requirements,
+    goal_words,
+    noun_finder,
+    option_fits,
+    score,
+    split_goals,
+    words,
+)
+from flowjax.envs.webshop.pages import (
+    ATTRIBUTES,
+    BACK,
+    BUY,
+    NEXT,
+    PER_PAGE,
+    PREVIOUS,
+    SEARCH_TEMPLATE,
+    SUB_PAGES,
+    Pages,
+    PageView,
+    State,
+    last_page,
+    read_action,
+)
+from flowjax.envs.webshop.search import query_key
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
@@ -20,13 +57,50 @@ if TYPE_CHECKING:
 
 SUCCESS_REWARD = 10.0
 MAX_RANDOM_WORDS = 3
+MAX_CHARACTERS = 13_000  # an instruct prompt that is longer is given without its history
+TITLE_WORDS = 4  # of a product on a compact results page
+PAGES = ("1", "2", "3", "4", "5")  # compact names of results pages; later ones are "more"
+
+_ROLE = """You are shopping in WebShop, an online shop. Find the product that the task describes, choose the options \
+it asks for, and buy it. Buying ends the task; what you buy is then compared with the task."""
+_ASK = """First reason step by step about the next action inside <think> </think>, then give one of the actions above \
+inside <action> </action>."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebShopOptions:
+    """The catalog is the first `products` of the files at `path`, or generated from `seed` where that is empty.
+
+    `held_out` different goals are held out, a fifth of all at most; `goals` is synthetic or human, `split_by` content
+    or, as published, index.
+    """
+
+    path: str | None = None
+    products: int = 1000
+    seed: int = 0
+    goals: GoalKind = "synthetic"
+    held_out: int = 500
+    split_by: SplitBy = "content"
+    show_attributes: bool = False
+
+    def __post_init__(self):
+        for name in ("products", "held_out"):
+            if getattr(self, name) < 1:
+                raise WorldError(f"env.options {name}={getattr(self, name)}: give 1 or more")
+
+    def catalog(self) -> Catalog:
+        return load_catalog(self.path or None, self.products, self.seed, self.goals == "human")
 
 
 class WebShop(World):
-    """Buy the product that an instruction describes (Yao et al. 2022, arXiv 2207.01206)."""
+    """Buy the product that an instruction describes.
+
+    State: the goal, page, query, results page, product, sub page and chosen options.
+    """
 
     OUTCOMES = ("success", "score")
     Options = WebShopOptions
+    View = PageView
 
     def env(self) -> "WebShopEnv":
         return WebShopEnv(self.options)
@@ -36,41 +110,80 @@ class WebShop(World):
         import grain  # imports jax, which processes that only hold environments do without
 
         check_split(split)
-        own: WebShopOptions = self.options
-        both = split_goals(own.path or None, own.products, own.seed, own.goals, data_seed, own.held_out, own.split_by)
+        at: WebShopOptions = self.options
+        both = split_goals(at.path or None, at.products, at.seed, at.goals, data_seed, at.held_out, at.split_by)
         if not both[split]:
-            raise WorldError(f"env.options products={own.products} leaves no {split} goals: raise it")
-        name = f"{own.goals}-{split}-{data_seed}"
+            raise WorldError(f"env.options products={at.products} leaves no {split} goals: raise it")
+        name = f"{at.goals}-{split}-{data_seed}"
         return grain.MapDataset.range(len(both[split])).map(functools.partial(_task, both[split], name))
 
-    def prompt(self, observation: Observation, history: History, style: Style) -> list[Message]:
-        return prompts.prompt(observation, history, style)
+    def instruct(self, observation: Observation, history: History) -> str:
+        """Task, latest turns, page and actions; without the turns where that would be too long."""
+        text = _instruct(observation, history)
+        return text if len(text) <= MAX_CHARACTERS or not history else _instruct(observation, ())
+
+    def compact(self, observation: Observation, history: History) -> str:
+        """The goal, the actions of the history, the page."""
+        view: PageView = observation.view
+        done = [word for past in history for word in ("then", *_spoken(past.action).split())]
+        return " ".join(["goal", *goal_words(view.instruction), *done, *_compact(view)])
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
-        return prompts.follow_up(observation, style)
+        if style == "compact":
+            return user_says(" ".join(_compact(observation.view)))
+        return user_says(f"The page now:\n{_quoted(observation.view)}\n\n{_actions(observation)}\n\n{_ASK}")
 
     def reply(self, action: str, style: Style) -> str:
-        return prompts.reply(action, style)
+        return _spoken(action) if style == "compact" else f"<action>{action}</action>"
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        return prompts.parse_action(reply, legal)
+        """The action in the last pair of tags, or a whole reply without: `click[x]`, or `click x` as in compact."""
+        text = reply.lower()
+        start, end = text.find("<action>"), text.find("</action>")
+        if end >= 0:
+            end = text.rfind("</action>")
+            start = text.rfind("<action>", 0, end)
+            if start < 0:
+                return None
+            text = text[start + len("<action>") : end]
+        elif start >= 0:
+            return None
+        action = text.strip()
+        if "[" not in action and end < 0:
+            name, _, argument = action.partition(" ")
+            action = f"{name}[{' '.join(argument.split())}]"
+        return action if _is_legal(action, legal) else None
 
     def vocabulary(self) -> tuple[str, ...]:
-        return prompts.vocabulary(self.options.catalog())
+        """Every word of compact prompts about the catalog, and of replies to them."""
+        catalog: Catalog = self.options.catalog()
+        names = (BACK, PREVIOUS, NEXT, BUY, *SUB_PAGES, ATTRIBUTES)
+        fixed = "goal then none under search click page results item sub done more " + " ".join((*names, *PAGES))
+        found: dict[str, None] = dict.fromkeys(fixed.split())
+        highest = max((max(product.prices) for product in catalog.products), default=0.0) + 50
+        found.update(dict.fromkeys(f"{limit:.0f}" for limit in LIMITS if limit <= highest))
+        texts: list[str] = []
+        for product in catalog.products:
+            texts += [product.asin, product.name, product.instruction or ""]
+            texts += [asked["instruction"] for asked in catalog.human.get(product.asin, ())]
+            for name, values in product.options.items():
+                texts += [name, *values]
+                found.update(dict.fromkeys(word for text in (name, *values) for word in text.split()))
+        found.update(dict.fromkeys(word for text in texts for word in words(text)))
+        return tuple(found)
 
     def expert(self, env: "WebShopEnv") -> str:
-        """From the goal's own product, its page in the results, and the chosen options."""
-        return best_action(env.catalog, env.goal, env.state)
+        """The next action towards the purchase, from the goal's product, its page in the results and its options."""
+        return _best_action(env.catalog, env.goal, env.state)
 
     def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
         """Any legal action; a search is for one to three words of the instruction."""
         if not observation.legal_actions:
             return ""
-        action = observation.legal_actions[rng.integers(len(observation.legal_actions))]
+        action = super().random_action(observation, rng)
         if action != SEARCH_TEMPLATE:
             return action
-        instruction = observation.text.partition("Instruction:" + SEPARATOR)[2].split(SEPARATOR)[0]
-        known = prompts.words(instruction.split(", and price lower than ")[0]) or ["gift"]
+        known = words(observation.view.instruction.split(", and price lower than ")[0]) or ["gift"]
         count = min(len(known), int(rng.integers(1, MAX_RANDOM_WORDS + 1)))
         return f"search[{' '.join(cast(str, word) for word in rng.choice(known, count, replace=False))}]"
 
@@ -78,6 +191,58 @@ class WebShop(World):
 def _task(goals: tuple[Goal, ...], name: str, index: int) -> Task:
     """The index-th goal of a split."""
     return Task(f"webshop-{name}-{index}", "webshop", index, {"goal": asdict(goals[index])})
+
+
+def _instruct(observation: Observation, history: History) -> str:
+    view: PageView = observation.view
+    parts = [_ROLE, f"Your task: {view.instruction}"]
+    if history:
+        past = [
+            f"[Observation {p.turn}: '{_quoted(p.view)}', Action {p.turn}: '{p.action or 'none'}']" for p in history
+        ]
+        parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n" + "\n".join(past))
+    parts += [f"The page now:\n{_quoted(view)}", _actions(observation), _ASK]
+    return "\n\n".join(parts)
+
+
+def _quoted(view: PageView) -> str:
+    return " [SEP] ".join(f"'{text}'" for text in view.texts)
+
+
+def _actions(observation: Observation) -> str:
+    """The actions a page offers; the search bar, which works everywhere, where it is shown."""
+    offered = ["search[<your query>]"] if observation.view.page == "search" else []
+    offered += [action for action in observation.legal_actions if action != SEARCH_TEMPLATE]
+    return "Your actions are:\n[\n" + "\n".join(f"'{action}'," for action in offered) + "\n]"
+
+
+def _compact(view: PageView) -> list[str]:
+    if view.page == "results":
+        number = str(view.number)
+        found = [word for asin, title in view.products for word in (asin.lower(), *_title(title))]
+        return ["page", "results", number if number in PAGES else "more", *found]
+    if view.page == "item":
+        return ["page", "item", *_title(view.title), *(word for text in view.options for word in text.split())]
+    return ["page", view.page]
+
+
+def _title(title: str) -> list[str]:
+    """Its last words: the brand, which stands first, says nothing about the kind."""
+    return words(title)[-TITLE_WORDS:]
+
+
+def _spoken(action: str) -> str:
+    name, argument = read_action(action)
+    return f"{name} {argument}" if name else "none"
+
+
+def _is_legal(action: str, legal: tuple[str, ...]) -> bool:
+    if action == SEARCH_TEMPLATE:
+        return False
+    name, argument = read_action(action)
+    if name == "search":
+        return SEARCH_TEMPLATE in legal and bool(argument.strip()) and action == f"search[{argument}]"
+    return action in legal
 
 
 class WebShopEnv:
@@ -105,10 +270,9 @@ class WebShopEnv:
         Raises:
             WorldError: the task's product is not in the catalog, which then is not the one its goals were made from.
         """
-        told: dict[str, Any] = {
-            name: tuple(v) if isinstance(v, list | tuple) else v for name, v in task.payload["goal"].items()
-        }
-        goal = Goal(**told)
+        fields: Mapping[str, Any] = task.payload["goal"]  # whose tuples are lists, where the task came by wire
+        frozen: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        goal = Goal(**frozen)
         if goal.asin not in self.catalog.by_asin:
             raise WorldError(
                 f"the task's product {goal.asin} is not in the catalog: env.options differ from the task's"
@@ -131,10 +295,10 @@ class WebShopEnv:
     def _observe(self) -> Observation:
         state = self.state
         if state.page == "done":
-            text, legal = done_text(self.catalog.products[state.product], state.options, self._score), ()
+            view, legal = last_page(self.catalog.products[state.product], state.options, self._score), ()
         else:
-            text, legal = self._pages.show(state, self.goal.instruction)
-        return Observation(text, legal, self._key())
+            view, legal = self._pages.show(state, self.goal.instruction)
+        return Observation(view, legal, self._key())
 
     def _key(self) -> int:
         state = self.state
@@ -146,3 +310,82 @@ class WebShopEnv:
 
     def _outcome(self) -> dict[str, float]:
         return {"success": float(self._score == 1.0), "score": self._score}
+
+
+@dataclass(frozen=True, slots=True)
+class Purchase:
+    """A product, how it is found and what is chosen. `page` is the results page that shows it, 0 where none does."""
+
+    product: int
+    query: str
+    page: int
+    options: tuple[tuple[str, str], ...]
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan(catalog: Catalog, goal: Goal) -> Purchase:
+    """The shortest of a few queries that shows the product on the first page; else the one that ranks it best."""
+    number = catalog.by_asin[goal.asin]
+    product = catalog.products[number]
+    asked = goal.instruction.split(", and price lower than ")[0]
+    values = " ".join(value for values in product.options.values() for value in values)
+    texts = (
+        asked.split(" with ")[0],
+        asked,
+        product.name,
+        f"{product.name} {asked}",
+        f"{product.name} {asked} {values}",
+    )
+    best = (0, len(catalog.products), " ".join(words(product.name)))
+    for text in texts:
+        query = " ".join(words(text))
+        hits = catalog.search(query_key(query))
+        if number in hits:
+            rank = hits.index(number)
+            page = rank // PER_PAGE + 1
+            if page < (best[0] or page + 1):
+                best = (page, rank, query)
+            if page == 1:
+                break
+    page, _, query = best
+    return Purchase(number, query, page, _fitting_options(product, goal))
+
+
+def _fitting_options(product: Product, goal: Goal) -> tuple[tuple[str, str], ...]:
+    """Values that fit the wanted ones, of different options where that is possible."""
+    if goal.option_names:
+        return tuple(zip(goal.option_names, goal.options, strict=True))
+    chosen: dict[str, str] = {}
+    for wanted in goal.options:
+        fitting = [
+            (name in chosen, value != wanted.lower(), name, value)
+            for name, values in product.options.items()
+            for value in values
+            if value == wanted.lower() or option_fits(value, wanted)
+        ]
+        if fitting:
+            *_, name, value = min(fitting, key=lambda found: found[:2])
+            chosen[name] = value
+    return tuple(chosen.items())
+
+
+def _best_action(catalog: Catalog, goal: Goal, state: State) -> str:
+    """The next action towards the purchase, from any state; on the last page, one that no longer matters."""
+    aim = _plan(catalog, goal)
+    found = state.query == query_key(aim.query)
+    if state.page == "search":
+        return f"search[{aim.query}]"
+    if state.page == "sub":
+        return f"click[{PREVIOUS}]"
+    if state.page == "results":
+        hits = catalog.search(state.query)
+        if aim.product not in hits:
+            return f"click[{BACK}]"
+        page = hits.index(aim.product) // PER_PAGE + 1
+        if page == state.number:
+            return f"click[{goal.asin.lower()}]"
+        return f"click[{NEXT if page > state.number else PREVIOUS}]"
+    if state.product != aim.product:
+        return f"click[{PREVIOUS if found and state.number == aim.page else BACK}]"
+    missing = [value for name, value in aim.options if dict(state.options).get(name) != value]
+    return f"click[{missing[0] if missing else BUY}]"
