@@ -1,0 +1,143 @@
+"""Compare two evaluations, or two sets of seeds, on the held-out tasks that both have played:
+
+    python -m flowjax.compare A B [--metric=success]
+
+A and B are each a run folder (its newest evaluation is taken), the folder of an evaluation, or a file of `held_out/`.
+Several seeds of a method are named with commas between them: a0,a1,a2 b0,b1,b2. Prints mean, difference with its 95 %
+interval, p-value, probability of improvement, and what may be concluded; see `flowjax.monitor.statistics.difference`.
+`--metric` is `success`, `reward`, `turns`, `sampled_tokens`, or an outcome of the world.
+
+Exit status: 0 compared, 2 something to correct in what was asked for.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags
+from jaxtyping import Float
+from rich.console import Console
+from rich.table import Table
+
+from flowjax.config import ConfigError
+from flowjax.monitor.statistics import Difference, difference, task_interval
+
+_ALPHA = 0.05
+
+
+def read_scores(path: Path, metric: str) -> dict[str, float]:
+    """Mean of a metric over the samples of each held-out task, by the task's content.
+
+    Raises:
+        ConfigError: there is no evaluation, it cannot be read, or its episodes have no such number.
+    """
+    by_task: dict[str, list[float]] = {}
+    for number, line in enumerate(_newest(path).read_text().splitlines(), 1):
+        try:
+            episode = json.loads(line)
+            named = {**episode["outcome"], **{name: episode[name] for name in ("turns", "sampled_tokens", "success")}}
+            named["reward"] = np.mean(list(episode["rewards"].values())) if episode["rewards"] else None
+            task = str(episode["task"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: line {number} is no episode of an evaluation ({error!r})") from error
+        if named.get(metric) is None:
+            raise ConfigError(f"--metric={metric} is not known to {path}: use one of {', '.join(sorted(named))}")
+        by_task.setdefault(task, []).append(float(named[metric]))
+    if not by_task:
+        raise ConfigError(f"{path}: no episode ended in this evaluation")
+    return {task: float(np.mean(values)) for task, values in by_task.items()}
+
+
+def _newest(path: Path) -> Path:
+    if path.is_file():
+        return path
+    files = sorted((path / "held_out").glob("*.jsonl"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise ConfigError(
+            f"{path} has no evaluation in held_out/: name a run that has evaluated (config.eval.tasks), or play one "
+            "with python -m flowjax.evaluate"
+        )
+    return files[-1]
+
+
+def shared_tasks(
+    first: Sequence[dict[str, float]], second: Sequence[dict[str, float]]
+) -> tuple[Float[np.ndarray, "seeds tasks"], Float[np.ndarray, "others tasks"]]:
+    """The scores of both sides on the tasks that every evaluation has.
+
+    Raises:
+        ConfigError: fewer than two tasks are shared by all.
+    """
+    tasks = sorted(set.intersection(*(set(scores) for scores in (*first, *second))))
+    if len(tasks) < 2:
+        raise ConfigError("the evaluations share no two held-out tasks: they need the same env and data seed")
+    left, right = (np.array([[scores[task] for task in tasks] for scores in side]) for side in (first, second))
+    return left, right
+
+
+def conclusion(found: Difference, metric: str) -> str:
+    """One sentence: what the comparison shows, and of what."""
+    of_method = min(found.seeds) > 1
+    between = f"over {found.seeds[0]} and {found.seeds[1]} seeds" if of_method else "between these two policies"
+    if found.p_value < _ALPHA:
+        more = "higher" if found.mean > 0 else "lower"
+        text = f"A's {metric} is {more} than B's by {abs(found.mean):.3f} {between}."
+    else:
+        text = (
+            f"No difference in {metric} could be shown {between}; one of {found.detectable:.3f} would have been found "
+            "four times in five."
+        )
+    if not of_method:
+        text += " Of the methods that made them it says nothing: that takes several seeds of each."
+    return text
+
+
+def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console: Console) -> Difference:
+    """Print the comparison of two sides, each of one evaluation or of several seeds, and return it.
+
+    Raises:
+        ConfigError: an evaluation cannot be read, or the two cannot be compared.
+    """
+    sides = [[read_scores(path, metric) for path in side] for side in (first, second)]
+    scores = shared_tasks(*sides)
+    try:
+        found = difference(*scores)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    table = Table(title=f"{metric} on {found.tasks} shared tasks", title_justify="left")
+    for name in ("", "seeds", "mean", "95 % over tasks", "each seed"):
+        table.add_column(name)
+    for name, side in zip("AB", scores, strict=True):
+        mean, low, high = task_interval(side.mean(axis=0))
+        each = " ".join(f"{value:.3f}" for value in side.mean(axis=1))
+        table.add_row(name, str(len(side)), f"{mean:.3f}", f"[{low:.3f}, {high:.3f}]", each)
+    console.print(table)
+    console.print(f"A - B  {found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]  p = {found.p_value:.3g}")
+    console.print(f"probability that A does better on a task  {found.improvement:.3f}")
+    if left_out := max(map(len, (*sides[0], *sides[1]))) - found.tasks:
+        console.print(f"{left_out} tasks are left out that not every evaluation has")
+    console.print(conclusion(found, metric), highlight=False, soft_wrap=True)
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        if len(argv) != 3:
+            raise ConfigError(f"give two sides to compare, not {len(argv) - 1}: python -m flowjax.compare A B")
+        first, second = ([Path(name) for name in side.split(",")] for side in argv[1:])
+        compare(first, second, flags.FLAGS.metric, Console() if sys.stdout.isatty() else Console(width=140))
+    except (ConfigError, OSError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _define() -> None:
+    flags.DEFINE_string("metric", "success", "success, reward, turns, sampled_tokens, or an outcome of the world")
+
+
+if __name__ == "__main__":
+    _define()
+    app.run(main)

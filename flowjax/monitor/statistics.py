@@ -1,0 +1,151 @@
+"""Statistics of evaluations: intervals over tasks, pass@k, maj@k, and the difference between two sets of them.
+
+The unit is the task: samples of one task say more about that task and no more about others, so intervals are over
+tasks' means. A trained policy is one draw of its method: what is said of a method needs several seeds of it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+from scipy import stats
+
+RESAMPLES = 2000
+
+
+def task_interval(
+    means: Float[np.ndarray, "tasks"], *, confidence: float = 0.95, seed: int = 0
+) -> tuple[float, float, float]:
+    """Mean of the tasks' means, with its interval by a bootstrap over tasks (bias-corrected, accelerated; Efron 1987).
+
+    Tasks that are all alike have no spread to draw from: of n equal means in [0, 1] the interval is Wilson's.
+    """
+    mean = float(np.mean(means))
+    if len(means) < 2 or np.ptp(means) == 0.0:
+        if not 0.0 <= mean <= 1.0:
+            return mean, mean, mean
+        z = float(stats.norm.ppf(0.5 + confidence / 2))
+        low, high = wilson(mean * len(means), len(means), z)
+        return mean, min(low, mean), max(high, mean)
+    found = stats.bootstrap(
+        (means,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        confidence_level=confidence,
+        method="BCa",
+        rng=np.random.default_rng(seed),
+    )
+    return mean, float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Score interval of a share: low and high, 95 % at z = 1.96; (0, 1) when nothing was counted.
+
+    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), Wilson (1927), eq. for p = successes / n.
+    """
+    if n <= 0:
+        return 0.0, 1.0
+    share = successes / n
+    scale = 1.0 + z * z / n
+    middle = (share + z * z / (2 * n)) / scale
+    half = z / scale * math.sqrt(share * (1.0 - share) / n + z * z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Unbiased estimate that one of k samples of a task is right, from `right` of `samples` (Chen et al. 2021, eq. 1).
+
+    Raises:
+        ValueError: k is more than the samples, of which there is no unbiased estimate.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} cannot be told from {samples} samples: ask for 1 to {samples}")
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority_right(answers: Sequence[Hashable], right: Sequence[bool]) -> float:
+    """maj@k of a task: 1 if its most frequent answer is right. Of answers that are equally frequent, their share."""
+    counts = Counter(answers)
+    first = [answer for answer, count in counts.items() if count == max(counts.values())]
+    verdicts = dict(zip(answers, right, strict=True))
+    return sum(verdicts[answer] for answer in first) / len(first)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean of the first less that of the second, over the tasks that both have."""
+
+    mean: float
+    low: float
+    high: float
+    p_value: float  # of no difference, two-sided
+    improvement: float  # probability that the first does better on a task, ties counted half
+    detectable: float  # difference that would be found four times in five, at 5 %
+    tasks: int
+    seeds: tuple[int, int]
+
+
+def difference(
+    first: Float[np.ndarray, "seeds tasks"], second: Float[np.ndarray, "others tasks"], *, confidence: float = 0.95
+) -> Difference:
+    """Compare two sets of evaluations on the same tasks: paired over tasks and, with seeds on both sides, over seeds.
+
+    With one row on each side it speaks of these two policies, and tasks alone vary. With two or more it speaks of what
+    made them: the variance of a side's mean is that of two crossed random effects,
+
+        V = s_task^2 / T + s_seed^2 / S + s_both^2 / (T S)
+
+    estimated by mean squares (tasks' part from the paired differences), with Satterthwaite's degrees of freedom
+    (Searle, Casella, McCulloch, Variance Components, ch. 4).
+
+    Raises:
+        ValueError: fewer than two tasks, or one side alone has several seeds.
+    """
+    seeds, tasks = (len(first), len(second)), first.shape[1]
+    if tasks < 2 or first.shape[1] != second.shape[1]:
+        raise ValueError(f"{tasks} and {second.shape[1]} tasks: two or more are needed, the same on both sides")
+    if (min(seeds) == 1) != (max(seeds) == 1):
+        raise ValueError(f"{seeds[0]} and {seeds[1]} seeds: give one on each side, or two or more on each")
+    paired = first.mean(axis=0) - second.mean(axis=0)
+    by_task = float(np.var(paired, ddof=1)) / tasks
+    variance, parts = by_task, [(by_task, tasks - 1)]
+    if min(seeds) > 1:
+        for side in (first, second):
+            by_seed, both = _seed_variance(side)
+            variance += by_seed - both  # the paired differences have the interaction in them already
+            parts.append((by_seed, len(side) - 1))
+    # Where the interaction outweighs the seeds, the estimate can fall below its largest part: that part then stands.
+    variance = max(variance, max(part for part, _ in parts))
+    mean, better = float(paired.mean()), _improvement(first, second)
+    if variance == 0.0:
+        return Difference(mean, mean, mean, float(mean == 0.0), better, 0.0, tasks, seeds)
+    freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
+    error = math.sqrt(variance)
+    bound = float(stats.t.ppf(0.5 + confidence / 2, freedom))
+    return Difference(
+        mean,
+        mean - bound * error,
+        mean + bound * error,
+        float(2 * stats.t.sf(abs(mean) / error, freedom)),
+        better,
+        error * float(stats.t.ppf(0.975, freedom) + stats.t.ppf(0.8, freedom)),
+        tasks,
+        seeds,
+    )
+
+
+def _seed_variance(side: Float[np.ndarray, "seeds tasks"]) -> tuple[float, float]:
+    """Variance of the mean over seeds, and the part of it that is interaction of seeds and tasks, sampling included."""
+    seeds, tasks = side.shape
+    by_seed = float(np.var(side.mean(axis=1), ddof=1)) / seeds
+    rest = side - side.mean(axis=1, keepdims=True) - side.mean(axis=0, keepdims=True) + side.mean()
+    return by_seed, float(np.sum(rest**2)) / ((seeds - 1) * (tasks - 1)) / (seeds * tasks)
+
+
+def _improvement(first: Float[np.ndarray, "seeds tasks"], second: Float[np.ndarray, "others tasks"]) -> float:
+    """P(first > second) + P(first = second) / 2 of a task and a seed of each (Agarwal et al. 2021, sec. 4.3)."""
+    pairs = first[:, None, :] - second[None, :, :]
+    return float(np.mean((pairs > 0) + 0.5 * (pairs == 0)))

@@ -1,0 +1,134 @@
+"""Intervals cover what they should, and a comparison errs as seldom as it says; on simulated policies."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from flowjax.monitor.statistics import difference, majority_right, pass_at_k, task_interval
+
+
+def play(chances: np.ndarray, samples: int, rng: np.random.Generator) -> np.ndarray:
+    """Mean over samples of each task that a policy solves with these probabilities."""
+    return rng.binomial(samples, np.clip(chances, 0.0, 1.0)) / samples
+
+
+@pytest.mark.parametrize(
+    ("samples", "repeats", "lowest", "highest"),
+    [(1, 300, 0.92, 0.99), pytest.param(4, 1000, 0.93, 0.97, marks=pytest.mark.slow)],
+)
+def test_task_intervals_cover_the_truth(samples: int, repeats: int, lowest: float, highest: float):
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(repeats):
+        _, low, high = task_interval(play(rng.beta(1.2, 0.8, 128), samples, rng))
+        covered += low <= 0.6 <= high
+    assert lowest <= covered / repeats <= highest
+
+
+def test_samples_of_one_task_are_no_further_tasks():
+    rng = np.random.default_rng(1)
+    means = play(rng.beta(0.2, 0.2, 32), 1, rng)
+    many = play(means, 64, rng)  # each task asked for 64 times, and answered alike
+    assert task_interval(many) == task_interval(means)
+
+
+def test_tasks_that_are_all_alike_have_an_interval_too():
+    mean, low, high = task_interval(np.ones(50))
+    assert (mean, high) == (1.0, 1.0) and 0.90 < low < 0.95
+    mean, low, high = task_interval(np.zeros(50))
+    assert (mean, low) == (0.0, 0.0) and 0.05 < high < 0.10
+    assert task_interval(np.full(50, -3.5)) == (-3.5, -3.5, -3.5)
+
+
+@pytest.mark.parametrize(("samples", "k"), [(4, 1), (5, 3), (6, 6)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples: int, k: int):
+    for right in range(samples + 1):
+        subsets = list(itertools.combinations([True] * right + [False] * (samples - right), k))
+        assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_more_than_was_sampled_is_refused():
+    with pytest.raises(ValueError, match="pass@5 cannot be told from 4 samples"):
+        pass_at_k(4, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "share"),
+    [("aab", (True, True, False), 1.0), ("abb", (True, False, False), 0.0), ("ab", (True, False), 0.5)],
+)
+def test_the_most_frequent_answer_decides(answers: str, right: tuple[bool, ...], share: float):
+    assert majority_right(answers, right) == share
+
+
+def test_a_policy_is_rarely_found_to_differ_from_itself():
+    rng, found = np.random.default_rng(2), 0
+    for _ in range(400):
+        chances = rng.beta(1.2, 0.8, 256)
+        found += difference(play(chances, 1, rng)[None], play(chances, 1, rng)[None]).p_value < 0.05
+    assert found / 400 < 0.09
+
+
+def test_five_points_are_found_as_often_as_the_page_says():
+    """docs/evaluation.md: of 256 tasks with four samples each, about three times in four."""
+    rng, found, covered = np.random.default_rng(3), 0, 0
+    for _ in range(400):
+        chances = 0.95 * rng.beta(1.2, 0.8, 256)
+        better, other = play(chances + 0.05, 4, rng)[None], play(chances, 4, rng)[None]
+        one = difference(better, other)
+        found, covered = found + (one.p_value < 0.05), covered + (one.low <= 0.05 <= one.high)
+    assert 0.65 < found / 400 < 0.88 and covered / 400 > 0.91
+
+
+def train(chances: np.ndarray, seeds: int, rng: np.random.Generator) -> np.ndarray:
+    """Evaluations of policies that differ by seed as a whole, and on each task."""
+    return np.stack(
+        [play(chances + rng.normal(0, 0.03) + rng.normal(0, 0.1, len(chances)), 1, rng) for _ in range(seeds)]
+    )
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_a_method_is_rarely_found_to_differ_from_itself(seeds: int):
+    """Were seeds left out, as by a test over tasks alone, it would be found to in a third of all cases."""
+    rng, found, naive = np.random.default_rng(4), 0, 0
+    for _ in range(400):
+        chances = 0.05 + 0.8 * rng.beta(4, 3, 2048)
+        first, second = train(chances, seeds, rng), train(chances, seeds, rng)
+        found += difference(first, second).p_value < 0.05
+        naive += difference(first.mean(0, keepdims=True), second.mean(0, keepdims=True)).p_value < 0.05
+    assert found / 400 < 0.09 < 0.25 < naive / 400
+
+
+def test_a_difference_is_that_of_the_means_and_changes_sign_with_the_sides():
+    rng = np.random.default_rng(5)
+    first, second = rng.random((3, 40)), rng.random((2, 40))
+    one, other = difference(first, second), difference(second, first)
+    assert one.mean == pytest.approx(first.mean() - second.mean()) and one.low < one.mean < one.high
+    assert (one.mean, one.low, one.p_value) == pytest.approx((-other.mean, -other.high, other.p_value))
+    assert one.improvement == pytest.approx(1 - other.improvement)
+    assert (one.tasks, one.seeds) == (40, (3, 2))
+
+
+def test_of_a_single_pair_it_is_the_paired_t_test():
+    rng = np.random.default_rng(6)
+    first, second = rng.random(50), rng.random(50)
+    found, known = difference(first[None], second[None]), stats.ttest_rel(first, second)
+    assert found.p_value == pytest.approx(known.pvalue)
+    assert (found.low, found.high) == pytest.approx(tuple(known.confidence_interval()))
+
+
+def test_what_is_the_same_differs_by_nothing():
+    same = np.random.default_rng(7).random((1, 20))
+    found = difference(same, same)
+    assert (found.mean, found.p_value, found.improvement) == (0.0, 1.0, 0.5)
+    assert not math.isnan(found.low)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [((1, 1), (1, 1), "two or more are needed"), ((3, 9), (1, 9), "give one on each side, or two or more on each")],
+)
+def test_what_cannot_be_compared_is_refused(first: tuple[int, int], second: tuple[int, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        difference(np.zeros(first), np.zeros(second))

@@ -1,0 +1,119 @@
+"""Two sides are compared on the tasks that both have played, and a mistake is one line."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from flowjax.compare import compare, read_scores
+from flowjax.config import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+def evaluation(folder: Path, successes: dict[str, list[bool]], name: str = "agent@40") -> Path:
+    """An evaluation's file in a run folder, with these successes of each task's samples."""
+    path = folder / "held_out" / f"{name}.jsonl"
+    path.parent.mkdir(parents=True)
+    lines = [
+        {"task": task, "success": float(won), "outcome": {"score": 0.5}, "turns": 3, "sampled_tokens": 6}
+        | {"rewards": {"agent": 2.0 * won}}
+        for task, samples in successes.items()
+        for won in samples
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def played(share: float, rng: np.random.Generator, tasks: int = 200) -> dict[str, list[bool]]:
+    return {f"{index:04d}": [bool(rng.random() < share)] for index in range(tasks)}
+
+
+def printed(*sides: list[Path], metric: str = "success") -> str:
+    console = Console(width=140, file=(text := io.StringIO()))
+    compare(sides[0], sides[1], metric, console)
+    return text.getvalue()
+
+
+def test_a_better_policy_is_called_better_and_nothing_is_said_of_its_method(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    first = evaluation(tmp_path / "a", played(0.8, rng))
+    second = evaluation(tmp_path / "b", played(0.5, rng))
+    text = printed([first], [second])
+    assert "A's success is higher than B's by 0." in text and "between these two policies" in text
+    assert "that takes several seeds of each" in text
+    assert "A's success is lower than B's" in printed([second], [first])
+
+
+def test_a_run_does_not_differ_from_itself(tmp_path: Path):
+    first = evaluation(tmp_path / "a", played(0.8, np.random.default_rng(0)))
+    text = printed([first], [first])
+    assert "A - B  +0.000" in text and "No difference in success could be shown" in text
+
+
+def test_several_seeds_speak_of_the_method(tmp_path: Path):
+    rng = np.random.default_rng(1)
+    sides = [[evaluation(tmp_path / f"{side}{seed}", played(share, rng)) for seed in range(3)]
+             for side, share in (("a", 0.9), ("b", 0.5))]  # fmt: skip
+    text = printed(*sides)
+    assert "over 3 and 3 seeds" in text and "several seeds of each" not in text
+
+
+def test_tasks_that_one_side_lacks_are_left_out_and_counted(tmp_path: Path):
+    rng = np.random.default_rng(2)
+    first, second = played(0.9, rng, 60), played(0.4, rng, 50)
+    text = printed([evaluation(tmp_path / "a", first)], [evaluation(tmp_path / "b", second)])
+    assert "50 shared tasks" in text and "10 tasks are left out" in text
+
+
+def test_samples_of_a_task_are_averaged_and_any_outcome_is_a_metric(tmp_path: Path):
+    path = evaluation(tmp_path / "a", {"x": [True, False, True, True], "y": [False, False]})
+    assert read_scores(path, "success") == {"x": 0.75, "y": 0.0}
+    assert read_scores(path, "reward") == {"x": 1.5, "y": 0.0}
+    assert read_scores(path, "score") == {"x": 0.5, "y": 0.5}
+    assert read_scores(path, "turns") == {"x": 3.0, "y": 3.0}
+
+
+def test_of_several_evaluations_the_newest_is_taken_and_one_may_be_named(tmp_path: Path):
+    old = evaluation(tmp_path, {"x": [False], "y": [False]}, "agent@0") / "held_out" / "agent@0.jsonl"
+    new = old.with_name("agent@40.jsonl")
+    new.write_text(old.read_text().replace('"success": 0.0', '"success": 1.0'))
+    os.utime(old, (1, 1))
+    assert read_scores(tmp_path, "success")["x"] == 1.0
+    assert read_scores(old, "success")["x"] == 0.0
+
+
+def test_mistakes_name_the_file_and_the_remedy(tmp_path: Path):
+    one = evaluation(tmp_path / "a", {"x": [True], "y": [True]})
+    other = evaluation(tmp_path / "b", {"z": [True], "w": [True]})
+    with pytest.raises(ConfigError, match="share no two held-out tasks"):
+        compare([one], [other], "success", Console())
+    with pytest.raises(ConfigError, match=r"--metric=speed is not known .* reward, sampled_tokens, score, success"):
+        read_scores(one, "speed")
+    with pytest.raises(ConfigError, match="has no evaluation in held_out/"):
+        read_scores(tmp_path / "nowhere", "success")
+    with pytest.raises(ConfigError, match="give one on each side, or two or more on each"):
+        compare([one, one], [one], "success", Console())
+    (one / "held_out" / "agent@40.jsonl").write_text('{"task": 3}\n')
+    with pytest.raises(ConfigError, match="line 1 is no episode"):
+        read_scores(one, "success")
+
+
+def test_the_command_compares_and_refuses(tmp_path: Path):
+    one = evaluation(tmp_path / "a", {"x": [True], "y": [False], "z": [True]})
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "flowjax.compare", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    done = run(str(one), str(one))
+    assert done.returncode == 0 and "success on 3 shared tasks" in done.stdout, done.stderr
+    assert "usage" in (helped := run("--help").stdout.lower()) or "compare two evaluations" in helped
+    refused = run(str(one))
+    assert refused.returncode == 2 and refused.stderr.startswith("compare: give two sides"), refused.stderr
