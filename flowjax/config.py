@@ -312,7 +312,8 @@ FIELDS = Section(
     ),
     eval=Section(
         "Held-out evaluation.",
-        tasks=Field(512, "held-out tasks, played once each", at_least=0),
+        tasks=Field(512, "held-out tasks", at_least=0),
+        samples=Field(1, "episodes of each held-out task", at_least=1, at_most=1024),
         temperature=Field(1.0, "0 is greedy", at_least=0, at_most=100),
         every_steps=Field(
             0, "also evaluate during the run, every n steps; 0 only before and after", at_least=0, resume=True

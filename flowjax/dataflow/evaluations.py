@@ -1,8 +1,10 @@
 """Held-out evaluations beside training: when one is due, and its line in the log."""
 
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -12,6 +14,7 @@ from ml_collections import ConfigDict
 from flowjax.dataflow.ledger import Ledger, trajectories_of
 from flowjax.dataflow.policies import PolicyState
 from flowjax.dataflow.tasks import content_of, episode_seed, task_at
+from flowjax.files import replace_file
 from flowjax.monitor.metrics import MetricsWriter, wilson
 from flowjax.records import Episode, Group, Task, Trajectory
 from flowjax.rewards.scores import trajectory_scores
@@ -20,8 +23,9 @@ from flowjax.rewards.scores import trajectory_scores
 class Evaluations:
     """Evaluations of the versions that are served, each pinned to them. Training goes on meanwhile.
 
-    Every held-out task is played once; of a set smaller than `config.eval.tasks` asks for, all, and the log says so.
-    A generated set may hold a task twice: its episodes are samples of one task, and intervals count tasks.
+    Every held-out task is played `config.eval.samples` times; of a set smaller than `config.eval.tasks` asks for, all,
+    and the log says so. A generated set may hold a task twice: its episodes are samples of one task, and intervals
+    count tasks.
     """
 
     def __init__(
@@ -31,9 +35,10 @@ class Evaluations:
         metrics: MetricsWriter,
         tasks: grain.MapDataset[Task],
         policies: Mapping[str, PolicyState],
+        run_dir: Path,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._config, self._policies = config, policies
+        self._config, self._policies, self._run_dir = config, policies, run_dir
         self._ledger, self._metrics, self._tasks, self._clock = ledger, metrics, tasks, clock
         self._started_s: dict[str, float] = {}
         self._count = min(config.eval.tasks, len(tasks)) if config.eval.tasks else 0  # a source repeats beyond its end
@@ -56,14 +61,14 @@ class Evaluations:
         if name in self._all:
             return
         if not self._all and self._count < config.eval.tasks:
-            text = f"{self._count} tasks, each played once; config.eval.tasks asks for {config.eval.tasks}"
+            text = f"{self._count} tasks, all that are held out; config.eval.tasks asks for {config.eval.tasks}"
             self._metrics.write("run", role="evaluation", event="small held-out set:", text=text)
         with self._ledger.transaction():  # all of it or none, also when the process dies meanwhile
             for index in range(self._count):
                 self._ledger.add_group(
                     f"eval-{name}-{index:06d}",
                     task_at(self._tasks, index),
-                    [episode_seed(0, index, 0)],
+                    [episode_seed(0, index, sample) for sample in range(config.eval.samples)],
                     kind="eval",
                     position=index,
                     temperature=config.eval.temperature,
@@ -109,15 +114,20 @@ class Evaluations:
             del self._unwritten[name]
 
     def _write(self, name: str, versions: Mapping[str, int]) -> None:
+        played = [
+            (self._ledger.task(group_id), episode)
+            for group_id in self._ledger.evaluated(name)
+            for episode in self._ledger.episodes(group_id)
+        ]
         by_task: dict[str, list[Episode]] = {}
         by_source: dict[str, list[bool]] = {}
-        for group_id in self._ledger.evaluated(name):
-            task, members = self._ledger.task(group_id), self._ledger.episodes(group_id)
-            by_task.setdefault(content_of(task), []).extend(members)
-            by_source.setdefault(task.source, []).extend(e.outcome.get("success", 0.0) >= 1.0 for e in members)
-        episodes = [episode for members in by_task.values() for episode in members]
-        success_rate, low, high = _success(episodes, sum(map(bool, by_task.values())))
-        turns = sum(len(episode.turns) for episode in episodes)
+        for task, episode in played:
+            by_task.setdefault(content_of(task), []).append(episode)
+            by_source.setdefault(task.source, []).append(_solved(episode))
+        rewards = {policy: self._rewards(policy, played) for policy in self._policies}
+        # Before its line in the log: if the process dies between the two, both are written again.
+        self._keep(name, played, rewards)
+        success_rate, low, high = _success(list(by_task.values()))
         version = min(versions.values())
         self._metrics.write(
             "eval",
@@ -125,49 +135,96 @@ class Evaluations:
             version=version,
             versions=dict(versions),
             asked=self._config.eval.tasks,
-            tasks=sum(map(bool, by_task.values())),
-            episodes=len(episodes),
-            unfinished=self._count - len(episodes),
+            tasks=len(by_task),
+            episodes=len(played),
+            unfinished=self._count * self._config.eval.samples - len(played),
             success_rate=success_rate,
             low=low,
             high=high,
-            turns_mean=turns / max(len(episodes), 1),
-            env_return_mean=sum(e.outcome.get("env_return", 0.0) for e in episodes) / max(len(episodes), 1),
-            policies={policy: self._of_policy(policy, list(by_task.values())) for policy in self._policies},
+            turns_mean=_mean(len(episode.turns) for _, episode in played),
+            env_return_mean=_mean(episode.outcome.get("env_return", 0.0) for _, episode in played),
+            policies={policy: _of_policy(policy, by_task.values(), rewards[policy]) for policy in self._policies},
             sources={name: sum(right) / len(right) for name, right in by_source.items() if name},
             seconds=self._clock() - self._started_s.get(name, self._clock()),
         )
 
-    def _of_policy(self, policy: str, by_task: Sequence[Sequence[Episode]]) -> dict[str, Any]:
-        """How a policy did in the episodes of each task: success with its Wilson interval, mean reward with that of the
-        normal approximation of the tasks' means, both of 95 % over tasks, and the means of its outcomes."""
-        spoken = [trajectories_of(episodes, policy) for episodes in by_task]
-        groups = [Group("evaluation", Task("", "", 0), parts) for parts in spoken if parts]
+    def _rewards(self, policy: str, played: Sequence[tuple[Task, Episode]]) -> dict[str, float]:
+        """Reward of each trajectory of a policy, by its id; all in one call, which compiles once."""
+        groups = [
+            Group("evaluation", task, parts)
+            for task, episode in played
+            if (parts := trajectories_of([episode], policy))
+        ]
         if not groups:
-            return {"trajectories": 0}
-        parts = [part for group in groups for part in group.trajectories]
-        rewards, _ = trajectory_scores(groups, self._policies[policy].config.reward.components.to_dict())
-        ends = np.cumsum([len(group.trajectories) for group in groups])
-        means = [np.mean(own) for own in np.split(np.asarray(rewards), ends[:-1])]
-        mean, half = float(np.mean(rewards)), 1.96 * float(np.std(means)) / math.sqrt(len(groups))
-        success_rate, low, high = _success(parts, len(groups))
-        return {
-            "tasks": len(groups),
-            "trajectories": len(parts),
-            "success_rate": success_rate,
-            "low": low,
-            "high": high,
-            "reward_mean": mean,
-            "reward_low": mean - half,
-            "reward_high": mean + half,
-            "outcomes": _means(parts),
-        }
+            return {}
+        scores, _ = trajectory_scores(groups, self._policies[policy].config.reward.components.to_dict())
+        names = [part.trajectory_id for group in groups for part in group.trajectories]
+        return dict(zip(names, map(float, scores), strict=True))
+
+    def _keep(
+        self, name: str, played: Sequence[tuple[Task, Episode]], rewards: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Write `held_out/<name>.jsonl`: an episode a line, for `flowjax.compare` and readers of one's own."""
+        lines = [
+            {
+                "task": content_of(task),
+                "task_id": task.task_id,
+                "source": task.source,
+                "seed": episode.seed,
+                "status": episode.status,
+                "success": float(_solved(episode)),
+                "turns": len(episode.turns),
+                "sampled_tokens": sum(len(turn.sampled_ids) for turn in episode.turns),
+                "outcome": {outcome: float(value) for outcome, value in episode.outcome.items()},
+                "rewards": {
+                    policy: _mean(own[part.trajectory_id] for part in parts)
+                    for policy, own in rewards.items()
+                    if (parts := trajectories_of([episode], policy))
+                },
+            }
+            for task, episode in played
+        ]
+        folder = self._run_dir / "held_out"
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _success(played: Sequence[Episode | Trajectory], tasks: int) -> tuple[float, float, float]:
+def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mapping[str, float]) -> dict[str, Any]:
+    """How a policy did in the episodes of each task: success and reward with their 95 % intervals over tasks, the
+    latter by the normal approximation, and the means of its outcomes."""
+    groups = [parts for episodes in by_task if (parts := trajectories_of(episodes, policy))]
+    if not groups:
+        return {"trajectories": 0}
+    parts = [part for group in groups for part in group]
+    means = [_mean(rewards[part.trajectory_id] for part in group) for group in groups]
+    mean, half = _mean(rewards.values()), 1.96 * float(np.std(means)) / math.sqrt(len(groups))
+    success_rate, low, high = _success(groups)
+    return {
+        "tasks": len(groups),
+        "trajectories": len(parts),
+        "success_rate": success_rate,
+        "low": low,
+        "high": high,
+        "reward_mean": mean,
+        "reward_low": mean - half,
+        "reward_high": mean + half,
+        "outcomes": _means(parts),
+    }
+
+
+def _solved(played: Episode | Trajectory) -> bool:
+    return played.outcome.get("success", 0.0) >= 1.0
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / max(len(found), 1)
+
+
+def _success(by_task: Sequence[Sequence[Episode | Trajectory]]) -> tuple[float, float, float]:
     """Share of successes, and its 95 % interval as of so many observations as there are tasks."""
-    share = sum(one.outcome.get("success", 0.0) >= 1.0 for one in played) / max(len(played), 1)
-    return share, *wilson(share * tasks, tasks)
+    share = _mean(_solved(one) for samples in by_task for one in samples)
+    return share, *wilson(share * len(by_task), len(by_task))
 
 
 def _means(parts: Sequence[Trajectory]) -> dict[str, float]:

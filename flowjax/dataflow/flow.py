@@ -68,7 +68,7 @@ class Flow:
         self.leases = Leases(config, self.ledger, self.algorithms, train_tasks, self.policies)
         self.groups = Groups(self.ledger, self.algorithms, self.policies)
         self.batches = Batches(self.ledger, self.algorithms, self.policies, metrics, run_dir)
-        self.evaluations = Evaluations(config, self.ledger, metrics, held_out_tasks, self.policies, clock)
+        self.evaluations = Evaluations(config, self.ledger, metrics, held_out_tasks, self.policies, run_dir, clock)
         self.evaluations.write_finished()  # what a process before this one had no time for
         self._only_evaluates = bool(config.eval.versions)
 

@@ -1,5 +1,6 @@
 """What an evaluation plays and counts: every held-out task once, and intervals over tasks."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import grain
 import numpy as np
 import pytest
 
+from flowjax.compare import read_scores
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.tasks import content_of, held_out_tasks, task_at
+from flowjax.dataflow.tasks import content_of, episode_seed, held_out_tasks, task_at
 from flowjax.monitor.metrics import read_metrics, wilson
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
 from tests.dataflow import flows
@@ -20,10 +22,12 @@ def task_of(index: int, contents: int) -> Task:
     return Task(f"held-{index}", "toy", index, {"number": index % contents})
 
 
-def evaluate(folder: Path, tasks: grain.MapDataset[Task], asked: int, success=lambda lease: 1.0) -> list[Lease]:
+def evaluate(
+    folder: Path, tasks: grain.MapDataset[Task], asked: int, success=lambda lease: 1.0, samples: int = 1
+) -> list[Lease]:
     """Evaluate version 0 to its end."""
     config = default_config()
-    config.eval.tasks = asked
+    config.eval.tasks, config.eval.samples = asked, samples
     config.eval.versions = (0,)
     config.reward.components = {"success": 1.0}
     flow = Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
@@ -54,7 +58,7 @@ def test_a_small_set_is_played_once_and_the_log_says_so(tmp_path):
     assert (line["low"], line["high"]) == pytest.approx(wilson(3, 7))
     assert line["policies"]["agent"]["low"] == pytest.approx(wilson(3, 7)[0])
     (said,) = [entry for entry in read_metrics(tmp_path) if entry["kind"] == "run"]
-    assert said["text"] == "7 tasks, each played once; config.eval.tasks asks for 50"
+    assert said["text"] == "7 tasks, all that are held out; config.eval.tasks asks for 50"
 
 
 def test_a_set_of_the_asked_size_needs_no_word(tmp_path):
@@ -74,6 +78,25 @@ def test_a_task_that_is_drawn_twice_is_one_task(tmp_path):
     assert (agent["low"], agent["high"], agent["tasks"]) == pytest.approx((*wilson(4, 8), 8))
     half = 1.96 * np.std([0.0, 1.0] * 4) / np.sqrt(8)  # of the mean of eight rewards, not of 40
     assert agent["reward_high"] - agent["reward_mean"] == pytest.approx(half)
+
+
+def test_each_episode_is_kept_with_its_reward_and_outcome(tmp_path):
+    """Of three samples of each task the first seed alone succeeds where the task is even."""
+    tasks = grain.MapDataset.range(4).map(lambda index: task_of(index, 4))
+    first = {task_of(index, 4).task_id: episode_seed(0, index, 0) for index in range(4)}
+    won = lambda lease: float(lease.seed == first[lease.task.task_id] and lease.task.payload["number"] % 2 == 0)  # noqa: E731
+    leases = evaluate(tmp_path, tasks, 4, won, samples=3)
+    lines = [json.loads(line) for line in (tmp_path / "held_out" / "agent@0.jsonl").read_text().splitlines()]
+    assert len(leases) == len(lines) == 12 and len({line["seed"] for line in lines}) == 12
+    assert [line["task_id"] for line in lines] == [f"held-{index}" for index in range(4) for _ in range(3)]
+    assert sum(line["success"] for line in lines) == 2 == sum(line["rewards"]["agent"] for line in lines)
+    assert read_scores(tmp_path, "success") == pytest.approx(
+        {content_of(task_of(index, 4)): (index % 2 == 0) / 3 for index in range(4)}
+    )
+    assert {(line["turns"], line["sampled_tokens"], line["status"]) for line in lines} == {(1, 2, "ok")}
+    line = told(tmp_path)
+    assert (line["tasks"], line["episodes"], line["unfinished"]) == (4, 12, 0)
+    assert (line["low"], line["high"]) == pytest.approx(wilson(4 / 6, 4))
 
 
 def test_tasks_are_told_apart_by_what_they_ask():
