@@ -18,6 +18,7 @@ CORE = [
     "orbax-checkpoint>=0.12.8",
     "rich>=13.9",
     "safetensors>=0.5",
+    "scipy>=1.15",
     "tensorboardX>=2.6",
     "tokenizers>=0.21",
     "transformers>=5.0",

@@ -15,7 +15,8 @@ from flowjax.dataflow.ledger import Ledger, trajectories_of
 from flowjax.dataflow.policies import PolicyState
 from flowjax.dataflow.tasks import content_of, episode_seed, task_at
 from flowjax.files import replace_file
-from flowjax.monitor.metrics import MetricsWriter, wilson
+from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.statistics import wilson
 from flowjax.records import Episode, Group, Task, Trajectory
 from flowjax.rewards.scores import trajectory_scores
 

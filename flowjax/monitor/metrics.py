@@ -82,20 +82,6 @@ def parse_lines(data: bytes) -> Iterator[dict[str, Any]]:
                 yield entry
 
 
-def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Score interval of a share: low and high, 95 % at z = 1.96; (0, 1) when nothing was counted.
-
-    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), Wilson (1927), eq. for p = successes / n.
-    """
-    if n <= 0:
-        return 0.0, 1.0
-    share = successes / n
-    scale = 1.0 + z * z / n
-    middle = (share + z * z / (2 * n)) / scale
-    half = z / scale * math.sqrt(share * (1.0 - share) / n + z * z / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def _plain(value: Any) -> Any:
     """JSON has no NaN: a value that is not finite is written as its name, so that every reader takes the line."""
     if hasattr(value, "item") and getattr(value, "size", 1) == 1:

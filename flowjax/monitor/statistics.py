@@ -1,12 +1,10 @@
-"""Statistics of evaluations: intervals over tasks, pass@k, maj@k, and the difference between two sets of them.
+"""Statistics of evaluations: intervals over tasks, pass@k, and the difference between two sets of them.
 
 The unit is the task: samples of one task say more about that task and no more about others, so intervals are over
 tasks' means. A trained policy is one draw of its method: what is said of a method needs several seeds of it.
 """
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,14 +62,6 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be told from {samples} samples: ask for 1 to {samples}")
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
-
-
-def majority_right(answers: Sequence[Hashable], right: Sequence[bool]) -> float:
-    """maj@k of a task: 1 if its most frequent answer is right. Of answers that are equally frequent, their share."""
-    counts = Counter(answers)
-    first = [answer for answer, count in counts.items() if count == max(counts.values())]
-    verdicts = dict(zip(answers, right, strict=True))
-    return sum(verdicts[answer] for answer in first) / len(first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from flowjax.compare import read_scores
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.tasks import content_of, episode_seed, held_out_tasks, task_at
-from flowjax.monitor.metrics import read_metrics, wilson
+from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.statistics import wilson
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
 from tests.dataflow import flows
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from flowjax.monitor.metrics import METRICS_FILE, MetricsWriter, read_metrics, wilson
+from flowjax.monitor.metrics import METRICS_FILE, MetricsWriter, read_metrics
 
 
 def test_lines_come_back_in_order_with_their_kind_and_step(tmp_path):
@@ -93,38 +93,3 @@ def test_tensorboard_events_are_written(tmp_path):
     events = list((tmp_path / "tensorboard").glob("events.*"))
     assert len(events) == 1
     assert b"train/loss" in events[0].read_bytes()
-
-
-# Newcombe (1998), Statistics in Medicine 17, table I, method 3 (score without continuity correction).
-@pytest.mark.parametrize(
-    ("successes", "n", "low", "high"),
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)
-def test_wilson_equals_published_intervals(successes, n, low, high):
-    assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
-
-
-def test_wilson_without_observations_says_nothing():
-    assert wilson(0, 0) == (0.0, 1.0)
-
-
-def test_a_line_that_the_disk_takes_only_a_part_of_is_an_error_and_leaves_nothing(tmp_path):
-    MetricsWriter(tmp_path).write("train", step=1)
-    size = (tmp_path / METRICS_FILE).stat().st_size
-    code = f"""
-import resource, signal, sys
-from pathlib import Path
-from flowjax.monitor.metrics import MetricsWriter
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 20}, {size + 20}))
-try:
-    MetricsWriter(Path(sys.argv[1])).write("train", step=2)
-except OSError:
-    print("refused")
-"""
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert told == "refused\n"
-    assert (tmp_path / METRICS_FILE).stat().st_size == size
-    MetricsWriter(tmp_path).write("train", step=3)
-    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 3]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flowjax.monitor.statistics import difference, majority_right, pass_at_k, task_interval
+from flowjax.monitor.statistics import difference, pass_at_k, task_interval, wilson
 
 
 def play(chances: np.ndarray, samples: int, rng: np.random.Generator) -> np.ndarray:
@@ -52,14 +52,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples: int, k: int
 def test_pass_at_more_than_was_sampled_is_refused():
     with pytest.raises(ValueError, match="pass@5 cannot be told from 4 samples"):
         pass_at_k(4, 2, 5)
-
-
-@pytest.mark.parametrize(
-    ("answers", "right", "share"),
-    [("aab", (True, True, False), 1.0), ("abb", (True, False, False), 0.0), ("ab", (True, False), 0.5)],
-)
-def test_the_most_frequent_answer_decides(answers: str, right: tuple[bool, ...], share: float):
-    assert majority_right(answers, right) == share
 
 
 def test_a_policy_is_rarely_found_to_differ_from_itself():
@@ -132,3 +124,38 @@ def test_what_is_the_same_differs_by_nothing():
 def test_what_cannot_be_compared_is_refused(first: tuple[int, int], second: tuple[int, int], message: str):
     with pytest.raises(ValueError, match=message):
         difference(np.zeros(first), np.zeros(second))
+
+
+# Newcombe (1998), Statistics in Medicine 17, table I, method 3 (score without continuity correction).
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_equals_published_intervals(successes, n, low, high):
+    assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_without_observations_says_nothing():
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+def test_a_line_that_the_disk_takes_only_a_part_of_is_an_error_and_leaves_nothing(tmp_path):
+    MetricsWriter(tmp_path).write("train", step=1)
+    size = (tmp_path / METRICS_FILE).stat().st_size
+    code = f"""
+import resource, signal, sys
+from pathlib import Path
+from flowjax.monitor.metrics import MetricsWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 20}, {size + 20}))
+try:
+    MetricsWriter(Path(sys.argv[1])).write("train", step=2)
+except OSError:
+    print("refused")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert told == "refused\n"
+    assert (tmp_path / METRICS_FILE).stat().st_size == size
+    MetricsWriter(tmp_path).write("train", step=3)
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 3]
