@@ -93,3 +93,25 @@ def test_tensorboard_events_are_written(tmp_path):
     events = list((tmp_path / "tensorboard").glob("events.*"))
     assert len(events) == 1
     assert b"train/loss" in events[0].read_bytes()
+
+
+def test_a_line_that_the_disk_takes_only_a_part_of_is_an_error_and_leaves_nothing(tmp_path):
+    MetricsWriter(tmp_path).write("train", step=1)
+    size = (tmp_path / METRICS_FILE).stat().st_size
+    code = f"""
+import resource, signal, sys
+from pathlib import Path
+from flowjax.monitor.metrics import MetricsWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 20}, {size + 20}))
+try:
+    MetricsWriter(Path(sys.argv[1])).write("train", step=2)
+except OSError:
+    print("refused")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert told == "refused\n"
+    assert (tmp_path / METRICS_FILE).stat().st_size == size
+    MetricsWriter(tmp_path).write("train", step=3)
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 3]
