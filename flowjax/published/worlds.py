@@ -3,15 +3,18 @@
 `config.env.name`: "flowjax.published.worlds:PublishedSokoban" and so on. All else is as in the worlds themselves.
 """
 
-from flowjax.envs import alfworld, code
+import re
+
+from flowjax.envs import alfworld
 from flowjax.envs.alfworld import Alfworld
-from flowjax.envs.code import Code
+from flowjax.envs.code.world import Code, fenced_blocks, runnable
 from flowjax.envs.search import Search, compact
 from flowjax.envs.search.protocol import parse_as_published
 from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.envs.webshop import WebShop
 
+_BLOCK_CHARACTERS = 20  # of the shortest block that the published code world takes for a program
 _TAIL_CHARACTERS = 20  # of a reply without tags that the published WebShop runs
 
 
@@ -62,7 +65,10 @@ class PublishedCode(Code):
     program."""
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        return code.parse_action(reply, legal, reference=True)
+        blocks = [block for block in fenced_blocks(reply) if len(block) >= _BLOCK_CHARACTERS]
+        looks = re.search(r"\b(def|import|print|return)\b", reply)
+        found = blocks[-1] if blocks else reply.strip() if looks else ""
+        return found if runnable(found) else None
 
 
 def _first_tagged(reply: str) -> str | None:

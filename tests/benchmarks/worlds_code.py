@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flowjax.envs import code
+from flowjax.envs.code import Code
 from flowjax.grading.code import Call, Check, Lines, Suite, judge
 from flowjax.grading.sandbox import isolation, run
 
@@ -64,15 +64,15 @@ def _rate(work: Callable[[], object], seconds: float) -> float:
 
 
 def _successes() -> dict[str, float]:
-    env, source, rng = code.make(), code.tasks("held_out", 0), np.random.default_rng(0)
+    env, source, rng = Code().env(), Code().tasks("held_out", 0), np.random.default_rng(0)
     expert, chance = [], []
     for index in range(EPISODES):
         task = source[index]
         assert task is not None
         env.reset(task, 0)
-        expert.append(env.step(code.expert(env)).outcome)
+        expert.append(env.step(Code().expert(env)).outcome)
         observation = env.reset(task, 0)
-        chance.append(env.step(code.random_action(observation, rng)).outcome)
+        chance.append(env.step(Code().random_action(observation, rng)).outcome)
     return {
         "expert_success": float(np.mean([outcome["success"] for outcome in expert])),
         "random_success": float(np.mean([outcome["success"] for outcome in chance])),

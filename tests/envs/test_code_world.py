@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 from two_processes import printed_in_two_processes
 
 from data.code.build import build
-from flowjax.envs import code
 from flowjax.envs.base import EnvDied, Past, WorldError
+from flowjax.envs.code import Code
 from flowjax.envs.code.generated import OPERATIONS, PROBES, Recipe, draw
 from flowjax.envs.code.problems import problem_of
-from flowjax.envs.code.world import LEGAL, Options, _problem, normalised
+from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, normalised
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.code import Call, Check
 from flowjax.grading.sandbox import Limits
+from flowjax.published.worlds import PublishedCode
 from flowjax.records import Task
 
+WORLD = Code()
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
 OPTIONS = {"cpu_s": 30.0, "idle_s": 30.0, "case_cpu_s": 20.0, "allow_no_isolation": WITHOUT}
 FORMATS = ("humaneval", "mbpp", "livecodebench", "deepcoder")
@@ -34,7 +36,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def task_of(index: int = 0, **options) -> Task:
-    task = code.tasks("train", 0, **options)[index]
+    task = Code(**options).tasks("train", 0)[index]
     assert task is not None
     return task
 
@@ -50,17 +52,17 @@ def test_generated_solutions_pass_and_compute_what_the_statement_says():
 
 
 def test_the_expert_solves_generated_problems_and_chance_does_not():
-    env = code.make(**OPTIONS)
+    env = Code(**OPTIONS).env()
     rng = np.random.default_rng(0)
     scores = []
     for index in range(15):
         task = task_of(index)
         observation = env.reset(task, 0)
-        step = env.step(code.expert(env))
+        step = env.step(WORLD.expert(env))
         assert (step.terminal, step.valid, step.reward) == (True, True, 1.0)
         assert step.outcome == {"success": 1.0, "score": 1.0}
         env.reset(task, 0)
-        step = env.step(code.random_action(observation, rng))
+        step = env.step(WORLD.random_action(observation, rng))
         assert step.valid and step.terminal and step.reward == step.outcome["success"]
         scores.append(step.outcome["success"])
     assert np.mean(scores) < 0.3
@@ -69,8 +71,8 @@ def test_the_expert_solves_generated_problems_and_chance_does_not():
 @pytest.mark.parametrize("kind", FORMATS)
 def test_solutions_in_every_format_pass_and_others_fail(files: dict[str, str], kind: str):
     rows = [json.loads(line) for line in Path(files[kind]).read_text().splitlines()]
-    env = code.make(path=files[kind], **OPTIONS)
-    source = code.tasks("train", 0, path=files[kind])
+    env = Code(path=files[kind], **OPTIONS).env()
+    source = Code(path=files[kind]).tasks("train", 0)
     seen = 0
     for index in range(min(len(source), 12)):
         task = source[index]
@@ -79,7 +81,7 @@ def test_solutions_in_every_format_pass_and_others_fail(files: dict[str, str], k
         solution = env.problem.solution
         if kind == "livecodebench":  # comes without solutions: taken from the statement's steps
             with pytest.raises(WorldError, match="without a solution"):
-                code.expert(env)
+                WORLD.expert(env)
             continue
         assert env.step(solution).outcome == {"success": 1.0, "score": 1.0}, solution
         assert env._verdict is not None and all(env._verdict.passed)  # the docstring's examples too
@@ -156,7 +158,7 @@ def test_what_is_no_problem_is_refused(fields: dict):
 
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(WorldError, match=r"nothing\.jsonl.*HumanEval.*data\.code\.build"):
-        code.make(path=str(tmp_path / "nothing.jsonl"))
+        Code(path=str(tmp_path / "nothing.jsonl")).env()
 
 
 @pytest.mark.parametrize(
@@ -164,16 +166,16 @@ def test_a_missing_file_is_named(tmp_path: Path):
     [
         ({"size": 3}, "size"),
         ({"kinds": ["tree"]}, "tree"),
-        ({"steps": 0}, "steps=0"),
+        ({"steps": 0}, "steps is 0"),
         ({"case_cpu_s": 9.0}, "case_cpu_s=9.0"),
         ({"wall_guard_s": 9.0}, "wall_guard_s=9.0"),
-        ({"attempts": 0}, "attempts=0"),
+        ({"attempts": 0}, "attempts is 0"),
         ({"held_out_path": "x"}, "needs path"),
     ],
 )
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
-        code.make(**options)
+        Code(**options).env()
 
 
 def test_no_isolation_is_an_error_of_the_world(monkeypatch: pytest.MonkeyPatch):
@@ -182,8 +184,8 @@ def test_no_isolation_is_an_error_of_the_world(monkeypatch: pytest.MonkeyPatch):
     none = sandbox.Isolation(sandbox.RLIMITS_ONLY, sandbox.interpreters()[0], False, "bubblewrap is not installed")
     monkeypatch.setattr(sandbox, "isolation", lambda: none)
     with pytest.raises(WorldError, match=r"apt-get install bubblewrap.*allow_no_isolation=True"):
-        code.make()
-    code.make(allow_no_isolation=True)
+        Code().env()
+    Code(allow_no_isolation=True).env()
 
 
 def fingerprint(task: Task) -> str:
@@ -195,7 +197,7 @@ def test_no_held_out_function_is_trained_on_over_ten_seeds():
     found: dict[str, set[str]] = {"train": set(), "held_out": set()}
     for split, seen in found.items():
         for data_seed in range(10):
-            source = code.tasks(split, data_seed)  # pyright: ignore[reportArgumentType]
+            source = Code().tasks(split, data_seed)  # pyright: ignore[reportArgumentType]
             seen.update(fingerprint(source[index]) for index in range(150))  # pyright: ignore[reportArgumentType]
     assert not found["train"] & found["held_out"]
     assert min(map(len, found.values())) > 100
@@ -203,12 +205,12 @@ def test_no_held_out_function_is_trained_on_over_ten_seeds():
 
 @pytest.mark.parametrize("kind", ["humaneval", "livecodebench"])
 def test_no_held_out_problem_of_a_file_is_trained_on_over_ten_seeds(files: dict[str, str], kind: str):
-    env = code.make(path=files[kind], **OPTIONS)
+    env = Code(path=files[kind], **OPTIONS).env()
     found: dict[str, set[str]] = {"train": set(), "held_out": set()}
     for data_seed in range(10):
         for split, seen in found.items():
-            source = code.tasks(split, data_seed, path=files[kind])  # pyright: ignore[reportArgumentType]
-            seen.update(env.reset(source[i], 0).text for i in range(len(source)))  # pyright: ignore[reportArgumentType]
+            source = Code(path=files[kind]).tasks(split, data_seed)  # pyright: ignore[reportArgumentType]
+            seen.update(env.reset(source[i], 0).view.question for i in range(len(source)))  # pyright: ignore[reportArgumentType]
     assert not found["train"] & found["held_out"]
     assert len(found["train"] | found["held_out"]) <= 24
 
@@ -218,54 +220,54 @@ def test_a_held_out_file_takes_its_problems_from_training(files: dict[str, str],
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(lines[:5]))
     options = {"path": files["mbpp"], "held_out_path": str(held_out)}
-    assert len(code.tasks("held_out", 0, **options)) == 5
-    assert len(code.tasks("train", 0, **options)) == len(lines) - 5
-    env = code.make(**options, **OPTIONS)
-    task = code.tasks("held_out", 0, **options)[0]
+    assert len(Code(**options).tasks("held_out", 0)) == 5
+    assert len(Code(**options).tasks("train", 0)) == len(lines) - 5
+    env = Code(**options, **OPTIONS).env()
+    task = Code(**options).tasks("held_out", 0)[0]
     assert task is not None
     env.reset(task, 0)
-    assert env.step(code.expert(env)).outcome["success"] == 1.0
+    assert env.step(WORLD.expert(env)).outcome["success"] == 1.0
 
 
 def test_episodes_are_the_same_in_every_process():
     program = (
-        "from flowjax.envs import code\nimport numpy as np\n"
-        "source = code.tasks('held_out', 7)\n"
-        f"env = code.make(attempts=2, allow_no_isolation={WITHOUT})\n"
+        "from flowjax.envs.code import Code\nimport numpy as np\n"
+        "source = Code().tasks('held_out', 7)\n"
+        f"env = Code(attempts=2, allow_no_isolation={WITHOUT}).env()\n"
         "rng = np.random.default_rng(0)\n"
         "for i in (40, 3):\n"
         "    seen = env.reset(source[i], 0)\n"
-        "    print(seen, code.expert(env), env.problem.suite)\n"
-        "    print(env.step(code.random_action(seen, rng)), env.step(code.expert(env)))\n"
-        "print(code.vocabulary())\n"
+        "    print(seen, Code().expert(env), env.problem.suite)\n"
+        "    print(env.step(Code().random_action(seen, rng)), env.step(Code().expert(env)))\n"
+        "print(Code().vocabulary())\n"
     )
     printed_in_two_processes(program)
 
 
 def test_several_attempts_with_feedback_on_public_tests_only():
-    env = code.make(attempts=3, public_tests=2, **OPTIONS)
+    env = Code(attempts=3, public_tests=2, **OPTIONS).env()
     task = Task("t", "code", 5, {"kind": "int", "steps": [[0, 3], [2, 4]]})
     first = env.reset(task, 0)
     step = env.step("def f(x): return None")
     assert (step.terminal, step.valid, step.reward) == (False, True, 0.0)
-    text = step.observation.text
+    text = str(step.observation.view.feedback)
     assert "passed 0 of 2 public tests" in text
     cases = [case for case in env.problem.suite.cases if isinstance(case, Call)]
     assert all(f"f({case.arguments[0]!r}) returns" in text for case in cases[:2])
     assert not any(f"f({case.arguments[0]!r})" in text for case in cases[2:])
-    [message] = code.follow_up(step.observation, "instruct")
-    assert "returned None, expected" in message["content"] and first.text not in message["content"]
-    [message] = code.prompt(step.observation, [Past(1, first.text, "def f(x): return None")], "instruct")
+    [message] = WORLD.follow_up(step.observation, "instruct")
+    assert "returned None, expected" in message["content"] and first.view.question not in message["content"]
+    [message] = WORLD.prompt(step.observation, [Past(1, first.view, "def f(x): return None")], "instruct")
     assert message["content"].count("def f(x): return None") == 1
-    assert message["content"].startswith(first.text)
-    step = env.step(code.expert(env))
+    assert message["content"].startswith(first.view.question)
+    step = env.step(WORLD.expert(env))
     assert (step.terminal, step.reward, step.outcome["success"]) == (True, 1.0, 1.0)
     after = env.step("def f(x): return 0")
     assert (after.observation, after.terminal, after.valid) == (step.observation, True, False)
 
 
 def test_passing_the_public_tests_alone_ends_the_episode_without_success():
-    env = code.make(attempts=3, public_tests=1, **OPTIONS)
+    env = Code(attempts=3, public_tests=1, **OPTIONS).env()
     task = Task("t", "code", 5, {"kind": "int", "steps": [[0, 3]]})
     env.reset(task, 0)
     [case, *_] = env.problem.suite.cases
@@ -275,7 +277,7 @@ def test_passing_the_public_tests_alone_ends_the_episode_without_success():
 
 
 def test_state_keys():
-    env = code.make(attempts=4, **OPTIONS)
+    env = Code(attempts=4, **OPTIONS).env()
     task = Task("t", "code", 5, {"kind": "int", "steps": [[0, 3]]})
     start = env.reset(task, 0).state_key
     keys = {}
@@ -315,36 +317,36 @@ def test_state_keys():
     ],
 )
 def test_programs_are_found_in_replies(reply: str, program: str | None):
-    assert code.parse_action(reply, LEGAL) == program
+    assert WORLD.parse_action(reply, LEGAL) == program
 
 
 def test_the_published_parser_differs_where_it_did():
     short = "```python\nx = 1\n```"
-    assert code.parse_action(short, LEGAL, reference=True) is None
+    assert PublishedCode().parse_action(short, LEGAL) is None
     prose = "I would import nothing and return the sum."
-    assert code.parse_action(prose, LEGAL, reference=True) == prose
-    assert code.parse_action(prose, LEGAL) is None
+    assert PublishedCode().parse_action(prose, LEGAL) == prose
+    assert WORLD.parse_action(prose, LEGAL) is None
 
 
 @pytest.mark.parametrize("style", ["instruct", "compact"])
 def test_replies_are_read_back(style):
     for index in range(50):
         recipe = draw(np.random.default_rng(index), tuple(OPERATIONS), 3)
-        assert code.parse_action(code.reply(recipe.program(), style), LEGAL) == recipe.program()
+        assert WORLD.parse_action(WORLD.reply(recipe.program(), style), LEGAL) == recipe.program()
 
 
 def test_compact_prompts_and_replies_use_only_the_vocabulary():
-    known = set(code.vocabulary())
+    known = set(Code().vocabulary())
     assert all(word.split() == [word] for word in known)
-    env = code.make(**OPTIONS)
+    env = Code(**OPTIONS).env()
     rng = np.random.default_rng(1)
     for index in range(200):
         observation = env.reset(task_of(index), 0)
-        [message] = code.prompt(observation, [], "compact")
-        said = [message["content"], code.reply(code.expert(env), "compact"), code.random_action(observation, rng)]
+        [message] = WORLD.prompt(observation, [], "compact")
+        said = [message["content"], WORLD.reply(WORLD.expert(env), "compact"), WORLD.random_action(observation, rng)]
         assert set(" ".join(said).split()) <= known
     with pytest.raises(WorldError, match=r"env\.prompt=instruct"):
-        code.vocabulary(path="x")
+        Code(path="x").vocabulary()
 
 
 def test_fuzzed_replies_never_crash_and_are_marked():
@@ -353,13 +355,13 @@ def test_fuzzed_replies_never_crash_and_are_marked():
     pieces = ["```python\n", "```", "\n", "<answer>", "</answer>", "def f(x):", " return x", "x=", "(", ")", "'", "\0"]
     pieces += ["import os", "-" * 50, "\ud800", "lambda:", "if", " then ", "[x for x in", "é", "```py\n", "\\", "\t"]
     pieces += list(string.printable)
-    env = code.make(**OPTIONS)
+    env = Code(**OPTIONS).env()
     task = task_of(1)
     before = env.reset(task, 0)
     unreadable = 0
     for _ in range(10_000):
         reply = "".join(pieces[i] for i in rng.integers(len(pieces), size=int(rng.integers(1, 12))))
-        action = code.parse_action(reply, LEGAL, reference=bool(rng.integers(2)))
+        action = (WORLD, PublishedCode())[rng.integers(2)].parse_action(reply, LEGAL)
         if action is None:
             unreadable += 1
         else:
@@ -374,18 +376,18 @@ def test_fuzzed_replies_never_crash_and_are_marked():
 @settings(max_examples=200, deadline=None)
 def test_any_text_can_be_parsed(text: str):
     for reply in (text, f"```python\n{text}\n```", f"<answer>{text}</answer>"):
-        action = code.parse_action(reply, LEGAL)
+        action = WORLD.parse_action(reply, LEGAL)
         assert action is None or action.strip()
 
 
 def test_long_and_deep_replies_are_read_in_no_time():
     for piece in ("<answer>", "```python\n", "```", "-", "(", "[", "a.", "1+", "not ", "lambda:", "f(", "\\\n"):
-        code.parse_action(piece * 30_000, LEGAL)
+        WORLD.parse_action(piece * 30_000, LEGAL)
         normalised(piece * 5000 + "1")
 
 
 def test_fuzzed_programs_are_handed_in_without_harm():
-    env = code.make(**OPTIONS)
+    env = Code(**OPTIONS).env()
     rng = np.random.default_rng(2)
     pieces = [
         "def f(x):",
@@ -419,7 +421,7 @@ def test_a_hung_program_costs_its_episode_and_nothing_else():
         ):
             task = task_of(2)
             await asyncio.gather(first.reset(task, 0), second.reset(task, 0))
-            solution = _problem(task, code.Options()).solution
+            solution = _problem(task, CodeOptions())[0].solution
             hung, solved = await asyncio.gather(first.step("while True: pass"), second.step(solution))
             return hung.outcome["success"], solved.outcome["success"], pool.counts.timeouts
 
@@ -448,17 +450,17 @@ def test_problems_of_bigcodebench_are_read_with_their_unittest_classes(tmp_path:
     fields = {"complete_prompt": "def task_func(x):\n", "entry_point": "task_func", "test": tests}
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({**fields, "canonical_solution": "    return 2 * x"}) + "\n")
-    env = code.make(path=str(path), **OPTIONS)
+    env = Code(path=str(path), **OPTIONS).env()
     task = Task("t", "code", 0, {"file": "path", "offset": 0})
     for program, success in ((None, 1.0), ("def task_func(x):\n    return x", 0.0)):
         env.reset(task, 0)
-        assert env.step(program or code.expert(env)).outcome["success"] == success
+        assert env.step(program or WORLD.expert(env)).outcome["success"] == success
 
 
 def test_a_machine_without_a_processor_for_a_program_ends_the_episode_as_an_outage(monkeypatch: pytest.MonkeyPatch):
     """The guard ends the program while most of its own time is left, as on a machine that is too busy."""
-    monkeypatch.setattr(Options, "limits", lambda _: Limits(cpu_s=60.0, idle_s=60.0, wall_guard_s=0.5))
-    env = code.make(**OPTIONS)
+    monkeypatch.setattr(CodeOptions, "limits", lambda _: Limits(cpu_s=60.0, idle_s=60.0, wall_guard_s=0.5))
+    env = Code(**OPTIONS).env()
     env.reset(task_of(), 0)
     with pytest.raises(EnvDied) as died:
         env.step("import time\ntime.sleep(60)")

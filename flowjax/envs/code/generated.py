@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from flowjax.envs.base import Split, WorldError
-from flowjax.envs.code.problems import Problem
+from flowjax.envs.code.problems import CodeProblem
 from flowjax.grading.code import Call, Suite
 from flowjax.records import state_key
 
 HEAD, TAIL, JOIN = "def f ( x ) :", "return x", " ; "
 ENTRY = "f"
 HELD_OUT_ONE_IN = 8  # functions, by what they compute
-SHORT = "In short: "
 _MAX_ATTEMPTS = 1000
 _TO_INT = frozenset({"sum", "count", "length"})  # steps after which the value is an integer
 
@@ -126,7 +125,7 @@ class Recipe:
         lines = [f"{i}. {o.english.format(n=n)}" for i, (o, n) in enumerate(self._operations(), 1)]
         return (
             f"Write a Python function f(x). Its argument is {_ARTICLES[self.kind]}. It takes x through these steps, in "
-            f"this order, and returns what comes out:\n" + "\n".join(lines) + f"\n{SHORT}{self.short()}"
+            f"this order, and returns what comes out:\n" + "\n".join(lines) + f"\nIn short: {self.short()}"
         )
 
     def fingerprint(self) -> int:
@@ -163,16 +162,16 @@ def _any(rng: np.random.Generator, kinds: Sequence[str], most_steps: int) -> Rec
     return Recipe(kind, tuple(steps))
 
 
-def problem(recipe: Recipe, seed: int, *, cases: int, public: int) -> Problem:
+def problem(recipe: Recipe, seed: int, *, cases: int, public: int) -> CodeProblem:
     """The problem and its tests: inputs of the task's own, then probes, in an order that the seed fixes."""
     rng = np.random.default_rng(seed)
-    own = [_input(rng, recipe.kind) for _ in range(cases // 2)]
+    private = [_input(rng, recipe.kind) for _ in range(cases // 2)]
     order = rng.permutation(len(PROBES[recipe.kind]))
     inputs = {
-        repr(x): x for x in (*own, *(PROBES[recipe.kind][i] for i in order))
+        repr(x): x for x in (*private, *(PROBES[recipe.kind][i] for i in order))
     }  # each once: a public one is not hidden
     calls = tuple(Call((x,), recipe.value(x)) for x in list(inputs.values())[:cases])
-    return Problem(recipe.statement(), Suite(calls, ENTRY), public, 0, recipe.program(), recipe.short())
+    return CodeProblem(recipe.statement(), Suite(calls, ENTRY), public, 0, recipe.program())
 
 
 def _input(rng: np.random.Generator, kind: str) -> Any:

@@ -25,8 +25,8 @@ LiveCodeBench (question_content, public_test_cases) and DeepCoder (problem or qu
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """What is asked, and the tests. The first `public` cases may be shown to the agent; the first `unscored` ones are
+class CodeProblem:
+    """A statement and its tests. The first `public` cases may be shown to the agent; the first `unscored` ones are
     examples that do not count. `solution` is "" where the data has none."""
 
     statement: str
@@ -34,7 +34,6 @@ class Problem:
     public: int = 0
     unscored: int = 0
     solution: str = ""
-    short: str = ""  # the statement for a compact prompt; generated problems only
 
     @property
     def content(self) -> int:
@@ -42,7 +41,7 @@ class Problem:
         return state_key("problem", self.suite.entry, " ".join(self.statement.lower().split()))
 
 
-def problem_of(fields: Mapping[str, Any], *, public_tests: int = 1) -> Problem:
+def problem_of(fields: Mapping[str, Any], *, public_tests: int = 1) -> CodeProblem:
     """A problem from one line of a file. `public_tests` of MBPP's asserts are shown; the other formats say themselves.
 
     Raises:
@@ -62,7 +61,7 @@ def problem_of(fields: Mapping[str, Any], *, public_tests: int = 1) -> Problem:
     raise WorldError(f"a problem has the fields {sorted(fields)}: the known formats are {FORMATS}")
 
 
-def _human_eval(fields: Mapping[str, Any]) -> Problem:
+def _human_eval(fields: Mapping[str, Any]) -> CodeProblem:
     prompt = fields["prompt"] if "prompt" in fields else fields["complete_prompt"]
     entry = fields["entry_point"]
     preamble = _before(prompt, entry)
@@ -70,7 +69,7 @@ def _human_eval(fields: Mapping[str, Any]) -> Problem:
     suite = Suite((*examples, *from_check(fields["test"], entry)), entry, preamble, setup=preamble)
     solution = prompt + fields["canonical_solution"] if fields.get("canonical_solution") else ""
     statement = f"Complete this Python function.\n\n```python\n{prompt.rstrip()}\n```"
-    return Problem(statement, suite, len(examples), len(examples), solution)
+    return CodeProblem(statement, suite, len(examples), len(examples), solution)
 
 
 def _before(prompt: str, entry: str) -> str:
@@ -96,7 +95,7 @@ def _examples(prompt: str, entry: str) -> tuple[Call, ...]:
     return tuple(cases)
 
 
-def _mbpp(fields: Mapping[str, Any], public_tests: int) -> Problem:
+def _mbpp(fields: Mapping[str, Any], public_tests: int) -> CodeProblem:
     tests = [*fields["test_list"], *(fields.get("challenge_test_list") or ())]
     defined = _functions(fields.get("code") or "")
     called = calls_of("\n".join(tests))
@@ -109,7 +108,7 @@ def _mbpp(fields: Mapping[str, Any], public_tests: int) -> Problem:
     shown = "\n".join(tests[:public_tests])
     statement = f"{fields.get('text') or fields['prompt']}"
     statement += f"\n\nThe function must be called {entry}." + (f" For example:\n{shown}" if shown else "")
-    return Problem(statement, Suite(tuple(cases), entry, setup=setup), public_tests, 0, fields.get("code") or "")
+    return CodeProblem(statement, Suite(tuple(cases), entry, setup=setup), public_tests, 0, fields.get("code") or "")
 
 
 def _functions(source: str) -> list[str]:
@@ -117,7 +116,7 @@ def _functions(source: str) -> list[str]:
     return [node.name for node in module.body if isinstance(node, ast.FunctionDef)] if module else []
 
 
-def _live_code_bench(fields: Mapping[str, Any]) -> Problem:
+def _live_code_bench(fields: Mapping[str, Any]) -> CodeProblem:
     public = json.loads(fields["public_test_cases"])
     private = _private(fields.get("private_test_cases") or "[]")
     metadata = json.loads(fields.get("metadata") or "{}")
@@ -134,7 +133,7 @@ def _live_code_bench(fields: Mapping[str, Any]) -> Problem:
         statement += f"\n\nStart from this:\n```python\n{fields['starter_code'].rstrip()}\n```"
     else:
         statement += "\n\nRead from standard input and print to standard output."
-    return Problem(statement, Suite(tuple(cases), entry, preamble=_STARTER if entry else ""), len(public))
+    return CodeProblem(statement, Suite(tuple(cases), entry, preamble=_STARTER if entry else ""), len(public))
 
 
 _STARTER = "from typing import *\nimport collections, functools, heapq, itertools, math\nfrom collections import *"
@@ -153,9 +152,9 @@ def _private(text: str) -> list[dict[str, Any]]:
     return json.loads(_NoGlobals(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
 
 
-def _deep_coder(fields: Mapping[str, Any]) -> Problem:
-    told: Any = fields.get("tests") or fields.get("input_output")
-    tests = json.loads(told) if isinstance(told, str) else told
+def _deep_coder(fields: Mapping[str, Any]) -> CodeProblem:
+    listed: Any = fields.get("tests") or fields.get("input_output")
+    tests = json.loads(listed) if isinstance(listed, str) else listed
     if isinstance(tests, dict):
         entry = tests.get("fn_name") or ""
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
@@ -171,7 +170,7 @@ def _deep_coder(fields: Mapping[str, Any]) -> Problem:
         cases = tuple(Lines(_text(given), _text(wanted)) for given, wanted in pairs)
         note = "Read from standard input and print to standard output."
     solution = _unfenced(solutions[0]) if solutions else ""
-    return Problem(f"{statement}\n\n{note}", Suite(cases, entry, _STARTER if entry else ""), 0, 0, solution)
+    return CodeProblem(f"{statement}\n\n{note}", Suite(cases, entry, _STARTER if entry else ""), 0, 0, solution)
 
 
 def _json_calls(pairs: list[tuple[Any, Any]]) -> tuple[Call, ...]:
