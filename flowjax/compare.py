@@ -10,7 +10,6 @@ interval, p-value, probability of improvement, and what may be concluded; see `f
 Exit status: 0 compared, 2 something to correct in what was asked for.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowjax.config import ConfigError
+from flowjax.monitor.held_out import by_task, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 
 _ALPHA = 0.05
@@ -33,33 +33,7 @@ def read_scores(path: Path, metric: str) -> dict[str, float]:
     Raises:
         ConfigError: there is no evaluation, it cannot be read, or its episodes have no such number.
     """
-    by_task: dict[str, list[float]] = {}
-    for number, line in enumerate(_newest(path).read_text().splitlines(), 1):
-        try:
-            episode = json.loads(line)
-            named = {**episode["outcome"], **{name: episode[name] for name in ("turns", "sampled_tokens", "success")}}
-            named["reward"] = np.mean(list(episode["rewards"].values())) if episode["rewards"] else None
-            task = str(episode["task"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}: line {number} is no episode of an evaluation ({error!r})") from error
-        if named.get(metric) is None:
-            raise ConfigError(f"--metric={metric} is not known to {path}: use one of {', '.join(sorted(named))}")
-        by_task.setdefault(task, []).append(float(named[metric]))
-    if not by_task:
-        raise ConfigError(f"{path}: no episode ended in this evaluation")
-    return {task: float(np.mean(values)) for task, values in by_task.items()}
-
-
-def _newest(path: Path) -> Path:
-    if path.is_file():
-        return path
-    files = sorted((path / "held_out").glob("*.jsonl"), key=lambda file: file.stat().st_mtime)
-    if not files:
-        raise ConfigError(
-            f"{path} has no evaluation in held_out/: name a run that has evaluated (config.eval.tasks), or play one "
-            "with python -m flowjax.evaluate"
-        )
-    return files[-1]
+    return {task: float(np.mean(values)) for task, values in by_task(read_held_out(path), metric).items()}
 
 
 def shared_tasks(

@@ -1,7 +1,6 @@
 """Two sides are compared on the tasks that both have played, and a mistake is one line."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -13,21 +12,20 @@ from rich.console import Console
 
 from flowjax.compare import compare, read_scores
 from flowjax.config import ConfigError
+from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 
 ROOT = Path(__file__).parent.parent
 
 
 def evaluation(folder: Path, successes: dict[str, list[bool]], name: str = "agent@40") -> Path:
     """An evaluation's file in a run folder, with these successes of each task's samples."""
-    path = folder / "held_out" / f"{name}.jsonl"
-    path.parent.mkdir(parents=True)
-    lines = [
-        {"task": task, "success": float(won), "outcome": {"score": 0.5}, "turns": 3, "sampled_tokens": 6}
-        | {"rewards": {"agent": 2.0 * won}}
+    folder.mkdir(exist_ok=True)
+    episodes = [
+        HeldOutEpisode(task, task, "", 0, "ok", float(won), 3, 6, {"score": 0.5}, {"agent": 2.0 * won})
         for task, samples in successes.items()
         for won in samples
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_held_out(folder, name, episodes)
     return folder
 
 
@@ -94,7 +92,7 @@ def test_mistakes_name_the_file_and_the_remedy(tmp_path: Path):
     other = evaluation(tmp_path / "b", {"z": [True], "w": [True]})
     with pytest.raises(ConfigError, match="share no two held-out tasks"):
         compare([one], [other], "success", Console())
-    with pytest.raises(ConfigError, match=r"--metric=speed is not known .* reward, sampled_tokens, score, success"):
+    with pytest.raises(ConfigError, match="--metric=speed is not known: use one of reward, sampled_tokens, score"):
         read_scores(one, "speed")
     with pytest.raises(ConfigError, match="has no evaluation in held_out/"):
         read_scores(tmp_path / "nowhere", "success")

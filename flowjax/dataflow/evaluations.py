@@ -1,6 +1,5 @@
 """Held-out evaluations beside training: when one is due, and its line in the log."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from ml_collections import ConfigDict
 from flowjax.dataflow.ledger import Ledger, trajectories_of
 from flowjax.dataflow.policies import PolicyState
 from flowjax.dataflow.tasks import content_of, episode_seed, task_at
-from flowjax.files import replace_file
+from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.statistics import wilson
 from flowjax.records import Episode, Group, Task, Trajectory
@@ -165,29 +164,27 @@ class Evaluations:
     def _keep(
         self, name: str, played: Sequence[tuple[Task, Episode]], rewards: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Write `held_out/<name>.jsonl`: an episode a line, for `flowjax.compare` and readers of one's own."""
-        lines = [
-            {
-                "task": content_of(task),
-                "task_id": task.task_id,
-                "source": task.source,
-                "seed": episode.seed,
-                "status": episode.status,
-                "success": float(_solved(episode)),
-                "turns": len(episode.turns),
-                "sampled_tokens": sum(len(turn.sampled_ids) for turn in episode.turns),
-                "outcome": {outcome: float(value) for outcome, value in episode.outcome.items()},
-                "rewards": {
+        """Keep every episode, for `flowjax.evaluate`, `flowjax.compare` and readers of one's own."""
+        episodes = [
+            HeldOutEpisode(
+                task=content_of(task),
+                task_id=task.task_id,
+                source=task.source,
+                seed=episode.seed,
+                status=episode.status,
+                success=float(_solved(episode)),
+                turns=len(episode.turns),
+                sampled_tokens=sum(len(turn.sampled_ids) for turn in episode.turns),
+                outcome={outcome: float(value) for outcome, value in episode.outcome.items()},
+                rewards={
                     policy: _mean(own[part.trajectory_id] for part in parts)
                     for policy, own in rewards.items()
                     if (parts := trajectories_of([episode], policy))
                 },
-            }
+            )
             for task, episode in played
         ]
-        folder = self._run_dir / "held_out"
-        folder.mkdir(exist_ok=True)
-        replace_file(folder / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        write_held_out(self._run_dir, name, episodes)
 
 
 def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mapping[str, float]) -> dict[str, Any]:
