@@ -5,7 +5,6 @@ Messages and answers are maps as docs/dataflow.md lists them, packed as `flowjax
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -21,6 +20,7 @@ from flowjax.config import ConfigError
 from flowjax.monitor.token import bearer
 from flowjax.monitor.trouble import explain
 from flowjax.records import WireError, pack, unpack
+from flowjax.run import read_endpoints
 
 Answer = dict[str, Any]
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
@@ -94,12 +94,12 @@ class Address:
     """
 
     def __init__(self, run_dir: Path, name: str):
-        self._path, self._name = run_dir / "endpoints.json", name
-        self._last: str = json.loads(self._path.read_text())[name]
+        self._run_dir, self._name = run_dir, name
+        self._last: str = read_endpoints(run_dir)[name]
 
     def __call__(self) -> str:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            self._last = json.loads(self._path.read_text())[self._name]
+            self._last = read_endpoints(self._run_dir)[self._name]
         return self._last
 
 

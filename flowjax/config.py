@@ -8,7 +8,6 @@ where none is named (`flowjax.fields`). Rules between several fields are in `flo
 
 import json
 import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from flowjax.fields import (
     Field,
     Free,
     Section,
-    shown,
     table_rows,
 )
 from flowjax.files import replace_file
@@ -348,120 +346,14 @@ def default_config() -> ConfigDict:
     return FIELDS.defaults()
 
 
-def field_problems(config: ConfigDict) -> list[str]:
-    """Values that their declarations do not allow, and fields that are not declared; of bases and policies, too."""
-    if problems := list(FIELDS.problems("config", config)):
-        return problems
-    try:
-        bases, policies = base_configs(config), policy_configs(config)
-    except ConfigError as error:
-        return [str(error)]
-    own = [(f"config.bases.{name}.{section}", section, bases[name]) for name in config.bases for section in PER_BASE]
-    own += [(f"config.policies.{name}.{part}", part, policies[name]) for name in config.policies for part in PER_POLICY]
-    return [text for path, section, config in own for text in FIELDS.fields[section].problems(path, config[section])]
-
-
 def may_change(path: str) -> bool:
     """Allowance of another value in a resumed run, of a field at a dotted path; of a base's and policy's own, too."""
     declared = FIELDS.find(re.sub(r"^(bases|policies)\.[^.]+\.", "", path))
     return isinstance(declared, Field | Free) and declared.resume
 
 
-PER_BASE = ("model", "engine")  # sections that a base model may have of its own
-PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
 # What an open section's options belong to: another estimator, objective or world has options of its own.
 OWNER_OF_OPTIONS = {"credit.options": "credit.name", "loss.options": "loss.kind", "env.options": "env.name"}
-
-
-def base_configs(config: ConfigDict) -> dict[str, ConfigDict]:
-    """For each base model of the run, by name, the whole config with its model and engines; "base" is the run's own.
-
-    Raises:
-        ConfigError: a name that cannot be one, a section that all bases share, or a field that there is not.
-    """
-    return {BASE_NAME: config, **{name: _base_config(config, name) for name in config.bases}}
-
-
-def _base_config(config: ConfigDict, name: str) -> ConfigDict:
-    if name == BASE_NAME or not NAME.fits(name) or name.rpartition("-")[2].isdecimal():
-        raise ConfigError(
-            f"config.bases has {shown(name)}: {NAME.remedy}, other than {BASE_NAME!r}, that is no number and does not "
-            "end in '-' and one, as replicas do"
-        )
-    if name in (config.policies or (config.policy.name,)):
-        raise ConfigError(f"config.bases.{name} is also the name of a policy: give one of them another")
-    changes = config.bases[name]
-    if not isinstance(changes, ConfigDict):
-        raise ConfigError(f"config.bases.{name} is {shown(changes)}: give a dict such as {{'model': {{'path': ...}}}}")
-    own = ConfigDict(config.to_dict())
-    own.engine.update({"port": 0, "urls": ()})
-    if "path" in changes.get("model", {}):
-        own.model.nano = None
-    _change(own, f"config.bases.{name}", changes, PER_BASE)
-    return own.lock()
-
-
-def policy_configs(config: ConfigDict) -> dict[str, ConfigDict]:
-    """For each policy of the run, by name, the whole config as that policy alone would have it, on its own base.
-
-    Raises:
-        ConfigError: a name that cannot be one, a policy changes a section that all share, or a field that there is not;
-            its base is unknown.
-    """
-    if not config.policies and config.policy.base == BASE_NAME:
-        return {config.policy.name: config}
-    return {name: _policy_config(config, name) for name in config.policies or (config.policy.name,)}
-
-
-def _policy_config(config: ConfigDict, name: str) -> ConfigDict:
-    if not isinstance(name, str) or not NAME.fits(name):
-        raise ConfigError(f"config.policies has {shown(name)}: {NAME.remedy}")
-    own = ConfigDict(config.to_dict())
-    own.policies = ConfigDict()
-    own.policy.name = name
-    changes = config.policies.get(name, ConfigDict())
-    if not isinstance(changes, ConfigDict):
-        raise ConfigError(f"config.policies.{name} is {shown(changes)}: give a dict such as {{'optimizer': {{...}}}}")
-    _change(own, f"config.policies.{name}", changes, PER_POLICY)
-    bases = base_configs(config)
-    if own.policy.base not in bases:
-        raise ConfigError(
-            f"policy {name} is to be trained on {own.policy.base!r} (policy.base): use one of {', '.join(bases)}"
-        )
-    for section in PER_BASE:
-        own[section] = ConfigDict(bases[own.policy.base][section].to_dict())
-    return own.lock()
-
-
-def _change(own: ConfigDict, field: str, changes: ConfigDict, sections: Iterable[str]) -> None:
-    """Write into `own` what the sections under `field` say.
-
-    Raises:
-        ConfigError: another section than `sections`, an unknown field, or a value of another type.
-    """
-    for section, values in changes.items():
-        if section not in sections:
-            remedy = f"set config.{section} for all of them" if section in own else "use one of these"
-            allowed = ", ".join(sections)
-            raise ConfigError(f"{field}.{section} is set, but {field} may differ only in {allowed}: {remedy}")
-        if not isinstance(values, ConfigDict | Mapping):
-            raise ConfigError(f"{field}.{section} is {shown(values)}: give a dict of the fields that differ")
-        for options, owner in OWNER_OF_OPTIONS.items():
-            name = owner.removeprefix(f"{section}.")
-            if name in values and values[name] != own[section][name]:
-                own[section].options = default_options(options)
-        for name, value in values.items():
-            if name not in own[section]:
-                raise ConfigError(f"{field}.{section}.{name} is no field: use one of {', '.join(own[section])}")
-            try:
-                if isinstance(own[section][name], ConfigDict) and not isinstance(
-                    FIELDS.find(f"{section}.{name}"), Free
-                ):
-                    own[section][name].update(value)
-                else:
-                    own[section][name] = value
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{field}.{section}.{name} is {shown(value)}, which does not fit: {error}") from error
 
 
 def default_options(path: str) -> ConfigDict:
@@ -469,11 +361,6 @@ def default_options(path: str) -> ConfigDict:
     declared = FIELDS.find(path)
     assert isinstance(declared, Free)
     return declared.defaults() or ConfigDict()
-
-
-def policies_on(config: ConfigDict, base: str) -> dict[str, ConfigDict]:
-    """The policies that are trained on a base model, as `policy_configs` gives them."""
-    return {name: own for name, own in policy_configs(config).items() if own.policy.base == base}
 
 
 def task_options(config: ConfigDict, source: str) -> dict[str, Any]:

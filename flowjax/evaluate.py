@@ -29,22 +29,22 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from flowjax.config import ConfigError, base_configs, load_run, policy_configs, save_run
+from flowjax.config import ConfigError, load_run, save_run
 from flowjax.launch import command_line
 from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
 from flowjax.launch.preflight import examine
 from flowjax.launch.roles import (
     choose_ports,
+    publish_endpoints,
     run_roles,
     stop_order,
     trainer_roles,
-    write_endpoints,
 )
 from flowjax.launch.session import OK, Session
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.monitor.progress import Progress, number
 from flowjax.monitor.screen import fixed, interval
-from flowjax.rollout.names import speakers
+from flowjax.run import Run, policy_sections, resolve
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
 # Between the command and the checkpoint's run:
@@ -69,7 +69,8 @@ def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:
         checkpoints[checkpoint.parent.name] = checkpoint
     if not config.policies and len(checkpoints) == 1:
         config.policy.name = next(iter(checkpoints))
-    expected = list(policy_configs(config))
+    run = resolve(config)
+    expected = list(run.policies)
     if set(checkpoints) != set(expected):
         raise ConfigError(
             f"--checkpoint names {', '.join(checkpoints)}, but the config has {', '.join(expected)}: give one "
@@ -82,8 +83,8 @@ def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:
         raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
     config.eval.versions = tuple(sorted({int(checkpoint.name) for checkpoint in checkpoints.values()}))
     if values["base"].value:
-        own = policy_configs(config)
-        config.agents = {name: own[by].policy.base if by in own else by for name, by in speakers(config).items()}
+        own = run.policies
+        config.agents = {name: own[by].base.name if by in own else by for name, by in run.agents.items()}
     return config, checkpoints
 
 
@@ -105,16 +106,18 @@ def _define(values: flags.FlagValues) -> None:
 
 def _conflicts(trained: ConfigDict, config: ConfigDict) -> Iterator[str]:
     compared = [(f"config.{field}", _at(trained, field), _at(config, field)) for field in _MUST_AGREE]
-    bases = [base_configs(source) for source in (trained, config)]
+    runs = resolve(trained), resolve(config)
     compared += [
-        (f"config.bases.{base}.model.path", *(own[base].model.path if base in own else None for own in bases))
+        (
+            f"config.bases.{base}.model.path",
+            *(run.bases[base].model.path if base in run.bases else None for run in runs),
+        )
         for base in sorted({*trained.bases, *config.bases})
     ]
-    policies = [policy_configs(source) for source in (trained, config)]
     compared += [
-        (f"config.policies.{name}.policy", *(own[name].policy for own in policies))
+        (f"config.policies.{name}.policy", *(policy_sections(source, name)["policy"] for source in (trained, config)))
         for name in config.policies
-        if name in policies[0]
+        if name in runs[0].policies
     ]
     for field, was, now in ((field, _plain(was), _plain(now)) for field, was, now in compared):
         if was != now:
@@ -136,8 +139,8 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def prepare(config: ConfigDict, checkpoints: Mapping[str, Path]) -> Path:
-    """A fresh folder in `evaluations` beside the run, whose only checkpoints are those to evaluate."""
+def prepare(config: ConfigDict, checkpoints: Mapping[str, Path]) -> Run:
+    """The run that evaluates, in a fresh folder in `evaluations` beside theirs, with no checkpoints but these."""
     named = [path.name if len(checkpoints) == 1 else f"{policy}@{path.name}" for policy, path in checkpoints.items()]
     by_base = config.agents and not set(config.agents.values()) & set(checkpoints)
     name, evaluations = "base" if by_base else ",".join(named), _evaluations(checkpoints)
@@ -148,7 +151,7 @@ def prepare(config: ConfigDict, checkpoints: Mapping[str, Path]) -> Path:
         published = run_dir / "checkpoints" / policy
         published.mkdir(parents=True)
         (published / checkpoint.name).symlink_to(checkpoint.absolute())
-    return run_dir
+    return resolve(config, run_dir)
 
 
 def _evaluations(checkpoints: Mapping[str, Path]) -> Path:
@@ -162,39 +165,39 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
     try:
         config, checkpoints = read_request(argv)
-        devices = _devices(config)
+        run = resolve(config, _evaluations(checkpoints) / "new")
+        devices = _devices(run)
     except (CheckpointError, ConfigError) as error:
         print(error, file=sys.stderr)
         return USER_MISTAKE
-    found = examine(config, _evaluations(checkpoints) / "new", devices)
+    found = examine(run, devices)
     if problems := [*found.problems, *found.here]:
         print("\n".join(problems), file=sys.stderr)
         return USER_MISTAKE
-    run_dir = prepare(config, checkpoints)
-    return _evaluate(config, run_dir, devices)
+    return _evaluate(prepare(config, checkpoints), devices)
 
 
-def _devices(config: ConfigDict) -> Devices:
-    sizes = tuple(config.mesh.to_dict().values())
-    return share_out(visible_accelerators(), engine_accelerators(config), mesh_count(sizes))
+def _devices(run: Run) -> Devices:
+    sizes = tuple(run.config.mesh.to_dict().values())
+    return share_out(visible_accelerators(), engine_accelerators(run), mesh_count(sizes))
 
 
-def _evaluate(config: ConfigDict, run_dir: Path, devices: Devices) -> int:
-    ports, version = choose_ports(config), min(config.eval.versions)
-    write_endpoints(config, run_dir, ports)
+def _evaluate(run: Run, devices: Devices) -> int:
+    ports, version = choose_ports(run), min(run.config.eval.versions)
+    publish_endpoints(run, ports)
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    session = Session(run_dir, steps=0, stop_order=stop_order(config), console=console)
+    session = Session(run.folder, steps=0, stop_order=stop_order(run), console=console)
 
     async def done(supervisor: Supervisor, progress: Progress) -> None:
         while progress.eval_at(version) is None:
             await asyncio.sleep(0.1)
 
-    roles = [role for role in run_roles(config, run_dir, ports, devices) if role.name not in trainer_roles(config)]
+    roles = [role for role in run_roles(run, ports, devices) if role.name not in trainer_roles(run)]
     status = asyncio.run(session.run(lambda: roles, done))
     if status == OK and (entry := session.screen.progress.eval_at(version)):
-        table = Table(title=str(run_dir), title_justify="left", show_header=False)
+        table = Table(title=str(run.folder), title_justify="left", show_header=False)
         table.add_row("held-out success", interval(entry))
-        for policy, own in entry.get("policies", {}).items() if config.policies else ():
+        for policy, own in entry.get("policies", {}).items() if run.config.policies else ():
             table.add_row(f"success of {policy}", interval({**own, "episodes": own.get("trajectories")}))
             more = {name: mean for name, mean in own.get("outcomes", {}).items() if name not in _TOLD_ANYHOW}
             table.add_row(f"outcomes of {policy}", ", ".join(f"{name} {mean:.3f}" for name, mean in more.items()))

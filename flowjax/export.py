@@ -16,14 +16,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, load_run, policy_configs
+from flowjax.config import ConfigError
 from flowjax.models.config import read_config
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import Lora, adapter_from_peft, peft_config, peft_tensors
 from flowjax.models.shape import ModelError
+from flowjax.run import Policy, read_run
 from flowjax.weights.hand_over import decoder_of
 from flowjax.weights.peft import new_folder, write_peft_folder
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
@@ -45,43 +45,44 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
         raise ConfigError(f"--dtype={dtype} is not known: use one of {', '.join(DTYPES)}")
     if out.exists():
         raise ConfigError(f"--out={out} exists already: name a new folder")
-    config, step = _run_of(checkpoint)
+    policy, step = _policy_of(checkpoint)
     arrays = read_adapter(checkpoint.parent, step)
     if form == "peft":
-        _write_peft(config, arrays, out)
+        _write_peft(policy, arrays, out)
         return
-    base = Path(config.model.path)
+    base, precision = Path(policy.base.model.path), jnp.dtype(dtype or policy.base.model.dtype)
     with new_folder(out.absolute()) as unfinished:
-        if config.policy.train == "full":
+        if policy.train == "full":
             decoder = decoder_of(read_config(base), arrays)
         else:
-            lora = Lora(**config.policy.lora.to_dict())
-            decoder = load_decoder(base, lora=lora, dtype=jnp.dtype(dtype or config.model.dtype))
+            lora = Lora(**policy.lora.to_dict())
+            decoder = load_decoder(base, lora=lora, dtype=precision)
             # Through PEFT's layout and back: that is where every shape and name is checked.
             set_adapter(decoder, adapter_from_peft(peft_tensors(arrays, decoder.config, lora), decoder.config, lora))
-        save_decoder(decoder, unfinished, dtype=jnp.dtype(dtype or config.model.dtype), tokenizer=base)
+        save_decoder(decoder, unfinished, dtype=precision, tokenizer=base)
 
 
-def _run_of(checkpoint: Path) -> tuple[ConfigDict, int]:
-    """The config of the checkpoint's policy, and its step."""
+def _policy_of(checkpoint: Path) -> tuple[Policy, int]:
+    """The policy of a checkpoint, and its step."""
     steps = committed_steps(checkpoint.parent) if checkpoint.parent.is_dir() else []
     if not checkpoint.name.isdigit() or int(checkpoint.name) not in steps:
         there = f"{checkpoint.parent} has committed steps {steps}" if steps else f"{checkpoint.parent} has none"
         raise ConfigError(f"--checkpoint={checkpoint} is not a committed checkpoint: {there}")
-    configs = policy_configs(load_run(checkpoint.absolute().parent.parent.parent))
-    policy = checkpoint.absolute().parent.name
-    if policy not in configs:
-        raise ConfigError(f"--checkpoint={checkpoint} is of {policy!r}, but the run has {', '.join(configs)}")
-    return configs[policy], int(checkpoint.name)
+    policies = read_run(checkpoint.absolute().parent.parent.parent).policies
+    name = checkpoint.absolute().parent.name
+    if name not in policies:
+        raise ConfigError(f"--checkpoint={checkpoint} is of {name!r}, but the run has {', '.join(policies)}")
+    return policies[name], int(checkpoint.name)
 
 
-def _write_peft(config: ConfigDict, arrays: dict, out: Path) -> None:
-    if config.policy.train == "full":
+def _write_peft(policy: Policy, arrays: dict, out: Path) -> None:
+    if policy.train == "full":
         raise ConfigError("--format=peft is for adapters, but the run has config.policy.train 'full': use --format=hf")
-    model, lora = read_config(Path(config.model.path)), Lora(**config.policy.lora.to_dict())
+    base = policy.base.model.path
+    model, lora = read_config(Path(base)), Lora(**policy.lora.to_dict())
     tensors = peft_tensors(arrays, model, lora)
     adapter_from_peft(tensors, model, lora)  # for its checks
-    write_peft_folder(out.absolute(), tensors, peft_config(lora, config.model.path))
+    write_peft_folder(out.absolute(), tensors, peft_config(lora, base))
 
 
 def main(argv: Sequence[str]) -> int:

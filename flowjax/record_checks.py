@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from flowjax.records import COUNTED_STATUSES, Episode, Status, Trajectory, Turn, WireError
+from flowjax.run import Run
 
 _LONGEST_NAME = 500  # characters
 _LONGEST_ERROR = 10_000
@@ -54,9 +54,9 @@ class Bounds:
     vocabulary: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of_run(cls, config: ConfigDict, vocabulary: Mapping[str, int] | None = None) -> "Bounds":
-        rollout = config.rollout
-        turns = rollout.max_episode_turns or 4 * config.env.max_turns * max(len(config.agents), 1)
+    def of_run(cls, run: Run, vocabulary: Mapping[str, int] | None = None) -> "Bounds":
+        rollout = run.config.rollout
+        turns = rollout.max_episode_turns or 4 * run.config.env.max_turns * len(run.agents)
         return cls(rollout.max_prompt_tokens, rollout.max_new_tokens, turns, vocabulary or {})
 
 

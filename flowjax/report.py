@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from flowjax.config import load_run, policy_configs
 from flowjax.credit.estimators import estimate
 from flowjax.credit.graph import state_graph, to_svg
 from flowjax.credit.table import build_table
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Group, Task, Trajectory, Turn
 from flowjax.rewards.scores import trajectory_scores
+from flowjax.run import read_run
 
 _WIDTH, _HEIGHT = 760, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 150, 20, 44
@@ -55,11 +55,11 @@ def draw_state_graph(run: Path) -> str | None:
     files = sorted((run / "trajectories").glob("*/*.jsonl"), key=lambda path: path.name)
     if not files:
         return None
-    config, group = policy_configs(load_run(run))[files[-1].parent.name], divided_group(files[-1])
-    scores, _ = trajectory_scores([group], config.reward.components.to_dict())
+    policy, group = read_run(run).policies[files[-1].parent.name], divided_group(files[-1])
+    scores, _ = trajectory_scores([group], policy.reward.components.to_dict())
     table = build_table([group], scores)
-    options = config.credit.options.to_dict()
-    advantages = np.asarray(estimate(table, config.credit.name, **options))
+    options = policy.credit.options.to_dict()
+    advantages = np.asarray(estimate(table, policy.credit.name, **options))
     return to_svg(state_graph(table, advantages, gamma=options.get("gamma", 0.9)))
 
 

@@ -8,7 +8,6 @@ import pytest
 from flowjax.config import ConfigError, save_run
 from flowjax.evaluate import prepare, read_request
 from flowjax.launch.checks import check_config
-from flowjax.rollout.names import speakers
 from flowjax.weights.publish import Checkpoints
 
 RECIPE = """
@@ -46,29 +45,29 @@ def request(run: Path, recipe: str, *named: str):
 def test_one_checkpoint_is_that_of_the_only_policy(run):
     config, checkpoints = request(run, "one", "solver/2")
     assert (config.policy.name, config.eval.versions) == ("solver", (2,))
-    folder = prepare(config, checkpoints)
+    folder = prepare(config, checkpoints).folder
     assert folder == run / "evaluations" / "2"
     assert [path.name for path in (folder / "checkpoints" / "solver").iterdir()] == ["2"]
-    assert prepare(config, checkpoints).name == "2-2"
+    assert prepare(config, checkpoints).folder.name == "2-2"
 
 
 def test_the_base_model_plays_in_place_of_the_checkpoint_and_greedily_if_asked(run):
     where = [f"--config={run.parent / 'recipe.py'}:one", f"--checkpoint={run / 'checkpoints' / 'solver' / '2'}"]
     config, checkpoints = read_request([*where, "--base", "--config.eval.temperature=0"])
-    assert speakers(config) == {"agent": "base"}
+    assert config.agents.to_dict() == {"agent": "base"}
     assert (config.eval.temperature, config.eval.versions) == (0.0, (2,))
     assert not [problem for problem in check_config(config) if "agents" in problem or "temperature" in problem]
-    assert [prepare(config, checkpoints).name for _ in range(2)] == ["base", "base-2"]
+    assert [prepare(config, checkpoints).folder.name for _ in range(2)] == ["base", "base-2"]
     named = ",".join(str(run / "checkpoints" / name) for name in ("solver/2", "verifier/1"))
     bases = [f"--config={run.parent / 'recipe.py'}:bases", f"--checkpoint={named}", "--base"]
     config, _ = read_request([*bases, "--config.agents={'first': 'solver', 'second': 'verifier'}"])
-    assert speakers(config) == {"first": "base", "second": "large"}
+    assert config.agents.to_dict() == {"first": "base", "second": "large"}
 
 
 def test_policies_are_evaluated_together_each_at_its_own_version(run):
     config, checkpoints = request(run, "two", "solver/2", "verifier/1")
     assert config.eval.versions == (1, 2)
-    folder = prepare(config, checkpoints)
+    folder = prepare(config, checkpoints).folder
     assert folder.name == "solver@2,verifier@1"
     assert (folder / "checkpoints" / "verifier" / "1").resolve() == run / "checkpoints" / "verifier" / "1"
 

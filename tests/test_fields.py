@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 import pytest
 from ml_collections import ConfigDict
 
-from flowjax.config import FIELDS, default_config, field_problems, may_change, page, policy_configs
+from flowjax.config import FIELDS, default_config, may_change, page
 from flowjax.fields import Field, Free, Interval, NotNegative, Section, type_problem
 from flowjax.launch.__main__ import main
 from flowjax.launch.checks import check_config
+from flowjax.run import field_problems, resolve
 
 NAN, INFINITY = math.nan, math.inf
 # For each type of field: NaN, infinite, negative, absurd and wrongly typed values.
@@ -206,7 +207,7 @@ def test_a_policy_that_names_another_estimator_starts_from_its_own_options():
     config = sound()
     config.credit.name, config.credit.options = "rewardflow", ConfigDict({"gamma": 0.8})
     config.policies = ConfigDict({"solver": {}, "verifier": {"credit": {"name": "dr_grpo"}}})
-    solver, verifier = policy_configs(config).values()
+    solver, verifier = resolve(config).policies.values()
     assert (solver.credit.options.to_dict(), verifier.credit.options.to_dict()) == ({"gamma": 0.8}, {})
 
 

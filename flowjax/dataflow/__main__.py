@@ -1,7 +1,6 @@
 """The dataflow role: `python -m flowjax.dataflow --run=<run folder>`."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -10,27 +9,28 @@ from urllib.parse import urlsplit
 
 from absl import app, flags, logging
 
-from flowjax.config import ConfigError, load_run
+from flowjax.config import ConfigError
 from flowjax.dataflow.algorithms.base import AlgorithmError
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import LedgerError
 from flowjax.dataflow.server import serve
 from flowjax.dataflow.tasks import held_out_tasks, train_tasks
 from flowjax.monitor.trouble import return_freed_memory
+from flowjax.run import read_endpoints, read_run
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _USER_MISTAKE = 2  # exit status; starting again does not mend it
 
 
 async def _main(run_dir: Path) -> None:
-    config = load_run(run_dir)
-    flow = Flow(config, run_dir, train_tasks=train_tasks(config), held_out_tasks=held_out_tasks(config))
+    run = read_run(run_dir)
+    flow = Flow(run, train_tasks=train_tasks(run.config), held_out_tasks=held_out_tasks(run.config))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    port = urlsplit(json.loads((run_dir / "endpoints.json").read_text())["dataflow"]).port
-    logging.info("serving on %s:%s", config.dataflow.host, port)
-    await serve(flow, run_dir, config=config, port=port or 0, stop=stop)
+    port = urlsplit(read_endpoints(run_dir)["dataflow"]).port
+    logging.info("serving on %s:%s", run.config.dataflow.host, port)
+    await serve(flow, run_dir, dataflow=run.config.dataflow, port=port or 0, stop=stop)
 
 
 def main(argv: list[str]) -> None:

@@ -75,8 +75,8 @@ class Batches:
             select,
             self._algorithms,
             step=step,
-            groups=state.config.trainer.groups_per_step,
-            max_staleness=state.config.dataflow.max_staleness,
+            groups=state.settings.trainer.groups_per_step,
+            max_staleness=state.run.config.dataflow.max_staleness,
         )
         group_ids = self._ledger.assign(policy, step, chosen)
         state.starved = group_ids is None
@@ -120,21 +120,21 @@ class Batches:
 
     def credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch:
         """The rows of a batch. Touches no state: it may run in a thread."""
-        if self._policies[policy].config.dataflow.keep_trajectories:
+        if self._policies[policy].run.config.dataflow.keep_trajectories:
             _write_transcripts(self._run_dir, policy, step, groups)
         return self._credit(policy, groups)
 
     def _credit(self, policy: str, groups: Sequence[Group]) -> CreditedBatch:
-        config = self._policies[policy].config
-        components, trained = config.reward.components.to_dict(), None
+        settings = self._policies[policy].settings
+        components, trained = settings.reward.components.to_dict(), None
         if self._algorithms.by_name:
             results = [Result.of(group, policy, components) for group in groups]
             trained = np.concatenate([self._algorithms.trains(result) for result in results])
         return credit_batch(
             groups,
             components=components,
-            estimator=config.credit.name,
-            options=config.credit.options.to_dict(),
+            estimator=settings.credit.name,
+            options=settings.credit.options.to_dict(),
             trained=trained,
         )
 
@@ -187,8 +187,10 @@ class Batches:
         known = max(
             (line.get("tasks", 0) for line in read_metrics(self._run_dir) if line["kind"] == "batch"), default=0
         )
-        configs = [(self._policies[policy].config, max(n, 0) + 1) for policy, n in lost.items()]
-        most = max((n + own.dataflow.max_staleness) * own.trainer.groups_per_step for own, n in configs)
+        states = [(self._policies[policy], max(n, 0) + 1) for policy, n in lost.items()]
+        most = max(
+            (n + own.run.config.dataflow.max_staleness) * own.settings.trainer.groups_per_step for own, n in states
+        )
         return max(known, self._ledger.count_groups()) + most
 
     def fence(self, policies: Collection[str], epoch: int) -> None:
@@ -214,7 +216,7 @@ class Batches:
             with self._algorithms.learnt() as learnt:
                 self._ledger.commit(policy, version, learnt=learnt)
             state.committed = version
-        kept_versions = max(state.config.trainer.keep_checkpoints, self._algorithms.keeps_used_versions)
+        kept_versions = max(state.settings.trainer.keep_checkpoints, self._algorithms.keeps_used_versions)
         self._ledger.close_batches(policy, version - kept_versions)
 
 

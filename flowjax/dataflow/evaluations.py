@@ -3,12 +3,10 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
-from ml_collections import ConfigDict
 
 from flowjax.dataflow.ledger import Ledger, trajectories_of
 from flowjax.dataflow.policies import PolicyState
@@ -18,6 +16,7 @@ from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.statistics import wilson
 from flowjax.records import Episode, Group, Task, Trajectory
 from flowjax.rewards.scores import trajectory_scores
+from flowjax.run import Run
 
 
 class Evaluations:
@@ -30,15 +29,15 @@ class Evaluations:
 
     def __init__(
         self,
-        config: ConfigDict,
+        run: Run,
         ledger: Ledger,
         metrics: MetricsWriter,
         tasks: grain.MapDataset[Task],
         policies: Mapping[str, PolicyState],
-        run_dir: Path,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._config, self._policies, self._run_dir = config, policies, run_dir
+        config = run.config
+        self._config, self._policies, self._run_dir = config, policies, run.folder
         self._ledger, self._metrics, self._tasks, self._clock = ledger, metrics, tasks, clock
         self._started_s: dict[str, float] = {}
         self._count = min(config.eval.tasks, len(tasks)) if config.eval.tasks else 0  # a source repeats beyond its end
@@ -102,7 +101,7 @@ class Evaluations:
         return not self._config.eval.tasks or self._last_versions() in evaluated
 
     def _last_versions(self) -> dict[str, int]:
-        return {name: policy.config.trainer.steps for name, policy in self._policies.items()}
+        return {name: policy.settings.trainer.steps for name, policy in self._policies.items()}
 
     def write_finished(self) -> None:
         """Write the line of each evaluation whose episodes have all ended."""
@@ -157,7 +156,7 @@ class Evaluations:
         ]
         if not groups:
             return {}
-        scores, _ = trajectory_scores(groups, self._policies[policy].config.reward.components.to_dict())
+        scores, _ = trajectory_scores(groups, self._policies[policy].settings.reward.components.to_dict())
         names = [part.trajectory_id for group in groups for part in group.trajectories]
         return dict(zip(names, map(float, scores), strict=True))
 

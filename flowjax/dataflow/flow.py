@@ -3,13 +3,10 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grain
-from ml_collections import ConfigDict
 
-from flowjax.config import policy_configs
 from flowjax.dataflow.algorithms.base import Chain, build_algorithms
 from flowjax.dataflow.batches import Batches
 from flowjax.dataflow.evaluations import Evaluations
@@ -22,6 +19,7 @@ from flowjax.monitor.metrics import MetricsWriter
 from flowjax.record_checks import Bounds
 from flowjax.records import Task
 from flowjax.rewards.scores import required_outcomes
+from flowjax.run import Run
 
 
 class Flow:
@@ -37,38 +35,37 @@ class Flow:
 
     def __init__(
         self,
-        config: ConfigDict,
-        run_dir: Path,
+        run: Run,
         *,
         train_tasks: grain.MapDataset[Task],
         held_out_tasks: grain.MapDataset[Task],
         clock: Callable[[], float] = time.monotonic,
     ):
+        config = run.config
         self.ledger = Ledger(
-            run_dir / "dataflow.sqlite",
+            run.folder / "dataflow.sqlite",
             lease_s=config.dataflow.lease_s,
             max_attempts=config.dataflow.max_attempts,
             failed=config.dataflow.failed_episodes,
             min_group_size=min(config.dataflow.min_group_size, config.rollout.group_size),
             clock=clock,
         )
-        configs, committed = policy_configs(config), self.ledger.commits()
+        committed = self.ledger.commits()
         self.policies = {
-            name: PolicyState(name, own, run_dir / "checkpoints" / name, committed=committed.get(name, -1))
-            for name, own in configs.items()
+            name: PolicyState(run, policy, committed=committed.get(name, -1)) for name, policy in run.policies.items()
         }
         # Models that speak in the run's episodes and are not trained: what they do is part of no group.
-        self.frozen = set(config.agents.values()) - set(configs)
-        self.bounds = Bounds.of_run(config, vocabulary_sizes(config))
+        self.frozen = set(config.agents.values()) - set(run.policies)
+        self.bounds = Bounds.of_run(run, vocabulary_sizes(run))
         self.needed_outcomes = {  # by policy, for its reward
-            name: required_outcomes(own.reward.components.to_dict()) for name, own in configs.items()
+            name: required_outcomes(own.reward.components.to_dict()) for name, own in run.policies.items()
         }
         self.algorithms = Chain(build_algorithms(config), self.ledger.states())
-        metrics = MetricsWriter(run_dir)
-        self.leases = Leases(config, self.ledger, self.algorithms, train_tasks, self.policies)
+        metrics = MetricsWriter(run.folder)
+        self.leases = Leases(run, self.ledger, self.algorithms, train_tasks, self.policies)
         self.groups = Groups(self.ledger, self.algorithms, self.policies)
-        self.batches = Batches(self.ledger, self.algorithms, self.policies, metrics, run_dir)
-        self.evaluations = Evaluations(config, self.ledger, metrics, held_out_tasks, self.policies, run_dir, clock)
+        self.batches = Batches(self.ledger, self.algorithms, self.policies, metrics, run.folder)
+        self.evaluations = Evaluations(run, self.ledger, metrics, held_out_tasks, self.policies, clock)
         self.evaluations.write_finished()  # what a process before this one had no time for
         self._only_evaluates = bool(config.eval.versions)
 
@@ -84,7 +81,7 @@ class Flow:
         state = self.policies[policy]
         state.serving = max(state.serving, version)
         self.evaluations.open()
-        return min([max(state.serving - state.config.dataflow.max_staleness, 0), *self.evaluations.pinned(policy)])
+        return min([max(state.serving - state.run.config.dataflow.max_staleness, 0), *self.evaluations.pinned(policy)])
 
     @property
     def finished(self) -> bool:

@@ -50,7 +50,7 @@ class Groups:
         for policy, group_id in self._ledger.complete_groups():
             keep = True
             if self._algorithms.by_name:
-                components = self._policies[policy].config.reward.components.to_dict()
+                components = self._policies[policy].settings.reward.components.to_dict()
                 keep = self._algorithms.keep(Result.of(self._ledger.group(group_id, policy), policy, components))
             with self._algorithms.learnt() as learnt:
                 self._ledger.filter(policy, group_id, keep=keep, learnt=learnt)

@@ -5,13 +5,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import grain
-from ml_collections import ConfigDict
 
 from flowjax.dataflow.algorithms.base import Candidate, Chain
 from flowjax.dataflow.ledger import Kind, Ledger
 from flowjax.dataflow.policies import PolicyState
 from flowjax.dataflow.tasks import episode_seed, task_at
 from flowjax.records import Lease, Task
+from flowjax.run import Run
 
 KINDS: frozenset[Kind] = frozenset({"train", "eval"})
 MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
@@ -52,12 +52,13 @@ class Leases:
 
     def __init__(
         self,
-        config: ConfigDict,
+        run: Run,
         ledger: Ledger,
         algorithms: Chain,
         tasks: grain.MapDataset[Task],
         policies: Mapping[str, PolicyState],
     ):
+        config = run.config
         self._config, self._ledger, self._algorithms = config, ledger, algorithms
         self._tasks, self._policies = tasks, policies
         self._speaking = (set(config.agents.values()) & set(policies)) or set(policies)
@@ -125,15 +126,16 @@ class Leases:
         return start + MOST_PASSED_OVER, task_at(self._tasks, start + MOST_PASSED_OVER), True
 
     def _admits(self, policy: PolicyState) -> bool:
-        config, made = policy.config, self._ledger.batches(policy.name)
-        ahead = min(policy.serving + config.dataflow.max_staleness + 1, config.trainer.steps) - made
-        groups = config.trainer.groups_per_step
+        trainer, dataflow = policy.settings.trainer, self._config.dataflow
+        made = self._ledger.batches(policy.name)
+        ahead = min(policy.serving + dataflow.max_staleness + 1, trainer.steps) - made
+        groups = trainer.groups_per_step
         admitted = ahead * math.ceil(groups * self._algorithms.fresh_share)
         if made <= policy.serving and ahead > 0:  # the trainer waits: there may be less to replay than is asked for
             admitted = max(admitted, groups - self._count_replayed(policy.name, made, groups))
-        if config.dataflow.max_ready_groups:
+        if dataflow.max_ready_groups:
             admitted = min(admitted, policy.most_ready)
-        ready, under_way = self._ledger.unused(policy.name, made - config.dataflow.max_staleness)
+        ready, under_way = self._ledger.unused(policy.name, made - dataflow.max_staleness)
         return ready + self._kept_of(policy.name, under_way) < admitted
 
     def _count_replayed(self, policy: str, step: int, groups: int) -> int:

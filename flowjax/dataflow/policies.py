@@ -1,20 +1,19 @@
-"""A policy as the dataflow sees it: its config, and the versions of it that are served and committed."""
+"""A policy as the dataflow sees it: its settings, and the versions of it that are served and committed."""
 
 import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ml_collections import ConfigDict
+from flowjax.run import Policy, Run
 
 
 @dataclass(eq=False, slots=True)
 class PolicyState:
     """What leases, groups, batches and evaluations know together of a policy."""
 
-    name: str
-    config: ConfigDict  # as this policy alone would have it
-    checkpoints: Path  # folder of its versions
+    run: Run
+    settings: Policy
     serving: int = -1  # newest version that the engines serve; -1 before version 0
     committed: int = -1  # newest version that its trainer has made
     starved: bool = False  # its trainer last asked in vain
@@ -24,19 +23,28 @@ class PolicyState:
         self._found = self.newest_checkpoint()
 
     @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of its versions."""
+        return self.run.folder / "checkpoints" / self.name
+
+    @property
     def learns(self) -> bool:
         """True until it has made its last version."""
-        return self.committed < self.config.trainer.steps
+        return self.committed < self.settings.trainer.steps
 
     @property
     def oldest_kept(self) -> int:
         """The oldest version whose checkpoint its trainer may still go back to."""
-        return max(self.committed - self.config.trainer.keep_checkpoints, 0)
+        return max(self.committed - self.settings.trainer.keep_checkpoints, 0)
 
     @property
     def most_ready(self) -> int:
         """Groups that may wait for its trainer."""
-        dataflow, groups = self.config.dataflow, self.config.trainer.groups_per_step
+        dataflow, groups = self.run.config.dataflow, self.settings.trainer.groups_per_step
         return max(dataflow.max_ready_groups or 2 * (dataflow.max_staleness + 1) * groups, groups)
 
     def newest_checkpoint(self) -> int:
@@ -49,7 +57,7 @@ class PolicyState:
 
         Where the ledger is new, or older than the checkpoints that this process found when it started, those tell.
         """
-        made = max(batches, self.committed, *self.config.eval.versions, 0)
+        made = max(batches, self.committed, *self.run.config.eval.versions, 0)
         return max(made, self._found if made else self.newest_checkpoint())
 
     def flush_checkpoint(self, version: int) -> None:

@@ -164,16 +164,16 @@ async def _healthy(request: web.Request) -> web.Response:
     return web.Response(text="ok\n")
 
 
-async def serve(flow: Flow, run_dir: Path, *, config: ConfigDict, port: int, stop: asyncio.Event) -> None:
+async def serve(flow: Flow, run_dir: Path, *, dataflow: ConfigDict, port: int, stop: asyncio.Event) -> None:
     """Serve until `stop` is set, writing `status-dataflow.json` every second.
 
     Raises:
         LedgerError: the ledger turned out to be damaged.
         OSError, sqlite3.Error: the disk fails again and again.
     """
-    host = config.dataflow.host
+    host = dataflow.host
     token = "" if is_loopback(host) else make_token(run_dir)
-    server = Server(flow, token=token, max_message_bytes=config.dataflow.max_message_bytes)
+    server = Server(flow, token=token, max_message_bytes=dataflow.max_message_bytes)
     runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()

@@ -23,7 +23,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from rich.console import Console
 
-from flowjax.config import FIELDS, ConfigError, load_run, policy_configs, save_run
+from flowjax.config import FIELDS, ConfigError, load_run, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
 from flowjax.launch.devices import (
@@ -39,26 +39,26 @@ from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
     choose_ports,
+    publish_endpoints,
     run_roles,
     stop_order,
     trainer_roles,
     warm_start_roles,
-    write_endpoints,
 )
 from flowjax.launch.session import OK, Session
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.progress import Progress, read_status
 from flowjax.monitor.screen import clock, summary
+from flowjax.run import Run, resolve
 
 _PLAIN_WIDTH = 140  # columns where there is no terminal to ask
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """A run to start, to resume or to plan."""
 
-    config: ConfigDict
-    run_dir: Path
+    run: Run
     resume: bool
     dry_run: bool
     devices: Devices
@@ -82,7 +82,8 @@ def read_request(argv: Sequence[str]) -> Request:
     flag = {name: bool(values[name].value) for name in ("resume", "dry_run", "fresh_ledger")}
     if flag["fresh_ledger"] and (not flag["resume"] or flag["dry_run"]):
         raise ConfigError("--fresh_ledger changes a run that has begun: give --resume=<run folder>, and no --dry_run")
-    return Request(config, run_dir, flag["resume"], flag["dry_run"], _devices(config, values), flag["fresh_ledger"])
+    run = resolve(config, run_dir)
+    return Request(run, flag["resume"], flag["dry_run"], _devices(run, values), flag["fresh_ledger"])
 
 
 def _define(values: flags.FlagValues) -> None:
@@ -117,7 +118,8 @@ def _fresh_folder(config: ConfigDict, values: flags.FlagValues) -> Path:
     return runs / name
 
 
-def _devices(config: ConfigDict, values: flags.FlagValues) -> Devices:
+def _devices(run: Run, values: flags.FlagValues) -> Devices:
+    config = run.config
     asked, dry_run = values["devices"].value, values["dry_run"].value
     if asked and not dry_run:
         raise ConfigError(f"--devices={asked} goes with --dry_run; CUDA_VISIBLE_DEVICES limits what a run uses")
@@ -128,17 +130,17 @@ def _devices(config: ConfigDict, values: flags.FlagValues) -> Devices:
     elif dry_run and not accelerators and config.model.nano is None:
         # A recipe for accelerators, planned on a machine without: as many as it names.
         each = math.prod(size for size in sizes if size > 0)
-        asked, assumed = engine_accelerators(config) + len(trainer_roles(config)) * each, True
+        asked, assumed = engine_accelerators(run) + len(trainer_roles(run)) * each, True
     if asked:
         accelerators = tuple(map(str, range(asked)))
     return share_out(
         accelerators,
-        engine_accelerators(config),
+        engine_accelerators(run),
         mesh_count(sizes),
-        trainers=max(len(trainer_roles(config)), 1),
-        cpu_devices=host_device_count() * processes_here(config),
+        trainers=max(len(trainer_roles(run)), 1),
+        cpu_devices=host_device_count() * processes_here(config.trainer),
         assumed=assumed,
-        hosts=config.trainer.processes // processes_here(config),
+        hosts=config.trainer.processes // processes_here(config.trainer),
     )
 
 
@@ -155,32 +157,33 @@ def main(argv: Sequence[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     if request.dry_run:
         return _show_plan(request, console)
-    say = f"{'resuming' if request.resume else 'starting'} {request.run_dir}, logs in {request.run_dir / 'logs'}"
+    run_dir = request.run.folder
+    say = f"{'resuming' if request.resume else 'starting'} {run_dir}, logs in {run_dir / 'logs'}"
     console.print(say, highlight=False, soft_wrap=True)
-    found = examine(request.config, request.run_dir, request.devices, resume=request.resume)
+    found = examine(request.run, request.devices, resume=request.resume)
     if problems := [*found.problems, *found.here]:
         return _refuse(problems)
     try:
-        save_run(request.config, request.run_dir)
-        with hold(request.run_dir):
+        save_run(request.run.config, run_dir)
+        with hold(run_dir):
             if request.fresh_ledger:
-                _start_ledger_anew(request, console)
+                _start_ledger_anew(request.run, console)
             return _run(request, console)
     except RunInUse as error:
         return _refuse([str(error)])
     except OSError as error:
-        return _refuse([f"run folder {request.run_dir}: {error.strerror}: give another --config.runs=<folder>"])
+        return _refuse([f"run folder {run_dir}: {error.strerror}: give another --config.runs=<folder>"])
 
 
-def _start_ledger_anew(request: Request, console: Console) -> None:
+def _start_ledger_anew(run: Run, console: Console) -> None:
     """Have tasks go on after all that were ever opened: the old ledger's, or what other files tell of it."""
     from flowjax.dataflow.ledger import start_anew
     from flowjax.weights.publish import committed_steps
 
-    run_dir, config = request.run_dir, request.config
+    run_dir, config = run.folder, run.config
     made = [
         max(committed_steps(run_dir / "checkpoints" / policy), default=0) * own.trainer.groups_per_step
-        for policy, own in policy_configs(config).items()
+        for policy, own in run.policies.items()
     ]
     opened = int(read_status(run_dir, "dataflow").get("opened_groups", 0))
     # The status is a second old, and more groups than a batch may have been opened since.
@@ -203,37 +206,36 @@ def _show_status(run_dir: Path) -> int:
 def _show_plan(request: Request, console: Console) -> int:
     from flowjax.launch.plan import render_plan
 
-    config, run_dir = request.config, request.run_dir
-    ports = choose_ports(config)
-    found: Findings = examine(config, run_dir, request.devices, resume=request.resume)
-    roles = [] if found.problems else run_roles(config, run_dir, ports, request.devices)
-    console.print(render_plan(config, run_dir, roles, ports, request.devices, found))
+    ports = choose_ports(request.run)
+    found: Findings = examine(request.run, request.devices, resume=request.resume)
+    roles = [] if found.problems else run_roles(request.run, ports, request.devices)
+    console.print(render_plan(request.run, roles, ports, request.devices, found))
     return USER_MISTAKE if found.problems else OK
 
 
 def _run(request: Request, console: Console) -> int:
-    config, run_dir, devices = request.config, request.run_dir, request.devices
-    ports = choose_ports(config)
-    write_endpoints(config, run_dir, ports)
-    first = warm_start_roles(config, run_dir, devices)
+    run, devices = request.run, request.devices
+    ports = choose_ports(run)
+    publish_endpoints(run, ports)
+    first = warm_start_roles(run, devices)
     session = Session(
-        run_dir,
-        steps=sum(_last_versions(config)),
-        warm_steps=config.warm_start.steps * len(first),
-        stop_order=stop_order(config),
+        run.folder,
+        steps=sum(_last_versions(run).values()),
+        warm_steps=run.config.warm_start.steps * len(first),
+        stop_order=stop_order(run),
         console=console,
     )
 
     async def done(supervisor: Supervisor, progress: Progress) -> None:
-        for trainer in trainer_roles(config):
+        for trainer in trainer_roles(run):
             await supervisor.ended(trainer)
-        if "trainer" in config.elsewhere:
-            await _trained_elsewhere(config, run_dir)
-        await _final_evaluation(config, run_dir, progress)
+        if "trainer" in run.config.elsewhere:
+            await _trained_elsewhere(run)
+        await _final_evaluation(run, progress)
 
     status = asyncio.run(
         session.run(
-            lambda: run_roles(config, run_dir, ports, devices),
+            lambda: run_roles(run, ports, devices),
             done,
             first=first,
         )
@@ -244,42 +246,42 @@ def _run(request: Request, console: Console) -> int:
     else:
         console.print(
             f"stopped after {clock(time.time() - session.started_s)}; go on with: "
-            f"python -m flowjax.launch --resume={run_dir}",
+            f"python -m flowjax.launch --resume={run.folder}",
             highlight=False,
             soft_wrap=True,
         )
     return status
 
 
-def _last_versions(config: ConfigDict) -> list[int]:
+def _last_versions(run: Run) -> dict[str, int]:
     """The version at which each policy ends."""
-    return [own.trainer.steps for own in policy_configs(config).values()]
+    return {name: policy.trainer.steps for name, policy in run.policies.items()}
 
 
-async def _trained_elsewhere(config: ConfigDict, run_dir: Path) -> None:
+async def _trained_elsewhere(run: Run) -> None:
     """Wait until the dataflow has been told of the last version of every policy."""
-    last = {policy: own.trainer.steps for policy, own in policy_configs(config).items()}
+    last = _last_versions(run)
     while True:
-        told = read_status(run_dir, "dataflow").get("policies", {})
+        told = read_status(run.folder, "dataflow").get("policies", {})
         if all(told.get(policy, {}).get("committed", -1) >= version for policy, version in last.items()):
             return
         await asyncio.sleep(0.5)
 
 
-async def _final_evaluation(config: ConfigDict, run_dir: Path, progress: Progress) -> None:
+async def _final_evaluation(run: Run, progress: Progress) -> None:
     """Wait for the evaluation of the last version.
 
     Raises:
         RoleFailed: it does not come.
     """
-    patience_s, last = config.trainer.step_timeout_s, min(_last_versions(config))
+    patience_s, last = run.config.trainer.step_timeout_s, min(_last_versions(run).values())
     try:
         async with asyncio.timeout(patience_s):
-            while config.eval.tasks and progress.eval_at(last) is None:
+            while run.config.eval.tasks and progress.eval_at(last) is None:
                 await asyncio.sleep(0.1)
     except TimeoutError as error:
         reason = f"the evaluation of version {last} was not in within {patience_s:g} s"
-        raise RoleFailed("rollout", 1, run_dir / "logs" / "rollout.log", reason) from error
+        raise RoleFailed("rollout", 1, run.folder / "logs" / "rollout.log", reason) from error
 
 
 def _refuse(problems: Sequence[str]) -> int:

@@ -4,23 +4,15 @@ A check gives messages of one form: field, value, conflict, remedy. All that can
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ml_collections import ConfigDict
 
-from flowjax.config import (
-    BASE_NAME,
-    PER_BASE,
-    ConfigError,
-    base_configs,
-    field_problems,
-    may_change,
-    policies_on,
-    policy_configs,
-)
-from flowjax.rollout.names import executor_bases, idle_bases, speakers
+from flowjax.config import BASE_NAME, ConfigError, may_change, task_options
+from flowjax.credit import GROUP_RELATIVE
+from flowjax.run import PER_BASE, PER_POLICY, Base, Policy, Run, check_agents, field_problems, resolve
 
-GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "gigpo", "rewardflow", "maxrl", "pass_at_k", "best_of_group"}
+_RUN_BACKEND = "run"  # kind of a backend that is an engine of the run
 
 
 def check_config(config: ConfigDict) -> list[str]:
@@ -30,8 +22,14 @@ def check_config(config: ConfigDict) -> list[str]:
     """
     problems = field_problems(config)
     try:
-        rules = on_each_base(config, lambda own: [*_engines(own), *_lengths(own), *_batches(own)])
-        rules += [*_training(config), *_bases(config)]
+        run = resolve(config)
+        rules = [
+            *on_each_base(run, lambda base: [*_engines(base), *_served_lengths(run, base)]),
+            *on_each_policy(run, lambda policy: [*_batches(run, policy), *_training(run, policy)]),
+            *_episodes(run),
+            *_bases(run),
+            *_trainers(run),
+        ]
     except ConfigError as error:
         rules = [str(error)]
     except (AttributeError, KeyError, TypeError):
@@ -41,19 +39,40 @@ def check_config(config: ConfigDict) -> list[str]:
     return list(dict.fromkeys([*problems, *rules]))
 
 
-def on_each_base(config: ConfigDict, check: Callable[[ConfigDict], Iterable[str]]) -> list[str]:
-    """What a check says of the config of each base model. What several have in common is told once."""
-    told: dict[str, str] = {}
-    for base, own in base_configs(config).items():
-        for text in check(own):
-            told.setdefault(text, in_base(base, text))
-    return list(told.values())
+def on_each_base(run: Run, check: Callable[[Base], Iterable[str]]) -> list[str]:
+    """Messages of a check on each base model, with fields named as the config has them; common ones once."""
+    said: dict[str, str] = {}
+    for name, base in run.bases.items():
+        for text in check(base):
+            said.setdefault(text, in_base(name, text))
+    return list(said.values())
+
+
+def on_each_policy(run: Run, check: Callable[[Policy], Iterable[str]]) -> list[str]:
+    """Messages of a check on each policy, with fields named as the config has them; common ones once."""
+    found = [
+        in_base(policy.base.name, _in_policy(run, name, text))
+        for name, policy in run.policies.items()
+        for text in check(policy)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _in_policy(run: Run, policy: str, text: str) -> str:
+    """A message about a policy, with the sections that it has of its own named as they are in the config."""
+    own = [section for section in PER_POLICY if section in run.config.policies.get(policy, {})]
+    return _renamed(text, own, f"config.policies.{policy}")
 
 
 def in_base(base: str, text: str) -> str:
-    """A text about a base model's own config, with its fields named as they are in the run's."""
-    sections = "|".join(PER_BASE)
-    return text if base == BASE_NAME else re.sub(rf"\bconfig\.({sections})\b", rf"config.bases.{base}.\1", text)
+    """A message about a base model, with its fields named as they are in the config."""
+    return text if base == BASE_NAME else _renamed(text, PER_BASE, f"config.bases.{base}")
+
+
+def _renamed(text: str, sections: Iterable[str], holder: str) -> str:
+    for section in sections:
+        text = re.sub(rf"\bconfig\.{section}\b", f"{holder}.{section}", text)
+    return text
 
 
 def check_unchanged(saved: ConfigDict, config: ConfigDict) -> list[str]:
@@ -67,73 +86,9 @@ def check_unchanged(saved: ConfigDict, config: ConfigDict) -> list[str]:
     ]
 
 
-def _training(config: ConfigDict) -> Iterator[str]:
-    """What full fine-tuning cannot be combined with, and rules that cannot be read."""
-    for name, own in policy_configs(config).items():
-        sharing = policies_on(config, own.policy.base)
-        if own.policy.train == "full" and own.loss.kl_coefficient:
-            yield (
-                f"config.loss.kl_coefficient is {own.loss.kl_coefficient}, but with config.policy.train 'full' no copy "
-                "of the base is kept to compare with: set it to 0, or train 'lora'"
-            )
-        if own.policy.train == "full" and own.model.quantize:
-            problem = (
-                f"config.model.quantize is {own.model.quantize!r}, but config.policy.train is 'full', and quantised "
-                "weights cannot be trained: set it to '' or train 'lora'"
-            )
-            yield in_base(own.policy.base, problem)
-        if own.policy.train == "full" and len(sharing) > 1:
-            yield (
-                f"config.policies.{name} trains 'full' weights, but {len(sharing)} policies share the base: "
-                "set policy.train to 'lora'"
-            )
-    if config.separate_trainers and config.trainer.processes > 1:
-        yield (
-            f"config.separate_trainers is True, but config.trainer.processes is {config.trainer.processes}, and a "
-            "trainer of several processes is one for all policies: set one of them back"
-        )
-
-
-def _bases(config: ConfigDict) -> Iterator[str]:
-    """Whether each base model has something to do and engines of its own, and each trainer one base."""
-    for base in idle_bases(config):
-        if base == BASE_NAME:
-            yield (
-                f"config.bases has {', '.join(config.bases)}, and the run's own base model (config.model) neither "
-                "speaks for an agent nor is trained: make one of config.bases the run's own"
-            )
-        else:
-            yield (
-                f"config.bases.{base} speaks for no agent, no policy is trained on it and no backend of the world asks "
-                "it: name it in config.agents or in the policy.base of a policy, or leave it out"
-            )
-    full = {own.policy.base for own in policy_configs(config).values() if own.policy.train == "full"}
-    for field, base in executor_bases(config).items():
-        if base not in base_configs(config):
-            yield f"{field} is {base!r}: use one of the run's base models, {', '.join(base_configs(config))}"
-        elif base in full:
-            yield (
-                f"{field} is {base!r}, but with policy.train 'full' the engine replaces that base model by what is "
-                "trained: name one of config.bases, or train 'lora'"
-            )
-    trained = list(dict.fromkeys(own.policy.base for own in policy_configs(config).values()))
-    if len(trained) > 1 and not config.separate_trainers:
-        yield (
-            f"config.separate_trainers is False, but policies are trained on {len(trained)} base models "
-            f"({', '.join(trained)}) and a trainer holds one: set it to True"
-        )
-    users: dict[str, str] = {}
-    for base, own in base_configs(config).items():
-        for url in dict.fromkeys(own.engine.urls):
-            if url in users:
-                fields = " and ".join(in_base(each, "config.engine.urls") for each in (users[url], base))
-                yield f"{fields} both have {url!r}, but an engine serves one base model: give each its own"
-            users.setdefault(url, base)
-
-
-def _engines(config: ConfigDict) -> Iterator[str]:
-    """Which engines there are, how many episodes they get, and what their model names leave free."""
-    rollout, engine = config.rollout, config.engine
+def _engines(base: Base) -> Iterator[str]:
+    """The engines of a base model, and their addresses."""
+    engine = base.engine
     if engine.urls and engine.replicas > 1:
         yield (
             f"config.engine.replicas is {engine.replicas}, but config.engine.urls names engines that run elsewhere: "
@@ -146,61 +101,150 @@ def _engines(config: ConfigDict) -> Iterator[str]:
         )
     if len(set(engine.urls)) < len(engine.urls):
         yield f"config.engine.urls is {tuple(engine.urls)}, in which an address comes twice: name each engine once"
-    if rollout.min_concurrent_episodes > rollout.max_concurrent_episodes:
+
+
+def _served_lengths(run: Run, base: Base) -> Iterator[str]:
+    longest, served = _longest_turn(run), base.engine.max_model_tokens
+    if served < longest:
         yield (
-            f"config.rollout.min_concurrent_episodes is {rollout.min_concurrent_episodes}, more than "
-            f"config.rollout.max_concurrent_episodes, {rollout.max_concurrent_episodes}: lower it"
+            f"config.engine.max_model_tokens is {served}, but config.rollout.max_prompt_tokens + "
+            f"max_new_tokens is {longest}: raise max_model_tokens to {longest} or lower one of the two"
         )
-    if BASE_NAME in (config.policy.name, *config.policies):
-        yield f"a policy is named {BASE_NAME!r}, which is the engine's name of the base model: give it another name"
-    if config.agents:
-        try:
-            speakers(config)
-        except ConfigError as error:
-            yield str(error)
 
 
-def _lengths(config: ConfigDict) -> Iterator[str]:
-    rollout, trainer, engine = config.rollout, config.trainer, config.engine
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+def _longest_turn(run: Run) -> int:
+    """Tokens of the longest prompt with the longest reply."""
+    return run.config.rollout.max_prompt_tokens + run.config.rollout.max_new_tokens
+
+
+def _batches(run: Run, policy: Policy) -> Iterator[str]:
+    """Rows, batches and updates of a policy, and its reward."""
+    trainer, group_size = policy.trainer, run.config.rollout.group_size
+    longest, episodes = _longest_turn(run), trainer.groups_per_step * group_size
     if trainer.row_tokens < longest:
         yield (
             f"config.trainer.row_tokens is {trainer.row_tokens}, but config.rollout.max_prompt_tokens + max_new_tokens "
             f"is {longest}: raise row_tokens to {longest} or lower one of the two"
         )
-    if engine.max_model_tokens < longest:
-        yield (
-            f"config.engine.max_model_tokens is {engine.max_model_tokens}, but config.rollout.max_prompt_tokens + "
-            f"max_new_tokens is {longest}: raise max_model_tokens to {longest} or lower one of the two"
-        )
-    if config.dataflow.lease_s < config.env.step_timeout_s:
-        yield (
-            f"config.dataflow.lease_s is {config.dataflow.lease_s}, shorter than one step of the world may take "
-            f"(config.env.step_timeout_s is {config.env.step_timeout_s}): raise lease_s"
-        )
-
-
-def _batches(config: ConfigDict) -> Iterator[str]:
-    trainer, group_size = config.trainer, config.rollout.group_size
-    episodes = trainer.groups_per_step * group_size
     if trainer.updates_per_step > episodes:
         yield (
             f"config.trainer.updates_per_step is {trainer.updates_per_step}, but a batch has only {episodes} episodes "
             f"(config.trainer.groups_per_step * config.rollout.group_size): lower it to {episodes} or less"
         )
-    if group_size < 2 and config.credit.name in GROUP_RELATIVE:
+    if group_size < 2 and policy.credit.name in GROUP_RELATIVE:
         yield (
-            f"config.rollout.group_size is {group_size}, but config.credit.name is {config.credit.name!r}, which "
+            f"config.rollout.group_size is {group_size}, but config.credit.name is {policy.credit.name!r}, which "
             "compares the episodes of a group: raise group_size to 2 or more"
         )
     updates = trainer.steps * trainer.updates_per_step
-    if config.optimizer.warmup_steps >= updates > 0:
+    if policy.optimizer.warmup_steps >= updates > 0:
         yield (
-            f"config.optimizer.warmup_steps is {config.optimizer.warmup_steps}, but the run has only {updates} "
+            f"config.optimizer.warmup_steps is {policy.optimizer.warmup_steps}, but the run has only {updates} "
             "optimiser updates (config.trainer.steps * updates_per_step): lower it"
         )
-    if not config.reward.components:
+    if not policy.reward.components:
         yield "config.reward.components is empty: name at least one, for example {'success': 1.0}"
+
+
+def _training(run: Run, policy: Policy) -> Iterator[str]:
+    """Conflicts of full fine-tuning."""
+    if policy.train != "full":
+        return
+    if policy.loss.kl_coefficient:
+        yield (
+            f"config.loss.kl_coefficient is {policy.loss.kl_coefficient}, but with config.policy.train 'full' no copy "
+            "of the base is kept to compare with: set it to 0, or train 'lora'"
+        )
+    if policy.base.model.quantize:
+        yield (
+            f"config.model.quantize is {policy.base.model.quantize!r}, but config.policy.train is 'full', and "
+            "quantised weights cannot be trained: set it to '' or train 'lora'"
+        )
+    if len(sharing := run.policies_on(policy.base.name)) > 1:
+        yield (
+            f"config.policies.{policy.name} trains 'full' weights, but {len(sharing)} policies share the base: "
+            "set policy.train to 'lora'"
+        )
+
+
+def _episodes(run: Run) -> Iterator[str]:
+    """Episodes at once, their time, and who plays in them."""
+    rollout, step_timeout_s = run.config.rollout, run.config.env.step_timeout_s
+    if rollout.min_concurrent_episodes > rollout.max_concurrent_episodes:
+        yield (
+            f"config.rollout.min_concurrent_episodes is {rollout.min_concurrent_episodes}, more than "
+            f"config.rollout.max_concurrent_episodes, {rollout.max_concurrent_episodes}: lower it"
+        )
+    if (lease_s := run.config.dataflow.lease_s) < step_timeout_s:
+        yield (
+            f"config.dataflow.lease_s is {lease_s}, shorter than one step of the world may take "
+            f"(config.env.step_timeout_s is {step_timeout_s}): raise lease_s"
+        )
+    if BASE_NAME in run.policies:
+        yield f"a policy is named {BASE_NAME!r}, which is the engine's name of the base model: give it another name"
+    try:
+        check_agents(run)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _bases(run: Run) -> Iterator[str]:
+    """Base models that nothing needs, that a backend asks in vain, or that share an engine."""
+    asked = _backend_bases(run.config)
+    needed = {policy.base.name for policy in run.policies.values()} | {*run.agents.values(), *asked.values()}
+    for base in (name for name in run.bases if name not in needed):
+        if base == BASE_NAME:
+            yield (
+                f"config.bases has {', '.join(run.config.bases)}, and the run's own base model (config.model) neither "
+                "speaks for an agent nor is trained: make one of config.bases the run's own"
+            )
+        else:
+            yield (
+                f"config.bases.{base} speaks for no agent, no policy is trained on it and no backend of the world asks "
+                "it: name it in config.agents or in the policy.base of a policy, or leave it out"
+            )
+    for field, base in asked.items():
+        if base not in run.bases:
+            yield f"{field} is {base!r}: use one of the run's base models, {', '.join(run.bases)}"
+        elif base in run.replaced_bases:
+            yield (
+                f"{field} is {base!r}, but with policy.train 'full' the engine replaces that base model by what is "
+                "trained: name one of config.bases, or train 'lora'"
+            )
+    users: dict[str, str] = {}
+    for name, base in run.bases.items():
+        for url in dict.fromkeys(base.engine.urls):
+            if url in users:
+                fields = " and ".join(in_base(each, "config.engine.urls") for each in (users[url], name))
+                yield f"{fields} both have {url!r}, but an engine serves one base model: give each its own"
+            users.setdefault(url, name)
+
+
+def _backend_bases(config: ConfigDict) -> dict[str, str]:
+    """Field of the config -> the base model that this backend of the run's world asks, by kind "run"."""
+    found = {}
+    for source in config.env.sources or ("",):
+        field = f"config.env.sources.{source}.options" if source else "config.env.options"
+        backends = task_options(config, source).get("backends") or {}
+        for name, given in backends.items() if isinstance(backends, Mapping) else ():
+            if isinstance(given, Mapping) and given.get("kind") == _RUN_BACKEND:
+                found[f"{field}.backends.{name}.base"] = str(given.get("base", BASE_NAME))
+    return found
+
+
+def _trainers(run: Run) -> Iterator[str]:
+    """A trainer holds one base model, and one of several processes is alone."""
+    trained = list(dict.fromkeys(policy.base.name for policy in run.policies.values()))
+    if len(trained) > 1 and not run.config.separate_trainers:
+        yield (
+            f"config.separate_trainers is False, but policies are trained on {len(trained)} base models "
+            f"({', '.join(trained)}) and a trainer holds one: set it to True"
+        )
+    if run.config.separate_trainers and (processes := run.config.trainer.processes) > 1:
+        yield (
+            f"config.separate_trainers is True, but config.trainer.processes is {processes}, and a "
+            "trainer of several processes is one for all policies: set one of them back"
+        )
 
 
 def _flat(config: ConfigDict, prefix: str = "") -> dict[str, object]:

@@ -16,9 +16,10 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from flowjax.config import FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options, field_problems
+from flowjax.config import FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options
 from flowjax.fields import Free, nearest, shown
 from flowjax.launch.checks import check_config
+from flowjax.run import field_problems
 
 _KINDS = {
     int: "a whole number",

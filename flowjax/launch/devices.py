@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from flowjax.config import base_configs
+from flowjax.run import Run
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,9 @@ def host_device_count(env: Mapping[str, str] = os.environ) -> int:
     return int(found[1]) if found else 1
 
 
-def engine_accelerators(config: ConfigDict) -> int:
+def engine_accelerators(run: Run) -> int:
     """Accelerators that the engines of a run want of this machine."""
-    engines = [own.engine for own in base_configs(config).values()] if "rollout" not in config.elsewhere else []
-    return sum(engine.replicas * engine.tensor_parallel for engine in engines if not engine.urls)
+    return sum(run.bases[engine.base].engine.tensor_parallel for engine in run.engines if not engine.url)
 
 
 def share_out(
@@ -110,10 +109,10 @@ def share_out(
     return Devices(trainer[:most], engine, cpu_devices, assumed, trainers, hosts)
 
 
-def processes_here(config: ConfigDict, env: Mapping[str, str] = os.environ) -> int:
+def processes_here(trainer: ConfigDict, env: Mapping[str, str] = os.environ) -> int:
     """Processes of the run's trainer that are started on this machine: all of them, or one where FLOWJAX_PROCESS says
     which and other hosts have the others."""
-    return 1 if "FLOWJAX_PROCESS" in env else config.trainer.processes
+    return 1 if "FLOWJAX_PROCESS" in env else trainer.processes
 
 
 def mesh_count(sizes: Sequence[int]) -> int | None:

@@ -15,9 +15,9 @@ from typing import IO
 
 from ml_collections import ConfigDict
 
-from flowjax.config import base_configs
 from flowjax.launch.checks import in_base
 from flowjax.launch.devices import Devices, engine_accelerators, processes_here
+from flowjax.run import Base, Run
 
 _LOCK_FILE = "launch.lock"
 _SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
@@ -27,11 +27,11 @@ class RunInUse(Exception):
     """Another process supervises this run folder."""
 
 
-def check_model(config: ConfigDict) -> list[str]:
+def check_model(base: Base) -> list[str]:
     """The base model's folder, or the means to build one."""
-    if not config.model.path:
+    if not base.model.path:
         return ["config.model.path is empty: give the folder of a Hugging Face model"]
-    folder, nano = Path(config.model.path), config.model.nano
+    folder, nano = Path(base.model.path), base.model.nano
     if not (folder / "config.json").exists():
         if nano is not None:
             return []
@@ -68,14 +68,15 @@ def _nano_conflicts(folder: Path, nano: ConfigDict) -> list[str]:
     ]
 
 
-def check_ports(config: ConfigDict) -> list[str]:
+def check_ports(run: Run) -> list[str]:
+    """The ports that the config fixes are free, and no two servers' are the same."""
     wanted = {
-        in_base(base, "config.engine.port"): range(own.engine.port, own.engine.port + own.engine.replicas)
-        for base, own in base_configs(config).items()
-        if own.engine.port and not own.engine.urls
+        in_base(name, "config.engine.port"): range(base.engine.port, base.engine.port + base.engine.replicas)
+        for name, base in run.bases.items()
+        if base.engine.port and not base.engine.urls
     }
-    if config.dataflow.port:
-        wanted["config.dataflow.port"] = range(config.dataflow.port, config.dataflow.port + 1)
+    if port := run.config.dataflow.port:
+        wanted["config.dataflow.port"] = range(port, port + 1)
     problems = []
     for field, ports in wanted.items():
         for port in ports:
@@ -94,13 +95,13 @@ def check_ports(config: ConfigDict) -> list[str]:
     return problems
 
 
-def check_engine(config: ConfigDict) -> list[str]:
+def check_engine(base: Base) -> list[str]:
     """The interpreter of a base model's engines, if they are started here, has vLLM."""
-    if config.engine.urls or "rollout" in config.elsewhere:
+    if base.engine.urls or not base.engines:
         return []
     problems = []
-    python = config.engine.python or sys.executable
-    field = f"config.engine.python is {config.engine.python!r} ({python})"
+    python = base.engine.python or sys.executable
+    field = f"config.engine.python is {base.engine.python!r} ({python})"
     found = shutil.which(python)
     if found is None:
         problems.append(f"{field}, which is not an executable: give the path of a Python that has vLLM")
@@ -111,22 +112,23 @@ def check_engine(config: ConfigDict) -> list[str]:
     return problems
 
 
-def check_accelerators(config: ConfigDict, devices: Devices) -> list[str]:
+def check_accelerators(run: Run, devices: Devices) -> list[str]:
     """There are enough for all the engines and for each process of the trainer that are started here."""
-    return _engine_accelerators(config, devices) + _trainer_processes(config, devices)
+    processes = [] if "trainer" in run.config.elsewhere else _trainer_processes(run.config.trainer, devices)
+    return _engine_accelerators(run, devices) + processes
 
 
-def _trainer_processes(config: ConfigDict, devices: Devices) -> list[str]:
-    count, trainer = config.trainer.processes, config.trainer
-    if count == 1 or "trainer" in config.elsewhere:
+def _trainer_processes(trainer: ConfigDict, devices: Devices) -> list[str]:
+    count = trainer.processes
+    if count == 1:
         return []
-    if trainer.coordinator and processes_here(config) > 1:
+    if trainer.coordinator and processes_here(trainer) > 1:
         return [
             f"config.trainer.processes is {count} and config.trainer.coordinator is {trainer.coordinator!r}, for "
             "processes on several hosts, but FLOWJAX_PROCESS is not set: set it to the number of the one that is "
             "started here (0 on the coordinator's host), or leave coordinator empty to start all on this machine"
         ]
-    if len(devices.trainer) % processes_here(config):
+    if len(devices.trainer) % processes_here(trainer):
         return [
             f"config.trainer.processes is {count}, but the trainer has {len(devices.trainer)} accelerators here, which "
             "cannot be shared out evenly: make it a divisor of that"
@@ -134,15 +136,15 @@ def _trainer_processes(config: ConfigDict, devices: Devices) -> list[str]:
     return []
 
 
-def _engine_accelerators(config: ConfigDict, devices: Devices) -> list[str]:
-    wanted, have = engine_accelerators(config), len(devices.engine)
+def _engine_accelerators(run: Run, devices: Devices) -> list[str]:
+    wanted, have = engine_accelerators(run), len(devices.engine)
     if not have or wanted <= have:
         return []
     named = []
-    for base, own in base_configs(config).items():
-        replicas, parallel = own.engine.replicas, own.engine.tensor_parallel
+    for name, base in run.bases.items():
+        replicas, parallel = base.engine.replicas, base.engine.tensor_parallel
         text = f"config.engine.replicas is {replicas} and " if replicas > 1 else ""
-        named += [] if own.engine.urls else [in_base(base, f"{text}config.engine.tensor_parallel is {parallel}")]
+        named += [] if base.engine.urls else [in_base(name, f"{text}config.engine.tensor_parallel is {parallel}")]
     return [f"{', '.join(named)}, which takes {wanted} accelerators, but there are {have}: lower one of them"]
 
 

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -10,37 +9,35 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flowjax.config import base_configs
 from flowjax.launch.devices import Devices
 from flowjax.launch.preflight import Findings, disk_bytes
-from flowjax.launch.roles import missing_bases
+from flowjax.launch.roles import fixed_ports, missing_bases
 from flowjax.launch.supervisor import Role
-from flowjax.rollout.names import engine_names, engines_by_base
+from flowjax.run import Base, Run
 
 
 def render_plan(
-    config: ConfigDict, run_dir: Path, roles: Sequence[Role], ports: dict[str, int], devices: Devices, found: Findings
+    run: Run, roles: Sequence[Role], ports: Mapping[str, int], devices: Devices, found: Findings
 ) -> RenderableType:
     """Roles, devices, batch arithmetic, memory and disk; then what stands in the way."""
     parts: list[RenderableType] = [
-        Text(f"plan of {run_dir}", "bold"),
-        _rows("batch", batch_lines(config)),
-        _rows("devices", device_lines(config, devices, found)),
+        Text(f"plan of {run.folder}", "bold"),
+        _rows("batch", batch_lines(run.config)),
+        _rows("devices", device_lines(run, devices, found)),
     ]
-    bases = base_configs(config)
     for base, plan in found.plan.get("bases", {}).items():
-        title = f" of {base}" if len(bases) > 1 else ""
+        title = f" of {base}" if len(run.bases) > 1 else ""
         if "model" in plan:
-            parts.append(_rows(f"model{title}", model_lines(bases[base], plan["model"])))
+            parts.append(_rows(f"model{title}", model_lines(run, run.bases[base], plan["model"])))
         if "memory" in plan:
             parts.append(_rows(f"trainer memory per device{title}, estimated", memory_lines(plan["memory"])))
     if not found.problems:
-        needed_bytes = disk_bytes(config, found.plan)
+        needed_bytes = disk_bytes(run, found.plan)
         parts.append(_rows("disk", [("run folder", f"about {size(needed_bytes)}, and logs and trajectories")]))
-    parts.append(_rows("ports on loopback", port_lines(config, ports)))
+    parts.append(_rows("ports on loopback", port_lines(run, ports)))
     parts.append(Text("roles", "bold"))
-    for base in missing_bases(config):
-        parts.append(Text(f"  first: warm start of a nano base model into {bases[base].model.path}"))
+    for base in missing_bases(run):
+        parts.append(Text(f"  first: warm start of a nano base model into {run.bases[base].model.path}"))
     shared = dict(set.intersection(*(set(role.env.items()) for role in roles))) if roles else {}
     parts.append(Text(f"  all: {_environment(shared)}"))
     for role in roles:
@@ -76,34 +73,34 @@ def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
     ]
 
 
-def device_lines(config: ConfigDict, devices: Devices, found: Findings) -> list[tuple[str, str]]:
+def device_lines(run: Run, devices: Devices, found: Findings) -> list[tuple[str, str]]:
     """Who runs where; the engines of each base model."""
     mesh = found.plan.get("mesh")
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items()) if mesh else "does not fit"
     note = "  (assumed: none here; --devices=N plans for N)" if devices.assumed else ""
     if devices.shared:
-        note += f"  (shared: the engine takes {config.engine.gpu_memory_fraction:.0%} of the memory)"
+        note += f"  (shared: the engine takes {run.config.engine.gpu_memory_fraction:.0%} of the memory)"
     trainer = (
         f"accelerators {','.join(devices.trainer)}"
         if devices.trainer
         else f"{devices.cpu_devices} CPU device{'s' * (devices.cpu_devices != 1)}"
     )
     lines, taken = [("trainer", f"{trainer}, mesh {shape}{note}")], 0
-    bases = base_configs(config)
-    for base in engines_by_base(config):
-        own = bases[base]
-        count = 0 if own.engine.urls else own.engine.replicas * own.engine.tensor_parallel
-        name = engine_names(1, base)[0]
-        lines.append((name, engine_line(own, devices.engine[taken : taken + count])))
-        lines.append((f"{name}'s Python", own.engine.python or "the one running flowjax"))
+    for base in run.bases.values():
+        if not base.engines:
+            continue
+        count = 0 if base.engine.urls else base.engine.replicas * base.engine.tensor_parallel
+        (name,) = base.engine_names(1)
+        lines.append((name, engine_line(base.engine, devices.engine[taken : taken + count])))
+        lines.append((f"{name}'s Python", base.engine.python or "the one running flowjax"))
         taken += count
-    workers = f"CPU, {config.env.workers} environment worker{'s' * (config.env.workers != 1)}"
+    count = run.config.env.workers
+    workers = f"CPU, {count} environment worker{'s' * (count != 1)}"
     return [*lines, ("dataflow, rollout", workers)]
 
 
-def engine_line(config: ConfigDict, accelerators: Sequence[str]) -> str:
-    """Where the engines of one base model run, and how."""
-    engine = config.engine
+def engine_line(engine: ConfigDict, accelerators: Sequence[str]) -> str:
+    """Place and manner of the engines of one base model, whose section `engine` this is."""
     where = (
         f"accelerators {','.join(accelerators)}"
         if accelerators
@@ -116,27 +113,27 @@ def engine_line(config: ConfigDict, accelerators: Sequence[str]) -> str:
     return f"{where}, tensor parallel {engine.tensor_parallel}, {engine.dtype}"
 
 
-def model_lines(config: ConfigDict, model: Mapping[str, Any]) -> list[tuple[str, str]]:
+def model_lines(run: Run, base: Base, model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Sizes of a base model, of what is saved and of what is served."""
-    parallel = config.engine.tensor_parallel
-    kv_tokens = config.engine.max_concurrent_sequences * config.engine.max_model_tokens
-    base = f"{config.model.path}: {model['parameters']:,} parameters"
+    engine, parallel = base.engine, base.engine.tensor_parallel
+    kv_tokens = engine.max_concurrent_sequences * engine.max_model_tokens
+    told = f"{base.model.path}: {model['parameters']:,} parameters"
     if "trained" in model:
         lines = [
-            ("base", f"{base}, {config.model.dtype} in the trainer"),
+            ("base", f"{told}, {base.model.dtype} in the trainer"),
             ("trained", f"{model['train']}, {model['trained']:,} parameters (float32)"),
-            ("checkpoint", f"{size(model['checkpoint_bytes'])} each, {config.trainer.keep_checkpoints} kept"),
+            ("checkpoint", f"{size(model['checkpoint_bytes'])} each, {run.config.trainer.keep_checkpoints} kept"),
             ("handed to the engine", f"{size(model['adapter_bytes'])} per version"),
         ]
     else:
-        lines = [("base", f"{base}, not trained")]
+        lines = [("base", f"{told}, not trained")]
     return [
         *lines,
         (
             "engine per device",
             f"{size(model['served_bytes'] // parallel)} weights + "
             f"{size(model['kv_bytes_per_token'] * kv_tokens // parallel)} key-value cache if all "
-            f"{config.engine.max_concurrent_sequences} sequences were {config.engine.max_model_tokens:,} tokens long",
+            f"{engine.max_concurrent_sequences} sequences were {engine.max_model_tokens:,} tokens long",
         ),
     ]
 
@@ -159,11 +156,9 @@ def _environment(env: Mapping[str, str]) -> str:
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(env.items()))
 
 
-def port_lines(config: ConfigDict, ports: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The ports of what is started here, and whether they are fixed."""
-    bases = base_configs(config)
-    fixed = {name for base, names in engines_by_base(config).items() if bases[base].engine.port for name in names}
-    fixed |= {"dataflow"} if config.dataflow.port else set()
+def port_lines(run: Run, ports: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The ports of what is started here; those that are not fixed are marked."""
+    fixed = fixed_ports(run)
     chosen = " (free now; chosen anew at the start)"
     return [(name, f"{port}{'' if name in fixed else chosen}") for name, port in ports.items()]
 

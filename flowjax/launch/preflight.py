@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from flowjax.config import base_configs, policy_configs
 from flowjax.launch.checks import check_config, on_each_base
 from flowjax.launch.devices import Devices
 from flowjax.launch.machine import (
@@ -21,6 +18,7 @@ from flowjax.launch.machine import (
     check_ports,
     check_unused,
 )
+from flowjax.run import Engine, Run
 
 _PROBE_TIMEOUT_S = 120.0
 
@@ -34,46 +32,46 @@ class Findings:
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-def examine(config: ConfigDict, run_dir: Path, devices: Devices, *, resume: bool = False) -> Findings:
+def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     """Run every check. Nothing is written, nothing started but short-lived probes."""
-    probe = _start_probe(config, devices, run_dir / "checkpoints" / config.policy.name if resume else None)
-    problems = check_config(config)
-    here = [*on_each_base(config, check_model), *check_ports(config), *on_each_base(config, check_engine)]
-    here += [*check_accelerators(config, devices), *check_unused(run_dir)]
+    probe = _start_probe(run, devices, run.folder / "checkpoints" / run.config.policy.name if resume else None)
+    problems = check_config(run.config)
+    here = [*on_each_base(run, check_model), *check_ports(run), *on_each_base(run, check_engine)]
+    here += [*check_accelerators(run, devices), *check_unused(run.folder)]
     if not here:
-        problems += _engine_problems(config, run_dir)
+        problems += _engine_problems(run)
     found, lacking, plan = _finish_probe(probe)
     problems += [text for text in found if text not in problems]
     here += lacking
-    here += check_folder(run_dir, 0 if problems else disk_bytes(config, plan))
+    here += check_folder(run.folder, 0 if problems else disk_bytes(run, plan))
     return Findings(problems, here, plan)
 
 
-def _engine_problems(config: ConfigDict, run_dir: Path) -> list[str]:
+def _engine_problems(run: Run) -> list[str]:
     """What the engines' commands cannot express."""
     from flowjax.rollout.sidecar import engine_command
 
     try:
-        for base in base_configs(config):
-            engine_command(config, run_dir, port=0, base=base)
+        for base in run.bases:
+            engine_command(run, Engine("", base, replica=0), port=0)
     except ValueError as error:
         return [str(error)]
     return []
 
 
-def disk_bytes(config: ConfigDict, plan: dict[str, Any]) -> int:
+def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
     """Most that checkpoints and adapter folders of a run take at once."""
     needed_bytes = 0
-    for own in policy_configs(config).values():
-        trainer, model = own.trainer, plan.get("bases", {}).get(own.policy.base, {}).get("model", {})
+    for policy in run.policies.values():
+        trainer, model = policy.trainer, plan.get("bases", {}).get(policy.base.name, {}).get("model", {})
         kept = trainer.keep_checkpoints + 1  # the one being written
         kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
-        adapters = own.dataflow.max_staleness + 2
+        adapters = run.config.dataflow.max_staleness + 2
         needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
     return needed_bytes
 
 
-def _start_probe(config: ConfigDict, devices: Devices, checkpoints: Path | None) -> subprocess.Popen[str]:
+def _start_probe(run: Run, devices: Devices, checkpoints: Path | None) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "flowjax.launch.probe"],
         stdin=subprocess.PIPE,
@@ -83,7 +81,7 @@ def _start_probe(config: ConfigDict, devices: Devices, checkpoints: Path | None)
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     request = {
-        "config": json.loads(config.to_json()),
+        "config": json.loads(run.config.to_json()),
         "devices": devices.trainer_count,
         "checkpoints": str(checkpoints) if checkpoints else None,
     }

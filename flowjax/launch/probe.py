@@ -17,12 +17,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flowjax.config import base_configs, default_config, policies_on, policy_configs, task_options
+from flowjax.config import default_config, task_options
 from flowjax.envs.base import NotReady, find_world
-from flowjax.launch.checks import in_base
+from flowjax.launch.checks import in_base, on_each_policy
+from flowjax.run import Base, Policy, Run, resolve
 
 
-def inspect_run(config: ConfigDict, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
+def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
     """Problems, what is not ready on this machine, and the sizes that a plan shows.
 
     `checkpoints` is the folder that a resumed run goes on from.
@@ -31,11 +32,12 @@ def inspect_run(config: ConfigDict, device_count: int, checkpoints: Path | None)
     here: list[str] = []
     problems = [
         text
-        for check in (_world, _data, _workflow, _data_algorithms, _learning, _rules)
-        for text in _messages(check, config, here=here)
+        for check in (_world, _data, _workflow, _data_algorithms)
+        for text in _messages(check, run.config, here=here)
     ]
-    problems += _messages(_mesh, config, device_count, plan, here=here)
-    problems += _messages(_bases, config, device_count, plan, here=here)
+    problems += [text for check in (_learning, _rules) for text in _messages(check, run, here=here)]
+    problems += _messages(_mesh, run.config, device_count, plan, here=here)
+    problems += _messages(_bases, run, device_count, plan, here=here)
     if checkpoints is not None:
         problems += _messages(_newest_checkpoint, checkpoints, here=here)
     return {"problems": _named(problems), "here": _named(here), "plan": plan}
@@ -105,21 +107,22 @@ def _data_algorithms(config: ConfigDict) -> Iterator[str]:
         yield from ()
 
 
-def _learning(config: ConfigDict) -> Iterator[str]:
+def _learning(run: Run) -> Iterator[str]:
     """Reward, credit and loss of each policy."""
-    for policy, own in policy_configs(config).items():
-        for section, check in (("reward", _reward), ("credit", _credit), ("loss", _loss)):
-            field = f"config.policies.{policy}.{section}" if section in config.policies.get(policy, {}) else ""
-            for text in _messages(check, own):
-                yield text.replace(f"config.{section}", field or f"config.{section}")
+
+    def check(policy: Policy) -> list[str]:
+        reward = _messages(_reward, policy.reward.components, run.config)
+        return [*reward, *_messages(_credit, policy.credit), *_messages(_loss, policy.loss)]
+
+    yield from on_each_policy(run, check)
 
 
-def _reward(config: ConfigDict) -> Iterator[str]:
+def _reward(components: ConfigDict, config: ConfigDict) -> Iterator[str]:
     from flowjax.rewards.scores import check_reward
 
-    if config.reward.components:
+    if components:
         outcomes = (*find_world(config.env.name).OUTCOMES, *_workflow_outcomes(config.workflow))
-        check_reward(config.reward.components.to_dict(), outcomes, config.env.name)
+        check_reward(components.to_dict(), outcomes, config.env.name)
     yield from ()
 
 
@@ -165,37 +168,37 @@ def _defined(module: ast.Module) -> set[str]:
     return names
 
 
-def _credit(config: ConfigDict) -> Iterator[str]:
+def _credit(credit: ConfigDict) -> Iterator[str]:
     from flowjax.credit.estimators import check_options
 
-    check_options(config.credit.name, config.credit.options.to_dict())
+    check_options(credit.name, credit.options.to_dict())
     yield from ()
 
 
-def _loss(config: ConfigDict) -> Iterator[str]:
+def _loss(loss: ConfigDict) -> Iterator[str]:
     from flowjax.losses.options import check_loss_options
 
-    check_loss_options(config.loss.kind, config.loss.options.to_dict())
+    check_loss_options(loss.kind, loss.options.to_dict())
     yield from ()
 
 
-def _rules(config: ConfigDict) -> Iterator[str]:
-    """Whether the rules of each policy's optimiser cover what it trains."""
+def _rules(run: Run) -> Iterator[str]:
+    """The rules of each policy's optimiser cover what it trains."""
     from flowjax.models.decoder import base_specs
     from flowjax.models.lora import Lora, adapter_specs
     from flowjax.trainer.optimizer import check_rules
 
-    for own in policy_configs(config).values():
-        model = _model(own) if own.model.path else None
-        if model is None or not own.optimizer.rules:
+    for policy in run.policies.values():
+        model = _model(run.config, policy.base) if policy.base.model.path else None
+        if model is None or not policy.optimizer.rules:
             continue
-        if own.policy.train == "full":
+        if policy.train == "full":
             outer = ("embedding", "final_norm", "lm_head")
             names = [name if name in outer else f"layers/{name}" for name in base_specs(model, "float32")]
         else:
-            targets = adapter_specs(model, Lora(**own.policy.lora.to_dict()))
+            targets = adapter_specs(model, Lora(**policy.lora.to_dict()))
             names = [f"adapter/{target}/{part}" for target, parts in targets.items() for part in parts]
-        check_rules(own.optimizer.rules, names)
+        check_rules(policy.optimizer.rules, names)
     yield from ()
 
 
@@ -226,26 +229,27 @@ def _shown_axes(mesh: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in mesh.items() if size > 1 or name in ("data", "fsdp", "tensor")}
 
 
-def _bases(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
+def _bases(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
     """Sizes of each base model and of what is trained on it; yields what does not divide over the trainer's mesh."""
     from flowjax.models.sharding import resolve_mesh
 
-    mesh = resolve_mesh(config.mesh.to_dict(), device_count)
+    mesh = resolve_mesh(run.config.mesh.to_dict(), device_count)
     parts = plan["bases"] = {}
-    for base, own in base_configs(config).items():
-        part = parts[base] = {}
-        policies = list(policies_on(config, base).values())
-        for check, args in ((_served, (own, part)), *((_trained, (policy, mesh, part)) for policy in policies[:1])):
-            for text in _messages(check, *args):
-                yield in_base(base, text)
+    for name, base in run.bases.items():
+        part = parts[name] = {}
+        said = _messages(_served, run.config, base, part)
+        for policy in list(run.policies_on(name).values())[:1]:
+            said += _messages(_trained, run.config, policy, mesh, part)
+        for text in said:
+            yield in_base(name, text)
 
 
-def _served(config: ConfigDict, plan: dict[str, Any]) -> Iterator[str]:
-    """What the base model takes on its engines."""
+def _served(config: ConfigDict, base: Base, plan: dict[str, Any]) -> Iterator[str]:
+    """Memory that the base model takes on its engines."""
     from flowjax.models import memory
 
-    if model := _model(config):
-        value_bytes = memory.DTYPE_BYTES.get(config.engine.dtype, 2)
+    if model := _model(config, base):
+        value_bytes = memory.DTYPE_BYTES.get(base.engine.dtype, 2)
         plan["model"] = {
             "parameters": model.parameter_count(),
             "kv_bytes_per_token": 2 * model.layers * model.kv_size * value_bytes,
@@ -254,38 +258,38 @@ def _served(config: ConfigDict, plan: dict[str, Any]) -> Iterator[str]:
     yield from ()
 
 
-def _trained(config: ConfigDict, mesh: Mapping[str, int], plan: dict[str, Any]) -> Iterator[str]:
-    """What a policy takes in its trainer; yields what does not divide."""
+def _trained(config: ConfigDict, policy: Policy, mesh: Mapping[str, int], plan: dict[str, Any]) -> Iterator[str]:
+    """Memory that a policy takes in its trainer; yields what does not divide."""
     from jax.sharding import AbstractMesh
 
     from flowjax.models import memory
     from flowjax.models.lora import Lora, adapter_specs
     from flowjax.models.sharding import MESH_AXES, Placement
 
-    model = _model(config)
+    settings, trainer, model = policy.base.model, policy.trainer, _model(config, policy.base)
     if model is None:
         return
-    lora = Lora(**config.policy.lora.to_dict()) if config.policy.train == "lora" else None
+    lora = Lora(**policy.lora.to_dict()) if policy.train == "lora" else None
     adapter = sum(math.prod(s.shape) for ab in adapter_specs(model, lora).values() for s in ab.values()) if lora else 0
     trained = adapter if lora else model.parameter_count()
     plan["model"] |= {
-        "train": config.policy.train,
+        "train": policy.train,
         "trained": trained,
         "checkpoint_bytes": 3 * memory.FLOAT32 * trained,  # the weights and AdamW's two moments
         "adapter_bytes": memory.FLOAT32 * trained,
     }
-    if config.model.dtype not in memory.DTYPE_BYTES:
+    if settings.dtype not in memory.DTYPE_BYTES:
         return
     axes: dict[str, Any] = _shown_axes(mesh)
     plan["memory"] = memory.estimate(
         model,
         lora,
-        rows=config.trainer.micro_batch_rows,
-        tokens=config.trainer.row_tokens,
-        chunk=config.trainer.logprob_chunk_tokens,
-        dtype=config.model.dtype,
-        remat=config.model.remat,
-        quantize=config.model.quantize,
+        rows=trainer.micro_batch_rows,
+        tokens=trainer.row_tokens,
+        chunk=trainer.logprob_chunk_tokens,
+        dtype=settings.dtype,
+        remat=settings.remat,
+        quantize=settings.quantize,
         **axes,
     )
     placement: Any = AbstractMesh(tuple(mesh.values()), MESH_AXES)  # only its shape is looked at
@@ -293,20 +297,20 @@ def _trained(config: ConfigDict, mesh: Mapping[str, int], plan: dict[str, Any]) 
     yield from ()
 
 
-def _model(config: ConfigDict) -> Any:
+def _model(config: ConfigDict, base: Base) -> Any:
     """The decoder's shape: from its folder, the nano recipe, or the known shapes; None where it is not known."""
     from flowjax.models.config import known_shape, read_config
 
-    folder = Path(config.model.path)
+    folder, nano = Path(base.model.path), base.model.nano
     if (folder / "config.json").exists():
         return read_config(folder)
-    if config.model.nano is not None:
+    if nano is not None:
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
         from flowjax.workflows.imitation import base_words
 
         world = find_world(config.env.name)(**config.env.options.to_dict())
         words = len(base_words(config, world))
-        return nano_config(words + len(SPECIAL_TOKENS), **config.model.nano.to_dict())
+        return nano_config(words + len(SPECIAL_TOKENS), **nano.to_dict())
     return known_shape(folder.name)
 
 
@@ -332,7 +336,7 @@ def main() -> None:
     with config.unlocked():
         config.update(request["config"])
     folder = request["checkpoints"]
-    answer = inspect_run(config, request["devices"], Path(folder) if folder else None)
+    answer = inspect_run(resolve(config), request["devices"], Path(folder) if folder else None)
     json.dump(answer, answer_to)
     answer_to.flush()
 

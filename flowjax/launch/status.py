@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from flowjax.config import load_run, policy_configs
 from flowjax.launch.machine import check_unused
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.progress import number, read_status
 from flowjax.monitor.screen import clock, fixed, interval, percent
+from flowjax.run import read_run
 
 _SILENT_S = 10.0  # a role that writes its status every second and has not for so long is away
 _ENDED = ("done", "stopped", "failed")  # phases that outlive the launcher
@@ -24,7 +24,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     Raises:
         ConfigError: the folder holds no run.
     """
-    config = load_run(run_dir)
+    run = read_run(run_dir)
     now_s = time.time() if now_s is None else now_s
     entries = read_metrics(run_dir)
     dataflow, rollout = read_status(run_dir, "dataflow"), read_status(run_dir, "rollout")
@@ -43,7 +43,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             policy = name.removeprefix("trainer").removeprefix("-")
             own_lines = [entry for entry in train if policy in ("", entry.get("policy"))]
             newest = own_lines[-1] if own_lines else {}
-            seen, doing = _seen(newest, now_s, silent_s=config.trainer.step_timeout_s), _training(newest)
+            seen, doing = _seen(newest, now_s, silent_s=run.config.trainer.step_timeout_s), _training(newest)
         else:
             seen = doing = ""
         roles.add_row(name, _state(states.get(name, {}), launched), seen, doing)
@@ -53,7 +53,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
         "success", "invalid",
     ):  # fmt: skip
         policies.add_column(column)
-    for name, own in policy_configs(config).items():
+    for name, own in run.policies.items():
         counts = dataflow.get("policies", {}).get(name, {})
         own_lines = [entry for entry in train if entry.get("policy", name) == name]
         last = own_lines[-1] if own_lines else {}

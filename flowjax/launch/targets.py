@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from flowjax.files import replace_file
 from flowjax.monitor.progress import read_status
+from flowjax.run import read_endpoints
 
 TARGETS_FILE = "prometheus.json"
 
@@ -16,7 +17,7 @@ def metrics_targets(run_dir: Path) -> list[dict[str, Any]]:
     """One entry for each role that is known to listen: `targets` with its host and port, `labels` with run and role."""
     urls: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
-        urls = json.loads((run_dir / "endpoints.json").read_text())
+        urls = read_endpoints(run_dir)
     for path in sorted(run_dir.glob("status-*.json")):
         role = path.stem.removeprefix("status-")
         if url := read_status(run_dir, role).get("metrics_url"):

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from flowjax.config import base_configs, policy_configs
 from flowjax.models.shape import AnyScaling as AnyScaling
 from flowjax.models.shape import Experts as Experts
 from flowjax.models.shape import LinearScaling as LinearScaling
@@ -17,6 +14,7 @@ from flowjax.models.shape import ModelConfig as ModelConfig
 from flowjax.models.shape import ModelError as ModelError
 from flowjax.models.shape import RopeScaling as RopeScaling
 from flowjax.models.shape import YarnScaling as YarnScaling
+from flowjax.run import Run
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ABSENT = ("rope_theta", "rope_local_base_freq", "rope_parameters", "head_dim", "sliding_window_pattern")  # if null
@@ -144,17 +142,14 @@ def read_config(folder: str | Path) -> ModelConfig:
     return parse_config(raw, source=str(path))
 
 
-def vocabulary_sizes(config: ConfigDict) -> dict[str, int]:
+def vocabulary_sizes(run: Run) -> dict[str, int]:
     """Tokens that each policy's model has, and each base model by its own name; without those whose folder is not
     here, as where engines and trainers run elsewhere."""
     sizes: dict[str, int] = {}
-    for base, own in base_configs(config).items():
+    for name, base in run.bases.items():
         with contextlib.suppress(ModelError):
-            sizes[base] = read_config(own.model.path).vocab_size
-    by_policy = {
-        name: sizes[own.policy.base] for name, own in policy_configs(config).items() if own.policy.base in sizes
-    }
-    return sizes | by_policy
+            sizes[name] = read_config(base.model.path).vocab_size
+    return sizes | {name: sizes[own.base.name] for name, own in run.policies.items() if own.base.name in sizes}
 
 
 def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import jax
 from absl import app, flags, logging
-from ml_collections import ConfigDict
 
 from flowjax.broker import Address, DataflowError, connect
-from flowjax.config import ConfigError, load_run
+from flowjax.config import ConfigError
 from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.files import FileHeldError, held
@@ -26,8 +25,8 @@ from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import Player
-from flowjax.rollout.names import engines_by_base
 from flowjax.rollout.service import RolloutError, RolloutService
+from flowjax.run import Run, read_endpoints, read_run
 from flowjax.weights.follow import WeightsError
 from flowjax.workflows.codec import CodecError
 
@@ -37,14 +36,18 @@ _HANDOVER_S = 10.0  # longest that a service which was told to end may take
 _FAILED, _USER_MISTAKE = 1, 2  # exit statuses; starting again mends only the first
 
 
-def _engine_urls(config: ConfigDict, run_dir: Path) -> dict[str, list[str]]:
+def _engine_urls(run: Run) -> dict[str, list[str]]:
     """Addresses of the engines, by base model."""
-    path = run_dir / "endpoints.json"
     try:
-        endpoints = json.loads(path.read_text())
+        endpoints = read_endpoints(run.folder)
         assert endpoints["dataflow"]
-        return {base: [endpoints[name] for name in names] for base, names in engines_by_base(config).items()}
+        return {
+            name: [endpoints[engine.name] for engine in base.engines]
+            for name, base in run.bases.items()
+            if base.engines
+        }
     except (OSError, ValueError, KeyError) as error:
+        path = run.folder / "endpoints.json"
         raise ConfigError(f"{path} does not name engine and dataflow ({error}): start the run's roles first") from error
 
 
@@ -54,14 +57,12 @@ def tell_environments(run_dir: Path, urls: Mapping[str, Sequence[str]]) -> None:
     os.environ[ENGINES_VARIABLE] = json.dumps(dict(urls))
 
 
-async def _until_moved(
-    config: ConfigDict, run_dir: Path, urls: Mapping[str, Sequence[str]], stop: asyncio.Event
-) -> None:
+async def _until_moved(run: Run, urls: Mapping[str, Sequence[str]], stop: asyncio.Event) -> None:
     """Stop the service when an engine listens elsewhere: another process has taken its port."""
     while True:
         await asyncio.sleep(_LOOK_EVERY_S)
         with contextlib.suppress(ConfigError):  # not to be read now
-            if _engine_urls(config, run_dir) != urls:
+            if _engine_urls(run) != urls:
                 stop.set()
                 return
 
@@ -83,25 +84,26 @@ def only_service(run_dir: Path) -> Iterator[None]:
         yield
 
 
-async def _serve(config: ConfigDict, run_dir: Path) -> None:
+async def _serve(run: Run) -> None:
+    config = run.config
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    urls = _engine_urls(config, run_dir)
-    tell_environments(run_dir, urls)
+    urls = _engine_urls(run)
+    tell_environments(run.folder, urls)
     worker = f"{socket.gethostname()}-{os.getpid()}"
     async with (
-        bases_of_run(config, run_dir, urls) as bases,
-        connect(Address(run_dir, "dataflow"), token=known_token(run_dir)) as broker,
+        bases_of_run(run, urls) as bases,
+        connect(Address(run.folder, "dataflow"), token=known_token(run.folder)) as broker,
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
         dataflow = DataflowClient(broker, worker=worker, away_s=config.dataflow.lease_s)
-        player = Player.of_run(config, bases=bases, pool=pool)
-        service = RolloutService(config, run_dir, bases=bases, dataflow=dataflow, player=player)
+        player = Player.of_run(run, bases=bases, pool=pool)
+        service = RolloutService(run, bases=bases, dataflow=dataflow, player=player)
         logging.info("playing as %s on %s", worker, ", ".join(url for own in urls.values() for url in own))
         with MetricsEndpoint(lambda: service.told, role="rollout") as metrics:
             service.metrics_url = metrics.url
-            watching = asyncio.create_task(_until_moved(config, run_dir, urls, stop))
+            watching = asyncio.create_task(_until_moved(run, urls, stop))
             try:
                 await service.run(stop)
             finally:
@@ -111,12 +113,12 @@ async def _serve(config: ConfigDict, run_dir: Path) -> None:
     logging.info("stopped after %d episodes", service.counters.episodes)
 
 
-def run(run_dir: Path) -> int:
+def play(run_dir: Path) -> int:
     """Play until SIGTERM. Returns the exit status; what went wrong is the last line on stderr."""
     try:
-        config = load_run(run_dir)
+        run = read_run(run_dir)
         with only_service(run_dir):
-            asyncio.run(_serve(config, run_dir))
+            asyncio.run(_serve(run))
     except (EngineError, DataflowError, RolloutError, WeightsError) as error:
         problem, status = error, _FAILED
     except (CodecError, ConfigError, ModelError, WorldError) as error:
@@ -131,7 +133,7 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.INFO)
     jax.config.update("jax_platforms", "cpu")  # adapters are restored to host memory: no accelerator is touched
-    sys.exit(run(Path(_RUN.value).absolute()))
+    sys.exit(play(Path(_RUN.value).absolute()))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from flowjax.config import base_configs, policies_on
 from flowjax.rollout.admission import Load
 from flowjax.rollout.client import EngineError, UnknownModel
 from flowjax.rollout.completions import Completion, Sampling
-from flowjax.rollout.engines import EnginePool, Engines, engines_of_run
-from flowjax.rollout.names import engine_logs
+from flowjax.rollout.engines import EnginePool, Engines, engines_of_base
+from flowjax.run import Run
 from flowjax.weights.follow import Follower, model_name
 from flowjax.weights.hand_over import hand_over
 from flowjax.workflows.codec import Codec
@@ -24,7 +21,7 @@ from flowjax.workflows.codec import Codec
 _log = logging.getLogger(__name__)
 
 
-class Base:
+class ServedBase:
     """One base model: it speaks for the policies trained on it, and under its own name as it is.
 
     `up` is whether one of its engines was alive at the last look, `load` how busy they were.
@@ -119,9 +116,7 @@ class Base:
 
 
 @contextlib.asynccontextmanager
-async def bases_of_run(
-    config: ConfigDict, run_dir: Path, urls: Mapping[str, Sequence[str]]
-) -> AsyncIterator[list[Base]]:
+async def bases_of_run(run: Run, urls: Mapping[str, Sequence[str]]) -> AsyncIterator[list[ServedBase]]:
     """The base models of a run, whose engines are at these addresses, by base.
 
     Raises:
@@ -129,18 +124,17 @@ async def bases_of_run(
     """
     async with contextlib.AsyncExitStack() as opened:
         bases = []
-        for name, own in base_configs(config).items():
-            policies = policies_on(config, name)
-            engine = await opened.enter_async_context(engines_of_run(own, run_dir, urls[name], base=name))
+        for name, base in run.bases.items():
+            policies = run.policies_on(name)
+            engine = await opened.enter_async_context(engines_of_base(base, run.folder, urls[name]))
             follower = Follower(
                 engine.members,
-                run_dir,
+                run.folder,
                 {policy: hand_over(trained) for policy, trained in policies.items()},
-                max_staleness=config.dataflow.max_staleness,
-                logs=engine_logs(config, name),
+                max_staleness=run.config.dataflow.max_staleness,
+                logs=base.logs,
             )
-            codec = Codec(Path(own.model.path), max_prompt_tokens=config.rollout.max_prompt_tokens)
+            codec = Codec(Path(base.model.path), max_prompt_tokens=run.config.rollout.max_prompt_tokens)
             parts: dict[str, Any] = {"engine": engine, "follower": follower, "codec": codec}
-            parts |= {"patience_s": own.engine.start_timeout_s, "logs": engine_logs(config, name)}
-            bases.append(Base(name, policies, **parts))
+            bases.append(ServedBase(name, policies, **parts, patience_s=base.engine.start_timeout_s, logs=base.logs))
         yield bases

@@ -10,13 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from flowjax.config import BASE_NAME
 from flowjax.rollout.admission import Load
 from flowjax.rollout.client import EngineAway, EngineClient, EngineError, UnknownModel
 from flowjax.rollout.completions import Completion, Partial, Sampling
-from flowjax.rollout.names import engine_names
+from flowjax.run import Base
 
 _log = logging.getLogger(__name__)
 _MOST_OVER_MEAN = 1.25  # calls at one engine, relative to the mean over the engines that could take them
@@ -196,15 +193,15 @@ def _joined(before: Partial, rest: Completion) -> Completion:
 Engines = EngineClient | EnginePool
 
 
-def engines_of_run(config: ConfigDict, run_dir: Path, urls: Sequence[str], *, base: str = BASE_NAME) -> Engines:
+def engines_of_base(base: Base, run_dir: Path, urls: Sequence[str]) -> Engines:
     """The engines of a base model at these addresses, as its config wants them: one is spoken to without a pool."""
-    engine = config.engine
+    engine = base.engine
     options: dict[str, Any] = {
         "prompts_per_request": engine.prompts_per_request,
         "batch_window_s": engine.batch_window_s,
         "stream": engine.stream_partial,
     }
-    logs = [run_dir / "logs" / f"{name}.log" for name in engine_names(len(urls), base)]
+    logs = [run_dir / "logs" / f"{name}.log" for name in base.engine_names(len(urls))]
     if len(urls) == 1 and not engine.stream_partial:
         return EngineClient(urls[0], request_timeout_s=engine.request_timeout_s, log=logs[0], **options)
     patience_s = min(_HUNG_S, engine.request_timeout_s)

@@ -11,17 +11,17 @@ from typing import Any, Protocol
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, policy_configs, task_options
+from flowjax.config import ConfigError, task_options
 from flowjax.envs.base import World, find_world
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import vocabulary_sizes
 from flowjax.record_checks import Bounds, check_episode, check_outcomes
 from flowjax.records import Episode, Lease, Trajectory, WireError
 from flowjax.rewards.scores import required_outcomes
-from flowjax.rollout.bases import Base
+from flowjax.rollout.bases import ServedBase
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.completions import Completion, Sampling
-from flowjax.rollout.names import speakers
+from flowjax.run import Run
 from flowjax.workflows.agent import UNVERSIONED, Agent, Generate, Played
 from flowjax.workflows.single import Options
 
@@ -57,7 +57,7 @@ def load_workflow(path: str) -> Play:
 class Player:
     """Plays leases of one run."""
 
-    bases: Sequence[Base]
+    bases: Sequence[ServedBase]
     pool: EnvPool
     worlds: Mapping[str, World]  # by source of tasks
     workflow: Play
@@ -67,19 +67,17 @@ class Player:
     needed: Mapping[str, Collection[str]]  # policy -> outcomes that its reward is made of
 
     @classmethod
-    def of_run(cls, config: ConfigDict, *, bases: Sequence[Base], pool: EnvPool) -> "Player":
+    def of_run(cls, run: Run, *, bases: Sequence[ServedBase], pool: EnvPool) -> "Player":
         """A player as the run's config wants it.
 
         Raises:
             ValueError: the config names a world or a workflow that cannot be used.
         """
-        kind = find_world(config.env.name)
+        config, kind = run.config, find_world(run.config.env.name)
         worlds = {source: kind(**task_options(config, source)) for source in config.env.sources or ("",)}
-        bounds = Bounds.of_run(config, vocabulary_sizes(config))
-        needed = {
-            policy: required_outcomes(own.reward.components.to_dict()) for policy, own in policy_configs(config).items()
-        }
-        return cls(bases, pool, worlds, load_workflow(config.workflow), speakers(config), config, bounds, needed)
+        bounds = Bounds.of_run(run, vocabulary_sizes(run))
+        needed = {name: required_outcomes(own.reward.components.to_dict()) for name, own in run.policies.items()}
+        return cls(bases, pool, worlds, load_workflow(config.workflow), run.agents, config, bounds, needed)
 
     async def play(self, lease: Lease) -> Episode:
         """Play to the end. What goes wrong inside the episode is its status.
@@ -156,7 +154,7 @@ class Player:
                     await base_of[policy].served(policy, version)
                 return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
 
-    def _generator(self, base: Base, speaker: str, lease: Lease) -> Generate:
+    def _generator(self, base: ServedBase, speaker: str, lease: Lease) -> Generate:
         """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
         allowed = self.config.rollout.structured_outputs and self.worlds[lease.task.source].structured_outputs(
             self.config.env.prompt

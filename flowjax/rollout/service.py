@@ -10,22 +10,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from flowjax.broker import DataflowError
-from flowjax.config import policy_configs
+from flowjax.config import task_options
+from flowjax.envs.base import find_world
 from flowjax.monitor.progress import write_status
 from flowjax.records import COUNTED_STATUSES, Episode, Lease
 from flowjax.rollout.admission import Admission
-from flowjax.rollout.bases import Base
+from flowjax.rollout.bases import ServedBase
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.counters import Counters, Rates, read_leases
 from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import Player
-from flowjax.rollout.names import world_name
+from flowjax.run import Run
 
 _log = logging.getLogger(__name__)
 _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
@@ -48,29 +46,26 @@ class RolloutError(RuntimeError):
 class RolloutService:
     """Plays until told to stop.
 
-    Args:
-        config: of the run.
-        run_dir: where `status-rollout.json` goes.
+    Its `status-rollout.json` goes to the run's folder.
     """
 
     def __init__(
         self,
-        config: ConfigDict,
-        run_dir: Path,
+        run: Run,
         *,
-        bases: Sequence[Base],
+        bases: Sequence[ServedBase],
         dataflow: DataflowClient,
         player: Player,
     ):
-        self._policies, self._most_slots = list(policy_configs(config)), config.rollout.max_concurrent_episodes
+        config = run.config
+        self._policies, self._most_slots = list(run.policies), config.rollout.max_concurrent_episodes
         self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
-        self._can = {"worlds": [world_name(config)], "policies": self._policies, "kinds": ["train", "eval"]}
+        self._can = {"worlds": [_world_name(run)], "policies": self._policies, "kinds": ["train", "eval"]}
         self._message_bytes = min(_MESSAGE_BYTES, config.dataflow.max_message_bytes // 2)
         self._renew_every_s = config.dataflow.lease_s / 3
-        self._run_dir = run_dir
-        self._left_behind = read_leases(
-            run_dir / "status-rollout.json"
-        )  # by a service that was killed: nobody plays them now
+        self._run_dir = run.folder
+        # By a service that was killed: nobody plays them now.
+        self._left_behind = read_leases(run.folder / "status-rollout.json")
         self._bases, self._dataflow, self._player = bases, dataflow, player
         self._followers = {policy: base.follower for base in bases for policy in base.policies}
         self._playing: dict[str, asyncio.Task[None]] = {}  # by lease
@@ -211,7 +206,7 @@ class RolloutService:
                 async with asyncio.timeout(_REPORT_EVERY_S):
                     await follower.changed(policy, serving)
 
-    async def _watch(self, base: Base) -> None:
+    async def _watch(self, base: ServedBase) -> None:
         """No episodes are leased for engines that are away, and those that stay away end the service."""
         while True:
             await base.watch()
@@ -293,6 +288,15 @@ class RolloutService:
         except (DataflowError, TimeoutError):
             left = len(self._finished) + len(self._unplayed) + len(stopped)
             _log.warning("%d leases could not be settled with the dataflow: they will expire and be played again", left)
+
+
+def _world_name(run: Run) -> str:
+    """`Task.world` of the run's tasks: all are of one world, as the first task says."""
+    split = "held_out" if run.config.eval.versions else "train"
+    options = task_options(run.config, next(iter(run.config.env.sources), ""))
+    task = find_world(run.config.env.name)(**options).tasks(split, run.config.env.data_seed)[0]
+    assert task is not None, "a source of tasks must have every index"
+    return task.world
 
 
 def _one_message(finished: Sequence[tuple[str, Episode]], most_bytes: int) -> list[tuple[str, Episode]]:

@@ -11,9 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from flowjax.config import BASE_NAME, ConfigError, base_configs, policies_on
+from flowjax.config import ConfigError
+from flowjax.run import Engine, Policy, Run
 
 HOST = "127.0.0.1"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max-lora-rank
@@ -42,32 +41,29 @@ _CPU_ENVIRONMENT = {
 }
 
 
-def engine_command(
-    config: ConfigDict, run_dir: Path, port: int, replica: int = 0, *, base: str = BASE_NAME
-) -> tuple[list[str], dict[str, str]]:
+def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments and additional environment of a vLLM server of one of a run's base models, for the policies on it.
 
     Raises:
         ConfigError: the adapter's rank is more than vLLM serves.
     """
-    own = base_configs(config)[base]
-    engine, policies = own.engine, policies_on(config, base)
-    trained = {policy.policy.train for policy in policies.values()}
+    base, policies = run.bases[served.base], run.policies_on(served.base)
+    engine, trained = base.engine, {policy.train for policy in policies.values()}
     python = engine.python or sys.executable
     on_cpu = serves_on_cpu(python)
     options: dict[str, Any] = {
-        "--model": Path(own.model.path).resolve(),
-        "--served-model-name": base,
+        "--model": Path(base.model.path).resolve(),
+        "--served-model-name": base.name,
         "--host": HOST,
         "--port": port,
         "--dtype": engine.dtype,
-        "--seed": config.seed + replica,  # engines of one seed would answer equal prompts equally
+        "--seed": run.config.seed + served.replica,  # engines of one seed would answer equal prompts equally
         "--max-model-len": engine.max_model_tokens,
         "--max-num-seqs": engine.max_concurrent_sequences,
         "--tensor-parallel-size": engine.tensor_parallel,
         "--logprobs-mode": "processed_logprobs",  # those of the distribution sampled from: after temperature and top-p
         "--generation-config": "vllm",  # not the model's own top-k, top-p and penalties
-        **(_lora_options(policies, config.dataflow.max_staleness) if "lora" in trained else {}),
+        **(_lora_options(policies, run.config.dataflow.max_staleness) if "lora" in trained else {}),
         **(_FULL_OPTIONS if "full" in trained else {}),
     }
     if engine.kv_cache_bytes:
@@ -93,8 +89,8 @@ def engine_command(
     return [*argv, *switches, *map(str, engine.extra_args)], environment
 
 
-def _lora_options(policies: Mapping[str, ConfigDict], max_staleness: int) -> dict[str, Any]:
-    adapters = [own.policy.lora for own in policies.values()]
+def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[str, Any]:
+    adapters = [policy.lora for policy in policies.values()]
     rank = max(lora.rank for lora in adapters)
     max_rank = next((served for served in VLLM_RANKS if served >= rank), None)
     if max_rank is None:

@@ -8,9 +8,9 @@ from absl import app, flags
 from flowjax.broker import DataflowError
 from flowjax.config import ConfigError
 from flowjax.models.shape import ModelError
+from flowjax.trainer import train
 from flowjax.trainer.batch import BatchError
 from flowjax.trainer.sources import SourceError
-from flowjax.trainer.train import run
 from flowjax.weights.publish import CheckpointError
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
@@ -20,7 +20,7 @@ _POLICY = flags.DEFINE_string("policy", "", "The only policy to train; all of th
 def main(argv: list[str]) -> None:
     del argv
     try:
-        run(Path(_RUN.value), _POLICY.value)
+        train.main(Path(_RUN.value), _POLICY.value)
     except (BatchError, CheckpointError, ConfigError, DataflowError, ModelError, SourceError) as error:
         sys.exit(f"trainer: {error}")
 

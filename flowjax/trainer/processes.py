@@ -34,7 +34,7 @@ def use_compile_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
 
 
-def join(config: ConfigDict) -> None:
+def join(trainer: ConfigDict) -> None:
     """Join the other processes of the trainer, if `config.trainer.processes` says that there are any.
 
     Every process runs the same command with its own number, from 0, in the environment variable FLOWJAX_PROCESS. To be
@@ -43,8 +43,8 @@ def join(config: ConfigDict) -> None:
     Raises:
         ConfigError: the number is missing or out of range, or there is no coordinator's address.
     """
-    count = config.trainer.processes
-    address = config.trainer.coordinator or os.environ.get(COORDINATOR_VARIABLE, "")
+    count = trainer.processes
+    address = trainer.coordinator or os.environ.get(COORDINATOR_VARIABLE, "")
     if count == 1:
         return
     number = os.environ.get(NUMBER_VARIABLE, "")

@@ -1,6 +1,6 @@
 """A whole training run, top to bottom.
 
-`run` is what a trainer process does: config, mesh, models, and for each policy its objective, optimiser and restored
+`main` is what a trainer process does: config, mesh, models, and for each policy its objective, optimiser and restored
 state (`start`). `train` compiles and loops: batch, pack, mismatch, update, log, publish. The step's arithmetic is
 `update.py`; rows are packed by `batch.py`; losses and models are rooms of their own.
 """
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from flowjax.broker import Address, connect
-from flowjax.config import ConfigError, base_configs, load_run, policies_on, policy_configs
+from flowjax.config import ConfigError
 from flowjax.losses.options import LossOptions
 from flowjax.losses.ratios import mismatch_metrics
 from flowjax.models.decoder import Decoder, with_adapter
@@ -34,6 +34,7 @@ from flowjax.models.sharding import ROW_AXES, make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.token import known_token
 from flowjax.records import TokenRow
+from flowjax.run import Policy, Run, read_run
 from flowjax.trainer.batch import MicroBatch, pack, unusable_rows
 from flowjax.trainer.cost import step_flops
 from flowjax.trainer.log import Counters, OnStep, StepLog, StepResult, TrainerStatus, episode_metrics, row_metrics
@@ -56,7 +57,7 @@ from flowjax.trainer.update import (
 from flowjax.weights.publish import Checkpoints
 
 
-def run(run_dir: Path, only: str = "") -> None:
+def main(run_dir: Path, only: str = "") -> None:
     """Train the policies of a run, or `only` one of them, from their newest checkpoints to `config.trainer.steps`.
 
     Raises:
@@ -64,34 +65,34 @@ def run(run_dir: Path, only: str = "") -> None:
         BatchError, DataflowError, SourceError: no batch could be had, or it cannot be trained on.
     """
     # ---------------------------------------------------------------------------------------------------------- config
-    config = load_run(run_dir)
-    configs = {name: each for name, each in policy_configs(config).items() if only in ("", name)}
-    if not configs:
-        raise ConfigError(f"--policy is {only!r}: the run has {', '.join(policy_configs(config))}")
+    run = read_run(run_dir)
+    config, trained = run.config, {name: policy for name, policy in run.policies.items() if only in ("", name)}
+    if not trained:
+        raise ConfigError(f"--policy is {only!r}: the run has {', '.join(run.policies)}")
 
     # ------------------------------------------------------------------------------------------------------------ mesh
     use_compile_cache(config.trainer.compile_cache)
-    join(config)  # before anything else touches a device
+    join(config.trainer)  # before anything else touches a device
     mesh = make_mesh(**config.mesh.to_dict())
 
     # -------------------------------------------------------------------------------------- models, optimiser, restore
-    decoders = make_models(config, mesh, configs)
+    decoders = make_models(run, mesh, trained)
     sizes = {name: decoder.config.vocab_size for name, decoder in decoders.items()}
     with contextlib.ExitStack() as opened:
-        policies = {}
-        for name, policy_config in configs.items():
-            trainer = policy_config.trainer
+        learners = {}
+        for name, policy in trained.items():
+            trainer = policy.trainer
             checkpoints = opened.enter_context(
                 Checkpoints(
                     run_dir / "checkpoints" / name, keep=trainer.keep_checkpoints, keep_every=trainer.keep_every_steps
                 )
             )
-            policies[name] = start(name, policy_config, decoders.pop(name), checkpoints)
-        steps = {name: policy.state.step for name, policy in policies.items()}
+            learners[name] = start(run, policy, decoders.pop(name), checkpoints)
+        steps = {name: learner.state.step for name, learner in learners.items()}
 
         # ------------------------------------------------------------------------------------- where data and lines go
         to_dataflow = partial(connect, Address(run_dir, "dataflow"), token=known_token(run_dir))
-        bounds = {name: (own.trainer.row_tokens, sizes[name]) for name, own in configs.items()}
+        bounds = {name: (own.trainer.row_tokens, sizes[name]) for name, own in trained.items()}
         unusable = partial(_unusable, bounds)
         source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s, unusable=unusable)
         if is_first():
@@ -104,7 +105,7 @@ def run(run_dir: Path, only: str = "") -> None:
             on_step = status.update
 
         # ------------------------------------------------------------------------------------------ compile, then loop
-        train(policies, source, mesh=mesh, metrics=metrics, on_step=on_step)
+        train(learners, source, mesh=mesh, metrics=metrics, on_step=on_step)
 
 
 def _unusable(bounds: Mapping[str, tuple[int, int]], policy: str, rows: Sequence[TokenRow]) -> dict[str, str]:
@@ -120,31 +121,29 @@ def _nothing(line: Mapping[str, object]) -> None:
 # ============================================================================================================== models
 
 
-def make_models(config: ConfigDict, mesh: Mesh, trained: Collection[str] | None = None) -> dict[str, Decoder]:
+def make_models(run: Run, mesh: Mesh, trained: Collection[str] | None = None) -> dict[str, Decoder]:
     """The models of the policies that are trained here (None: all), an adapter each on the base that they share.
 
     Raises:
         ConfigError: policies share a base that one of them trains itself, or they have several.
         ModelError: the model's folder, its adapter or the mesh does not fit.
     """
-    policies = {
-        name: each.policy for name, each in policy_configs(config).items() if trained is None or name in trained
-    }
-    bases = list(dict.fromkeys(policy.base for policy in policies.values()))
+    policies = {name: policy for name, policy in run.policies.items() if trained is None or name in trained}
+    bases = list(dict.fromkeys(policy.base.name for policy in policies.values()))
     if len(bases) > 1:
         raise ConfigError(
             f"policies {', '.join(policies)} are on the base models {', '.join(bases)}, but a trainer holds one: set "
             "config.separate_trainers to True"
         )
     (base,) = bases
-    sharing = policies_on(config, base)
-    full = [name for name, each in sharing.items() if each.policy.train == "full"]
+    sharing = run.policies_on(base)
+    full = [name for name, each in sharing.items() if each.train == "full"]
     if full and len(sharing) > 1:
         raise ConfigError(
             f"config.policies.{full[0]} trains 'full' weights, but {len(sharing)} policies share the base: "
             "set policy.train to 'lora'"
         )
-    model = base_configs(config)[base].model
+    model = run.bases[base].model
     if full and model.quantize:
         raise ConfigError(
             f"config.model.quantize is {model.quantize!r}, but config.policy.train is 'full', and quantised "
@@ -157,12 +156,12 @@ def make_models(config: ConfigDict, mesh: Mesh, trained: Collection[str] | None 
         remat=model.remat,
         attention=model.attention,
         quantize=model.quantize,
-        key=jax.random.key(config.seed),
+        key=jax.random.key(run.config.seed),
     )
     if full:
         return {full[0]: decoder}
     return {
-        name: with_adapter(decoder, Lora(**policy.lora.to_dict()), jax.random.key(config.seed))
+        name: with_adapter(decoder, Lora(**policy.lora.to_dict()), jax.random.key(run.config.seed))
         for name, policy in policies.items()
     }
 
@@ -171,16 +170,15 @@ def make_models(config: ConfigDict, mesh: Mesh, trained: Collection[str] | None 
 
 
 @dataclass
-class Policy:
+class Learner:
     """One policy in training: its arrays, what acts on them, and its counters.
 
-    config: the whole config, as this policy alone would have it.
     recent: trained arrays of the versions that a batch may have been sampled from, by version; the newest is a copy
         of those in `state`, whose buffers the next update is given (donated).
     """
 
-    name: str
-    config: ConfigDict
+    run: Run
+    policy: Policy
     model: ModelConfig
     lora: Lora | None
     objective: Objective
@@ -194,16 +192,19 @@ class Policy:
     save_s: float = 0.0  # of the newest checkpoint
 
     @property
+    def name(self) -> str:
+        return self.policy.name
+
+    @property
     def uses_dropout(self) -> bool:
         return self.lora is not None and self.lora.dropout > 0
 
 
-def start(name: str, config: ConfigDict, decoder: Decoder, checkpoints: Checkpoints | None) -> Policy:
+def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints | None) -> Learner:
     """A policy as its newest checkpoint left it; if there is none, version 0 is published at once.
 
     Args:
-        name: of the policy.
-        config: the whole config, as this policy alone would have it.
+        policy: one of the run's.
         decoder: with the policy's own adapter, or without one to train all of it. Several policies may share its base.
         checkpoints: where versions are published; None publishes nothing.
 
@@ -211,9 +212,9 @@ def start(name: str, config: ConfigDict, decoder: Decoder, checkpoints: Checkpoi
         ConfigError: an objective or optimiser that does not fit the model.
         CheckpointError: the newest checkpoint is of another shape.
     """
-    if decoder.lora is None and config.loss.kl_coefficient:
+    if decoder.lora is None and policy.loss.kl_coefficient:
         raise ConfigError(
-            f"config.loss.kl_coefficient is {config.loss.kl_coefficient}, but with config.policy.train 'full' no "
+            f"config.loss.kl_coefficient is {policy.loss.kl_coefficient}, but with config.policy.train 'full' no "
             "copy of the base is kept to compare with: set it to 0, or train 'lora'"
         )
 
@@ -222,25 +223,25 @@ def start(name: str, config: ConfigDict, decoder: Decoder, checkpoints: Checkpoi
     objective = Objective(
         graph,
         dtypes=tuple(leaf.dtype for leaf in jax.tree.leaves(trained)),
-        kind=config.loss.kind,
-        options=LossOptions(**config.loss.options.to_dict()),
-        kl_coefficient=config.loss.kl_coefficient,
-        entropy_coefficient=config.loss.entropy_coefficient,
-        temperature=config.rollout.temperature,
-        chunk_tokens=config.trainer.logprob_chunk_tokens,
+        kind=policy.loss.kind,
+        options=LossOptions(**policy.loss.options.to_dict()),
+        kl_coefficient=policy.loss.kl_coefficient,
+        entropy_coefficient=policy.loss.entropy_coefficient,
+        temperature=run.config.rollout.temperature,
+        chunk_tokens=policy.trainer.logprob_chunk_tokens,
     )
     # Small steps would be lost in bfloat16: what is trained is kept in float32 and cast for each pass.
     trained = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
 
     # ------------------------------------------------------------------------------------------------------- optimiser
-    updates = config.trainer.steps * config.trainer.updates_per_step
-    optimizer = make_optimizer(config.optimizer, updates, trained)
+    updates = policy.trainer.steps * policy.trainer.updates_per_step
+    optimizer = make_optimizer(policy.optimizer, updates, trained)
     optimizer_state = optimizer.init(trained)
     if decoder.placement is not None:
         # Counters come on one device. Left there, the first update and the later ones would be two programs.
         mesh = decoder.placement.mesh
         optimizer_state = jax.tree.map(lambda leaf: on_mesh(leaf, mesh), optimizer_state)
-    memory = OptimizerMemory(config.trainer.offload_optimizer)
+    memory = OptimizerMemory(policy.trainer.offload_optimizer)
 
     # --------------------------------------------------------------------------------------------------------- restore
     step, counters = 0, Counters()
@@ -249,14 +250,14 @@ def start(name: str, config: ConfigDict, decoder: Decoder, checkpoints: Checkpoi
         step, saved = newest
         trained, optimizer_state = saved.adapter, saved.optimizer
         counters = Counters(saved.data["skipped"], saved.data.get("empty", 0))
-    policy = Policy(
-        name=name,
-        config=config,
+    learner = Learner(
+        run=run,
+        policy=policy,
         model=decoder.config,
         lora=decoder.lora,
         objective=objective,
         optimizer=optimizer,
-        schedule=learning_rate_schedule(config.optimizer, updates),
+        schedule=learning_rate_schedule(policy.optimizer, updates),
         memory=memory,
         checkpoints=checkpoints,
         state=PolicyState(step, trained, memory.to_host(optimizer_state), frozen),
@@ -264,28 +265,28 @@ def start(name: str, config: ConfigDict, decoder: Decoder, checkpoints: Checkpoi
         counters=counters,
     )
     if newest is None:
-        publish(policy)  # engines serve version 0, so that the first batch has a version like any other
+        publish(learner)  # engines serve version 0, so that the first batch has a version like any other
     if checkpoints is not None:
         # A resumed run still gets rows of these versions, and compares log-probs under each.
-        oldest = step - config.dataflow.max_staleness
+        oldest = step - run.config.dataflow.max_staleness
         known = [version for version in checkpoints.committed_steps() if oldest <= version < step]
-        policy.recent |= checkpoints.restore_adapters(known, trained)
-    policy.recent[step] = _copied(trained)
-    return policy
+        learner.recent |= checkpoints.restore_adapters(known, trained)
+    learner.recent[step] = _copied(trained)
+    return learner
 
 
-def publish(policy: Policy) -> None:
+def publish(learner: Learner) -> None:
     """Save a checkpoint. It is written in the background, and its commit marker is the publication of the version."""
-    if policy.checkpoints is not None:
-        counters = {"skipped": policy.counters.skipped_updates, "empty": policy.counters.empty_updates}
-        policy.checkpoints.save(policy.state.step, policy.state.trained, policy.state.optimizer, counters)
+    if learner.checkpoints is not None:
+        counters = {"skipped": learner.counters.skipped_updates, "empty": learner.counters.empty_updates}
+        learner.checkpoints.save(learner.state.step, learner.state.trained, learner.state.optimizer, counters)
 
 
-def trained_model(policy: Policy) -> Decoder:
+def trained_model(learner: Learner) -> Decoder:
     """The model as trained, in the precision that it computes in."""
-    leaves, structure = jax.tree.flatten(policy.state.trained)
-    cast = [leaf.astype(dtype) for leaf, dtype in zip(leaves, policy.objective.dtypes, strict=True)]
-    return nnx.merge(policy.objective.graph, jax.tree.unflatten(structure, cast), policy.state.frozen)
+    leaves, structure = jax.tree.flatten(learner.state.trained)
+    cast = [leaf.astype(dtype) for leaf, dtype in zip(leaves, learner.objective.dtypes, strict=True)]
+    return nnx.merge(learner.objective.graph, jax.tree.unflatten(structure, cast), learner.state.frozen)
 
 
 def _copied(arrays: Arrays) -> Arrays:
@@ -296,7 +297,7 @@ def _copied(arrays: Arrays) -> Arrays:
 
 
 def train_one(
-    config: ConfigDict,
+    run: Run,
     decoder: Decoder,
     source: Source,
     *,
@@ -305,14 +306,15 @@ def train_one(
     checkpoints: Checkpoints | None = None,
     on_step: OnStep = _nothing,
 ) -> Decoder:
-    """Train the one policy `config.policy.name`, see `train`; returns the model as trained."""
-    policy = start(config.policy.name, config, decoder, checkpoints)
-    train({policy.name: policy}, source, mesh=mesh, metrics=metrics, on_step=on_step)
-    return trained_model(policy)
+    """Train the only policy of a run, see `train`; returns the model as trained."""
+    (policy,) = run.policies.values()
+    learner = start(run, policy, decoder, checkpoints)
+    train({policy.name: learner}, source, mesh=mesh, metrics=metrics, on_step=on_step)
+    return trained_model(learner)
 
 
 def train(
-    policies: Mapping[str, Policy],
+    learners: Mapping[str, Learner],
     source: Source,
     *,
     mesh: Mesh,
@@ -326,123 +328,126 @@ def train(
     the first.
     """
     # --------------------------------------------------------------------------------------------------------- compile
-    for policy in policies.values():  # while the engine starts and the first episodes are played
-        _compile(policy, place(_longest_micro_batch(policy.config), mesh))
+    for learner in learners.values():  # while the engine starts and the first episodes are played
+        _compile(learner, place(_longest_micro_batch(learner), mesh))
 
     # ------------------------------------------------------------------------------------------------------------ loop
     log = StepLog(metrics, on_step)
     batches = Shared(source)
-    batches.ask(_unfinished(policies))
-    while _unfinished(policies):
+    batches.ask(_unfinished(learners))
+    while _unfinished(learners):
         # batch: wait for it; say which version has reached the disk meanwhile
         started_s = time.perf_counter()
         served = batches.take()
-        policy = policies[served.policy]
-        _tell_committed(policy, source)
+        learner = learners[served.policy]
+        _tell_committed(learner, source)
 
         # pack: shuffle its rows, split them into updates, lay each out in rows of fixed length
         waited_s = time.perf_counter()
-        trainer, step = policy.config.trainer, policy.state.step
-        updates = _split(served.rows, trainer.updates_per_step, seed=policy.config.seed, step=step)
-        packed = [_packed(rows, policy.config, mesh) for rows in updates]
+        trainer, step = learner.policy.trainer, learner.state.step
+        updates = _split(served.rows, trainer.updates_per_step, seed=learner.run.config.seed, step=step)
+        packed = [_packed(rows, trainer, mesh) for rows in updates]
         on_devices = [[place(micro_batch, mesh) for micro_batch in micro_batches] for micro_batches in packed]
         packed_s = time.perf_counter()
 
         # mismatch: the engine's log-probs against ours, under the very version that sampled them
         mismatch = {}
-        if policy.checkpoints is not None and packed:
-            mismatch = _mismatch(policy, packed[0][0], on_devices[0][0], mesh)
+        if learner.checkpoints is not None and packed:
+            mismatch = _mismatch(learner, packed[0][0], on_devices[0][0], mesh)
         compared_s = time.perf_counter()
 
         # update: add up the gradients of its micro-batches, divide once, take the optimiser's step
         results: list[Metrics] = []
         for update, micro_batches in enumerate(on_devices):
             # With dropout the pass that is differentiated is not the policy that sampled, even in the first update.
-            at_start = policy.recent[step] if update or policy.uses_dropout else None
-            known = first_pass(policy.objective, policy.state, micro_batches, start=at_start)
+            at_start = learner.recent[step] if update or learner.uses_dropout else None
+            known = first_pass(learner.objective, learner.state, micro_batches, start=at_start)
             total = None
             for index, (micro_batch, found) in enumerate(zip(micro_batches, known, strict=True)):
-                seed = _dropout_seed(policy, update, index)
-                total = gradient_of(policy.objective, policy.state, micro_batch, found, dropout_seed=seed, total=total)
+                seed = _dropout_seed(learner, update, index)
+                total = gradient_of(
+                    learner.objective, learner.state, micro_batch, found, dropout_seed=seed, total=total
+                )
             assert total is not None  # an update without rows was left out
-            results.append(_apply_update(policy, total))
-        policy.counters.empty_updates += trainer.updates_per_step - len(updates)
+            results.append(_apply_update(learner, total))
+        learner.counters.empty_updates += trainer.updates_per_step - len(updates)
         if not updates:
-            logging.warning("%s, step %d: no row has a sampled token, nothing is trained", policy.name, step)
-        policy.state = replace(policy.state, step=step + 1)  # also when nothing was trained: the batch is used up
-        _remember(policy)
-        batches.ask(_unfinished(policies))  # the next batch comes while the devices work
+            logging.warning("%s, step %d: no row has a sampled token, nothing is trained", learner.name, step)
+        learner.state = replace(learner.state, step=step + 1)  # also when nothing was trained: the batch is used up
+        _remember(learner)
+        batches.ask(_unfinished(learners))  # the next batch comes while the devices work
 
         # log: before the checkpoint, so that a committed step always has its line
         line = {
             **mismatch,
             **episode_metrics(served),
             **row_metrics(served.rows, packed, version=step),
-            "learning_rate": float(np.asarray(policy.schedule((step + 1) * trainer.updates_per_step - 1))),
+            "learning_rate": float(np.asarray(learner.schedule((step + 1) * trainer.updates_per_step - 1))),
             "compile_count": compile_count(),
             "wait_s": waited_s - started_s,
             "pack_s": packed_s - waited_s,
             "mismatch_s": compared_s - packed_s,
-            "save_s": policy.save_s,  # of the step before
+            "save_s": learner.save_s,  # of the step before
         }
-        flops = step_flops(policy.model, policy.lora, served.rows)
-        log.add(StepResult(policy.name, step + 1, policy.counters, results, line, waited_s, flops))
-        log.write(in_flight=0 if policy.checkpoints else trainer.steps_in_flight)
+        flops = step_flops(learner.model, learner.lora, served.rows)
+        log.add(StepResult(learner.name, step + 1, learner.counters, results, line, waited_s, flops))
+        log.write(in_flight=0 if learner.checkpoints else trainer.steps_in_flight)
 
         # publish: the checkpoint's commit marker is the publication
         logged_s = time.perf_counter()
-        publish(policy)
-        policy.save_s = time.perf_counter() - logged_s
+        publish(learner)
+        learner.save_s = time.perf_counter() - logged_s
 
     # ------------------------------------------------------------------------------------------------------------- end
     log.write(in_flight=0)
-    for policy in policies.values():
-        if policy.checkpoints is not None:
-            policy.checkpoints.wait()
-            _tell_committed(policy, source)
+    for learner in learners.values():
+        if learner.checkpoints is not None:
+            learner.checkpoints.wait()
+            _tell_committed(learner, source)
 
 
 # ----------------------------------------------------------------------------------------------- pieces of the compile
 
 
-def _longest_micro_batch(config: ConfigDict) -> MicroBatch:
+def _longest_micro_batch(learner: Learner) -> MicroBatch:
     """A micro-batch of rows as long as an episode's turn may get."""
-    prompt, reply = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
+    rollout, trainer = learner.run.config.rollout, learner.policy.trainer
+    prompt, reply = rollout.max_prompt_tokens, rollout.max_new_tokens
     sampled = np.arange(prompt + reply) >= prompt
     nothing = np.zeros(prompt + reply, np.float32)
     row = TokenRow("", nothing.astype(np.int32), sampled, nothing, nothing, np.full(prompt + reply, -1, np.int32))
-    rows = [row] * config.trainer.micro_batch_rows
-    return pack(rows, row_tokens=config.trainer.row_tokens, micro_batch_rows=config.trainer.micro_batch_rows)[0]
+    rows = [row] * trainer.micro_batch_rows
+    return pack(rows, row_tokens=trainer.row_tokens, micro_batch_rows=trainer.micro_batch_rows)[0]
 
 
-def _compile(policy: Policy, batch: MicroBatch) -> None:
+def _compile(learner: Learner, batch: MicroBatch) -> None:
     """Run every function of a step once, so that all are compiled; the results are thrown away."""
-    state, objective = policy.state, policy.objective
+    state, objective = learner.state, learner.objective
     logprobs_of(objective, state, batch)
-    at_start = state.trained if policy.config.trainer.updates_per_step > 1 or policy.uses_dropout else None
+    at_start = state.trained if learner.policy.trainer.updates_per_step > 1 or learner.uses_dropout else None
     (known,) = first_pass(objective, state, [batch], start=at_start)
     total = None
     for index in range(2):  # the second pass adds to the first: another program
-        seed = _dropout_seed(policy, 0, index)
+        seed = _dropout_seed(learner, 0, index)
         total = gradient_of(objective, state, batch, known, dropout_seed=seed, total=total)
     assert total is not None
-    optimizer_state = policy.memory.to_device(state.optimizer)
+    optimizer_state = learner.memory.to_device(state.optimizer)
     # Copies, because the buffers that an update is given are donated.
-    apply(policy.optimizer, replace(state, trained=_copied(state.trained), optimizer=_copied(optimizer_state)), total)
+    apply(learner.optimizer, replace(state, trained=_copied(state.trained), optimizer=_copied(optimizer_state)), total)
 
 
 # -------------------------------------------------------------------------------------------------- pieces of the loop
 
 
-def _unfinished(policies: Mapping[str, Policy]) -> dict[str, int]:
+def _unfinished(learners: Mapping[str, Learner]) -> dict[str, int]:
     """The step that each policy in training is at."""
-    steps = {name: policy.state.step for name, policy in policies.items()}
-    return {name: step for name, step in steps.items() if step < policies[name].config.trainer.steps}
+    steps = {name: learner.state.step for name, learner in learners.items()}
+    return {name: step for name, step in steps.items() if step < learners[name].policy.trainer.steps}
 
 
-def _tell_committed(policy: Policy, source: Source) -> None:
-    if is_first() and policy.checkpoints is not None and (latest := policy.checkpoints.latest()) is not None:
-        source.committed(policy.name, latest)
+def _tell_committed(learner: Learner, source: Source) -> None:
+    if is_first() and learner.checkpoints is not None and (latest := learner.checkpoints.latest()) is not None:
+        source.committed(learner.name, latest)
 
 
 def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> list[list[TokenRow]]:
@@ -452,8 +457,7 @@ def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> lis
     return [part for part in cut if any(row.sampled.any() for row in part)]
 
 
-def _packed(rows: Sequence[TokenRow], config: ConfigDict, mesh: Mesh) -> list[MicroBatch]:
-    trainer = config.trainer
+def _packed(rows: Sequence[TokenRow], trainer: ConfigDict, mesh: Mesh) -> list[MicroBatch]:
     return pack(
         rows,
         row_tokens=trainer.row_tokens,
@@ -463,14 +467,14 @@ def _packed(rows: Sequence[TokenRow], config: ConfigDict, mesh: Mesh) -> list[Mi
     )
 
 
-def _mismatch(policy: Policy, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh) -> dict[str, float]:
+def _mismatch(learner: Learner, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh) -> dict[str, float]:
     """k3 KL (per token) and largest log-prob difference between engine and trainer, over one micro-batch."""
     versions = np.asarray(batch.versions)
     sums = {"mismatch_kl": 0.0, "mismatch_max": 0.0}
     tokens = 0
-    for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(policy.recent)):
+    for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(learner.recent)):
         mask = versions == version
-        ours = logprobs_of(policy.objective, replace(policy.state, trained=policy.recent[version]), on_devices)
+        ours = logprobs_of(learner.objective, replace(learner.state, trained=learner.recent[version]), on_devices)
         gap = jax.device_get(_compiled_mismatch(ours, on_devices.behaviour_logprobs, place(mask, mesh)))
         sums["mismatch_kl"] += float(gap["k3"])
         sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["max"]))
@@ -483,23 +487,23 @@ def _mismatch(policy: Policy, batch: MicroBatch, on_devices: MicroBatch, mesh: M
 _compiled_mismatch = jax.jit(mismatch_metrics)
 
 
-def _dropout_seed(policy: Policy, update: int, micro_batch: int) -> DropoutSeed | None:
+def _dropout_seed(learner: Learner, update: int, micro_batch: int) -> DropoutSeed | None:
     """Numbers that the dropout of a pass follows from: the seed and the place in the run, so that resume is exact."""
-    if not policy.uses_dropout:
+    if not learner.uses_dropout:
         return None
-    return np.array([policy.config.seed, policy.state.step, update, micro_batch], np.uint32)
+    return np.array([learner.run.config.seed, learner.state.step, update, micro_batch], np.uint32)
 
 
-def _apply_update(policy: Policy, total: GradientSum) -> Metrics:
+def _apply_update(learner: Learner, total: GradientSum) -> Metrics:
     """Take the optimiser's step; its state is on the devices only meanwhile, where it is kept on the host."""
-    fetched = replace(policy.state, optimizer=policy.memory.to_device(policy.state.optimizer))
-    state, metrics = apply(policy.optimizer, fetched, total)
-    policy.state = replace(state, optimizer=policy.memory.to_host(state.optimizer))
+    fetched = replace(learner.state, optimizer=learner.memory.to_device(learner.state.optimizer))
+    state, metrics = apply(learner.optimizer, fetched, total)
+    learner.state = replace(state, optimizer=learner.memory.to_host(state.optimizer))
     return metrics
 
 
-def _remember(policy: Policy) -> None:
+def _remember(learner: Learner) -> None:
     """Keep a copy of the new version, and forget what is too old for any row to have been sampled from."""
-    policy.recent[policy.state.step] = _copied(policy.state.trained)
-    for version in sorted(policy.recent)[: -(policy.config.dataflow.max_staleness + 1)]:
-        del policy.recent[version]
+    learner.recent[learner.state.step] = _copied(learner.state.trained)
+    for version in sorted(learner.recent)[: -(learner.run.config.dataflow.max_staleness + 1)]:
+        del learner.recent[version]

@@ -18,7 +18,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from flowjax.config import BASE_NAME, ConfigError, base_configs, load_run
+from flowjax.config import BASE_NAME, ConfigError
 from flowjax.envs.base import World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange
 from flowjax.models.config import ModelError
@@ -27,6 +27,7 @@ from flowjax.models.nano import create_nano
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import TokenRow
+from flowjax.run import Base, Run, read_run, resolve
 from flowjax.trainer.processes import use_compile_cache
 from flowjax.trainer.sources import FixedSource
 from flowjax.trainer.train import train_one
@@ -37,30 +38,29 @@ _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _BASE = flags.DEFINE_string("base", BASE_NAME, "The base model to make.")
 
 
-def build_base(config: ConfigDict, run_dir: Path, base: str = BASE_NAME) -> None:
-    """Write a base model to its `config.model.path`; the folder appears only once it is complete.
+def build_base(run: Run, base: Base) -> None:
+    """Write a base model to its `model.path`; the folder appears only once it is complete.
 
     Raises:
-        ConfigError: `config.model.nano` names no shape.
+        ConfigError: `model.nano` names no shape.
     """
-    config = base_configs(config)[base]
-    if config.model.nano is None:
-        raise ConfigError(f"config.model.path {config.model.path} is missing and config.model.nano gives no shape")
-    folder = Path(config.model.path)
+    config, nano = run.config, base.model.nano
+    if nano is None:
+        raise ConfigError(f"config.model.path {base.model.path} is missing and config.model.nano gives no shape")
+    folder = Path(base.model.path)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     world = find_world(config.env.name)(**config.env.options.to_dict())
     words = base_words(config, world)
-    model = create_nano(words, partial, key=jax.random.key(config.seed), **config.model.nano.to_dict())
-    settings = _supervised(config)
-    settings.policy.name = base  # in the metrics, where several are made one after the other
+    model = create_nano(words, partial, key=jax.random.key(config.seed), **nano.to_dict())
+    imitation = _imitation(run, base)
     batches = _batches(config, world, Codec(partial))
     trained = train_one(
-        settings,
+        imitation,
         model,
         FixedSource(batches),
-        mesh=make_mesh(**settings.mesh.to_dict()),
-        metrics=MetricsWriter(run_dir / "warm_start"),
+        mesh=make_mesh(**config.mesh.to_dict()),
+        metrics=MetricsWriter(run.folder / "warm_start"),
         on_step=_report,
     )
     save_decoder(trained, partial)
@@ -127,9 +127,14 @@ def _epochs(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator)
             yield [rows[index] for index in order[start : start + batch_rows]]
 
 
-def _supervised(config: ConfigDict) -> ConfigDict:
-    """The run's config, with the objective, the optimiser and the length of the warm start."""
+def _imitation(run: Run, base: Base) -> Run:
+    """A run of one policy, the base itself, with the objective, the optimiser and the length of the warm start."""
+    config = run.config
     settings = ConfigDict(config.to_dict())
+    settings.policies = settings.bases = settings.agents = ConfigDict()
+    settings.model = ConfigDict(base.model.to_dict())
+    settings.policy.base = BASE_NAME
+    settings.policy.name = base.name  # in the metrics, where several are made one after the other
     settings.loss.update({"kind": "cross_entropy", "kl_coefficient": 0.0, "entropy_coefficient": 0.0})
     settings.loss.options = ConfigDict()
     settings.rollout.temperature = 1.0
@@ -143,7 +148,7 @@ def _supervised(config: ConfigDict) -> ConfigDict:
             "warmup_steps": min(50, config.warm_start.steps // 2),
         }
     )
-    return settings
+    return resolve(settings, run.folder)
 
 
 def _report(line: dict[str, float]) -> None:
@@ -155,9 +160,9 @@ def main(argv: list[str]) -> None:
     del argv
     run_dir = Path(_RUN.value)
     try:
-        config = load_run(run_dir)
-        use_compile_cache(config.trainer.compile_cache)
-        build_base(config, run_dir, _BASE.value)
+        run = read_run(run_dir)
+        use_compile_cache(run.config.trainer.compile_cache)
+        build_base(run, run.bases[_BASE.value])
     except (ConfigError, ModelError, WorldError) as error:
         sys.exit(f"warm start: {error}")
 

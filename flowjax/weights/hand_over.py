@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from flowjax.models.config import ModelConfig, ModelError, read_config
 from flowjax.models.decoder import Decoder, base_specs
 from flowjax.models.hf import save_decoder
 from flowjax.models.lora import Lora, peft_config, peft_tensors
+from flowjax.run import Policy
 from flowjax.weights.peft import new_folder, write_peft_folder
 
 
@@ -74,12 +74,13 @@ class FullHandOver:
         await engine.load_weights(name, folder)
 
 
-def hand_over(config: ConfigDict) -> HandOver:
-    """The form that the run's policy needs."""
-    model = read_config(Path(config.model.path))
-    if config.policy.train == "full":
-        return FullHandOver(model, config.engine.dtype)
-    return PeftHandOver(model, Lora(**config.policy.lora.to_dict()), config.model.path)
+def hand_over(policy: Policy) -> HandOver:
+    """The form that a policy needs."""
+    base = policy.base
+    model = read_config(Path(base.model.path))
+    if policy.train == "full":
+        return FullHandOver(model, base.engine.dtype)
+    return PeftHandOver(model, Lora(**policy.lora.to_dict()), base.model.path)
 
 
 def decoder_of(model: ModelConfig, arrays: Mapping[str, Any]) -> Decoder:

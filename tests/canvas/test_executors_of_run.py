@@ -11,12 +11,12 @@ import pytest
 from ml_collections import ConfigDict
 from test_outage import endpoint, task
 
-from flowjax.config import policy_configs
 from flowjax.envs import canvas
 from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, EnvDied, WorldError
 from flowjax.launch.checks import check_config
-from flowjax.launch.roles import choose_ports, write_endpoints
+from flowjax.launch.roles import choose_ports, publish_endpoints
 from flowjax.rollout.__main__ import _engine_urls, tell_environments
+from flowjax.run import resolve
 from tests.canvas.chat_server import chat
 
 RECIPES = Path(__file__).parents[2] / "configs" / "canvas.py"
@@ -46,9 +46,10 @@ def consecutive_ports(count: int) -> int:
 
 def start(config: ConfigDict, folder: Path) -> canvas.CanvasEnv:
     """An environment of the run, as the rollout service has it."""
-    assert check_config(config) == [] and policy_configs(config)
-    write_endpoints(config, folder, choose_ports(config))
-    tell_environments(folder, _engine_urls(config, folder))
+    assert check_config(config) == []
+    run = resolve(config, folder)
+    publish_endpoints(run, choose_ports(run))
+    tell_environments(folder, _engine_urls(run))
     env = canvas.make(**config.env.options.to_dict())
     env.reset(task(), 0)
     return env

@@ -102,7 +102,7 @@ def test_the_service_ends_when_an_algorithm_has_failed(tmp_path):
     population = Population(tmp_path, {"mine": own("Raises", after=0)})
     with pytest.raises(AlgorithmError):
         population.play()
-    run = serve(population.flow, tmp_path, config=population.config, port=0, stop=asyncio.Event())
+    run = serve(population.flow, tmp_path, dataflow=population.config.dataflow, port=0, stop=asyncio.Event())
     with pytest.raises(AlgorithmError, match=r"mine\.keep raised KeyError"):
         asyncio.run(asyncio.wait_for(run, 10))
 

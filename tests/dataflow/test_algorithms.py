@@ -12,6 +12,7 @@ from flowjax.config import ConfigError, default_config
 from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms
 from flowjax.dataflow.flow import Flow
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+from flowjax.run import resolve
 from tests.dataflow import flows
 
 MEMBERS, GROUPS = 8, 4
@@ -45,7 +46,7 @@ class Population:
 
     def open(self) -> None:
         tasks = grain.MapDataset.range(self.tasks).map(lambda index: Task(f"task-{index}", "toy", index)).repeat()
-        self.flow = Flow(self.config, self.folder, train_tasks=tasks, held_out_tasks=tasks)
+        self.flow = Flow(resolve(self.config, self.folder), train_tasks=tasks, held_out_tasks=tasks)
         self.flow.report_serving("agent", self.version)
 
     def play(self) -> None:

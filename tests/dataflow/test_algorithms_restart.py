@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+from flowjax.run import resolve
 from tests.dataflow import flows
 
 POLICIES, MEMBERS, GROUPS, TASKS = ("solver", "verifier"), 2, 2, 7
@@ -53,7 +54,7 @@ class Run:
         if self._flow is not None:
             self._flow.close()
         tasks = grain.MapDataset.range(TASKS).map(lambda i: Task(f"task-{i}", "toy", i, {"text": i // 2})).repeat()
-        self._flow = Flow(self._config, self._folder, train_tasks=tasks, held_out_tasks=tasks)
+        self._flow = Flow(resolve(self._config, self._folder), train_tasks=tasks, held_out_tasks=tasks)
         for policy, version in self._versions.items():
             self._flow.report_serving(policy, version)
 

@@ -15,6 +15,7 @@ from flowjax.dataflow.tasks import content_of, episode_seed, held_out_tasks, tas
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.statistics import wilson
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+from flowjax.run import resolve
 from tests.dataflow import flows
 
 
@@ -31,7 +32,7 @@ def evaluate(
     config.eval.tasks, config.eval.samples = asked, samples
     config.eval.versions = (0,)
     config.reward.components = {"success": 1.0}
-    flow = Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
+    flow = Flow(resolve(config, folder), train_tasks=tasks, held_out_tasks=tasks)
     flow.report_serving("agent", 0)
     leases = flows.lease(flow, "w", 10_000)
     ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)

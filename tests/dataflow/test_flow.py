@@ -17,6 +17,7 @@ from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Episode, Task, Trajectory, Turn, pack, unpack
+from flowjax.run import resolve
 from tests.dataflow import flows
 
 
@@ -35,7 +36,7 @@ def make_flow(folder: Path, config=None) -> Flow:
     config = config or configuration()
     tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
     held_out = grain.MapDataset.range(100).map(lambda index: Task(f"held-{index}", "toy", index))
-    return Flow(config, folder, train_tasks=tasks, held_out_tasks=held_out)
+    return Flow(resolve(config, folder), train_tasks=tasks, held_out_tasks=held_out)
 
 
 def played(lease, *, version: int, success: float = 1.0, turns: int = 2) -> Episode:

@@ -11,6 +11,7 @@ from flowjax.dataflow.algorithms.filters import DynamicSampling
 from flowjax.dataflow.flow import Flow
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Episode, Status, Task
+from flowjax.run import resolve
 from tests.dataflow import flows
 from tests.dataflow.test_flow import batch, configuration, make_flow, played, train_leases
 
@@ -133,12 +134,12 @@ def test_an_evaluation_is_opened_whole_or_not_at_all(tmp_path):
 
     broken = True
     tasks = grain.MapDataset.range(100).map(held_out)
-    flow = Flow(configuration(), tmp_path, train_tasks=tasks, held_out_tasks=tasks)
+    flow = Flow(resolve(configuration(), tmp_path), train_tasks=tasks, held_out_tasks=tasks)
     with pytest.raises(Dies):
         flow.report_serving("agent", 0)
     flow.close()
     broken = False
-    flow = Flow(configuration(), tmp_path, train_tasks=tasks, held_out_tasks=tasks)
+    flow = Flow(resolve(configuration(), tmp_path), train_tasks=tasks, held_out_tasks=tasks)
     flow.report_serving("agent", 0)
     assert len(flows.lease(flow, "w", 1000, "eval")) == 5
 

@@ -9,6 +9,7 @@ from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
+from flowjax.run import resolve
 from tests.dataflow import flows
 
 GROUPS, MEMBERS, STEPS = 2, 2, 6
@@ -23,7 +24,7 @@ def make_flow(folder: Path, **dataflow) -> Flow:
     config.reward.components = {"success": 1.0}
     config.dataflow.update({"max_staleness": 1, **dataflow})
     tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
-    return Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
+    return Flow(resolve(config, folder), train_tasks=tasks, held_out_tasks=tasks)
 
 
 def episode(lease: Lease, versions: dict[str, int]) -> Episode:

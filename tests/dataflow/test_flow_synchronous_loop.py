@@ -8,11 +8,12 @@ import grain
 import numpy as np
 import pytest
 
-from flowjax.config import default_config, policy_configs
+from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.rows import credit_batch
 from flowjax.dataflow.tasks import episode_seed, task_at
 from flowjax.records import Episode, Group, Lease, Task, TokenRow, Trajectory, Turn
+from flowjax.run import resolve
 from tests.dataflow import flows
 
 STEPS, GROUPS, MEMBERS = 4, 3, 4
@@ -61,7 +62,7 @@ def loop(config, policies: Sequence[str], step: int) -> dict[str, list[TokenRow]
 
 
 def credited(config, policy: str, groups: Sequence[Group]) -> Sequence[TokenRow]:
-    own = policy_configs(config)[policy]
+    own = resolve(config).policies[policy]
     components, options = own.reward.components.to_dict(), own.credit.options.to_dict()
     return credit_batch(groups, components=components, estimator=own.credit.name, options=options).rows
 
@@ -78,7 +79,7 @@ def test_an_eager_run_is_the_loop(tmp_path: Path, policies, seed):
             if flow is None or rng.random() < 0.1:
                 if flow is not None:
                     flow.close()
-                flow = Flow(config, tmp_path, train_tasks=TASKS, held_out_tasks=TASKS)
+                flow = Flow(resolve(config, tmp_path), train_tasks=TASKS, held_out_tasks=TASKS)
                 for policy in policies:
                     flow.report_serving(policy, step)
             playing += flows.lease(flow, "w", rng.randint(1, 8))

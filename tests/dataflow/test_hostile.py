@@ -23,6 +23,7 @@ from flowjax.dataflow.server import Server
 from flowjax.models.config import hf_config
 from flowjax.models.nano import nano_config
 from flowjax.records import Task
+from flowjax.run import resolve
 from tests.dataflow.hostile_messages import WRONG, array, changed, episode, on_the_wire, paths, without
 
 GROUPS, MEMBERS, STEPS, VOCABULARY = 2, 2, 4, 64
@@ -45,7 +46,7 @@ class Dataflow:
         (folder / "model").mkdir(exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(hf_config(nano_config(VOCABULARY), "float32")))
         tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
-        self.flow = Flow(config, folder, train_tasks=tasks, held_out_tasks=tasks)
+        self.flow = Flow(resolve(config, folder), train_tasks=tasks, held_out_tasks=tasks)
         served = Server(self.flow, **options)
         self.bodies, self.status = served._bodies, served.status
         self.server = TestServer(served.application())
@@ -335,7 +336,7 @@ def test_batches_that_no_checkpoint_needs_any_more_are_refused(tmp_path):
     """A batch of long ago, asked for again, would undo all later ones and have their groups trained on twice."""
 
     async def scenario(dataflow: Dataflow) -> None:
-        dataflow.flow.policies["agent"].config.trainer.keep_checkpoints = 1
+        dataflow.flow.policies["agent"].settings.trainer.keep_checkpoints = 1
         epoch = await dataflow.claim(0)
         for step in range(3):
             await dataflow.post("/versions", worker="w", policy="agent", serving=step, in_use=[])

@@ -19,10 +19,11 @@ from flowjax.dataflow import server as server_module
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import serve
 from flowjax.launch.machine import free_port
-from flowjax.launch.roles import write_endpoints
+from flowjax.launch.roles import publish_endpoints
 from flowjax.monitor.token import known_token
 from flowjax.records import Lease, pack
 from flowjax.rollout.dataflow_client import DataflowClient
+from flowjax.run import resolve
 from flowjax.trainer.sources import DataflowSource
 from tests.dataflow.test_flow import configuration, make_flow, played
 from tests.dataflow.test_flow_policies import episode as two_parts
@@ -34,8 +35,8 @@ async def serving(flow: Flow, run_dir: Path, host: str = "127.0.0.1"):
     """The address of a dataflow that listens on `host`, as the run's endpoints have it."""
     config, port, stop = default_config(), free_port(), asyncio.Event()
     config.dataflow.host = host
-    task = asyncio.create_task(serve(flow, run_dir, config=config, port=port, stop=stop))
-    write_endpoints(config, run_dir, {"dataflow": port})
+    task = asyncio.create_task(serve(flow, run_dir, dataflow=config.dataflow, port=port, stop=stop))
+    publish_endpoints(resolve(config, run_dir), {"dataflow": port})
     url = json.loads((run_dir / "endpoints.json").read_text())["dataflow"]
     while not await asyncio.to_thread(answers, f"{url}/health"):
         await asyncio.sleep(0.01)

@@ -7,6 +7,7 @@ import pytest
 from flowjax.config import ConfigError, default_config, task_options
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
+from flowjax.run import resolve
 from tests.dataflow import flows
 
 
@@ -73,7 +74,7 @@ def test_mistakes_are_named(sources, message):
 
 
 def open_flow(folder, config) -> Flow:
-    flow = Flow(config, folder, train_tasks=train_tasks(config), held_out_tasks=held_out_tasks(config))
+    flow = Flow(resolve(config, folder), train_tasks=train_tasks(config), held_out_tasks=held_out_tasks(config))
     flow.report_serving("agent", 0)
     return flow
 

@@ -22,6 +22,7 @@ from flowjax.launch.checks import check_config
 from flowjax.launch.probe import inspect_run
 from flowjax.records import Task
 from flowjax.rewards.scores import COMPONENTS, check_reward, required_outcomes
+from flowjax.run import resolve
 
 ROOT = Path(__file__).parents[2]
 LONGEST_PROMPT_WORDS, LONGEST_REPLY_WORDS, LONGEST_RESULT_WORDS = 44, 11, 7
@@ -377,11 +378,13 @@ def test_mending_is_an_option_and_counted():
 def test_a_grammar_is_refused_where_it_cannot_be_kept_to():
     config = runpy.run_path(str(ROOT / "configs" / "canvas.py"))["get_config"]("nano")
     config.rollout.structured_outputs = True
-    assert any("config.env.prompt is 'compact'" in problem for problem in inspect_run(config, 1, None)["problems"])
+    assert any(
+        "config.env.prompt is 'compact'" in problem for problem in inspect_run(resolve(config), 1, None)["problems"]
+    )
     config.env.name, config.env.options = "flowjax.envs.sokoban:Sokoban", {}
     assert any(
         "flowjax.envs.sokoban:Sokoban has no structured_outputs()" in problem
-        for problem in inspect_run(config, 1, None)["problems"]
+        for problem in inspect_run(resolve(config), 1, None)["problems"]
     )
 
 
@@ -419,7 +422,7 @@ def test_recipes_can_be_started_as_they_are(variant: str):
     assert env.options.turns == config.env.max_turns
     config.env.options.path = str(ROOT / "data" / "canvas")  # as the documented command sets it
     config.env.options.step_s = 9999.0
-    assert any("step_timeout_s is" in problem for problem in inspect_run(config, 1, None)["problems"])
+    assert any("step_timeout_s is" in problem for problem in inspect_run(resolve(config), 1, None)["problems"])
     if variant.startswith("nano"):
         longest = LONGEST_PROMPT_WORDS if config.env.context == "window" else 8 + 6 * (12 + LONGEST_RESULT_WORDS)
         assert longest <= config.rollout.max_prompt_tokens

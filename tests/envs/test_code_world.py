@@ -23,6 +23,7 @@ from flowjax.grading.code import Call, Check
 from flowjax.grading.sandbox import Limits
 from flowjax.published.worlds import PublishedCode
 from flowjax.records import Task
+from flowjax.run import resolve
 
 WORLD = Code()
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
@@ -439,7 +440,7 @@ def test_a_step_that_may_outlast_its_environment_is_refused_at_start():
     config.env.step_timeout_s = 10.0
     config.env.options.wall_guard_s = 20.0
     config.env.options.allow_no_isolation = WITHOUT
-    problems = inspect_run(config, 1, None)["problems"]
+    problems = inspect_run(resolve(config), 1, None)["problems"]
     assert any("step_timeout_s is 10.0" in text and "41.5 s" in text for text in problems)
 
 

@@ -9,6 +9,7 @@ from test_rollout_real_engine import START_S, VllmRun
 from flowjax.canvas import Cache, Problem, backends_from_config, load_operators, parse, run
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.rollout.client import EngineClient
+from flowjax.run import resolve
 from flowjax.weights.hand_over import hand_over
 from flowjax.weights.publish import read_adapter
 
@@ -44,7 +45,9 @@ def test_operators_are_answered_by_the_runs_own_engine(tmp_path: Path):
                     await asyncio.sleep(0.2)
             serving.publish(1)
             folder = serving.folder / "adapters" / "agent@1"
-            hand_over(serving.config).write(folder, read_adapter(serving.folder / "checkpoints" / "agent", 1))
+            hand_over(resolve(serving.config).policies["agent"]).write(
+                folder, read_adapter(serving.folder / "checkpoints" / "agent", 1)
+            )
             await engine.load_adapter("agent@1", folder)
             first, again, other = await answered(0), await answered(0), await answered(1)
         for backend in backends.values():

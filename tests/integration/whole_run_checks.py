@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flowjax.config import load_run, policy_configs
 from flowjax.monitor.metrics import read_metrics
+from flowjax.run import read_run
 from flowjax.weights.publish import committed_steps, read_adapter
 
 
@@ -25,10 +25,10 @@ def assert_sound(run_dir: Path) -> None:
 def assert_versions_in_order(run_dir: Path) -> None:
     """Each version has one line, in order. A step whose checkpoint was lost is taken and written again."""
     train = [entry for entry in read_metrics(run_dir) if entry["kind"] == "train"]
-    for policy, config in policy_configs(load_run(run_dir)).items():
+    for policy, own in read_run(run_dir).policies.items():
         steps = [entry["step"] for entry in train if entry["policy"] == policy]
-        assert steps == list(range(1, config.trainer.steps + 1)), policy
-    assert max(entry["staleness_max"] for entry in train) <= load_run(run_dir).dataflow.max_staleness
+        assert steps == list(range(1, own.trainer.steps + 1)), policy
+    assert max(entry["staleness_max"] for entry in train) <= read_run(run_dir).config.dataflow.max_staleness
     # The engine's log-probabilities are those of the version that it says it served.
     assert max(entry["mismatch_kl"] for entry in train if "mismatch_kl" in entry) < 1e-5
 
@@ -36,13 +36,13 @@ def assert_versions_in_order(run_dir: Path) -> None:
 def assert_tasks_ended(run_dir: Path) -> None:
     """Nobody holds a lease any more, and of each policy's groups the ledger has those of the newest batches and no more
     others than are admitted ahead; what no checkpoint needs again it has forgotten."""
-    config = load_run(run_dir)
+    run = read_run(run_dir)
     with sqlite3.connect(run_dir / "dataflow.sqlite") as db:
         batches = db.execute("SELECT policy, step, group_id FROM batches").fetchall()
         policy_groups = db.execute("SELECT policy, group_id, state FROM policy_groups WHERE policy != ''").fetchall()
         leased = db.execute("SELECT COUNT(*) FROM episodes WHERE state = 'leased'").fetchone()[0]
     assert not leased, f"{leased} episodes are still leased"
-    for policy, own in policy_configs(config).items():
+    for policy, own in run.policies.items():
         taken = [(step, group_id) for name, step, group_id in batches if name == policy]
         groups, steps = own.trainer.groups_per_step, Counter(step for step, _ in taken)
         assert steps == dict.fromkeys(range(min(steps), own.trainer.steps), groups), policy
@@ -51,14 +51,14 @@ def assert_tasks_ended(run_dir: Path) -> None:
             group_id for group_id, state in states.items() if state == "used"
         }
         left = [group_id for group_id, state in states.items() if state in ("open", "complete", "ready")]
-        assert len(left) <= 2 * (config.dataflow.max_staleness + 1) * groups, f"{policy}: {left}"
+        assert len(left) <= 2 * (run.config.dataflow.max_staleness + 1) * groups, f"{policy}: {left}"
 
 
 def assert_trained_once(run_dir: Path) -> None:
     """Every batch has its groups, no group and no trajectory is in two batches of a policy, and each was played by a
     version that its batch admits."""
-    config = load_run(run_dir)
-    for policy, own in policy_configs(config).items():
+    run = read_run(run_dir)
+    for policy, own in run.policies.items():
         files = sorted((run_dir / "trajectories" / policy).glob("*.jsonl"))
         assert [int(file.stem) for file in files] == list(range(own.trainer.steps)), policy
         trained: list[str] = []
@@ -70,27 +70,29 @@ def assert_trained_once(run_dir: Path) -> None:
             groups += (of_batch := sorted({name.partition("/")[0] for name in names}))
             assert len(of_batch) == own.trainer.groups_per_step, f"{policy}, {file}"
             versions = {turn["version"] for line in lines for turn in line["turns"]}
-            assert versions <= set(range(max(step - config.dataflow.max_staleness, 0), step + 1)), f"{policy}, {file}"
+            assert versions <= set(range(max(step - run.config.dataflow.max_staleness, 0), step + 1)), (
+                f"{policy}, {file}"
+            )
         assert len(trained) == len(set(trained)), f"a trajectory is in two batches of {policy}"
         assert len(groups) == len(set(groups)), f"a group is in two batches of {policy}"
 
 
 def assert_evaluated(run_dir: Path) -> None:
     """Before, after and in between, each once and with every task."""
-    config = load_run(run_dir)
+    run = read_run(run_dir)
     lines = [entry for entry in read_metrics(run_dir) if entry["kind"] == "eval"]
     names = [tuple(sorted(line["versions"].items())) for line in lines]
     assert len(names) == len(set(names)), names
-    policies = policy_configs(config)
+    policies = run.policies
     assert tuple(sorted((policy, 0) for policy in policies)) in names
     assert tuple(sorted((policy, own.trainer.steps) for policy, own in policies.items())) in names
     for line in lines:
-        assert (line["episodes"], line["unfinished"]) == (config.eval.tasks, 0), line
+        assert (line["episodes"], line["unfinished"]) == (run.config.eval.tasks, 0), line
 
 
 def assert_checkpoints(run_dir: Path) -> None:
     """The newest ones are there, whole."""
-    for policy, own in policy_configs(load_run(run_dir)).items():
+    for policy, own in read_run(run_dir).policies.items():
         folder = run_dir / "checkpoints" / policy
         steps = committed_steps(folder)
         assert steps == list(range(own.trainer.steps - own.trainer.keep_checkpoints + 1, own.trainer.steps + 1)), policy

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from flowjax.config import default_config, save_run
 from flowjax.launch.devices import Devices
-from flowjax.launch.roles import choose_ports, run_roles, stop_order, write_endpoints
+from flowjax.launch.roles import choose_ports, publish_endpoints, run_roles, stop_order
 from flowjax.launch.session import Session
+from flowjax.run import resolve
 
 TRAINER = Path(__file__).parents[1] / "integration" / "chaos_trainer.py"
 
@@ -24,19 +25,20 @@ def main(folder: Path, name: str) -> int:
     run_dir = folder / "runs" / name
     save_run(config, run_dir)
     shutil.copytree(folder / "parts" / "run" / "checkpoints", run_dir / "checkpoints")  # version 0
-    ports = choose_ports(config)
-    write_endpoints(config, run_dir, ports)
+    run = resolve(config, run_dir)
+    ports = choose_ports(run)
+    publish_endpoints(run, ports)
     roles = [
         replace(role, argv=[sys.executable, str(TRAINER), str(run_dir), "0.1"], told=None)
         if role.name == "trainer"
         else role
-        for role in run_roles(config, run_dir, ports, Devices())
+        for role in run_roles(run, ports, Devices())
     ]
 
     async def done(supervisor, progress) -> None:
         await supervisor.ended("trainer")
 
-    session = Session(run_dir, steps=config.trainer.steps, stop_order=stop_order(config), console=Console(width=200))
+    session = Session(run_dir, steps=config.trainer.steps, stop_order=stop_order(run), console=Console(width=200))
     return asyncio.run(session.run(lambda: roles, done))
 
 

@@ -1,8 +1,9 @@
 import pytest
 from absl import flags
 
-from flowjax.config import ConfigError, default_config, policy_configs
+from flowjax.config import ConfigError, default_config
 from flowjax.launch.command_line import parse
+from flowjax.run import resolve
 
 
 def refuse(argv) -> str:
@@ -149,7 +150,7 @@ def own(tmp_path):
 def test_another_estimator_leaves_the_options_of_the_one_before(own, capsys):
     config, _ = parse([f"--config={own}", "--config.credit.name=grpo"])
     assert config.credit.options.to_dict() == {}
-    configs = policy_configs(config)
+    configs = resolve(config).policies
     assert (configs["solver"].credit.name, configs["solver"].credit.options.to_dict()) == ("grpo", {})
     assert (configs["verifier"].credit.name, configs["verifier"].credit.options.to_dict()) == ("grpo", {})
     assert configs["checker"].credit.options.to_dict() == {"gamma": 0.7}, "it names an estimator of its own"
@@ -170,7 +171,7 @@ def test_options_given_with_another_estimator_stay(own, capsys):
     assert config.credit.options.gamma == 0.8
     assert capsys.readouterr().err == ""
     config, _ = parse([f"--config={own}", "--config.policies.checker.credit.name=grpo"])
-    assert policy_configs(config)["checker"].credit.options.to_dict() == {}
+    assert resolve(config).policies["checker"].credit.options.to_dict() == {}
 
 
 def test_another_objective_or_world_leaves_its_options_too(own, capsys):

@@ -27,7 +27,7 @@ def test_its_fields_are_there(command: tuple[str, ...], monkeypatch: pytest.Monk
     monkeypatch.chdir(ROOT)
     recipe, *fields = command
     request = read_request([f"--config={recipe}", *fields, "--dry_run"])
-    assert request.config.env.name
+    assert request.run.config.env.name
 
 
 def test_some_are_documented():

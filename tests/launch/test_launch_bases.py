@@ -7,7 +7,7 @@ import pytest
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from flowjax.config import ConfigError, base_configs
+from flowjax.config import ConfigError
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config, check_unchanged, on_each_base
 from flowjax.launch.command_line import parse
@@ -15,7 +15,8 @@ from flowjax.launch.devices import Devices, engine_accelerators, share_out
 from flowjax.launch.plan import render_plan
 from flowjax.launch.preflight import Findings, disk_bytes
 from flowjax.launch.probe import inspect_run
-from flowjax.launch.roles import choose_ports, missing_bases, run_roles, warm_start_roles, write_endpoints
+from flowjax.launch.roles import choose_ports, missing_bases, publish_endpoints, run_roles, warm_start_roles
+from flowjax.run import resolve
 
 JUDGE = {"model": {"path": "models/Qwen3-8B"}, "engine": {"tensor_parallel": 2, "replicas": 2}}
 
@@ -43,18 +44,18 @@ def _value(role, name: str) -> str:
 
 
 def test_each_base_has_engines_ports_and_accelerators_of_its_own(judged, tmp_path):
-    devices = share_out(tuple("01234567"), engine_accelerators(judged))
+    devices = share_out(tuple("01234567"), engine_accelerators(resolve(judged)))
     assert (devices.trainer, devices.engine) == (("0", "1", "2"), ("3", "4", "5", "6", "7"))
-    ports = choose_ports(judged)
+    ports = choose_ports(resolve(judged))
     assert list(ports) == ["engine", "engine-judge-0", "engine-judge-1", "dataflow"]
-    own, *judges = run_roles(judged, tmp_path, ports, devices)[:3]
+    own, *judges = run_roles(resolve(judged, tmp_path), ports, devices)[:3]
     assert [role.name for role in (own, *judges)] == ["engine", "engine-judge-0", "engine-judge-1"]
     assert [role.env["CUDA_VISIBLE_DEVICES"] for role in (own, *judges)] == ["3", "4,5", "6,7"]
     assert [_value(role, "--served-model-name") for role in (own, *judges)] == ["base", "judge", "judge"]
     assert [_value(role, "--tensor-parallel-size") for role in (own, *judges)] == ["1", "2", "2"]
     assert ["--enable-lora" in role.argv for role in (own, *judges)] == [True, False, False]
     assert all(int(_value(role, "--port")) == ports[role.name] for role in (own, *judges))
-    write_endpoints(judged, tmp_path, ports)
+    publish_endpoints(resolve(judged, tmp_path), ports)
     endpoints = json.loads((tmp_path / "endpoints.json").read_text())
     assert endpoints == {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
     assert check_config(judged) == []
@@ -62,11 +63,11 @@ def test_each_base_has_engines_ports_and_accelerators_of_its_own(judged, tmp_pat
 
 def test_engines_of_one_base_may_run_elsewhere(judged, tmp_path):
     judged.bases.judge.engine = {"urls": ("http://one:1", "http://two:1"), "python": "/no/such/python"}
-    ports = choose_ports(judged)
+    ports = choose_ports(resolve(judged))
     assert list(ports) == ["engine", "dataflow"]
-    assert engine_accelerators(judged) == 1
-    assert on_each_base(judged, machine.check_engine) == []
-    write_endpoints(judged, tmp_path, ports)
+    assert engine_accelerators(resolve(judged)) == 1
+    assert on_each_base(resolve(judged), machine.check_engine) == []
+    publish_endpoints(resolve(judged, tmp_path), ports)
     endpoints = json.loads((tmp_path / "endpoints.json").read_text())
     assert (endpoints["engine-judge-0"], endpoints["engine-judge-1"]) == ("http://one:1", "http://two:1")
     assert endpoints["engine"] == f"http://127.0.0.1:{ports['engine']}"
@@ -74,7 +75,7 @@ def test_engines_of_one_base_may_run_elsewhere(judged, tmp_path):
 
 def test_policies_on_two_bases_have_a_trainer_each(both, tmp_path):
     assert check_config(both) == []
-    roles = run_roles(both, tmp_path, choose_ports(both), Devices())
+    roles = run_roles(resolve(both, tmp_path), choose_ports(resolve(both)), Devices())
     assert [role.name for role in roles] == [
         "engine", "engine-small", "dataflow", "trainer-solver", "trainer-verifier", "rollout",
     ]  # fmt: skip
@@ -83,14 +84,14 @@ def test_policies_on_two_bases_have_a_trainer_each(both, tmp_path):
 
 def test_missing_nano_bases_are_made_one_after_the_other(both, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own, small = warm_start_roles(both, tmp_path, Devices())
+    own, small = warm_start_roles(resolve(both, tmp_path), Devices())
     assert (own.name, own.argv[-1]) == ("warm_start", "--base=base")
     assert (small.name, small.argv[-1]) == ("warm_start-small", "--base=small")
     both.bases.again = {}  # the same folder is made once
-    assert missing_bases(both) == ["base", "small"]
+    assert missing_bases(resolve(both)) == ["base", "small"]
     (tmp_path / "absent-model").mkdir()
     (tmp_path / "absent-model" / "config.json").write_text("{}")
-    assert missing_bases(both) == ["small"]
+    assert missing_bases(resolve(both)) == ["small"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_what_bases_have_in_common_is_told_once(judged):
 def test_a_policy_alone_on_its_base_may_train_all_its_weights(both, tmp_path):
     both.policies.verifier.policy.train = "full"
     assert check_config(both) == []
-    own, small = run_roles(both, tmp_path, choose_ports(both), Devices())[:2]
+    own, small = run_roles(resolve(both, tmp_path), choose_ports(resolve(both)), Devices())[:2]
     assert "--enable-lora" in own.argv and "--worker-extension-cls" not in own.argv
     assert "--enable-lora" not in small.argv and "--worker-extension-cls" in small.argv
 
@@ -140,20 +141,22 @@ def test_bases_cannot_share_an_address(both):
     both.engine.urls = ()
     both.bases.small.engine = {"port": 18001, "replicas": 1}
     both.engine.port, both.engine.replicas, both.dataflow.port = 18000, 2, 18001
-    problems = machine.check_ports(both)
+    problems = machine.check_ports(resolve(both))
     assert "config.engine.port and config.bases.small.engine.port are 18000 (for 2 engines) and 18001" in problems[0]
     assert "config.engine.port and config.dataflow.port are 18000 (for 2 engines) and 18001" in problems[1]
     assert "config.bases.small.engine.port and config.dataflow.port are both 18001" in problems[2]
     both.engine.port = 0
-    assert choose_ports(both)["engine-small"] == 18001
+    assert choose_ports(resolve(both))["engine-small"] == 18001
 
 
 def test_a_model_that_is_not_there_and_too_few_accelerators_are_told_by_base(judged):
-    assert on_each_base(judged, machine.check_model) == [
+    assert on_each_base(resolve(judged), machine.check_model) == [
         "config.bases.judge.model.path is 'models/Qwen3-8B', which does not exist, and config.bases.judge.model.nano "
         "gives no shape to build: download the model into that folder, or name the one where it is"
     ]
-    (message,) = machine.check_accelerators(judged, share_out(tuple("012"), engine_accelerators(judged)))
+    (message,) = machine.check_accelerators(
+        resolve(judged), share_out(tuple("012"), engine_accelerators(resolve(judged)))
+    )
     assert message == (
         "config.engine.tensor_parallel is 1, config.bases.judge.engine.replicas is 2 and "
         "config.bases.judge.engine.tensor_parallel is 2, which takes 5 accelerators, but there are 3: lower one of them"
@@ -179,7 +182,7 @@ def test_bases_on_the_command_line(recipe):
     config, _ = parse([f"--config={recipe}", "--config.bases.judge.model.path=larger"])
     assert config.bases.judge.model.path == "larger"
     config, _ = parse([f"--config={recipe}", "--config.bases.judge.engine.port=1"])
-    assert base_configs(config)["judge"].engine.port == 1 != config.engine.port
+    assert resolve(config).bases["judge"].engine.port == 1 != config.engine.port
     for override, message in (
         ("jugde.engine.port=1", r"config\.bases\.jugde is not there \(did you mean 'judge'\?\)"),
         ("judge.engine.prot=1", r"config\.bases\.judge\.engine\.prot is no field: use one of .*port"),
@@ -190,15 +193,16 @@ def test_bases_on_the_command_line(recipe):
 
 
 def test_the_plan_shows_each_base_with_its_engines(judged, tmp_path: Path):
-    devices = share_out(tuple("01234567"), engine_accelerators(judged))
+    devices = share_out(tuple("01234567"), engine_accelerators(resolve(judged)))
     judged.trainer.micro_batch_rows = 12
     judged.mesh.fsdp, judged.mesh.data = 1, 3
-    answer = inspect_run(judged, devices.trainer_count, None)
+    answer = inspect_run(resolve(judged), devices.trainer_count, None)
     assert answer["problems"] == []
-    ports = choose_ports(judged)
+    ports = choose_ports(resolve(judged))
     found = Findings([], [], answer["plan"])
     console = Console(width=200, record=True, file=(tmp_path / "screen").open("w"))
-    console.print(render_plan(judged, tmp_path, run_roles(judged, tmp_path, ports, devices), ports, devices, found))
+    run = resolve(judged, tmp_path)
+    console.print(render_plan(run, run_roles(run, ports, devices), ports, devices, found))
     plan = " ".join(console.export_text().split())
     assert "engine accelerators 3, tensor parallel 1" in plan
     assert "engine-judge 2 on accelerators 4,5,6,7, tensor parallel 2" in plan
@@ -212,14 +216,14 @@ def test_what_is_trained_on_each_base_takes_disk(both):
     model = {"checkpoint_bytes": 30, "adapter_bytes": 10}
     plan = {"bases": {"base": {"model": model}, "small": {"model": {**model, "checkpoint_bytes": 3}}}}
     both.trainer.keep_checkpoints, both.dataflow.max_staleness = 3, 1
-    assert disk_bytes(both, plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10)
+    assert disk_bytes(resolve(both), plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10)
 
 
 def test_a_base_that_only_a_backend_of_the_world_asks_is_started_and_checked(config):
     config.env.options = ConfigDict({"backends": {"large": {"kind": "run", "base": "judge"}}})
     config.bases = ConfigDict({"judge": JUDGE})
     assert check_config(config) == []
-    assert list(choose_ports(config)) == ["engine", "engine-judge-0", "engine-judge-1", "dataflow"]
+    assert list(choose_ports(resolve(config))) == ["engine", "engine-judge-0", "engine-judge-1", "dataflow"]
     config.env.options.backends.large.base = "jugde"
     assert [problem for problem in check_config(config) if "backends.large.base is 'jugde': use one of" in problem]
     config.env.options.backends.large.base = "base"

@@ -11,6 +11,7 @@ import pytest
 from flowjax.config import load_run, save_run
 from flowjax.launch.devices import Devices, share_out
 from flowjax.launch.preflight import disk_bytes, examine
+from flowjax.run import resolve
 
 
 def launch(*argv, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -127,24 +128,24 @@ def test_unreadable_checkpoint_is_refused_before_anything_starts(config, tmp_pat
     (step / "adapter").mkdir(parents=True)
     (step / "commit_success.txt").write_text("")
     (step / "adapter" / "_METADATA").write_text("not JSON")
-    found = examine(config, run_dir, Devices(), resume=True)
+    found = examine(resolve(config, run_dir), Devices(), resume=True)
     (message,) = [text for text in found.problems if "checkpoint" in text]
     assert str(step / "adapter") in message
     assert "cannot be read" in message
-    assert examine(config, run_dir, Devices()).problems == []
+    assert examine(resolve(config, run_dir), Devices()).problems == []
 
 
 def test_disk_estimate_counts_what_is_kept(config):
     plan = {"bases": {"base": {"model": {"checkpoint_bytes": 30, "adapter_bytes": 10}}}}
     config.trainer.steps, config.trainer.keep_checkpoints, config.dataflow.max_staleness = 100, 3, 1
-    assert disk_bytes(config, plan) == 4 * 30 + 3 * 10
+    assert disk_bytes(resolve(config), plan) == 4 * 30 + 3 * 10
     config.trainer.keep_every_steps = 50
-    assert disk_bytes(config, plan) == 6 * 30 + 3 * 10
+    assert disk_bytes(resolve(config), plan) == 6 * 30 + 3 * 10
 
 
 def test_memory_is_planned_for_the_devices_that_the_trainer_gets(config, tmp_path):
     config.model.nano, config.model.path = None, "Qwen3-0.6B"
-    found = examine(config, tmp_path / "run", share_out(tuple("0123"), 2))
+    found = examine(resolve(config, tmp_path / "run"), share_out(tuple("0123"), 2))
     assert found.plan["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1}
     assert found.plan["bases"]["base"]["model"]["parameters"] == 596_049_920  # the published count of Qwen3-0.6B
     assert json.dumps(found.plan)

@@ -15,6 +15,7 @@ from flowjax.launch.devices import Devices, processes_here, share_out
 from flowjax.launch.roles import choose_ports, run_roles
 from flowjax.launch.together import run_together
 from flowjax.monitor.metrics import read_metrics
+from flowjax.run import resolve
 from flowjax.weights.publish import committed_steps
 
 TOGETHER = Path(run_together.__code__.co_filename)
@@ -60,10 +61,12 @@ def test_processes_share_the_trainers_accelerators_out(config, tmp_path, monkeyp
     config.trainer.processes = 2
     devices = share_out(tuple("01234"), 1)
     assert (devices.trainer, devices.trainer_count) == (("0", "1", "2", "3"), 4)
-    (trainer,) = [r for r in run_roles(config, tmp_path, choose_ports(config), devices) if r.name == "trainer"]
+    (trainer,) = [
+        r for r in run_roles(resolve(config, tmp_path), choose_ports(resolve(config)), devices) if r.name == "trainer"
+    ]
     assert '[{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]' in trainer.argv
-    assert machine.check_accelerators(config, devices) == []
-    (problem,) = machine.check_accelerators(config, share_out(tuple("0123"), 1))
+    assert machine.check_accelerators(resolve(config), devices) == []
+    (problem,) = machine.check_accelerators(resolve(config), share_out(tuple("0123"), 1))
     assert "config.trainer.processes is 2, but the trainer has 3 accelerators here" in problem
     assert Devices().process_envs(2) == [{"JAX_PLATFORMS": "cpu"}] * 2
 
@@ -71,12 +74,14 @@ def test_processes_share_the_trainers_accelerators_out(config, tmp_path, monkeyp
 def test_processes_of_several_hosts_are_started_one_on_each(config, tmp_path, monkeypatch):
     config.trainer.processes, config.trainer.coordinator = 2, "host:1"
     monkeypatch.delenv("FLOWJAX_PROCESS", raising=False)
-    (problem,) = machine.check_accelerators(config, Devices())
+    (problem,) = machine.check_accelerators(resolve(config), Devices())
     assert "FLOWJAX_PROCESS is not set" in problem and "leave coordinator empty" in problem
     monkeypatch.setenv("FLOWJAX_PROCESS", "0")
-    assert machine.check_accelerators(config, Devices()) == []
-    assert processes_here(config) == 1
-    (trainer,) = [r for r in run_roles(config, tmp_path, choose_ports(config), Devices()) if r.name == "trainer"]
+    assert machine.check_accelerators(resolve(config), Devices()) == []
+    assert processes_here(config.trainer) == 1
+    (trainer,) = [
+        r for r in run_roles(resolve(config, tmp_path), choose_ports(resolve(config)), Devices()) if r.name == "trainer"
+    ]
     assert trainer.argv[1:] == ["-m", "flowjax.trainer", f"--run={tmp_path}"]
     hosts = share_out(tuple("0123"), 0, 8, hosts=2)
     assert (hosts.trainer, hosts.trainer_count) == (("0", "1", "2", "3"), 8)

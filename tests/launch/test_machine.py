@@ -7,30 +7,31 @@ import pytest
 
 from flowjax.launch import machine
 from flowjax.launch.devices import host_device_count, mesh_count, share_out, visible_accelerators
+from flowjax.run import resolve
 
 
 def test_absent_model_folder_is_named_with_the_remedy(config, tmp_path):
     config.model.path, config.model.nano = str(tmp_path / "Qwen3-8B"), None
-    (message,) = machine.check_model(config)
+    (message,) = machine.check_model(resolve(config).bases["base"])
     assert "does not exist" in message
     assert "download" in message
     (tmp_path / "Qwen3-8B").mkdir()
-    assert "has no config.json" in machine.check_model(config)[0]
+    assert "has no config.json" in machine.check_model(resolve(config).bases["base"])[0]
     (tmp_path / "Qwen3-8B" / "config.json").write_text("{}")
-    assert "lacks tokenizer.json and *.safetensors" in machine.check_model(config)[0]
+    assert "lacks tokenizer.json and *.safetensors" in machine.check_model(resolve(config).bases["base"])[0]
     for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / "Qwen3-8B" / name).write_text("")
-    assert machine.check_model(config) == []
+    assert machine.check_model(resolve(config).bases["base"]) == []
 
 
 def test_nano_base_is_built_when_absent_and_refused_when_of_another_shape(config, tmp_path):
     config.model.path = str(tmp_path / "nano")
-    assert machine.check_model(config) == []
+    assert machine.check_model(resolve(config).bases["base"]) == []
     (tmp_path / "nano").mkdir()
     (tmp_path / "nano" / "config.json").write_text(json.dumps({"hidden_size": 128, "num_hidden_layers": 2}))
     for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / "nano" / name).write_text("")
-    (message,) = machine.check_model(config)
+    (message,) = machine.check_model(resolve(config).bases["base"])
     assert message.startswith("config.model.nano.hidden_size is 64, but the model in")
     assert "128" in message
     assert "remove the folder" in message
@@ -41,13 +42,13 @@ def test_taken_port_is_named(config):
         other.bind(("127.0.0.1", 0))
         other.listen()
         config.engine.port = other.getsockname()[1]
-        (message,) = machine.check_ports(config)
+        (message,) = machine.check_ports(resolve(config))
     assert message == f"config.engine.port is {config.engine.port}, which another process uses: " + (
         "free it, or set it to 0 for a free one"
     )
-    assert machine.check_ports(config) == []
+    assert machine.check_ports(resolve(config)) == []
     config.dataflow.port = config.engine.port
-    assert "are both" in machine.check_ports(config)[0]
+    assert "are both" in machine.check_ports(resolve(config))[0]
 
 
 def test_engine_interpreter_without_vllm_is_named(config, tmp_path):
@@ -55,16 +56,16 @@ def test_engine_interpreter_without_vllm_is_named(config, tmp_path):
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     config.engine.python = str(bare)
-    (message,) = machine.check_engine(config)
+    (message,) = machine.check_engine(resolve(config).bases["base"])
     assert message.startswith(f"config.engine.python is '{bare}'")
     assert "has no vLLM" in message
     config.engine.python = "/no/such/python"
-    assert "not an executable" in machine.check_engine(config)[0]
+    assert "not an executable" in machine.check_engine(resolve(config).bases["base"])[0]
 
 
 def test_too_few_accelerators_for_the_engine(config, tmp_path):
     config.engine.tensor_parallel = 4
-    (message,) = machine.check_accelerators(config, share_out(("0", "1"), 4))
+    (message,) = machine.check_accelerators(resolve(config), share_out(("0", "1"), 4))
     assert "config.engine.tensor_parallel is 4, which takes 4 accelerators, but there are 2" in message
 
 

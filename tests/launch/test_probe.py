@@ -6,13 +6,14 @@ import pytest
 
 from configs.math_pair import get_config
 from flowjax.launch.probe import inspect_run
+from flowjax.run import resolve
 
 
 def problems(**changes) -> list[str]:
     config = get_config("nano")
     config.model.path = ""
     config.update_from_flattened_dict(changes)
-    return inspect_run(config, 1, None)["problems"]
+    return inspect_run(resolve(config), 1, None)["problems"]
 
 
 def test_a_reward_may_read_what_the_workflow_adds_to_the_worlds_outcomes():
@@ -40,7 +41,7 @@ def test_what_one_policy_has_of_its_own_is_checked_under_its_name(section, value
     config = get_config("nano")
     config.model.path = ""
     config.policies.verifier[section] = value
-    (found,) = inspect_run(config, 1, None)["problems"]
+    (found,) = inspect_run(resolve(config), 1, None)["problems"]
     assert message in found
     assert f"config.policies.verifier.{section}" in found
 

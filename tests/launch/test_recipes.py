@@ -18,6 +18,7 @@ from flowjax.launch.plan import render_plan
 from flowjax.launch.preflight import Findings
 from flowjax.launch.probe import inspect_run
 from flowjax.launch.roles import choose_ports, run_roles
+from flowjax.run import resolve
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,18 +46,18 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("variant", variants())
 def test_every_recipe_can_be_planned_without_model_and_data(variant: str, elsewhere: Path):
     request = read_request([f"--config={ROOT / variant}", "--dry_run"])
-    config, devices = request.config, request.devices
-    assert check_config(config) == []
-    answer = inspect_run(config, devices.trainer_count, None)
+    run, devices = request.run, request.devices
+    assert check_config(run.config) == []
+    answer = inspect_run(run, devices.trainer_count, None)
     assert answer["problems"] == []
-    found = Findings([], [*on_each_base(config, check_model), *answer["here"]], answer["plan"])
-    ports = choose_ports(config)
-    roles = run_roles(config, request.run_dir, ports, devices)
+    found = Findings([], [*on_each_base(run, check_model), *answer["here"]], answer["plan"])
+    ports = choose_ports(run)
+    roles = run_roles(run, ports, devices)
     console = Console(width=200, record=True, file=(elsewhere / "screen").open("w"))
-    console.print(render_plan(config, request.run_dir, roles, ports, devices, found))
+    console.print(render_plan(run, roles, ports, devices, found))
     plan = console.export_text()
     assert "cannot run" not in plan and "parameters" in plan and "trainer memory per device" in plan
-    if config.model.nano is None:
+    if run.config.model.nano is None:
         assert "which does not exist" in plan
         assert (len(devices.trainer), len(devices.engine)) == (4, 4), "its docstring promises eight"
 
@@ -82,12 +83,12 @@ def without_bubblewrap(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("variant", ["configs/canvas.py:nano", "configs/code.py:nano"])
 def test_a_machine_without_bubblewrap_is_not_ready(variant: str, without_bubblewrap: None):
     config = load_recipe(str(ROOT / variant))
-    answer = inspect_run(config, 1, None)
+    answer = inspect_run(resolve(config), 1, None)
     assert answer["problems"] == []
     (message,) = answer["here"]
     assert "bubblewrap is not installed" in message and "apt-get install bubblewrap" in message
     config.env.options.allow_no_isolation = True
-    assert inspect_run(config, 1, None)["here"] == []
+    assert inspect_run(resolve(config), 1, None)["here"] == []
 
 
 @pytest.mark.slow

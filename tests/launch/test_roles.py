@@ -7,7 +7,8 @@ import pytest
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config
 from flowjax.launch.devices import Devices, engine_accelerators, share_out
-from flowjax.launch.roles import choose_ports, engine_roles, run_roles, stop_order, write_endpoints
+from flowjax.launch.roles import choose_ports, engine_roles, publish_endpoints, run_roles, stop_order
+from flowjax.run import resolve
 
 URLS = ("http://one:8000", "http://two:8000")
 
@@ -17,23 +18,23 @@ def _value(role, name: str) -> str:
 
 
 def test_one_engine_keeps_its_plain_name(config, tmp_path):
-    ports = choose_ports(config)
+    ports = choose_ports(resolve(config))
     assert list(ports) == ["engine", "dataflow"]
-    assert [role.name for role in run_roles(config, tmp_path, ports, Devices())][:2] == ["engine", "dataflow"]
+    assert [role.name for role in run_roles(resolve(config, tmp_path), ports, Devices())][:2] == ["engine", "dataflow"]
 
 
 def test_each_replica_is_a_role_with_port_seed_and_accelerators_of_its_own(config, tmp_path):
     config.engine.replicas, config.engine.tensor_parallel, config.seed = 3, 2, 7
-    devices = share_out(tuple("01234567"), engine_accelerators(config))
+    devices = share_out(tuple("01234567"), engine_accelerators(resolve(config)))
     assert (devices.trainer, devices.engine) == (("0", "1"), ("2", "3", "4", "5", "6", "7"))
-    ports = choose_ports(config)
-    roles = engine_roles(config, tmp_path, ports, devices)
+    ports = choose_ports(resolve(config))
+    roles = engine_roles(resolve(config, tmp_path), ports, devices)
     assert [role.name for role in roles] == ["engine-0", "engine-1", "engine-2"]
     assert [role.env["CUDA_VISIBLE_DEVICES"] for role in roles] == ["2,3", "4,5", "6,7"]
     assert [_value(role, "--seed") for role in roles] == ["7", "8", "9"]
     assert [int(_value(role, "--port")) for role in roles] == [ports[role.name] for role in roles]
     assert len(set(ports.values())) == 4
-    write_endpoints(config, tmp_path, ports)
+    publish_endpoints(resolve(config, tmp_path), ports)
     endpoints = json.loads((tmp_path / "endpoints.json").read_text())
     assert endpoints == {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
 
@@ -41,14 +42,14 @@ def test_each_replica_is_a_role_with_port_seed_and_accelerators_of_its_own(confi
 def test_separate_trainers_are_roles_with_accelerators_of_their_own(config, tmp_path):
     config.policies = {"solver": {}, "verifier": {}}
     config.separate_trainers = True
-    devices = share_out(tuple("012345"), engine_accelerators(config), trainers=2)
+    devices = share_out(tuple("012345"), engine_accelerators(resolve(config)), trainers=2)
     assert (devices.trainer_count, devices.engine) == (2, ("5",))
-    roles = {role.name: role for role in run_roles(config, tmp_path, choose_ports(config), devices)}
+    roles = {role.name: role for role in run_roles(resolve(config, tmp_path), choose_ports(resolve(config)), devices)}
     assert list(roles) == ["engine", "dataflow", "trainer-solver", "trainer-verifier", "rollout"]
     assert roles["trainer-verifier"].argv[-1] == "--policy=verifier"
     own = [roles[f"trainer-{name}"].env["CUDA_VISIBLE_DEVICES"] for name in ("solver", "verifier")]
     assert own == ["0,1", "2,3"]
-    assert stop_order(config) == (("rollout", "trainer-solver", "trainer-verifier"),)
+    assert stop_order(resolve(config)) == (("rollout", "trainer-solver", "trainer-verifier"),)
     crowded = share_out(("0", "1"), 1, trainers=2)
     assert [crowded.trainer_env(index)["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["0", "0"]
     assert crowded.trainer_env(1)["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
@@ -58,32 +59,42 @@ def test_separate_trainers_are_roles_with_accelerators_of_their_own(config, tmp_
 
 def test_a_configured_port_is_the_first_of_several(config):
     config.engine.port, config.engine.replicas = 8000, 3
-    ports = choose_ports(config)
+    ports = choose_ports(resolve(config))
     assert [ports[f"engine-{index}"] for index in range(3)] == [8000, 8001, 8002]
     config.dataflow.port = 8002
-    assert any("8000 (for 3 engines) and 8002" in problem for problem in machine.check_ports(config))
+    assert any("8000 (for 3 engines) and 8002" in problem for problem in machine.check_ports(resolve(config)))
 
 
 def test_engines_elsewhere_are_known_and_not_started(config, tmp_path):
     config.engine.urls = URLS
     config.engine.python = "/no/such/python"  # it is not needed here
-    ports = choose_ports(config)
+    ports = choose_ports(resolve(config))
     assert list(ports) == ["dataflow"]
-    devices = share_out(("0", "1"), engine_accelerators(config))
+    devices = share_out(("0", "1"), engine_accelerators(resolve(config)))
     assert (devices.trainer, devices.engine) == (("0", "1"), ())
-    assert [role.name for role in run_roles(config, tmp_path, ports, devices)] == ["dataflow", "trainer", "rollout"]
-    assert machine.check_engine(config) == machine.check_accelerators(config, devices) == []
-    write_endpoints(config, tmp_path, ports)
+    assert [role.name for role in run_roles(resolve(config, tmp_path), ports, devices)] == [
+        "dataflow",
+        "trainer",
+        "rollout",
+    ]
+    assert (
+        machine.check_engine(resolve(config).bases["base"])
+        == machine.check_accelerators(resolve(config), devices)
+        == []
+    )
+    publish_endpoints(resolve(config, tmp_path), ports)
     endpoints = json.loads((tmp_path / "endpoints.json").read_text())
     assert (endpoints["engine-0"], endpoints["engine-1"]) == URLS
     config.engine.urls = URLS[:1]
-    write_endpoints(config, tmp_path, ports)
+    publish_endpoints(resolve(config, tmp_path), ports)
     assert json.loads((tmp_path / "endpoints.json").read_text())["engine"] == URLS[0]
 
 
 def test_too_few_accelerators_for_all_replicas(config):
     config.engine.replicas, config.engine.tensor_parallel = 2, 2
-    (message,) = machine.check_accelerators(config, share_out(("0", "1", "2"), engine_accelerators(config)))
+    (message,) = machine.check_accelerators(
+        resolve(config), share_out(("0", "1", "2"), engine_accelerators(resolve(config)))
+    )
     assert (
         "replicas is 2 and config.engine.tensor_parallel is 2, which takes 4 accelerators, but there are 3" in message
     )
@@ -124,7 +135,7 @@ def test_a_frozen_agent_beside_a_trained_one_is_fine(config):
 def test_roles_that_run_elsewhere_are_not_started(config, tmp_path, elsewhere, started):
     config.elsewhere = elsewhere
     assert check_config(config) == []
-    ports = choose_ports(config)
-    roles = run_roles(config, tmp_path, ports, share_out((), engine_accelerators(config)))
+    ports = choose_ports(resolve(config))
+    roles = run_roles(resolve(config, tmp_path), ports, share_out((), engine_accelerators(resolve(config))))
     assert [role.name for role in roles] == started
     assert ("engine" in ports) == ("engine" in started)

@@ -13,8 +13,9 @@ from test_supervisor import wait_until
 from flowjax.broker import Address, DataflowError, connect
 from flowjax.launch.devices import Devices
 from flowjax.launch.machine import free_port
-from flowjax.launch.roles import choose_ports, run_roles, write_endpoints
+from flowjax.launch.roles import choose_ports, publish_endpoints, run_roles
 from flowjax.launch.supervisor import Role, Supervisor
+from flowjax.run import resolve
 
 # Answers every message with the port it listens at, and dies of one that says so.
 SERVER = """
@@ -37,7 +38,7 @@ web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 
 def roles(config, run_dir, ports) -> dict[str, Role]:
-    return {role.name: role for role in run_roles(config, run_dir, ports, Devices())}
+    return {role.name: role for role in run_roles(resolve(config, run_dir), ports, Devices())}
 
 
 def taken(port: int) -> socket.socket:
@@ -49,8 +50,8 @@ def taken(port: int) -> socket.socket:
 
 
 def test_a_server_starts_anew_elsewhere_and_says_so(config, tmp_path):
-    ports = choose_ports(config)
-    write_endpoints(config, tmp_path, ports)
+    ports = choose_ports(resolve(config))
+    publish_endpoints(resolve(config, tmp_path), ports)
     made, before = roles(config, tmp_path, ports), dict(ports)
     for name in ("dataflow", "engine"):
         again = made[name].again
@@ -68,7 +69,7 @@ def test_a_server_starts_anew_elsewhere_and_says_so(config, tmp_path):
 
 def test_a_configured_port_is_waited_for(config, tmp_path):
     config.dataflow.port = free_port()
-    ports = choose_ports(config)
+    ports = choose_ports(resolve(config))
     again = roles(config, tmp_path, ports)["dataflow"].again
     assert again is not None
     with taken(ports["dataflow"]), pytest.raises(OSError) as caught:
@@ -78,8 +79,8 @@ def test_a_configured_port_is_waited_for(config, tmp_path):
 
 
 def test_who_asks_follows_a_dataflow_that_has_moved(config, tmp_path):
-    ports, events = choose_ports(config), []
-    write_endpoints(config, tmp_path, ports)
+    ports, events = choose_ports(resolve(config)), []
+    publish_endpoints(resolve(config, tmp_path), ports)
     (tmp_path / "server.py").write_text(SERVER)
 
     def as_server(role: Role) -> Role:

@@ -24,8 +24,8 @@ from flowjax.records import Episode
 from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import Player
-from flowjax.rollout.names import engine_names
 from flowjax.rollout.service import RolloutService
+from flowjax.run import resolve
 from flowjax.weights.publish import Checkpoints
 
 WORLD = {"rows": 5, "columns": 5, "boxes": 1}
@@ -80,8 +80,7 @@ class RolloutRun:
 
     def flow(self) -> Flow:
         return Flow(
-            self.config,
-            self.folder,
+            resolve(self.config, self.folder),
             train_tasks=Sokoban(**WORLD).tasks("train", 0)[:4].repeat(),
             held_out_tasks=Sokoban(**WORLD).tasks("held_out", 0)[:4].repeat(),
         )
@@ -98,7 +97,7 @@ class RolloutRun:
         dataflow = TestServer(Server(flow).application())
         await asyncio.gather(engine.server.start_server(), dataflow.start_server())
         servers = Servers(engine, flow, dataflow, engine_urls or (engine.url,))
-        names = engine_names(len(servers.engine_urls))
+        names = resolve(self.config).bases["base"].engine_names(len(servers.engine_urls))
         endpoints = {**dict(zip(names, servers.engine_urls, strict=True)), "dataflow": servers.dataflow_url}
         (self.folder / "endpoints.json").write_text(json.dumps(endpoints))
         try:
@@ -113,17 +112,17 @@ class RolloutRun:
 
         It reaches the dataflow by `to_dataflow`, or over HTTP.
         """
-        config = self.config
+        run, config = resolve(self.config, self.folder), self.config
         to_dataflow = to_dataflow or partial(connect, servers.dataflow_url)
         async with (
-            bases_of_run(config, self.folder, {"base": servers.engine_urls, **servers.further_urls}) as bases,
+            bases_of_run(run, {"base": servers.engine_urls, **servers.further_urls}) as bases,
             to_dataflow() as broker,
             EnvPool(workers=1, step_timeout_s=config.env.step_timeout_s) as pool,
         ):
             dataflow = DataflowClient(broker, worker="test", away_s=config.dataflow.lease_s)
-            player = Player.of_run(config, bases=bases, pool=pool)
+            player = Player.of_run(run, bases=bases, pool=pool)
             parts = {"bases": bases, "dataflow": dataflow, "player": player}
-            serving = Serving(RolloutService(config, self.folder, **parts))
+            serving = Serving(RolloutService(run, **parts))
             try:
                 yield serving
             finally:

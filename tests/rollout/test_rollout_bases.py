@@ -15,10 +15,11 @@ from rollout_run import MODEL, RolloutRun, Servers, until
 from flowjax.config import ConfigDict, ConfigError, default_config, save_run
 from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.rooms import DIRECTIONS
+from flowjax.launch.checks import check_config
 from flowjax.models.nano import build_tokenizer
 from flowjax.rollout.__main__ import _engine_urls
 from flowjax.rollout.admission import Admission, Load
-from flowjax.rollout.names import engine_logs, engine_names, engines_by_base, idle_bases, speakers
+from flowjax.run import check_agents, resolve
 from flowjax.weights.publish import Checkpoints
 
 AGENTS = {"first": "agent", "second": "judge"}
@@ -162,22 +163,32 @@ def _config(**bases: dict) -> Any:
 
 def test_names_of_the_engines_of_each_base():
     config = _config()
-    assert engine_names(1, "judge") == ["engine-judge"]
-    assert engines_by_base(config) == {
-        "base": ["engine"], "judge": ["engine-judge"], "large-8b": ["engine-large-8b-0", "engine-large-8b-1"],
-    }  # fmt: skip
-    logs = [engine_logs(config, base) for base in engines_by_base(config)]
+    run = resolve(config)
+    assert [engine.name for engine in run.engines] == [
+        "engine", "engine-judge", "engine-large-8b-0", "engine-large-8b-1",
+    ]  # fmt: skip
+    assert [engine.base for engine in run.engines] == ["base", "judge", "large-8b", "large-8b"]
+    logs = [base.logs for base in run.bases.values()]
     assert logs == ["logs/engine.log", "logs/engine-judge.log", "logs/engine-large-8b-*.log"]
     config.bases.judge.engine = {"urls": ("http://a:1", "http://b:1")}
-    assert engines_by_base(config)["judge"] == ["engine-judge-0", "engine-judge-1"]
-    assert engine_logs(config, "judge") == "the engines' own logs"
+    judge = resolve(config).bases["judge"]
+    assert [(engine.name, engine.url) for engine in judge.engines] == [
+        ("engine-judge-0", "http://a:1"), ("engine-judge-1", "http://b:1"),
+    ]  # fmt: skip
+    assert judge.logs == "the engines' own logs"
+
+
+def speakers(config) -> dict[str, str]:
+    run = resolve(config)
+    check_agents(run)
+    return dict(run.agents)
 
 
 def test_who_may_speak_for_an_agent():
     config = _config(judge={}, spare={})
     config.agents = {"solver": "agent", "verifier": "judge"}
     assert speakers(config) == {"solver": "agent", "verifier": "judge"}
-    assert idle_bases(config) == ["spare"]
+    assert any("config.bases.spare speaks for no agent" in problem for problem in check_config(config))
     config.agents = {"solver": "agent", "verifier": "nobody"}
     with pytest.raises(ConfigError, match=r"verifier is 'nobody': use one of .*agent, or 'base', 'judge', 'spare'"):
         speakers(config)
@@ -195,12 +206,12 @@ def test_who_may_speak_for_an_agent():
 def test_endpoints_are_found_by_base(tmp_path):
     config = _config()
     save_run(config, tmp_path)
-    urls = {name: f"http://{name}" for names in engines_by_base(config).values() for name in names}
+    urls = {engine.name: f"http://{engine.name}" for engine in resolve(config).engines}
     (tmp_path / "endpoints.json").write_text(json.dumps({**urls, "dataflow": "http://d"}))
-    engines = _engine_urls(config, tmp_path)
+    engines = _engine_urls(resolve(config, tmp_path))
     assert engines["large-8b"] == ["http://engine-large-8b-0", "http://engine-large-8b-1"]
     assert (engines["base"], engines["judge"]) == (["http://engine"], ["http://engine-judge"])
     del urls["engine-judge"]
     (tmp_path / "endpoints.json").write_text(json.dumps({**urls, "dataflow": "http://d"}))
     with pytest.raises(ConfigError, match=r"does not name engine and dataflow \('engine-judge'\)"):
-        _engine_urls(config, tmp_path)
+        _engine_urls(resolve(config, tmp_path))

@@ -28,6 +28,7 @@ from flowjax.models.nano import create_nano
 from flowjax.records import TokenRow
 from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
 from flowjax.rollout.sidecar import engine_command
+from flowjax.run import resolve
 from flowjax.trainer.batch import pack
 from flowjax.trainer.update import sampled_logprobs
 
@@ -59,7 +60,8 @@ class Server:
         self.process: subprocess.Popen | None = None
 
     def launch(self) -> None:
-        argv, env = engine_command(self.config, self.folder, self.port)
+        run = resolve(self.config)
+        argv, env = engine_command(run, run.engines[0], self.port)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 argv, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

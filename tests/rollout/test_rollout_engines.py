@@ -12,7 +12,8 @@ from flowjax.config import default_config
 from flowjax.rollout import engines as engines_module
 from flowjax.rollout.client import EngineAway, EngineClient, EngineError, UnknownModel
 from flowjax.rollout.completions import Sampling
-from flowjax.rollout.engines import EnginePool, Member, choose, engines_of_run
+from flowjax.rollout.engines import EnginePool, Member, choose, engines_of_base
+from flowjax.run import resolve
 
 MODEL = "agent@3"
 SAMPLING = Sampling(1.0, 8)
@@ -218,8 +219,8 @@ def test_the_load_of_the_pool_is_that_of_its_engines(pair):
 
 def test_one_engine_needs_no_pool(tmp_path):
     config = default_config()
-    assert isinstance(engines_of_run(config, tmp_path, ["http://host:1"]), EngineClient)
+    assert isinstance(engines_of_base(resolve(config).bases["base"], tmp_path, ["http://host:1"]), EngineClient)
     config.engine.stream_partial = True
     for urls in (["http://host:1"], ["http://host:1", "http://host:2"]):
-        pool = engines_of_run(config, tmp_path, urls)
+        pool = engines_of_base(resolve(config).bases["base"], tmp_path, urls)
         assert isinstance(pool, EnginePool) and [member.client.url for member in pool.members] == urls

@@ -8,13 +8,14 @@ import urllib.request
 from rollout_run import RolloutRun, until
 
 from flowjax.rollout import __main__ as rollout_main
+from flowjax.run import resolve
 
 
 def test_the_role_answers_with_its_counts(tmp_path):
     async def scenario() -> str:
         run = RolloutRun(tmp_path)
         async with run.servers() as servers:
-            role = asyncio.create_task(rollout_main._serve(run.config, run.folder))
+            role = asyncio.create_task(rollout_main._serve(resolve(run.config, run.folder)))
             await until(lambda: len(servers.counted) == 16)
             text = ""
             while "flowjax_rollout_episodes 16\n" not in text:

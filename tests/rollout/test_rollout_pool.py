@@ -13,7 +13,7 @@ from rollout_run import RolloutRun, until
 
 from flowjax.config import ConfigError, default_config
 from flowjax.envs.sokoban.rooms import DIRECTIONS
-from flowjax.rollout.names import engine_names, speakers
+from flowjax.run import check_agents, resolve
 
 
 def engine_of(run: RolloutRun) -> FakeEngine:
@@ -117,6 +117,12 @@ def test_a_frozen_agent_plays_and_is_not_trained(tmp_path):
     asyncio.run(scenario())
 
 
+def speakers(config) -> dict[str, str]:
+    run = resolve(config)
+    check_agents(run)
+    return dict(run.agents)
+
+
 def test_who_speaks_for_an_agent_is_checked():
     config: Any = default_config()
     assert speakers(config) == {"agent": "agent"}
@@ -171,8 +177,3 @@ def test_what_can_be_played_is_said_with_every_lease(tmp_path):
         assert said[0] == {"worlds": ["sokoban"], "policies": ["agent"], "kinds": ["train", "eval"]}
 
     asyncio.run(scenario())
-
-
-def test_names_of_engines():
-    assert engine_names(1) == ["engine"]
-    assert engine_names(3) == ["engine-0", "engine-1", "engine-2"]

@@ -21,6 +21,7 @@ from flowjax.models.lora import Lora, adapter_specs
 from flowjax.models.nano import create_nano
 from flowjax.rollout.client import EngineClient
 from flowjax.rollout.sidecar import engine_command
+from flowjax.run import resolve
 
 START_S = 300.0
 
@@ -60,7 +61,8 @@ class VllmRun(RolloutRun):
         self.checkpoints.wait()
 
     def launch(self) -> None:
-        argv, env = engine_command(self.config, self.folder, self.port)
+        run = resolve(self.config)
+        argv, env = engine_command(run, run.engines[0], self.port)
         (self.folder / "logs").mkdir(exist_ok=True)
         with (self.folder / "logs" / "engine.log").open("ab") as log:
             self.process = subprocess.Popen(

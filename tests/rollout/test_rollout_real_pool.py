@@ -16,6 +16,7 @@ from flowjax.launch.supervisor import Supervisor
 from flowjax.rollout.client import EngineClient
 from flowjax.rollout.completions import Completion, Sampling
 from flowjax.rollout.engines import EnginePool
+from flowjax.run import resolve
 
 GREEDY = Sampling(0.0, 400)
 CALLS = 24
@@ -48,12 +49,12 @@ def _child_of(guard: int | None) -> int:
 @pytest.mark.integration
 def test_one_of_two_engines_is_killed_in_the_middle_of_everything(tmp_path):
     run = VllmRun(tmp_path, engine__replicas=2, engine__stream_partial=True, engine__max_model_tokens=512)
-    ports = choose_ports(run.config)
+    ports = choose_ports(resolve(run.config))
     urls = [f"http://127.0.0.1:{ports[name]}" for name in ("engine-0", "engine-1")]
 
     async def scenario():
         supervisor = Supervisor(run.folder / "logs", backoff_s=0.1)
-        for role in engine_roles(run.config, run.folder, ports, Devices()):
+        for role in engine_roles(resolve(run.config, run.folder), ports, Devices()):
             supervisor.start(role)
         try:
             async with run.servers(*urls) as servers, run.serving(servers) as serving:

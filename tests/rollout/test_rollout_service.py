@@ -411,7 +411,7 @@ def _children_of(pid: int) -> list[str]:
 def test_mistakes_in_the_config_are_one_line_and_their_own_exit_status(tmp_path, change, message, capsys):
     folder = RolloutRun(tmp_path, **change).folder
     (folder / "endpoints.json").write_text(json.dumps(NOBODY))
-    assert rollout_main.run(folder) == 2
+    assert rollout_main.play(folder) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rollout: ") and message in line
 
@@ -419,7 +419,7 @@ def test_mistakes_in_the_config_are_one_line_and_their_own_exit_status(tmp_path,
 def test_an_absent_engine_is_the_last_line_of_the_log(tmp_path, capsys):
     folder = RolloutRun(tmp_path, engine__start_timeout_s=0.5).folder
     (folder / "endpoints.json").write_text(json.dumps(NOBODY))
-    assert rollout_main.run(folder) == 1
+    assert rollout_main.play(folder) == 1
     assert "rollout: the engine has been away" in capsys.readouterr().err.splitlines()[-1]
 
 

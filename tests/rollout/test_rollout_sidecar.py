@@ -8,6 +8,7 @@ import pytest
 from flowjax.config import ConfigError, default_config
 from flowjax.rollout import sidecar
 from flowjax.rollout.sidecar import engine_command, serves_on_cpu
+from flowjax.run import resolve
 
 
 @pytest.fixture
@@ -37,9 +38,14 @@ def _value(argv: list[str], option: str) -> str:
     return value
 
 
+def command(config, *, base: str = "base", port: int = 1) -> tuple[list[str], dict[str, str]]:
+    run = resolve(config)
+    return engine_command(run, run.bases[base].engines[0], port)
+
+
 def test_serves_the_configured_model(config, cpu, tmp_path):
     config.engine.max_model_tokens, config.seed = 96, 5
-    argv, env = engine_command(config, tmp_path, 1234)
+    argv, env = command(config, port=1234)
     assert _value(argv, "--model") == str(tmp_path / "model")
     assert _value(argv, "--served-model-name") == "base"
     assert (_value(argv, "--host"), _value(argv, "--port")) == ("127.0.0.1", "1234")
@@ -51,25 +57,25 @@ def test_serves_the_configured_model(config, cpu, tmp_path):
 def test_relative_model_folder_does_not_depend_on_the_engines_working_directory(config, cpu, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config.model.path = "models/nano"
-    assert Path(_value(engine_command(config, tmp_path, 1)[0], "--model")) == tmp_path / "models/nano"
+    assert Path(_value(command(config)[0], "--model")) == tmp_path / "models/nano"
 
 
 @pytest.mark.parametrize(("rank", "served"), [(1, "1"), (4, "8"), (32, "32"), (65, "128"), (512, "512")])
 def test_rank_is_rounded_up_to_what_vllm_serves(config, cpu, tmp_path, rank, served):
     config.policy.lora.rank = rank
-    assert _value(engine_command(config, tmp_path, 1)[0], "--max-lora-rank") == served
+    assert _value(command(config)[0], "--max-lora-rank") == served
 
 
 def test_rank_beyond_vllms_is_refused(config, cpu, tmp_path):
     config.policy.lora.rank = 513
     with pytest.raises(ConfigError, match=r"config\.policy\.lora\.rank is 513.*512"):
-        engine_command(config, tmp_path, 1)
+        command(config)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_room_for_every_version_within_the_bound(config, cpu, tmp_path, staleness):
     config.dataflow.max_staleness = staleness
-    argv, _ = engine_command(config, tmp_path, 1)
+    argv, _ = command(config)
     in_batch, in_memory = int(_value(argv, "--max-loras")), int(_value(argv, "--max-cpu-loras"))
     assert in_batch > staleness + 1  # the current one, those behind it, and its successor
     assert in_memory > in_batch
@@ -77,12 +83,12 @@ def test_room_for_every_version_within_the_bound(config, cpu, tmp_path, stalenes
 
 def test_only_the_trained_modules_get_adapter_slots(config, cpu, tmp_path):
     config.policy.lora.targets = ("q_proj", "v_proj")
-    assert _values(engine_command(config, tmp_path, 1)[0], "--lora-target-modules") == ["q_proj", "v_proj"]
+    assert _values(command(config)[0], "--lora-target-modules") == ["q_proj", "v_proj"]
 
 
 def test_full_training_serves_no_adapters(config, cpu, tmp_path):
     config.policy.train = "full"
-    argv, _ = engine_command(config, tmp_path, 1)
+    argv, _ = command(config)
     assert not any("lora" in part for part in argv)
 
 
@@ -93,8 +99,8 @@ def test_each_base_is_served_under_its_name_with_the_adapters_of_its_policies_al
         "critic": {"policy": {"base": "judge", "lora": {"rank": 65, "targets": ("v_proj",)}}},
         "second": {"policy": {"base": "judge", "lora": {"rank": 4, "targets": ("q_proj",)}}},
     }
-    own, _ = engine_command(config, tmp_path, 1)
-    judge, _ = engine_command(config, tmp_path, 1, base="judge")
+    own, _ = command(config)
+    judge, _ = command(config, base="judge")
     assert (_value(own, "--served-model-name"), _value(judge, "--served-model-name")) == ("base", "judge")
     assert (_value(own, "--model"), _value(judge, "--model")) == (str(tmp_path / "model"), str(tmp_path / "large"))
     assert (_value(own, "--max-model-len"), _value(judge, "--max-model-len")) == ("2048", "96")
@@ -105,14 +111,14 @@ def test_each_base_is_served_under_its_name_with_the_adapters_of_its_policies_al
 
 def test_a_base_that_is_not_trained_is_served_without_adapters(config, cpu, tmp_path):
     config.bases = {"judge": {}}
-    argv, environment = engine_command(config, tmp_path, 1, base="judge")
+    argv, environment = command(config, base="judge")
     assert not any("lora" in part or part.startswith(("--middleware", "--worker")) for part in argv)
     assert "PYTHONPATH" not in environment
 
 
 def test_cpu_settings_stay_off_gpus(config, gpu, tmp_path):
     config.engine.gpu_memory_fraction, config.engine.tensor_parallel = 0.7, 2
-    argv, env = engine_command(config, tmp_path, 1)
+    argv, env = command(config)
     assert _value(argv, "--gpu-memory-utilization") == "0.7"
     assert _value(argv, "--tensor-parallel-size") == "2"
     assert "--enforce-eager" not in argv
@@ -122,7 +128,7 @@ def test_cpu_settings_stay_off_gpus(config, gpu, tmp_path):
 
 def test_cpu_settings(config, cpu, tmp_path):
     config.engine.threads, config.engine.kv_cache_bytes = 3, 2**28
-    argv, env = engine_command(config, tmp_path, 1)
+    argv, env = command(config)
     assert env["OMP_NUM_THREADS"] == "3"
     assert _value(argv, "--kv-cache-memory-bytes") == str(2**28)
     assert "--gpu-memory-utilization" not in argv
@@ -132,12 +138,12 @@ def test_cpu_settings(config, cpu, tmp_path):
 def test_cpu_steps_are_small_but_hold_a_token_of_every_sequence(config, cpu, tmp_path, sequences):
     """vLLM refuses to start otherwise."""
     config.engine.max_concurrent_sequences = sequences
-    assert sequences <= int(_value(engine_command(config, tmp_path, 1)[0], "--max-num-batched-tokens")) <= 5000
+    assert sequences <= int(_value(command(config)[0], "--max-num-batched-tokens")) <= 5000
 
 
 def test_extra_arguments_come_last_and_so_win(config, cpu, tmp_path):
     config.engine.python, config.engine.extra_args = "/opt/vllm/bin/python", ("--max-num-seqs", "7")
-    argv, _ = engine_command(config, tmp_path, 1)
+    argv, _ = command(config)
     assert argv[0] == "/opt/vllm/bin/python"
     assert argv[-2:] == ["--max-num-seqs", "7"]
 

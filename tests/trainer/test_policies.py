@@ -10,13 +10,14 @@ import pytest
 from flax import nnx
 from test_train import SeededSource
 
-from flowjax.config import ConfigError, default_config, policy_configs
+from flowjax.config import ConfigError, default_config
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import save_decoder
 from flowjax.models.lora import LoraParam
 from flowjax.models.nano import nano_config
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
+from flowjax.run import resolve
 from flowjax.trainer import train as training
 from flowjax.trainer.sources import Served
 from flowjax.trainer.train import make_models, start, trained_model
@@ -67,9 +68,10 @@ def config(tmp_path_factory):
 
 def train(folder: Path, config, source: InOrder, names: list[str]):
     mesh = make_mesh(data=1, fsdp=1)
-    models, configs = make_models(config, mesh), policy_configs(config)
+    run = resolve(config)
+    models = make_models(run, mesh)
     opened = {name: Checkpoints(folder / "checkpoints" / name, keep=9) for name in names}
-    policies = {name: start(name, configs[name], models[name], opened[name]) for name in names}
+    policies = {name: start(run, run.policies[name], models[name], opened[name]) for name in names}
     steps = {name: policy.state.step for name, policy in policies.items()}
     training.train(policies, source, mesh=mesh, metrics=MetricsWriter(folder, resume_step=steps))
     for checkpoints in opened.values():
@@ -93,16 +95,16 @@ def test_policies_in_turn_train_as_each_alone(config, tmp_path: Path):
 
 
 def test_policies_share_the_very_arrays_of_the_base(config):
-    solver, verifier = make_models(config, make_mesh(data=1, fsdp=1)).values()
+    solver, verifier = make_models(resolve(config), make_mesh(data=1, fsdp=1)).values()
     assert solver.layers["q_proj"].get_value() is verifier.layers["q_proj"].get_value()
     assert set(solver.adapter) == {"q_proj", "down_proj"} and set(verifier.adapter) == {"v_proj"}
 
 
 def test_a_trainer_of_its_own_has_the_same_model(config):
     mesh = make_mesh(data=1, fsdp=1)
-    (alone,) = make_models(config, mesh, ["verifier"]).items()
+    (alone,) = make_models(resolve(config), mesh, ["verifier"]).items()
     assert alone[0] == "verifier"
-    together = nnx.state(make_models(config, mesh)["verifier"])
+    together = nnx.state(make_models(resolve(config), mesh)["verifier"])
     assert all(map(np.array_equal, jax.tree.leaves(nnx.state(alone[1])), jax.tree.leaves(together)))
 
 
@@ -113,13 +115,13 @@ def test_a_trainer_loads_the_base_of_its_policy(config, tmp_path):
     own.bases.large = {"model": {"path": str(tmp_path)}}
     own.policies.verifier.policy.base = "large"
     mesh = make_mesh(data=1, fsdp=1)
-    sizes = {name: make_models(own, mesh, [name])[name].config.hidden_size for name in ("solver", "verifier")}
+    sizes = {name: make_models(resolve(own), mesh, [name])[name].config.hidden_size for name in ("solver", "verifier")}
     assert sizes == {"solver": 16, "verifier": 32}
     with pytest.raises(ConfigError, match="solver, verifier are on the base models base, large, but a trainer holds"):
-        make_models(own, mesh)
+        make_models(resolve(own), mesh)
     own.policies.verifier.policy.train = "full"
-    assert make_models(own, mesh, ["verifier"])["verifier"].lora is None
-    assert make_models(own, mesh, ["solver"])["solver"].lora is not None
+    assert make_models(resolve(own), mesh, ["verifier"])["verifier"].lora is None
+    assert make_models(resolve(own), mesh, ["solver"])["solver"].lora is not None
 
 
 @pytest.mark.parametrize(
@@ -136,4 +138,4 @@ def test_what_cannot_be_trained_together_is_refused(config, changes, message):
         section, _, name = field.rpartition(".")
         (own[section] if section else own)[name] = value
     with pytest.raises(ConfigError, match=message):
-        make_models(own, make_mesh(data=1, fsdp=1))
+        make_models(resolve(own), make_mesh(data=1, fsdp=1))

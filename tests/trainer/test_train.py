@@ -20,6 +20,7 @@ from flowjax.models.nano import nano_config
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.records import TokenRow
+from flowjax.run import resolve
 from flowjax.trainer.batch import BatchError
 from flowjax.trainer.sources import Served
 from flowjax.trainer.train import train_one
@@ -84,9 +85,9 @@ def run(
     model = Decoder(MODEL, lora=lora, dtype=jnp.float32, remat="none", key=jax.random.key(0), mesh=mesh)
     metrics = MetricsWriter(folder) if logs else None
     if not save:
-        return nnx.state(train_one(config, model, source, mesh=mesh, metrics=metrics), LoraParam), source
+        return nnx.state(train_one(resolve(config), model, source, mesh=mesh, metrics=metrics), LoraParam), source
     with Checkpoints(folder / "checkpoints", keep=20) as checkpoints:
-        model = train_one(config, model, source, mesh=mesh, metrics=metrics, checkpoints=checkpoints)
+        model = train_one(resolve(config), model, source, mesh=mesh, metrics=metrics, checkpoints=checkpoints)
     return nnx.state(model, LoraParam), source
 
 

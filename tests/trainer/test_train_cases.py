@@ -15,6 +15,7 @@ from flowjax.models.decoder import Decoder
 from flowjax.models.nano import nano_config
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
+from flowjax.run import resolve
 from flowjax.trainer.optimizer import OptimizerMemory
 from flowjax.trainer.sources import Served
 from flowjax.trainer.train import train_one
@@ -62,9 +63,11 @@ def full(folder: Path, steps: int, *, dtype: str = "float32", save: bool = True)
     before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
     metrics = MetricsWriter(folder)
     if not save:
-        return before, train_one(config, model, SeededSource(), mesh=mesh, metrics=metrics)
+        return before, train_one(resolve(config), model, SeededSource(), mesh=mesh, metrics=metrics)
     with Checkpoints(folder / "checkpoints", keep=20) as checkpoints:
-        return before, train_one(config, model, SeededSource(), mesh=mesh, metrics=metrics, checkpoints=checkpoints)
+        return before, train_one(
+            resolve(config), model, SeededSource(), mesh=mesh, metrics=metrics, checkpoints=checkpoints
+        )
 
 
 def test_full_training_keeps_what_bfloat16_would_lose(tmp_path: Path):
@@ -90,7 +93,7 @@ def test_steps_run_ahead_of_their_lines_and_all_lines_are_written(tmp_path: Path
 def test_full_training_with_a_kl_to_a_base_that_is_gone_is_refused(tmp_path: Path):
     model = Decoder(TINY, dtype=jnp.float32, key=jax.random.key(0))
     with pytest.raises(ConfigError, match=r"config\.loss\.kl_coefficient is 0\.1, .*set it to 0, or train 'lora'"):
-        train_one(settings(2), model, SeededSource(), mesh=make_mesh(data=1, fsdp=1), metrics=None)
+        train_one(resolve(settings(2)), model, SeededSource(), mesh=make_mesh(data=1, fsdp=1), metrics=None)
 
 
 def test_an_optimiser_on_the_host_takes_the_same_steps(tmp_path: Path):

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from flowjax.config import default_config
+from flowjax.run import resolve
 from flowjax.weights import follow
 from flowjax.weights.follow import Follower, WeightsError
 from flowjax.weights.hand_over import PeftHandOver, hand_over
@@ -329,7 +330,7 @@ def test_exports_the_models_own_peft_layout(tmp_path):
     a, b = np.arange(48.0).reshape(2, 8, 3), np.arange(48.0).reshape(2, 3, 8)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(0, {"q_proj": {"a": jnp.asarray(a), "b": jnp.asarray(b)}}, {}, {})
-    form = hand_over(config)
+    form = hand_over(resolve(config).policies["agent"])
     assert isinstance(form, PeftHandOver)
     tensors, adapter_config = form.tensors(follow.read_adapter(tmp_path / "checkpoints", 0))
     prefix = "base_model.model.model.layers.1.self_attn.q_proj"

@@ -21,6 +21,7 @@ from flowjax.models.nano import create_nano
 from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
 from flowjax.rollout.engine_side.flowjax_served_weights import check_folder
 from flowjax.rollout.sidecar import engine_command
+from flowjax.run import resolve
 from flowjax.weights.follow import Follower
 from flowjax.weights.hand_over import decoder_of, hand_over
 from flowjax.weights.publish import Checkpoints, read_adapter
@@ -53,7 +54,7 @@ def test_a_checkpoint_becomes_the_same_model_again(config, tmp_path):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, state, {}, {})
     arrays = read_adapter(tmp_path / "checkpoints", 1)
-    form = hand_over(config)
+    form = hand_over(resolve(config).policies["agent"])
     form.write(tmp_path / "agent@1", arrays)
     assert form.in_place
     loaded = nnx.state(load_decoder(tmp_path / "agent@1", dtype=jnp.float32), nnx.Param)
@@ -80,7 +81,8 @@ def test_every_answer_of_vllm_is_of_the_version_it_names(config, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    argv, env = engine_command(config, tmp_path, port)
+    run = resolve(config)
+    argv, env = engine_command(run, run.engines[0], port)
     with (tmp_path / "engine.log").open("ab") as log:
         process = subprocess.Popen(
             argv, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -110,7 +112,7 @@ async def _answers(config, folder: Path, port: int, process: subprocess.Popen):
         while not await engine.healthy():
             assert process.poll() is None, (folder / "engine.log").read_text()[-3000:]
             await asyncio.sleep(0.2)
-        follower = Follower([engine], folder, {"agent": hand_over(config)}, max_staleness=1)
+        follower = Follower([engine], folder, {"agent": hand_over(resolve(config).policies["agent"])}, max_staleness=1)
         following = asyncio.create_task(follower.run())
         published = 0
 

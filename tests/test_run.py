@@ -1,19 +1,12 @@
-"""The config of a run, and of each of its policies."""
+"""A run as its config means it: policies and bases with their own sections."""
 
 from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
-from flowjax.config import (
-    ConfigError,
-    base_configs,
-    default_config,
-    load_run,
-    policies_on,
-    policy_configs,
-    save_run,
-)
+from flowjax.config import ConfigError, default_config, save_run
+from flowjax.run import read_run, resolve
 
 
 def pair() -> ConfigDict:
@@ -23,21 +16,32 @@ def pair() -> ConfigDict:
     return config.lock()
 
 
-def test_one_policy_is_the_config_itself():
-    config = default_config()
-    assert policy_configs(config) == {"agent": config}
+def test_one_policy_has_the_sections_of_the_config():
+    run = resolve(default_config())
+    (policy,) = run.policies.values()
+    assert (policy.name, policy.train, policy.base) == ("agent", "lora", run.bases["base"])
+    for section in ("reward", "credit", "loss", "trainer", "optimizer"):
+        assert getattr(policy, section) == run.config[section]
+    assert run.agents == {"agent": "agent"}
 
 
 def test_each_policy_differs_in_its_own_sections_alone():
-    configs = policy_configs(pair())
-    assert list(configs) == ["solver", "verifier"] == [config.policy.name for config in configs.values()]
-    solver, verifier = configs.values()
+    policies = resolve(pair()).policies
+    assert list(policies) == ["solver", "verifier"] == [policy.name for policy in policies.values()]
+    solver, verifier = policies.values()
     assert (solver.optimizer.learning_rate, verifier.optimizer.learning_rate) == (1e-5, 1e-4)
-    assert (solver.policy.lora.rank, verifier.policy.lora.rank) == (32, 4)
-    verifier = ConfigDict(verifier.to_dict())
-    verifier.policy.update(solver.policy)
-    verifier.optimizer.update(solver.optimizer)
-    assert verifier.to_dict() == solver.to_dict()
+    assert (solver.lora.rank, verifier.lora.rank) == (32, 4)
+    verifier = ConfigDict(verifier.optimizer.to_dict() | {"learning_rate": 1e-5})
+    assert verifier.to_dict() == solver.optimizer.to_dict()
+    for section in ("reward", "credit", "loss", "trainer"):
+        assert getattr(policies["verifier"], section) == getattr(solver, section)
+
+
+def test_a_run_does_not_see_what_becomes_of_the_config():
+    config = default_config()
+    run = resolve(config)
+    config.trainer.steps = 3
+    assert run.policies["agent"].trainer.steps == run.config.trainer.steps == 100
 
 
 @pytest.mark.parametrize(
@@ -51,12 +55,12 @@ def test_what_a_policy_cannot_have_of_its_own_is_named(changes: dict, message: s
     config = default_config()
     config.policies = ConfigDict({"solver": changes})
     with pytest.raises(ConfigError, match=message):
-        policy_configs(config)
+        resolve(config)
 
 
 def test_policies_survive_the_run_folder(tmp_path: Path):
     save_run(pair(), tmp_path)
-    assert policy_configs(load_run(tmp_path)).keys() == {"solver", "verifier"}
+    assert read_run(tmp_path).policies.keys() == {"solver", "verifier"}
 
 
 def bases(**judge: dict) -> ConfigDict:
@@ -70,39 +74,51 @@ def bases(**judge: dict) -> ConfigDict:
 
 
 def test_without_further_bases_there_is_the_runs_own():
-    config = default_config()
-    assert base_configs(config) == {"base": config}
-    assert policies_on(config, "base") == {"agent": config}
+    run = resolve(default_config())
+    assert (run.bases["base"].model, run.bases["base"].engine) == (run.config.model, run.config.engine)
+    assert run.policies_on("base") == run.policies and list(run.bases) == ["base"]
 
 
-def test_a_base_differs_in_its_model_and_its_engines_alone():
-    config = bases()
-    own, judge = base_configs(config).values()
-    assert own is config
+def test_a_base_differs_in_what_it_says_alone():
+    run = resolve(bases())
+    own, judge = run.bases.values()
+    assert (own.model, own.engine) == (run.config.model, run.config.engine)
     assert (judge.model.path, judge.model.dtype, judge.engine.replicas) == ("models/large", own.model.dtype, 3)
     assert judge.model.nano is None, "another path is not built in the shape of the run's own"
     assert (judge.engine.port, judge.engine.urls) == (0, ()), "two bases cannot share an address"
-    judge = ConfigDict(judge.to_dict())
-    judge.update({"model": own.model, "engine": own.engine})
-    assert judge.to_dict() == own.to_dict()
+    assert judge.engine.to_dict() | {"port": 8000, "replicas": 2} == own.engine.to_dict()
+    assert judge.model.to_dict() | {"path": own.model.path, "nano": {"layers": 2}} == own.model.to_dict()
 
 
 def test_the_same_model_on_engines_of_its_own_is_built_alike():
-    judge = base_configs(bases(engine={"tensor_parallel": 2}))["judge"]
+    judge = resolve(bases(engine={"tensor_parallel": 2})).bases["judge"]
     assert (judge.model.path, judge.model.nano.layers, judge.engine.tensor_parallel) == ("models/small", 2, 2)
 
 
 def test_each_policy_has_the_model_and_engines_of_its_base():
-    config = bases()
-    solver, verifier = policy_configs(config).values()
-    assert (solver.model.path, verifier.model.path) == ("models/small", "models/large")
-    assert (solver.engine.replicas, verifier.engine.replicas) == (2, 3)
-    assert (verifier.policy.lora.rank, verifier.model.nano) == (4, None)
-    assert [list(policies_on(config, base)) for base in ("base", "judge")] == [["solver"], ["verifier"]]
+    run = resolve(bases())
+    solver, verifier = run.policies.values()
+    assert (solver.base.model.path, verifier.base.model.path) == ("models/small", "models/large")
+    assert (solver.base.engine.replicas, verifier.base.engine.replicas) == (2, 3)
+    assert (verifier.lora.rank, verifier.base.model.nano) == (4, None)
+    assert [list(run.policies_on(base)) for base in ("base", "judge")] == [["solver"], ["verifier"]]
     alone = default_config()
     alone.bases = {"judge": {"model": {"path": "models/large"}}}
     alone.policy.base = "judge"
-    assert policy_configs(alone)["agent"].model.path == "models/large"
+    assert resolve(alone).policies["agent"].base.model.path == "models/large"
+
+
+def test_engines_have_the_ports_and_addresses_of_their_base():
+    run = resolve(bases(engine={"urls": ("http://a:1", "http://b:1")}))
+    assert [(engine.name, engine.base, engine.port, engine.url) for engine in run.engines] == [
+        ("engine-0", "base", 8000, ""),
+        ("engine-1", "base", 8001, ""),
+        ("engine-judge-0", "judge", 0, "http://a:1"),
+        ("engine-judge-1", "judge", 0, "http://b:1"),
+    ]
+    config = bases().unlock()
+    config.elsewhere = ("rollout",)
+    assert resolve(config).engines == (), "a rollout service elsewhere has engines of its own"
 
 
 @pytest.mark.parametrize(
@@ -128,9 +144,9 @@ def test_what_a_base_cannot_be_is_named(changes: dict, message: str):
     config = bases().unlock()
     config.bases = ConfigDict(changes)
     with pytest.raises(ConfigError, match=message):
-        policy_configs(config)
+        resolve(config)
 
 
 def test_bases_survive_the_run_folder(tmp_path: Path):
     save_run(bases(engine={"urls": ("http://a:1",)}), tmp_path)
-    assert base_configs(load_run(tmp_path))["judge"].engine.urls == ("http://a:1",)
+    assert read_run(tmp_path).bases["judge"].engine.urls == ("http://a:1",)

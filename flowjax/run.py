@@ -1,0 +1,298 @@
+"""A run, resolved once from its config: its policies, base models and engines, and who speaks for each agent.
+
+A role or a command makes a `Run` when it starts and hands each room the part that it needs. In `config.policies` and
+`config.bases` stand differences alone; here every policy and base has its sections whole.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from flowjax.config import BASE_NAME, FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options, load_run
+from flowjax.fields import NAME, Free, shown
+from flowjax.files import replace_file
+
+PER_BASE = ("model", "engine")  # sections that a base model may have of its own
+PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
+ONLY_AGENT = "agent"  # of a workflow that has one
+_ENDPOINTS_FILE = "endpoints.json"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One vLLM server of a base model.
+
+    name: of its role, its log and its entry in endpoints.json.
+    replica: its number among those of the same base, from 0.
+    port: that the config fixes; 0 for a free one.
+    url: address of one that runs elsewhere, "" for one that the launcher starts.
+    """
+
+    name: str
+    base: str
+    replica: int
+    port: int = 0
+    url: str = ""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model as it was downloaded or made, and the engines that serve it.
+
+    model, engine: the config's sections, with what this base has of its own.
+    engines: none where a rollout service elsewhere has engines of its own.
+    """
+
+    name: str
+    model: ConfigDict
+    engine: ConfigDict
+    engines: tuple[Engine, ...]
+
+    def engine_names(self, count: int) -> list[str]:
+        """Names of so many engines of this base."""
+        stem = "engine" if self.name == BASE_NAME else f"engine-{self.name}"
+        return [stem] if count == 1 else [f"{stem}-{index}" for index in range(count)]
+
+    @property
+    def logs(self) -> str:
+        """Place where its engines' logs are read."""
+        if self.engine.urls:
+            return "the engines' own logs"
+        return f"logs/{self.engine_names(1)[0]}{'-*' if self.engine.replicas > 1 else ''}.log"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One policy: the base that it is trained on, and the config's sections with what it has of its own.
+
+    train: "lora" for an adapter, of the shape `lora`; "full" for all weights of its base.
+    """
+
+    name: str
+    base: Base
+    train: str
+    lora: ConfigDict
+    reward: ConfigDict
+    credit: ConfigDict
+    loss: ConfigDict
+    trainer: ConfigDict
+    optimizer: ConfigDict
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its config means it.
+
+    config: locked, as config.json has it. `model`, `engine` and the sections of `PER_POLICY` are for `bases` and
+        `policies` to say; the others hold for the whole run.
+    folder: of the run.
+    policies, bases: by name; "base" is the base model of the run's own section `model`.
+    agents: agent of the workflow -> the policy that speaks for it, or the base model as it is.
+    """
+
+    config: ConfigDict
+    folder: Path
+    policies: dict[str, Policy]
+    bases: dict[str, Base]
+    agents: Mapping[str, str]
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return tuple(engine for base in self.bases.values() for engine in base.engines)
+
+    def policies_on(self, base: str) -> dict[str, Policy]:
+        """The policies that are trained on a base model, by name."""
+        return {name: policy for name, policy in self.policies.items() if policy.base.name == base}
+
+    @property
+    def replaced_bases(self) -> set[str]:
+        """Base models whose own weights a policy trains: their engines have no copy of them as they were."""
+        return {policy.base.name for policy in self.policies.values() if policy.train == "full"}
+
+
+def read_run(folder: Path) -> Run:
+    """The run of a folder.
+
+    Raises:
+        ConfigError: there is no readable config.json, or it holds what is no config.
+    """
+    run = resolve(load_run(folder), folder)
+    check_agents(run)
+    return run
+
+
+def resolve(config: ConfigDict, folder: Path = Path()) -> Run:
+    """The run that a config means; later changes of `config` are not seen by it.
+
+    Raises:
+        ConfigError: a name that no base or policy can have, a section that they share, a field that there is not; a
+            policy's base is unknown.
+    """
+    config = ConfigDict(config.to_dict()).lock()
+    own = {BASE_NAME: {section: config[section] for section in PER_BASE}}
+    own |= {name: base_sections(config, name) for name in config.bases}
+    started = "rollout" not in config.elsewhere
+    bases = {name: _base(name, **sections, started=started) for name, sections in own.items()}
+    alone = {} if config.policies else {config.policy.name: {section: config[section] for section in PER_POLICY}}
+    differing = {name: policy_sections(config, name) for name in config.policies}
+    policies = {name: _policy(name, sections, bases) for name, sections in {**alone, **differing}.items()}
+    agents = config.agents.to_dict() or {ONLY_AGENT: next(iter(policies))}
+    return Run(config, folder, policies, bases, agents)
+
+
+def _base(name: str, model: ConfigDict, engine: ConfigDict, *, started: bool) -> Base:
+    bare = Base(name, model, engine, ())
+    names = bare.engine_names(len(engine.urls) or engine.replicas) if started else ()
+    urls = engine.urls or [""] * len(names)
+    ports = [engine.port and engine.port + replica for replica in range(len(names))]
+    engines = tuple(
+        Engine(each, name, replica, port, url)
+        for replica, (each, port, url) in enumerate(zip(names, ports, urls, strict=True))
+    )
+    return replace(bare, engines=engines)
+
+
+def _policy(name: str, sections: Mapping[str, ConfigDict], bases: Mapping[str, Base]) -> Policy:
+    own, rest = sections["policy"], {section: sections[section] for section in PER_POLICY[1:]}
+    if own.base not in bases:
+        raise ConfigError(
+            f"policy {name} is to be trained on {own.base!r} (policy.base): use one of {', '.join(bases)}"
+        )
+    return Policy(name, bases[own.base], own.train, own.lora, **rest)
+
+
+def base_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
+    """`model` and `engine` of one of `config.bases`.
+
+    Raises:
+        ConfigError: a name that it cannot have, a section that all bases share, or a field that there is not.
+    """
+    if name == BASE_NAME or not NAME.fits(name) or name.rpartition("-")[2].isdecimal():
+        raise ConfigError(
+            f"config.bases has {shown(name)}: {NAME.remedy}, other than {BASE_NAME!r}, that is no number and does not "
+            "end in '-' and one, as replicas do"
+        )
+    if name in (config.policies or (config.policy.name,)):
+        raise ConfigError(f"config.bases.{name} is also the name of a policy: give one of them another")
+    changes = config.bases[name]
+    if not isinstance(changes, ConfigDict):
+        raise ConfigError(f"config.bases.{name} is {shown(changes)}: give a dict such as {{'model': {{'path': ...}}}}")
+    own = _copies(config, PER_BASE)
+    own["engine"].update({"port": 0, "urls": ()})
+    if "path" in changes.get("model", {}):
+        own["model"].nano = None
+    _change(own, f"config.bases.{name}", changes, config)
+    return own
+
+
+def policy_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
+    """The sections of `PER_POLICY` as a policy has them.
+
+    Raises:
+        ConfigError: a name that it cannot have, a section that all policies share, or a field that there is not.
+    """
+    if not isinstance(name, str) or not NAME.fits(name):
+        raise ConfigError(f"config.policies has {shown(name)}: {NAME.remedy}")
+    changes = config.policies.get(name, ConfigDict())
+    if not isinstance(changes, ConfigDict):
+        raise ConfigError(f"config.policies.{name} is {shown(changes)}: give a dict such as {{'optimizer': {{...}}}}")
+    own = _copies(config, PER_POLICY)
+    own["policy"].name = name
+    _change(own, f"config.policies.{name}", changes, config)
+    return own
+
+
+def _copies(config: ConfigDict, sections: Iterable[str]) -> dict[str, ConfigDict]:
+    return {section: ConfigDict(config[section].to_dict()) for section in sections}
+
+
+def _change(own: Mapping[str, ConfigDict], field: str, changes: ConfigDict, config: ConfigDict) -> None:
+    """Write into `own` sections what those under `field` say, and lock them.
+
+    Raises:
+        ConfigError: another section than these, an unknown field, or a value of another type.
+    """
+    for section, values in changes.items():
+        if section not in own:
+            remedy = f"set config.{section} for all of them" if section in config else "use one of these"
+            allowed = ", ".join(own)
+            raise ConfigError(f"{field}.{section} is set, but {field} may differ only in {allowed}: {remedy}")
+        if not isinstance(values, ConfigDict | Mapping):
+            raise ConfigError(f"{field}.{section} is {shown(values)}: give a dict of the fields that differ")
+        for options, owner in OWNER_OF_OPTIONS.items():
+            name = owner.removeprefix(f"{section}.")
+            if name in values and values[name] != own[section][name]:
+                own[section].options = default_options(options)
+        for name, value in values.items():
+            if name not in own[section]:
+                raise ConfigError(f"{field}.{section}.{name} is no field: use one of {', '.join(own[section])}")
+            try:
+                if isinstance(own[section][name], ConfigDict) and not isinstance(
+                    FIELDS.find(f"{section}.{name}"), Free
+                ):
+                    own[section][name].update(value)
+                else:
+                    own[section][name] = value
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{field}.{section}.{name} is {shown(value)}, which does not fit: {error}") from error
+    for section in own.values():
+        section.lock()
+
+
+def field_problems(config: ConfigDict) -> list[str]:
+    """Values that their declarations do not allow, and fields that are not declared; of bases and policies, too."""
+    if problems := list(FIELDS.problems("config", config)):
+        return problems
+    try:
+        resolve(config)
+    except ConfigError as error:
+        return [str(error)]
+    own = [(f"config.bases.{name}", base_sections(config, name)) for name in config.bases]
+    own += [(f"config.policies.{name}", policy_sections(config, name)) for name in config.policies]
+    return [
+        text
+        for path, sections in own
+        for section, values in sections.items()
+        for text in FIELDS.fields[section].problems(f"{path}.{section}", values)
+    ]
+
+
+def check_agents(run: Run) -> None:
+    """Everybody who speaks for an agent can, and at least one of them is trained.
+
+    Raises:
+        ConfigError: an agent's policy is none of the run's, or a base model is asked for where nothing keeps it.
+    """
+    for agent, speaker in run.agents.items():
+        if speaker not in (*run.policies, *run.bases):
+            frozen = f"{', '.join(map(repr, run.bases))} for the base model{'s' * (len(run.bases) > 1)} as it is"
+            raise ConfigError(
+                f"config.agents.{agent} is {speaker!r}: use one of the run's policies, {', '.join(run.policies)}, or "
+                f"{frozen}"
+            )
+        if speaker in run.replaced_bases:
+            raise ConfigError(
+                f"config.agents.{agent} is {speaker!r}, but with config.policy.train 'full' the engine replaces the "
+                "base model by what is trained: name a policy, or train 'lora'"
+            )
+    speakers = dict.fromkeys(run.agents.values())
+    if speakers.keys() <= run.bases.keys() and not run.config.eval.versions:  # an evaluation trains nothing anyhow
+        spoken = ", ".join(map(repr, speakers))
+        raise ConfigError(f"config.agents has {spoken} speak for every agent, so nothing is trained: name a policy")
+
+
+def read_endpoints(folder: Path) -> dict[str, str]:
+    """Address of each server of the run in `folder`, by role: engines and "dataflow".
+
+    Raises:
+        OSError, ValueError: they are not known (yet).
+    """
+    return json.loads((folder / _ENDPOINTS_FILE).read_text())
+
+
+def write_endpoints(folder: Path, urls: Mapping[str, str]) -> None:
+    """Say where servers listen. Roles look again: one moves when another process takes its port."""
+    replace_file(folder / _ENDPOINTS_FILE, json.dumps(dict(urls)))
