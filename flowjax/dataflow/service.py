@@ -55,7 +55,7 @@ class DataflowService:
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
         self.failure: Exception | None = None  # that the dataflow is to end of
-        self._failing_since_s: float | None = None
+        self._failing_since_s: dict[str, float] = {}  # by message: one file may be broken, the others not
 
     async def answer(self, name: str, message: Any, *, hold_s: float = HOLD_S) -> Answer:
         """The answer to the message of that name.
@@ -74,13 +74,11 @@ class DataflowService:
         """
         try:
             answer = await self._answer(name, message, hold_s)
-            self._failing_since_s = None
+            self._failing_since_s.pop(name, None)
             return answer
         except (sqlite3.Error, OSError) as error:
-            self._failing_since_s = self._failing_since_s or time.monotonic()
-            if is_damage(error) or (
-                explain(error) and not unwritable(error) and time.monotonic() - self._failing_since_s > _FAILING_S
-            ):
+            failing_s = time.monotonic() - self._failing_since_s.setdefault(name, time.monotonic())
+            if is_damage(error) or (explain(error) and not unwritable(error) and failing_s > _FAILING_S):
                 self.failure = error
             if problem := unwritable(error):
                 raise Busy(f"the dataflow cannot write to the run's folder: {problem}") from error
