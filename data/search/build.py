@@ -10,8 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from flowjax.envs.base import Split, WorldError
-from flowjax.envs.search.corpus import Questions, encyclopedia
-from flowjax.envs.search.files import CORPUS, write_corpus, write_questions
+from flowjax.envs.search.corpus import CORPUS, Questions, encyclopedia, write_corpus, write_questions
 
 
 def build(out: Path, *, seed: int, documents: int, train: int, held_out: int, hops: Sequence[int]) -> None:

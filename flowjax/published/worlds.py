@@ -8,8 +8,8 @@ import re
 from flowjax.envs import alfworld
 from flowjax.envs.alfworld import Alfworld
 from flowjax.envs.code.world import Code, fenced_blocks, runnable
-from flowjax.envs.search import Search, compact
-from flowjax.envs.search.protocol import parse_as_published
+from flowjax.envs.search import Search
+from flowjax.envs.search.protocol import parse_as_published, parse_compact
 from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.envs.webshop import WebShop
@@ -57,7 +57,7 @@ class PublishedSearch(Search):
     """Search in RewardFlow and ASearcher, by `Options.protocol`: runs one action of a reply with several."""
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        return compact.parse(reply, legal) or parse_as_published(reply, legal)
+        return parse_compact(reply, legal) or parse_as_published(reply, legal)
 
 
 class PublishedCode(Code):

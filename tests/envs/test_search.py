@@ -17,9 +17,16 @@ from two_processes import printed_in_two_processes
 from data.search.build import build
 from flowjax.envs.base import Split, WorldError
 from flowjax.envs.search import Search, client
-from flowjax.envs.search.corpus import Encyclopedia, Questions, encyclopedia
-from flowjax.envs.search.files import Corpus, read_questions
-from flowjax.envs.search.names import KINDS, SYLLABLES, split_name
+from flowjax.envs.search.corpus import (
+    KINDS,
+    SYLLABLES,
+    Corpus,
+    Encyclopedia,
+    Questions,
+    encyclopedia,
+    read_questions,
+    split_name,
+)
 from flowjax.envs.search.world import SearchEnv
 from flowjax.records import Task
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from flowjax.envs.base import WorldError
 from flowjax.envs.search import index as index_module
 from flowjax.envs.search.corpus import encyclopedia
-from flowjax.envs.search.encoders import load_encoder
-from flowjax.envs.search.index import BM25Index, DenseIndex
+from flowjax.envs.search.index import BM25Index, DenseIndex, load_encoder
 
 K1, B = 1.5, 0.75
 WORDS = ["lake", "como", "river", "town", "mayor", "zebra", "kobold"]  # their own stems, and no stop words

@@ -17,12 +17,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from flowjax.envs.base import EnvDied, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.search import Search
-from flowjax.envs.search.batching import Batcher
 from flowjax.envs.search.client import RemoteRetriever, RetrievalError, local
 from flowjax.envs.search.corpus import encyclopedia
 from flowjax.envs.search.index import BM25Index, Scored
-from flowjax.envs.search.server import check_exposure, load, read_arguments
-from flowjax.envs.search.service import Service
+from flowjax.envs.search.server import Batcher, RetrievalService, check_exposure, load, read_arguments
 
 DOCUMENTS = 200
 OPTIONS = {"documents": DOCUMENTS, "topk": 2}
@@ -160,9 +158,9 @@ class SlowIndex:
         return [[(0, 1.0)] * count for _ in queries]
 
 
-def service(index: Any, *, key: str = "", max_waiting: int = 100) -> Service:
+def service(index: Any, *, key: str = "", max_waiting: int = 100) -> RetrievalService:
     documents = encyclopedia(DOCUMENTS, 0).documents()
-    return Service(documents, index, Batcher(index, max_batch=8, window_s=0.0, max_waiting=max_waiting), key)
+    return RetrievalService(documents, index, Batcher(index, max_batch=8, window_s=0.0, max_waiting=max_waiting), key)
 
 
 def test_a_full_queue_is_refused_and_a_failing_index_fails_its_batch_only():

@@ -1,4 +1,4 @@
-"""Where an environment's passages come from: an index in its own process, or a retrieval server."""
+"""Retrievers, which find an environment's passages: by an index in its process, or by asking a retrieval server."""
 
 import functools
 import http.client
@@ -11,8 +11,7 @@ from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.search.corpus import Document, encyclopedia
-from flowjax.envs.search.files import CORPUS, Corpus, document
+from flowjax.envs.search.corpus import CORPUS, Corpus, Document, document, encyclopedia
 from flowjax.envs.search.index import BM25Index, Index
 from flowjax.records import state_key
 
@@ -28,7 +27,7 @@ class RetrievalError(RuntimeError):
 
 
 class Retriever(Protocol):
-    """Where an environment looks things up."""
+    """A source of passages and pages."""
 
     def search(self, query: str, count: int) -> list[Document]:
         """The `count` best passages, the best first."""
@@ -179,5 +178,5 @@ def _read_passages(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def _nameless(fields: Mapping[str, Any]) -> Document:
-    """A passage of a server that gives no ids is told apart by what it says."""
+    """A passage of a server that gives no ids is named by its contents."""
     return document({**fields, "id": f"{state_key(fields.get('contents') or fields['text']):016x}"}, -1)

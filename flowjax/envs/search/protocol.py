@@ -1,7 +1,11 @@
-"""How an agent talks to the search world: actions, tags, what it is shown, for each of the two published protocols.
+"""Actions of the search world: as tags of the two published protocols, and in few words for nano models.
 
 An action is `search[<words>]`, `answer[<text>]` or, in ASearcher's protocol with page access, `access[<url>]`. Which
 protocol is spoken shows in the templates among the legal actions.
+
+Compact words are a small fixed vocabulary: names of the generated encyclopedia are cut into their syllables, relations
+stay, everything else is left out. Of an encyclopedia of any size, a word is one of 48 syllables, 15 relations or a few
+marks, and a name never seen before can still be read and copied.
 """
 
 import re
@@ -9,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flowjax.envs.search.corpus import Document
+from flowjax.envs.search.corpus import RELATIONS, SYLLABLES, Document, split_name
 
 ProtocolName = Literal["rewardflow", "asearcher"]
 
@@ -28,6 +32,12 @@ ACCESS = "access[<url>]"
 _TAG = re.compile(r"<(/?)(search|answer|access)>", re.IGNORECASE)
 _SHOWN_TAGS = re.compile(r"</?(?:information|search|answer|access|think)>", re.IGNORECASE)
 _ACTION = re.compile(r"(search|answer|access)\[(.*)\]", re.DOTALL)
+
+ASKED, FOUND, EMPTY, UNREADABLE = "?", "found", "nothing", "none"
+VERBS = ("search", "answer")
+_LEGAL = tuple(f"{verb}[<words>]" for verb in VERBS)
+_NAME_OR_RELATION = re.compile(r"[A-Za-z]+")
+_SYLLABLES, _RELATIONS = frozenset(SYLLABLES), frozenset(RELATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,7 @@ def parse_tags(reply: str, legal: Sequence[str]) -> str | None:
 
 
 def parse_as_published(reply: str, legal: Sequence[str]) -> str | None:
-    """What the published systems execute, whatever else the reply holds.
+    """The action that the published systems execute, whatever else the reply holds.
 
     RewardFlow: the text up to the first `</search>`, else the first `</answer>`; in it the first search, else the first
     answer. It calls a reply with both, or with two of one, invalid, and executes it all the same. ASearcher: the first
@@ -104,10 +114,61 @@ def shown(documents: Sequence[Document], limit_characters: int) -> tuple[tuple[s
 
 
 def information(found: Sequence[tuple[str, str]], protocol: ProtocolName) -> str:
-    """What a search found, without the tags around it."""
+    """Documents of a search, without the tags around them."""
     if not found:
         return NOTHING
     return "\n".join(
         f"[Doc {number}]({url}):\n{contents}" if protocol == "asearcher" else f"Doc {number}: {contents}"
         for number, (url, contents) in enumerate(found, 1)
     )
+
+
+def compact_vocabulary() -> tuple[str, ...]:
+    return (*VERBS, ASKED, FOUND, EMPTY, UNREADABLE, *RELATIONS, *SYLLABLES)
+
+
+def compact_words(text: str) -> list[str]:
+    """The text's relations, and its names by their syllables; a name right after itself is given once."""
+    found: list[str] = []
+    last = ""
+    for word in _NAME_OR_RELATION.findall(text):
+        if word in _RELATIONS:
+            found.append(word)
+            last = word
+        elif word != last and (name := split_name(word)):
+            found += name
+            last = word
+    return found
+
+
+def compact_question(view: SearchView) -> list[str]:
+    return [*compact_words(view.question), ASKED]
+
+
+def compact_result(view: SearchView) -> list[str]:
+    """Documents of the latest search: after `found` each document's words, or `nothing`."""
+    if view.found is None:
+        return []
+    return [word for _, contents in view.found for word in (FOUND, *compact_words(contents))] or [EMPTY]
+
+
+def write_compact(action: str) -> str:
+    """An action as a compact reply, for example `search rem bok`."""
+    read = read_action(action, _LEGAL)
+    return " ".join([read[0], *compact_words(read[1])]) if read else UNREADABLE
+
+
+def parse_compact(reply: str, legal: Sequence[str]) -> str | None:
+    """The action of a reply that consists of a verb, syllables and relations; syllables in a row are one name."""
+    verb, *rest = reply.split() or [""]
+    if verb not in VERBS or not _SYLLABLES.union(_RELATIONS).issuperset(rest):
+        return None
+    spelled, name = [], ""
+    for word in (*rest, ""):
+        if word in _SYLLABLES:
+            name += word
+            continue
+        spelled += [name.capitalize(), word]
+        name = ""
+    action = action_of(verb, " ".join(spelled))
+    return action if read_action(action, legal) else None

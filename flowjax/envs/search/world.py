@@ -1,25 +1,63 @@
-"""The search world's environment, tasks and expert."""
+"""The search world: options, tasks, texts, expert and environment."""
 
+import itertools
+import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flowjax.envs.base import History, Message, NotReady, Observation, Split, Step, Style, World, check_split
-from flowjax.envs.search import compact, prompts
-from flowjax.envs.search.client import Retriever
-from flowjax.envs.search.corpus import Document, Question, Questions, encyclopedia
-from flowjax.envs.search.files import CORPUS, HOW_TO_GET, read_questions
-from flowjax.envs.search.options import SearchOptions
+from flowjax.envs.base import (
+    History,
+    Message,
+    NotReady,
+    Observation,
+    Past,
+    Split,
+    Step,
+    Style,
+    World,
+    WorldError,
+    check_split,
+    user_says,
+)
+from flowjax.envs.search.client import RemoteRetriever, Retriever, Wire, local
+from flowjax.envs.search.corpus import (
+    CORPUS,
+    HOW_TO_GET,
+    MAX_HOPS,
+    MIN_DOCUMENTS,
+    Document,
+    Question,
+    Questions,
+    encyclopedia,
+    read_questions,
+    syllables_for,
+)
 from flowjax.envs.search.protocol import (
+    ACCESS,
+    CLOSING,
     MAX_ANSWER_CHARACTERS,
+    NOTICE,
+    OPENING,
+    UNREADABLE,
+    ProtocolName,
     SearchView,
     action_of,
+    compact_question,
+    compact_result,
+    compact_vocabulary,
+    information,
+    parse_compact,
+    parse_tags,
+    protocol_of,
     read_action,
     shown,
     templates,
+    write_compact,
 )
 from flowjax.grading.qa import augmented_f1, exact_match, f1_score, normalise_answer
 from flowjax.records import Task, state_key
@@ -27,8 +65,79 @@ from flowjax.records import Task, state_key
 if TYPE_CHECKING:
     import grain
 
+LOCAL = "local"
+_served = itertools.count()  # environments of this process that ask servers
 _CAPITALISED = re.compile(r"\b[A-Z]\w+")
 _FRAME = frozenset({"What", "The"})  # capitalised, and no names
+
+_RULES: dict[ProtocolName, str] = {
+    "rewardflow": """Answer the question below. You can look things up with a search engine before you answer.""",
+    "asearcher": """You work on a question together with a search engine. You may search as often as you need. Each
+time you are shown what was found, between <information> and </information>.""",
+}
+_INSTRUCTION: dict[ProtocolName, str] = {
+    "rewardflow": """First think about what you know and what is missing, inside <think> </think>. Then do exactly
+one of two things. To look something up, write a query inside <search> </search>.
+When you know the answer, write it inside <answer> </answer>: only the answer itself, for example
+<answer>Lake Como</answer>.""",
+    "asearcher": """In each turn, think inside <think> </think>, then do exactly one thing.
+To search, write a query inside <search> </search>.{access}
+To finish, write the bare answer inside <answer> </answer>, for example <answer>Lake Como</answer>.""",
+}
+_ACCESS = "\nTo read a page, write its address inside <access> </access>."
+_NO_ACTION = "(no action could be read)"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """Options of the search world."""
+
+    path: str = ""  # folder with corpus.jsonl and the two question files; "" for the generated encyclopedia
+    documents: int = 1000  # generated
+    corpus_seed: int = 0  # fixes the generated documents, whatever the data seed is
+    hops: Sequence[int] | int = 2  # documents a generated question takes, or several such numbers
+    retriever: Sequence[str] | str = LOCAL  # local, or addresses of servers (several: a list, or with commas)
+    wire: Wire | Literal[""] = ""  # request format of the servers; "" is that of the protocol's own system
+    topk: int = 3  # documents shown after a search
+    document_characters: int = 5000  # longest text shown of one
+    search_timeout_s: float = 8.0  # of one search, all attempts together; keep it under config.env.step_timeout_s
+    protocol: ProtocolName = "rewardflow"
+    access: bool = False  # asearcher: pages can be opened by their address
+    score: Literal["em", "f1"] = "em"  # reward of an answer; success is exact match in either case
+
+    def __post_init__(self):
+        for name, least, most in (("topk", 1, 100), ("document_characters", 1, 1 << 20), ("corpus_seed", 0, 1 << 63)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= most:
+                raise WorldError(f"env.options {name}={value!r}: give a whole number from {least} to {most}")
+        if not isinstance(self.documents, int) or self.documents < MIN_DOCUMENTS:
+            raise WorldError(f"env.options documents={self.documents!r}: questions need at least {MIN_DOCUMENTS}")
+        syllables_for(self.documents)
+        if not self.hop_counts or not set(self.hop_counts) <= set(range(1, MAX_HOPS + 1)):
+            raise WorldError(f"env.options hops={self.hops!r}: give numbers from 1 to {MAX_HOPS}")
+        if not self.search_timeout_s > 0:
+            raise WorldError(f"env.options search_timeout_s={self.search_timeout_s}: give a time above 0")
+        if self.access and self.protocol != "asearcher":
+            raise WorldError("env.options access=True needs protocol=asearcher: RewardFlow's protocol opens no pages")
+
+    @property
+    def hop_counts(self) -> tuple[int, ...]:
+        return (self.hops,) if isinstance(self.hops, int) else tuple(dict.fromkeys(self.hops))
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of the retrieval servers; () for an index in this process."""
+        if self.retriever == LOCAL:
+            return ()
+        given = self.retriever.split(",") if isinstance(self.retriever, str) else self.retriever
+        return tuple(url.strip() for url in given)
+
+    def open_retriever(self) -> Retriever:
+        if not self.servers:
+            return local(self.path, self.documents, self.corpus_seed)
+        wire: Wire = self.wire or ("queries" if self.protocol == "asearcher" else "query")
+        choose = f"{os.getpid()} {next(_served)}"
+        return RemoteRetriever(self.servers, wire=wire, timeout_s=self.search_timeout_s, choose=choose)
 
 
 class Search(World):
@@ -55,31 +164,58 @@ class Search(World):
             book = encyclopedia(options.documents, options.corpus_seed)
             questions = Questions(book, split, data_seed, options.hop_counts)
             name = f"search-{options.documents}-{options.corpus_seed}"
-            return grain.MapDataset.source(_TaskSource(questions, None, name))
+            return grain.MapDataset.source(_QuestionTasks(questions, None, name))
         if not options.servers and not (Path(options.path) / CORPUS).is_file():
             raise NotReady(f"env.options path={options.path!r} holds no {CORPUS}: {HOW_TO_GET}, or name a retriever")
         questions = read_questions(options.path, split)
         order = np.random.default_rng([data_seed, split == "held_out"]).permutation(len(questions))
-        return grain.MapDataset.source(_TaskSource(questions, order, f"search-{split}"))
+        return grain.MapDataset.source(_QuestionTasks(questions, order, f"search-{split}"))
 
     def instruct(self, observation: Observation, history: History) -> str:
-        return prompts.prompt(observation, history, "instruct")
+        """The question, the past turns and what each found, and the latest result."""
+        shown: SearchView = observation.view
+        steps, latest = _steps(shown, history)
+        name = protocol_of(observation.legal_actions)
+        parts = [_RULES[name], f"Question: {shown.question}"]
+        if latest and latest.found is not None:
+            parts.append("The latest search:\n" + _result(SearchView(shown.question, shown.found), name))
+        if steps:
+            parts.append(f"Steps taken so far: {history[-1].turn}. The latest:")
+            parts += [_step(past, result, name) for past, result in steps]
+        elif shown.unreadable:
+            parts.append(NOTICE)
+        access = _ACCESS if ACCESS in observation.legal_actions else ""
+        return "\n\n".join([*parts, _INSTRUCTION[name].format(access=access)])
 
     def compact(self, observation: Observation, history: History) -> str:
-        return prompts.prompt(observation, history, "compact")
+        """The question's words, the past turns', the latest result's."""
+        shown: SearchView = observation.view
+        steps, latest = _steps(shown, history)
+        parts = [compact_question(shown), *([compact_result(latest)] if latest else [])]
+        for past, result in steps:
+            parts += [[write_compact(past.action)] if past.action else [], _compact_news(result)]
+        parts.append([] if steps else _notice(shown))
+        return " ".join(word for part in parts for word in part)
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
-        return prompts.follow_up(observation, style)
+        """Documents that the last action found; only a notice where it was none, since the conversation holds the
+        rest."""
+        shown = _news(observation.view)
+        if style == "compact":
+            return user_says(" ".join(_compact_news(shown)))
+        return user_says(_result(shown, protocol_of(observation.legal_actions)))
 
     def reply(self, action: str, style: Style) -> str:
-        return prompts.reply(action, style)
+        return write_compact(action) if style == "compact" else _tagged(action)
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        return prompts.parse_action(reply, legal)
+        """The action inside the reply's only pair of tags, or of a compact reply; one with two actions is
+        unreadable."""
+        return parse_compact(reply, legal) or parse_tags(reply, legal)
 
     def vocabulary(self) -> tuple[str, ...]:
         """Words of compact prompts and replies; the same for an encyclopedia of any size."""
-        return compact.vocabulary()
+        return compact_vocabulary()
 
     def expert(self, env: "SearchEnv") -> str:
         """Search for each document that leads to the answer, by its name, then answer.
@@ -111,7 +247,42 @@ class Search(World):
         return action_of(verb, names[rng.integers(len(names))])
 
 
-class _TaskSource:
+def _steps(shown: SearchView, history: History) -> tuple[list[tuple[Past, SearchView]], SearchView | None]:
+    """The past turns with what each found; and the latest result, where no turn shows it."""
+    after = [past.view for past in history[1:]] + [shown] if history else []
+    steps = [(past, _news(result)) for past, result in zip(history, after, strict=True)]
+    return steps, None if any(past.action for past, _ in steps) else shown
+
+
+def _tagged(action: str) -> str:
+    verb, _, argument = action.removesuffix("]").partition("[")
+    return f"<{verb}>{argument}</{verb}>"
+
+
+def _news(view: SearchView) -> SearchView:
+    """The result of an action: nothing but a notice where there was none."""
+    return SearchView(view.question, None, True) if view.unreadable else view
+
+
+def _notice(view: SearchView) -> list[str]:
+    return [UNREADABLE] if view.unreadable else []
+
+
+def _compact_news(view: SearchView) -> list[str]:
+    return [*compact_result(view), *_notice(view)]
+
+
+def _step(past: Past, after: SearchView, name: ProtocolName) -> str:
+    said = _tagged(past.action) if past.action else _NO_ACTION
+    return f"Step {past.turn}: {said}\n{_result(after, name)}".rstrip()
+
+
+def _result(view: SearchView, name: ProtocolName) -> str:
+    found = [] if view.found is None else [f"{OPENING}\n{information(view.found, name)}\n{CLOSING}"]
+    return "\n".join([*found, NOTICE] if view.unreadable else found)
+
+
+class _QuestionTasks:
     """Questions as tasks, by index."""
 
     def __init__(self, questions: Sequence[Question], order: np.ndarray | None, name: str):
