@@ -2,10 +2,13 @@
 
     python -m flowjax.evaluate --config=configs/sokoban.py:nano --checkpoint=runs/<name>/checkpoints/<policy>/<step>
 
-Restores the adapter from Orbax, serves it, plays `config.eval.tasks` held-out tasks once each (all there are, where
-those are fewer) and prints success with its 95 % interval over tasks. What it did is kept beside the run, in
-`evaluations/<step>`. Of several policies, name a checkpoint each, with commas between them; `--config.agents` may bind
-agents otherwise than in the run, such as to "base" as a fixed partner.
+Restores the adapter from Orbax, serves it, plays `config.eval.tasks` held-out tasks (all there are, where those are
+fewer) `config.eval.samples` times each and prints success, reward, turns, tokens and the world's outcomes with 95 %
+intervals over tasks, and pass@k of several samples. `evaluations/<step>` beside the run's checkpoints keeps the same in
+`results.json`, and every episode in `held_out/` (docs/evaluation.md).
+
+Of several policies, name a checkpoint each, with commas between them; `--config.agents` may bind agents otherwise than
+in the run, such as to "base" as a fixed partner.
 
 With `--base` the base model plays in place of its policies: what the run began with, also where version 0 is no longer
 kept. `--config.eval.temperature=0` plays the likeliest reply each time. Both together tell what training adds to what
@@ -19,17 +22,21 @@ Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to
 
 import asyncio
 import itertools
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
 from flowjax.config import ConfigError, load_run, save_run
+from flowjax.files import replace_file
 from flowjax.launch import command_line
 from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
 from flowjax.launch.preflight import examine
@@ -42,15 +49,17 @@ from flowjax.launch.roles import (
 )
 from flowjax.launch.session import OK, Session
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
-from flowjax.monitor.progress import Progress, number
-from flowjax.monitor.screen import fixed, interval
+from flowjax.monitor.held_out import HeldOutEpisode, by_task, read_held_out
+from flowjax.monitor.progress import Progress
+from flowjax.monitor.screen import interval
+from flowjax.monitor.statistics import pass_at_k, task_interval
 from flowjax.run import Run, policy_sections, resolve
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
 # Between the command and the checkpoint's run:
 _MUST_AGREE = ("model.path", "policy", "workflow", "env.name", "env.options")
 # Outcomes with rows of their own, or that every world has:
-_TOLD_ANYHOW = ("success", "turns", "invalid_actions", "env_return")
+_SHOWN_ANYHOW = ("success", "turns", "invalid_actions", "env_return")
 
 
 def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:
@@ -194,18 +203,61 @@ def _evaluate(run: Run, devices: Devices) -> int:
 
     roles = [role for role in run_roles(run, ports, devices) if role.name not in trainer_roles(run)]
     status = asyncio.run(session.run(lambda: roles, done))
-    if status == OK and (entry := session.screen.progress.eval_at(version)):
-        table = Table(title=str(run.folder), title_justify="left", show_header=False)
-        table.add_row("held-out success", interval(entry))
-        for policy, own in entry.get("policies", {}).items() if run.config.policies else ():
-            table.add_row(f"success of {policy}", interval({**own, "episodes": own.get("trajectories")}))
-            more = {name: mean for name, mean in own.get("outcomes", {}).items() if name not in _TOLD_ANYHOW}
-            table.add_row(f"outcomes of {policy}", ", ".join(f"{name} {mean:.3f}" for name, mean in more.items()))
-        table.add_row("turns an episode", fixed(number(entry, "turns_mean"), 1))
-        table.add_row("env return", fixed(number(entry, "env_return_mean"), 2))
-        table.add_row("seconds", fixed(number(entry, "seconds"), 1))
-        console.print(table)
+    if status == OK:
+        results = summarise(read_held_out(run.folder))
+        replace_file(run.folder / "results.json", json.dumps(results, indent=2) + "\n")
+        entry = session.screen.progress.eval_at(version) or {}
+        console.print(_table(str(run.folder), results, entry.get("policies", {}) if run.config.policies else {}))
     return status
+
+
+def summarise(episodes: Sequence[HeldOutEpisode]) -> dict[str, Any]:
+    """Results of an evaluation, as in `results.json`: means with intervals over tasks, and pass@k.
+
+    pass@k is there for k = 1, 2, 4 ... up to the samples that every task has.
+    """
+    solved = by_task(episodes, "success")
+    fewest = min(map(len, solved.values()))
+    ks = [1 << power for power in range(fewest.bit_length())] if fewest > 1 else []
+    names = [name for name in episodes[0].metrics if all(name in episode.metrics for episode in episodes)]
+    sources = {episode.source for episode in episodes} - {""}
+    return {
+        "tasks": len(solved),
+        "episodes": len(episodes),
+        "metrics": {name: _interval(by_task(episodes, name)) for name in names},
+        "pass_at": {k: float(np.mean([pass_at_k(len(won), int(sum(won)), k) for won in solved.values()])) for k in ks},
+        "sources": {
+            source: _interval(by_task([episode for episode in episodes if episode.source == source], "success"))
+            for source in sorted(sources)
+        },
+    }
+
+
+def _interval(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    mean, low, high = task_interval(np.array([np.mean(values) for values in samples.values()]))
+    return {"mean": mean, "low": low, "high": high}
+
+
+def _table(title: str, results: Mapping[str, Any], policies: Mapping[str, Any]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    counts = f"of {results['tasks']} tasks, {results['episodes']} episodes"
+    table.add_row("held-out success", f"{_percent(results['metrics']['success'])} {counts}")
+    for k, share in results["pass_at"].items():
+        table.add_row(f"pass@{k}", f"{share:.1%}".replace("%", " %"))
+    for source, success in results["sources"].items():
+        table.add_row(f"success on {source}", _percent(success))
+    for policy, own in policies.items():
+        table.add_row(f"success of {policy}", interval({**own, "episodes": own.get("trajectories")}))
+        more = {name: mean for name, mean in own.get("outcomes", {}).items() if name not in _SHOWN_ANYHOW}
+        table.add_row(f"outcomes of {policy}", ", ".join(f"{name} {mean:.3f}" for name, mean in more.items()))
+    for name, found in results["metrics"].items():
+        if name != "success":
+            table.add_row(name, f"{found['mean']:.3g} [{found['low']:.3g}, {found['high']:.3g}]")
+    return table
+
+
+def _percent(found: Mapping[str, float]) -> str:
+    return f"{100 * found['mean']:.1f} % [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from flowjax.config import ConfigError, save_run
-from flowjax.evaluate import prepare, read_request
+from flowjax.evaluate import prepare, read_request, summarise
 from flowjax.launch.checks import check_config
+from flowjax.monitor.held_out import HeldOutEpisode
+from flowjax.monitor.statistics import pass_at_k, task_interval
 from flowjax.weights.publish import Checkpoints
 
 RECIPE = """
@@ -98,3 +101,28 @@ def test_a_checkpoint_belongs_to_its_base(run):
 def test_what_does_not_fit_is_refused(run, recipe, named, message):
     with pytest.raises(ConfigError, match=message):
         request(run, recipe, *named)
+
+
+def played(task: str, won: bool, *, source: str = "", **outcome: float) -> HeldOutEpisode:
+    return HeldOutEpisode(task, task, source, 0, "ok", float(won), 2, 8, outcome, {"agent": 3.0 * won})
+
+
+def test_results_count_tasks_and_not_samples():
+    """Two tasks of four samples each: one is solved by half of them, the other by all."""
+    episodes = [played("x", index % 2 == 0) for index in range(4)] + [played("y", True) for _ in range(4)]
+    results = summarise(episodes)
+    assert (results["tasks"], results["episodes"]) == (2, 8)
+    success = results["metrics"]["success"]
+    assert success["mean"] == 0.75 and (success["low"], success["high"]) == pytest.approx(
+        task_interval(np.array([0.5, 1.0]))[1:]
+    )
+    assert results["metrics"]["reward"]["mean"] == 3 * 0.75 and results["metrics"]["sampled_tokens"]["mean"] == 8
+    at_2 = (pass_at_k(4, 2, 2) + 1.0) / 2
+    assert results["pass_at"] == pytest.approx({1: 0.75, 2: at_2, 4: 1.0})
+
+
+def test_each_source_has_its_success_and_an_outcome_that_some_lack_is_left_out():
+    episodes = [played("x", True, source="small", score=1.0), played("y", False, source="large")]
+    results = summarise(episodes)
+    assert {name: found["mean"] for name, found in results["sources"].items()} == {"large": 0.0, "small": 1.0}
+    assert "score" not in results["metrics"] and results["pass_at"] == {}
