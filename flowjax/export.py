@@ -24,8 +24,7 @@ from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import Lora, adapter_from_peft, peft_config, peft_tensors
 from flowjax.models.shape import ModelError
 from flowjax.run import Policy, read_run
-from flowjax.weights.hand_over import decoder_of
-from flowjax.weights.peft import new_folder, write_peft_folder
+from flowjax.weights.hand_over import decoder_of, new_folder, write_peft_folder
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
 FORMATS = ("hf", "peft")

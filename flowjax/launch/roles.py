@@ -11,9 +11,8 @@ from pathlib import Path
 
 from flowjax.config import BASE_NAME
 from flowjax.launch.devices import Devices, processes_here
-from flowjax.launch.health import answers
 from flowjax.launch.machine import can_bind, free_port
-from flowjax.launch.supervisor import Role
+from flowjax.launch.supervisor import Role, answers
 from flowjax.monitor.token import reachable
 from flowjax.run import Run, write_endpoints
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -13,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from flowjax.launch.health import Unwell
-from flowjax.monitor.roles import RoleState
+from flowjax.monitor.progress import RoleState
 from flowjax.monitor.trouble import explain, probe, unwritable_in, write_whole
 
 _GUARD = Path(__file__).with_name("guard.py")
@@ -59,6 +59,44 @@ class RoleFailed(Exception):
     def report(self, lines: int = 20) -> str:
         tail = "\n".join(f"    {line}" for line in _tail(self.log, lines))
         return f"{self.role} has failed: {self.reason}\n  the end of {self.log}:\n{tail}\n  the whole log: {self.log}"
+
+
+# What the asker itself lacks: it says nothing of the role.
+_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EAGAIN)
+
+
+class Unwell(Exception):
+    """A role does not serve: nobody listens at its port, or it says itself that something is wrong."""
+
+
+async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bool:
+    """Whether an HTTP server answers `GET path` with a status below 400; False while it is silent, as one that is busy
+    may be.
+
+    Raises:
+        Unwell: connections are refused or broken off, or the status is 400 or more.
+        OSError: this process cannot ask (it has too many files open); the role may be well.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                await writer.drain()
+                status = (await reader.readline()).split()
+            finally:
+                writer.close()
+    except TimeoutError:
+        return False
+    except OSError as error:
+        if error.errno in _OWN:
+            raise
+        raise Unwell("refused connections") from error
+    if len(status) < 2 or not status[1].isdigit():
+        raise Unwell("broke connections off")
+    if int(status[1]) >= 400:
+        raise Unwell(f"answered {path} with status {int(status[1])}")
+    return True
 
 
 class Supervisor:

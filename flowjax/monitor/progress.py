@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +16,21 @@ from flowjax.monitor.metrics import METRICS_FILE, parse_lines
 RECENT_STEPS = 10
 _FEWEST_STEPS = 5  # that are compared with as many: fewer say little
 _SUMMED = ("episodes", "turns", "trained_tokens", "row_tokens", "wait_s", "step_s", "save_s", "total_s")
+
+
+@dataclass
+class RoleState:
+    """`phase` is one of starting, up, waiting (to be restarted), paused (until the disk can be written), stopping,
+    stopped, done, failed. `log_start_bytes` is where its log stood when it was last started.
+    """
+
+    name: str
+    phase: str = "starting"
+    restarts: int = 0
+    pid: int = 0
+    started_s: float = 0.0
+    detail: str = ""
+    log_start_bytes: int = 0
 
 
 class Progress:

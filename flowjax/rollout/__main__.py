@@ -19,7 +19,7 @@ from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.files import FileHeldError, held
 from flowjax.models.config import ModelError
-from flowjax.monitor.endpoint import MetricsEndpoint
+from flowjax.monitor.prometheus import MetricsEndpoint
 from flowjax.monitor.token import known_token
 from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.client import EngineError
@@ -110,7 +110,7 @@ async def _serve(run: Run) -> None:
                 watching.cancel()
             if watching.done() and not watching.cancelled():
                 raise RolloutError("engines have moved, as endpoints.json says: it is to be started anew")
-    logging.info("stopped after %d episodes", service.counters.episodes)
+    logging.info("stopped after %d episodes", service.totals.episodes)
 
 
 def play(run_dir: Path) -> int:

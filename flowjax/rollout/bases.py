@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.rollout.admission import Load
-from flowjax.rollout.client import EngineError, UnknownModel
-from flowjax.rollout.completions import Completion, Sampling
+from flowjax.rollout.client import Completion, EngineError, Sampling, UnknownModel
 from flowjax.rollout.engines import EnginePool, Engines, engines_of_base
 from flowjax.run import Run
 from flowjax.weights.follow import Follower, model_name

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.rollout.admission import Load
-from flowjax.rollout.client import EngineAway, EngineClient, EngineError, UnknownModel
-from flowjax.rollout.completions import Completion, Partial, Sampling
+from flowjax.rollout.client import Completion, EngineAway, EngineClient, EngineError, Partial, Sampling, UnknownModel
 from flowjax.run import Base
 
 _log = logging.getLogger(__name__)

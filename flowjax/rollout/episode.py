@@ -19,8 +19,7 @@ from flowjax.record_checks import Bounds, check_episode, check_outcomes
 from flowjax.records import Episode, Lease, Trajectory, WireError
 from flowjax.rewards.scores import required_outcomes
 from flowjax.rollout.bases import ServedBase
-from flowjax.rollout.client import EngineError
-from flowjax.rollout.completions import Completion, Sampling
+from flowjax.rollout.client import Completion, EngineError, Sampling
 from flowjax.run import Run
 from flowjax.workflows.agent import UNVERSIONED, Agent, Generate, Played
 from flowjax.workflows.single import Options

@@ -5,11 +5,14 @@ Every loop runs beside the others on one event loop. One that fails for good end
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from flowjax.broker import DataflowError
@@ -20,7 +23,6 @@ from flowjax.records import COUNTED_STATUSES, Episode, Lease
 from flowjax.rollout.admission import Admission
 from flowjax.rollout.bases import ServedBase
 from flowjax.rollout.client import EngineError
-from flowjax.rollout.counters import Counters, Rates, read_leases
 from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import Player
 from flowjax.run import Run
@@ -36,11 +38,56 @@ _PROBE_EVERY_S = 1.0
 _LOOK_EVERY_S = 1.0  # at the engines' load
 _REPORT_EVERY_S = 1.0
 _LOG_EVERY_S = 30.0
+_WINDOW_S = 10.0  # over which rates are taken
 _DRAIN_S = 5.0  # for the last messages to the dataflow
 
 
 class RolloutError(RuntimeError):
     """The service cannot play; the message says why."""
+
+
+@dataclass
+class Totals:
+    """Totals since the start. An episode fails when its status is neither ok nor truncated."""
+
+    episodes: int = 0
+    failed_episodes: int = 0
+    given_back: int = 0
+    turns: int = 0
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+
+    def add(self, episode: Episode) -> None:
+        turns = episode.turns
+        self.episodes += 1
+        self.failed_episodes += episode.status not in COUNTED_STATUSES
+        self.turns += len(turns)
+        self.sampled_tokens += sum(len(turn.sampled_ids) for turn in turns)
+        self.prompt_tokens += sum(len(turn.prompt_ids) for turn in turns)
+
+
+class Rates:
+    """Increase per second of the totals over the last seconds."""
+
+    def __init__(self):
+        self._samples: deque[tuple[float, dict[str, int]]] = deque()
+
+    def update(self, totals: Totals, now_s: float) -> dict[str, float]:
+        """`<total>_per_s` for every total."""
+        self._samples.append((now_s, asdict(totals)))
+        while len(self._samples) > 2 and now_s - self._samples[1][0] >= _WINDOW_S:
+            self._samples.popleft()
+        (then_s, before), (_, after) = self._samples[0], self._samples[-1]
+        elapsed_s = now_s - then_s
+        return {f"{name}_per_s": (after[name] - before[name]) / elapsed_s if elapsed_s else 0.0 for name in after}
+
+
+def read_leases(path: Path) -> list[str]:
+    """Leases that were held when the status file was last written: after a crash, those of the predecessor."""
+    try:
+        return [str(lease_id) for lease_id in json.loads(path.read_text())["leases"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 class RolloutService:
@@ -77,7 +124,7 @@ class RolloutService:
         self._executor_left_s: float | None = None  # when the first of the latest executor errors came
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rates = Rates()
-        self.counters = Counters()
+        self.totals = Totals()
         self.told: dict[str, Any] = {}  # the status that was written last
         self.metrics_url = ""  # where else it can be read
 
@@ -138,7 +185,7 @@ class RolloutService:
             self._came_to_nothing(str(error))
         else:
             self._finished.append((lease.lease_id, episode))
-            self.counters.add(episode)
+            self.totals.add(episode)
             if episode.status in COUNTED_STATUSES:
                 self._fruitless, self._executor_left_s = 0, None
             elif episode.status == "executor_error":
@@ -181,7 +228,7 @@ class RolloutService:
         if unplayed := self._unplayed[:]:
             await self._dataflow.give_back([lease_id for lease_id, _ in unplayed], unplayed[0][1])
             del self._unplayed[: len(unplayed)]
-            self.counters.given_back += len(unplayed)
+            self.totals.given_back += len(unplayed)
         if self._finished:
             self._something_to_send.set()
 
@@ -255,8 +302,8 @@ class RolloutService:
         except KeyError:
             serving = {}
         return {
-            **asdict(self.counters),
-            **self._rates.update(self.counters, time.monotonic()),
+            **asdict(self.totals),
+            **self._rates.update(self.totals, time.monotonic()),
             "in_flight": len(self._playing),
             "slots": self._admission.slots,
             "bases": {base.name: base.status() for base in self._bases},

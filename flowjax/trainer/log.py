@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from absl import logging
 
-from flowjax.monitor.endpoint import MetricsEndpoint
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.progress import write_status
+from flowjax.monitor.prometheus import MetricsEndpoint
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch
 from flowjax.trainer.cost import memory_metrics, peak_flops

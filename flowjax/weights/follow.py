@@ -17,8 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from flowjax.weights.hand_over import HandOver
-from flowjax.weights.peft import remove_unfinished
+from flowjax.weights.hand_over import HandOver, remove_unfinished
 from flowjax.weights.publish import committed_steps, read_adapter
 from flowjax.workflows.agent import UNVERSIONED, served_version
 

@@ -1,6 +1,14 @@
-"""In which form a published version reaches the engine: a PEFT adapter beside others, or all weights in place."""
+"""The form in which a published version reaches the engine: a PEFT adapter beside others, or all weights in place.
 
-from collections.abc import Mapping
+Either is an immutable folder, which appears once all of it is on disk.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,13 +16,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors.numpy import save_file
 
 from flowjax.models.config import ModelConfig, ModelError, read_config
 from flowjax.models.decoder import Decoder, base_specs
 from flowjax.models.hf import save_decoder
 from flowjax.models.lora import Lora, peft_config, peft_tensors
 from flowjax.run import Policy
-from flowjax.weights.peft import new_folder, write_peft_folder
+
+
+def write_peft_folder(folder: Path, tensors: Mapping[str, np.ndarray], peft_config: Mapping[str, Any]) -> None:
+    """Write adapter_model.safetensors and adapter_config.json into a new folder."""
+    with new_folder(folder) as unfinished:
+        save_file(
+            {name: np.ascontiguousarray(array) for name, array in tensors.items()},
+            unfinished / "adapter_model.safetensors",
+        )
+        (unfinished / "adapter_config.json").write_text(json.dumps(dict(peft_config), indent=2))
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which is renamed into place once all of it is on disk.
+
+    `folder` either does not exist or is complete, also after a crash or a power cut. An existing one is never touched:
+    engines may have its bytes cached under its path.
+    """
+    if folder.exists():
+        raise FileExistsError(f"adapter folder {folder} exists already, and adapter folders never change")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)
+        for path in unfinished.iterdir():
+            _sync(path)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def remove_unfinished(parent: Path, policy: str) -> None:
+    """Sweep what a killed writer of the policy's versions left in `parent`."""
+    for path in parent.glob(f".{policy}@*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class EngineWeights(Protocol):

@@ -5,9 +5,11 @@ A step folder holds three items, each readable without the others: `adapter` (wh
 """
 
 import errno
+import functools
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +24,6 @@ from jax.experimental import multihost_utils
 
 from flowjax.files import FileHeldError, held
 from flowjax.monitor.trouble import explain
-from flowjax.weights.quiet import quiet_orbax
 
 PyTree = Any
 _COMMIT_MARKER = "commit_success.txt"
@@ -42,6 +43,29 @@ class Restored:
     adapter: PyTree
     optimizer: PyTree
     data: dict[str, Any]
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname or record.levelno == logging.CRITICAL
+
+
+@functools.cache
+def quiet_orbax() -> None:
+    """Silence, in this process, the tracebacks that a failed save or restore leaves behind.
+
+    Orbax logs an error once per array before it raises it. After the first failed array it closes its event loop while
+    TensorStore still answers for the others, and each of those answers prints "Event loop is closed". Both say nothing
+    that the raised error does not.
+    """
+    logging.getLogger("absl").addFilter(_not_from_orbax)
+    shown = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        late_answer = isinstance(unraisable.exc_value, RuntimeError) and unraisable.object is None
+        if not (late_answer and str(unraisable.exc_value) == "Event loop is closed"):
+            shown(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def committed_steps(directory: Path) -> list[int]:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from flowjax.launch.health import Unwell, answers
+from flowjax.launch.supervisor import Unwell, answers
 
 
 def test_a_serving_port_a_silent_one_and_those_that_refuse_are_told_apart():

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowjax.launch.health import Unwell
-from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
+from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, Unwell
 
 
 def role(tmp_path: Path, name: str, body: str, **options) -> Role:

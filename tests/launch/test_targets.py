@@ -2,7 +2,7 @@
 
 import json
 
-from flowjax.launch.targets import TARGETS_FILE, write_targets
+from flowjax.launch.session import TARGETS_FILE, write_targets
 from flowjax.monitor.progress import write_status
 
 

@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-from flowjax.monitor.endpoint import MetricsEndpoint
+from flowjax.monitor.prometheus import MetricsEndpoint
 
 
 def test_counts_are_those_of_the_moment():

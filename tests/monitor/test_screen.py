@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.monitor.progress import RECENT_STEPS, Progress, read_status
-from flowjax.monitor.roles import RoleState
+from flowjax.monitor.progress import RECENT_STEPS, Progress, RoleState, read_status
 from flowjax.monitor.screen import Screen, clock, plain_line, sparkline, summary
 
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowjax.config import default_config
-from flowjax.launch.health import Unwell, answers
+from flowjax.launch.supervisor import Unwell, answers
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora, adapter_from_peft

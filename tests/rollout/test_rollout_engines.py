@@ -10,8 +10,7 @@ from counting_engine import CountingEngine
 
 from flowjax.config import default_config
 from flowjax.rollout import engines as engines_module
-from flowjax.rollout.client import EngineAway, EngineClient, EngineError, UnknownModel
-from flowjax.rollout.completions import Sampling
+from flowjax.rollout.client import EngineAway, EngineClient, EngineError, Sampling, UnknownModel
 from flowjax.rollout.engines import EnginePool, Member, choose, engines_of_base
 from flowjax.run import resolve
 

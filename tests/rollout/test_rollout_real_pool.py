@@ -13,8 +13,7 @@ from test_rollout_real_engine import START_S, VllmRun
 from flowjax.launch.devices import Devices
 from flowjax.launch.roles import choose_ports, engine_roles
 from flowjax.launch.supervisor import Supervisor
-from flowjax.rollout.client import EngineClient
-from flowjax.rollout.completions import Completion, Sampling
+from flowjax.rollout.client import Completion, EngineClient, Sampling
 from flowjax.rollout.engines import EnginePool
 from flowjax.run import resolve
 

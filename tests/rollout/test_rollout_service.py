@@ -148,7 +148,7 @@ def test_an_executor_that_is_away_uses_up_no_task_but_does_not_go_unseen_for_eve
         async with run.servers() as servers:
             with pytest.raises(RolloutError, match=r"an executor has been away for .*: the executor sleeps"):
                 async with run.serving(servers) as serving:
-                    await until(lambda: serving.service.counters.episodes > 100)  # many times slots and attempts
+                    await until(lambda: serving.service.totals.episodes > 100)  # many times slots and attempts
                     assert not serving.task.done()
                     monkeypatch.setattr(rollout_service, "_EXECUTOR_AWAY_S", 0.0)
                     await asyncio.wait({serving.task}, timeout=60)
@@ -266,7 +266,7 @@ def test_an_episode_that_runs_out_of_time_without_an_engine_is_played_again(tmp_
             await until(lambda: servers.leased == 8)
             servers.engine.away = True
             servers.engine.hold.set()
-            await until(lambda: serving.service.counters.given_back >= 8)
+            await until(lambda: serving.service.totals.given_back >= 8)
             assert not servers.counted
             servers.engine.restart()
             await until(lambda: any(episode.status == "ok" for episode in servers.counted))

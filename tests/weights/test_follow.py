@@ -15,8 +15,7 @@ from flowjax.config import default_config
 from flowjax.run import resolve
 from flowjax.weights import follow
 from flowjax.weights.follow import Follower, WeightsError
-from flowjax.weights.hand_over import PeftHandOver, hand_over
-from flowjax.weights.peft import write_peft_folder
+from flowjax.weights.hand_over import PeftHandOver, hand_over, write_peft_folder
 from flowjax.weights.publish import Checkpoints
 
 

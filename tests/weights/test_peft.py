@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flowjax.weights.peft import remove_unfinished, write_peft_folder
+from flowjax.weights.hand_over import remove_unfinished, write_peft_folder
 
 
 def test_writes_both_files(tmp_path):
