@@ -55,7 +55,9 @@ def conclusion(found: Difference, metric: str) -> str:
     """One sentence: what the comparison shows, and of what."""
     of_method = min(found.seeds) > 1
     between = f"over {found.seeds[0]} and {found.seeds[1]} seeds" if of_method else "between these two policies"
-    if found.p_value < _ALPHA:
+    if found.detectable == 0.0 == found.mean:
+        text = f"A and B have the same {metric} on every task."
+    elif found.p_value < _ALPHA:
         more = "higher" if found.mean > 0 else "lower"
         text = f"A's {metric} is {more} than B's by {abs(found.mean):.3f} {between}."
     else:

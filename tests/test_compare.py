@@ -52,7 +52,9 @@ def test_a_better_policy_is_called_better_and_nothing_is_said_of_its_method(tmp_
 def test_a_run_does_not_differ_from_itself(tmp_path: Path):
     first = evaluation(tmp_path / "a", played(0.8, np.random.default_rng(0)))
     text = printed([first], [first])
-    assert "A - B  +0.000" in text and "No difference in success could be shown" in text
+    assert "A - B  +0.000" in text and "A and B have the same success on every task." in text
+    again = evaluation(tmp_path / "b", played(0.8, np.random.default_rng(1)))
+    assert "No difference in success could be shown between these two policies; one of 0.1" in printed([first], [again])
 
 
 def test_several_seeds_speak_of_the_method(tmp_path: Path):
