@@ -40,7 +40,7 @@ class Node:
 
     @property
     def text(self) -> str:
-        """What stands in the node, lines parted by newlines."""
+        """Text in the node, lines parted by newlines."""
         return f"{self.label or self.name}\nV {self.value:.3g}  ×{self.visits}"
 
 
@@ -68,7 +68,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class StateGraph:
-    """What is drawn of one task."""
+    """States and moves of one task, as they are drawn."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]

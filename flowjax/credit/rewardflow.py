@@ -24,7 +24,7 @@ from flowjax.credit.table import TurnTable
 
 # Deviations of the step part below this share of the group's highest value are rounding, not signal.
 _LEAST_DEVIATION = 1e-4
-# Values count as settled once a sweep moves none of them by more than this share of its group's highest one.
+# Values have converged once a sweep moves none of them by more than this share of its group's highest one.
 _TOLERANCE = 1e-6
 
 
@@ -111,18 +111,18 @@ def state_values(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = 
         returns = jnp.where(table.mask, earned + gamma * after(values), 0.0)
         return segment_total(returns, state) / jnp.maximum(visits, 1)
 
-    # Every observed way leads to an end, so this settles for gamma = 1 too. A path of n turns takes n sweeps, so the
+    # Every observed way leads to an end, so this converges for gamma = 1 too. A path of n turns takes n sweeps, so the
     # bound grows with the table: it only guards against rounding that goes back and forth.
     bound = 10 * earned.shape[0] + 1000
 
-    def unsettled(carry: tuple[Float[Array, "turns"], Float[Array, "turns"], Int[Array, ""]]) -> Bool[Array, ""]:
+    def changing(carry: tuple[Float[Array, "turns"], Float[Array, "turns"], Int[Array, ""]]) -> Bool[Array, ""]:
         values, previous, sweeps = carry
         moved = jnp.abs(values - previous) > _TOLERANCE * _highest(table, values)
         return jnp.any(moved & table.mask) & (sweeps < bound)
 
     start = jnp.zeros_like(earned)
     carry = (sweep(start), start, jnp.asarray(1))
-    before, _, _ = jax.lax.while_loop(unsettled, lambda carry: (sweep(carry[0]), carry[0], carry[2] + 1), carry)
+    before, _, _ = jax.lax.while_loop(changing, lambda carry: (sweep(carry[0]), carry[0], carry[2] + 1), carry)
     before = jnp.where(table.mask, before, 0.0)
     return StateValues(before, after(before), earned)
 

@@ -22,6 +22,7 @@ def segment_total(
     values: Float[Array, "rows"], segment: Int[Array, "rows"], segments: int | None = None
 ) -> Float[Array, "rows"]:
     """For each row, the sum of `values` over the rows of its segment. By default at most as many segments as rows."""
+    # A scatter into a static number of segments: how many there are is not known while tracing.
     totals = jnp.zeros(segments or values.shape[0], values.dtype).at[segment].add(values)
     return totals[segment]
 
@@ -36,6 +37,7 @@ def segment_statistics(
     counted = weight.astype(values.dtype)
     count = segment_total(counted, segment, segments)
     mean = segment_total(counted * values, segment, segments) / jnp.maximum(count, 1)
+    # From the deviations, not as E[x^2] - E[x]^2: in float32 that difference of large numbers may be below zero.
     squares = segment_total(counted * jnp.square(values - mean), segment, segments)
     return count, mean, jnp.sqrt(squares / jnp.maximum(count - 1, 1))
 
@@ -93,11 +95,12 @@ def discounted_sums(
     is_last = successor == jnp.arange(successor.shape[0])
     decay = jnp.where(is_last, 0.0, jnp.asarray(gamma, values.dtype))
 
-    def unfinished(carry):
+    # The last turn points to itself with factor 0, a fixed point: rows that are done add nothing in later rounds.
+    def unfinished(carry: tuple[Array, Array, Array, Array]) -> Bool[Array, ""]:
         _, _, pointer, previous = carry
         return jnp.any(pointer != previous)
 
-    def double(carry):
+    def double(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         total, factor, pointer, _ = carry
         return total + factor * total[pointer], factor * factor[pointer], pointer[pointer], pointer
 

@@ -146,7 +146,7 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
     for name, dtype in _COLUMNS.items():
         padded[name] = np.zeros(rows, dtype)
         padded[name][:turns] = columns[name]
-    padded["successor"][turns:] = np.arange(turns, rows)
+    padded["successor"][turns:] = np.arange(turns, rows)  # padding ends where it begins; 0 would be another's turn
     return TurnTable(**padded)
 
 

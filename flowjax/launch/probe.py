@@ -246,10 +246,10 @@ def _bases(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
 
 def _served(config: ConfigDict, base: Base, plan: dict[str, Any]) -> Iterator[str]:
     """Memory that the base model takes on its engines."""
-    from flowjax.models import memory
+    from flowjax.models import cost
 
     if model := _model(config, base):
-        value_bytes = memory.DTYPE_BYTES.get(base.engine.dtype, 2)
+        value_bytes = cost.DTYPE_BYTES.get(base.engine.dtype, 2)
         plan["model"] = {
             "parameters": model.parameter_count(),
             "kv_bytes_per_token": 2 * model.layers * model.kv_size * value_bytes,
@@ -262,7 +262,7 @@ def _trained(config: ConfigDict, policy: Policy, mesh: Mapping[str, int], plan: 
     """Memory that a policy takes in its trainer; yields what does not divide."""
     from jax.sharding import AbstractMesh
 
-    from flowjax.models import memory
+    from flowjax.models import cost
     from flowjax.models.lora import Lora, adapter_specs
     from flowjax.models.sharding import MESH_AXES, Placement
 
@@ -275,13 +275,13 @@ def _trained(config: ConfigDict, policy: Policy, mesh: Mapping[str, int], plan: 
     plan["model"] |= {
         "train": policy.train,
         "trained": trained,
-        "checkpoint_bytes": 3 * memory.FLOAT32 * trained,  # the weights and AdamW's two moments
-        "adapter_bytes": memory.FLOAT32 * trained,
+        "checkpoint_bytes": 3 * cost.FLOAT32 * trained,  # the weights and AdamW's two moments
+        "adapter_bytes": cost.FLOAT32 * trained,
     }
-    if settings.dtype not in memory.DTYPE_BYTES:
+    if settings.dtype not in cost.DTYPE_BYTES:
         return
     axes: dict[str, Any] = _shown_axes(mesh)
-    plan["memory"] = memory.estimate(
+    plan["memory"] = cost.estimate(
         model,
         lora,
         rows=trainer.micro_batch_rows,

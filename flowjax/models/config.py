@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowjax.models.shape import AnyScaling as AnyScaling
-from flowjax.models.shape import Experts as Experts
-from flowjax.models.shape import LinearScaling as LinearScaling
-from flowjax.models.shape import ModelConfig as ModelConfig
-from flowjax.models.shape import ModelError as ModelError
-from flowjax.models.shape import RopeScaling as RopeScaling
-from flowjax.models.shape import YarnScaling as YarnScaling
+from flowjax.models.shape import (
+    AnyScaling,
+    Experts,
+    LinearScaling,
+    ModelConfig,
+    ModelError,
+    RopeScaling,
+    YarnScaling,
+)
 from flowjax.run import Run
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -23,7 +25,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # Hugging Face's names in
 
 @dataclass(frozen=True)
 class Family:
-    """What a model_type implies: its class in transformers, switches, and values that its config.json may leave out."""
+    """A model_type: its class in transformers, switches, and values that its config.json may leave out."""
 
     class_name: str
     switches: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelConfig
@@ -143,13 +145,14 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def vocabulary_sizes(run: Run) -> dict[str, int]:
-    """Tokens that each policy's model has, and each base model by its own name; without those whose folder is not
+    """Tokens that each policy's model has, and each base model by its name; without those whose folder is not
     here, as where engines and trainers run elsewhere."""
     sizes: dict[str, int] = {}
     for name, base in run.bases.items():
         with contextlib.suppress(ModelError):
             sizes[name] = read_config(base.model.path).vocab_size
-    return sizes | {name: sizes[own.base.name] for name, own in run.policies.items() if own.base.name in sizes}
+    bases = {name: policy.base.name for name, policy in run.policies.items()}
+    return sizes | {name: sizes[base] for name, base in bases.items() if base in sizes}
 
 
 def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:

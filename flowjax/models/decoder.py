@@ -8,17 +8,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flowjax.models import params
-from flowjax.models.attention_kernels import attend_by, choose_attention
+from flowjax.models.attention import attend_by, choose_attention, rope_angles, rotate
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch, lora_linear
 from flowjax.models.moe import mixture
-from flowjax.models.pattern import Block, layer_blocks
 from flowjax.models.quantize import QuantizedMatrix
-from flowjax.models.rope import rope_angles, rotate
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import Placement, ShardingRules
 
@@ -61,7 +59,7 @@ class Decoder(nnx.Module):
         self.remat, self.attention = remat, attention
         self.placement = make_placement(config, mesh, rules)
         base_key, adapter_key = jax.random.split(key)
-        base = params.initialise(base_specs(config, dtype), base_key, self.placement)
+        base = _initialise(base_specs(config, dtype), base_key, self.placement)
         outer = {name: nnx.Param(base.pop(name)) for name in params.outer_specs(config, dtype)}
         self.embedding, self.final_norm = outer["embedding"], outer["final_norm"]
         self.lm_head = outer.get("lm_head")
@@ -102,17 +100,17 @@ class Decoder(nnx.Module):
         attention = self._make_attention(segments, positions)
         weights = {name: self._base(name) for name in self.layers}
         adapter = self._adapter()
-        drops = self.lora is not None and self.lora.dropout > 0
+        has_dropout = self.lora is not None and self.lora.dropout > 0
         by_layer: Arrays = {}  # what else differs from layer to layer
-        if drops and dropout_key is not None:
+        if has_dropout and dropout_key is not None:
             by_layer["dropout_key"] = jax.random.split(dropout_key, config.layers)
         if len({config.window(i) for i in range(config.layers)}) > 1:
             by_layer["windowed"] = jnp.array([config.window(i) is not None for i in range(config.layers)])
 
         def layer(x: jax.Array, xs: tuple[Arrays, dict[str, Arrays], Arrays], sparse: bool) -> jax.Array:
-            weights, adapter, own = xs
-            linear = self._linear(weights, adapter, adapter_scale, own.get("dropout_key"))
-            mix = functools.partial(attention, own.get("windowed"))
+            weights, adapter, others = xs
+            linear = self._linear(weights, adapter, adapter_scale, others.get("dropout_key"))
+            mix = functools.partial(attention, others.get("windowed"))
             y = self._attention(self._norm(x, weights["input_norm"]), linear, weights, mix)
             x = x + (self._norm(y, weights["attention_post_norm"]) if config.post_norms else y)
             y = self._norm(x, weights["ffn_norm"])
@@ -120,17 +118,17 @@ class Decoder(nnx.Module):
             x = x + (self._norm(y, weights["ffn_post_norm"]) if config.post_norms else y)
             return self._constrain(x, "rows", "tokens", "act_embed")
 
-        def group(x: jax.Array, xs: list[Any], block: Block) -> tuple[jax.Array, None]:
-            for sparse, own in zip(block.sparse, xs, strict=True):
+        def group(x: jax.Array, xs: list[Any], block: params.Block) -> tuple[jax.Array, None]:
+            for sparse, arrays in zip(block.sparse, xs, strict=True):
                 run = functools.partial(layer, sparse=sparse)
-                if self.remat in _KEPT:
+                if self.remat in _KEPT:  # a loop's body is compiled alone: barriers against merging would only cost
                     run = jax.checkpoint(run, prevent_cse=False, policy=_KEPT[self.remat])
-                x = run(x, own)
+                x = run(x, arrays)
             return x, None
 
         # Unrolled, XLA's CPU backend merges a layer with its recomputation (despite prevent_cse), and nothing is saved.
         unroll = config.layers <= UNROLLED_LAYERS and self.remat == "none"
-        for block in layer_blocks(config):
+        for block in params.layer_blocks(config):
             xs = [
                 tuple(self._stack(arrays, block, member) for arrays in (weights, adapter, by_layer))
                 for member in range(len(block.sparse))
@@ -171,19 +169,19 @@ class Decoder(nnx.Module):
                 return y
             if key is not None:
                 keep = 1 - lora.dropout
-                own_key = jax.random.fold_in(key, lora.targets.index(name))
-                x = jnp.where(jax.random.bernoulli(own_key, keep, x.shape), x / keep, 0).astype(x.dtype)
+                map_key = jax.random.fold_in(key, lora.targets.index(name))  # no two maps drop the same inputs
+                x = jnp.where(jax.random.bernoulli(map_key, keep, x.shape), x / keep, 0).astype(x.dtype)
             return y + lora_branch(x, adapter[name]["a"], adapter[name]["b"], lora.scale * adapter_scale)
 
         return apply
 
     def _merges(self, x: jax.Array, weight: jax.Array | QuantizedMatrix, lora: Lora) -> bool:
-        """Whether a linear map and its adapter are one product: in float32, on one device, over enough tokens."""
+        """True where a linear map and its adapter are one product: in float32, on one device, over enough tokens."""
         alone = self.placement is None or self.placement.mesh.size == 1
         exact = isinstance(weight, jax.Array) and x.dtype == weight.dtype == jnp.float32
         return alone and exact and x.ndim == 2 and x.shape[0] >= 2 * lora.rank
 
-    def _stack(self, arrays: Mapping[str, Any], block: Block, member: int) -> dict[str, Any]:
+    def _stack(self, arrays: Mapping[str, Any], block: params.Block, member: int) -> dict[str, Any]:
         """What the layers at place `member` of a block's periods have of stacked arrays, stacked over the periods."""
         layers, stacked = block.layers[member :: len(block.sparse)], {}
         for name, array in arrays.items():
@@ -230,10 +228,12 @@ class Decoder(nnx.Module):
 
         def mix(windowed: jax.Array | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             bound = jnp.asarray(window is not None) if windowed is None else windowed
-            own = rope
+            angles = rope
             if config.window_rope_theta is not None:
-                own = [jnp.where(bound, local, far) for local, far in zip(local_rope, rope, strict=True)]
-            return run(bound, rotate(query, *own), rotate(key, *own), value, segments, positions, segments, positions)
+                angles = [jnp.where(bound, local, far) for local, far in zip(local_rope, rope, strict=True)]
+            return run(
+                bound, rotate(query, *angles), rotate(key, *angles), value, segments, positions, segments, positions
+            )
 
         return mix
 
@@ -311,7 +311,7 @@ def base_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, params.ParamS
 
 
 def make_placement(config: ModelConfig, mesh: Mesh | None, rules: ShardingRules | None) -> Placement | None:
-    """Where the model lives; None without a mesh. Raises ModelError when the mesh does not divide the model."""
+    """The model's placement; None without a mesh. Raises ModelError when the mesh does not divide the model."""
     if mesh is None:
         return None
     placement = Placement(mesh, rules or ShardingRules())
@@ -324,7 +324,7 @@ def init_adapter(
 ) -> dict[str, dict[str, Any]]:
     """A fresh adapter {target: {"a", "b"}} that changes nothing yet."""
     flat = {f"{t}.{part}": spec for t, parts in adapter_specs(config, lora).items() for part, spec in parts.items()}
-    arrays = params.initialise(flat, key, placement)
+    arrays = _initialise(flat, key, placement)
     return {target: {part: arrays[f"{target}.{part}"] for part in ("a", "b")} for target in lora.targets}
 
 
@@ -346,3 +346,19 @@ def set_adapter(decoder: Decoder, adapter: Mapping[str, Mapping[str, Any]]) -> N
         for part, param in parts.items():
             old = param.get_value()
             param.set_value(jax.device_put(jnp.asarray(adapter[target][part], old.dtype), old.sharding))
+
+
+def _initialise(
+    specs: Mapping[str, params.ParamSpec], key: jax.Array, placement: Placement | None
+) -> dict[str, jax.Array]:
+    """Random arrays for `specs`, made in place on the devices that hold them; the same on every mesh."""
+    keys = jax.random.split(key, len(specs))
+    return {
+        name: _maker(spec, placement and placement.of(spec.axes))(key)
+        for key, (name, spec) in zip(keys, specs.items(), strict=True)
+    }
+
+
+@functools.cache
+def _maker(spec: params.ParamSpec, sharding: NamedSharding | None) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda key: spec.init(key, spec.shape, spec.dtype), out_shardings=sharding)

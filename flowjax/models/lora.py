@@ -11,15 +11,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from flowjax.models.config import ModelConfig, ModelError
 from flowjax.models.params import DENSE, ParamSpec, matrix_sizes, zeros
+from flowjax.models.shape import ModelConfig, ModelError
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which linear maps get an adapter, and how strong it is."""
+    """An adapter: its rank and strength, and the linear maps that have it."""
 
     rank: int
     alpha: float

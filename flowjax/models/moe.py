@@ -41,11 +41,11 @@ def mix_experts(
     """
     tokens, choices = chosen.shape
     count = gate.shape[0]
-    own = chosen.reshape(-1) - first
-    own = jnp.where((own >= 0) & (own < count), own, count)  # others come last, in no group
-    order = jnp.argsort(own, stable=True)
-    sizes = jnp.bincount(own, length=count + 1)[:count].astype(jnp.int32)
-    grouped = x[order // choices]
+    local = chosen.reshape(-1) - first
+    local = jnp.where((local >= 0) & (local < count), local, count)  # others come last, in no group
+    order = jnp.argsort(local, stable=True)
+    sizes = jnp.bincount(local, length=count + 1)[:count].astype(jnp.int32)
+    grouped = x[order // choices]  # a token stands in the flat list once for each of its choices
     inner = activate(jax.lax.ragged_dot(grouped, gate, sizes)) * jax.lax.ragged_dot(grouped, up, sizes)
     outer = jax.lax.ragged_dot(inner, down, sizes)
     here = jnp.arange(tokens * choices) < sizes.sum()

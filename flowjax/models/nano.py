@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from flowjax.models.config import ModelConfig, ModelError
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import save_decoder
+from flowjax.models.shape import ModelConfig, ModelError
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)  # ids 0, 1, 2

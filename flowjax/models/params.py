@@ -1,19 +1,16 @@
 """Parameters declared once: shape, logical axes, initialiser and dtype together; arrays and placements derive from it.
 
-Matrices are stored [in, out], and those of the layers stacked [layers, in, out], so that one scan runs all layers and
-a checkpoint holds few, big arrays.
+Matrices are stored [in, out], and those of the layers stacked [layers, in, out], so that few scans run all layers and
+a checkpoint holds few, big arrays. Layers that differ in their parameters are scanned as blocks of repeating periods.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from flowjax.models.shape import ModelConfig
-from flowjax.models.sharding import Placement
 
 Initializer = Callable[..., jax.Array]
 
@@ -113,15 +110,45 @@ def outer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
     return specs
 
 
-def initialise(specs: Mapping[str, ParamSpec], key: jax.Array, placement: Placement | None) -> dict[str, jax.Array]:
-    """Random arrays for `specs`, made in place on the devices that hold them; the same on every mesh."""
-    keys = jax.random.split(key, len(specs))
-    return {
-        name: _maker(spec, placement and placement.of(spec.axes))(key)
-        for key, (name, spec) in zip(keys, specs.items(), strict=True)
-    }
+# --------------------------------------------------------------------------- layers as few scans over repeating periods
+
+LONGEST_PERIOD = 8  # a scan's body holds so many layers at most
 
 
-@functools.cache
-def _maker(spec: ParamSpec, sharding: NamedSharding | None) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda key: spec.init(key, spec.shape, spec.dtype), out_shardings=sharding)
+@dataclass(frozen=True)
+class Block:
+    """Layers start, start + 1, ...: those of one period, with experts (True) or without, `repeats` times over."""
+
+    start: int
+    sparse: tuple[bool, ...]
+    repeats: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.start, self.start + len(self.sparse) * self.repeats)
+
+
+def layer_blocks(config: ModelConfig) -> list[Block]:
+    """All layers in order, as blocks; one block of period 1 where all are alike, as in every dense model.
+
+    Ten layers of which every fourth has experts are a block of 2 times 4 layers and one of 2 times 1.
+    """
+    sparse = tuple(layer in config.sparse_layers for layer in range(config.layers))
+    blocks, start = [], 0
+    while start < len(sparse):
+        block = max(
+            (_repeating(sparse, start, period) for period in range(1, LONGEST_PERIOD + 1)),
+            key=lambda block: (len(block.layers), -len(block.sparse)),
+        )
+        blocks.append(block)
+        start = block.layers.stop
+    return blocks
+
+
+def _repeating(sparse: tuple[bool, ...], start: int, period: int) -> Block:
+    """The block of this period at `start`; of a single layer where nothing repeats."""
+    group = sparse[start : start + period]
+    repeats = 1
+    while sparse[start + repeats * period : start + (repeats + 1) * period] == group:
+        repeats += 1
+    return Block(start, group, repeats) if repeats > 1 else Block(start, group[:1], 1)

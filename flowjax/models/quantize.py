@@ -132,7 +132,7 @@ def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
 
 
 def saved_bytes(config: ModelConfig, kind: str, number_bytes: int) -> int:
-    """How much smaller the base is for its quantisation, by plain arithmetic, where a number takes `number_bytes`."""
+    """Bytes that quantisation saves of a base, by plain arithmetic, where a number takes `number_bytes`."""
     if not kind:
         return 0
     saved = 0

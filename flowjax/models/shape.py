@@ -1,4 +1,4 @@
-"""What a decoder looks like: sizes and switches, whatever family it comes from."""
+"""Shape of a decoder: sizes and switches, whatever family it comes from."""
 
 from dataclasses import dataclass
 from typing import Literal

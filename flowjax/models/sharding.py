@@ -1,4 +1,4 @@
-"""Where arrays live: logical axis names -> mesh axes -> NamedSharding."""
+"""Placement of arrays on devices: logical axis names -> mesh axes -> NamedSharding."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class Placement:
         return NamedSharding(self.mesh, self.rules.spec(axes))
 
     def ways(self, axis: str) -> int:
-        """How many parts the logical axis is cut into."""
+        """Number of parts that the logical axis is cut into."""
         return math.prod(self.mesh.shape[name] for name in _as_tuple(getattr(self.rules, axis)))
 
     def check(self, config: ModelConfig) -> None:
@@ -166,3 +166,26 @@ def resolve_mesh(stated: Mapping[str, int], device_count: int) -> dict[str, int]
             "make the product equal to it, or set one size to -1"
         )
     return sizes
+
+
+def place(tree: Any, mesh: Mesh) -> Any:
+    """Put host arrays on the devices, their first axis split over the axes that split rows.
+
+    Every process has the whole arrays and takes its own part of them.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES))
+    if jax.process_count() == 1:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf), np.shape(leaf)), tree
+    )
+
+
+def on_mesh(array: jax.Array, mesh: Mesh) -> jax.Array:
+    """The array as it is if it lies on the mesh already, else a copy on each of its devices."""
+    if isinstance(array.sharding, NamedSharding):
+        return array
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    if jax.process_count() == 1:
+        return jax.device_put(array, everywhere)
+    return jax.make_array_from_process_local_data(everywhere, np.asarray(array), array.shape)

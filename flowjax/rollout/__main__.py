@@ -18,7 +18,7 @@ from flowjax.config import ConfigError
 from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.files import FileHeldError, held
-from flowjax.models.config import ModelError
+from flowjax.models.shape import ModelError
 from flowjax.monitor.prometheus import MetricsEndpoint
 from flowjax.monitor.token import known_token
 from flowjax.rollout.bases import bases_of_run

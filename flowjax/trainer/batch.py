@@ -152,6 +152,7 @@ def _lay_out(bins: Sequence[Sequence[TokenRow]], rows: int, tokens: int, sampled
         return np.full((rows, width), value, dtype)
 
     by_token = {name: empty(tokens, np.int32) for name in ("tokens", "positions", "segments")}
+    # Padding must stay harmless where the mask comes too late: place 1 has a place before it, 1 divides anything.
     by_sampled = {
         "places": empty(sampled, np.int32, 1),
         "mask": empty(sampled, np.bool_),

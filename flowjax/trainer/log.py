@@ -1,6 +1,8 @@
 """The line that each step writes (metrics of updates, episodes and rows, seconds, speed), and the trainer's status."""
 
 import contextlib
+import resource
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +19,32 @@ from flowjax.monitor.progress import write_status
 from flowjax.monitor.prometheus import MetricsEndpoint
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch
-from flowjax.trainer.cost import memory_metrics, peak_flops
 from flowjax.trainer.sources import Served
 from flowjax.trainer.update import Metrics
+
+# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name found in the device's kind counts.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "TPU v6": 918e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 197e12,
+    "TPU v4": 275e12,
+}
 
 OnStep = Callable[[dict[str, Any]], None]
 
 
 @dataclass
-class Counters:
+class UpdateCounters:
     """Numbers of one policy that a checkpoint keeps."""
 
     skipped_updates: int = 0  # whose gradient was not finite
@@ -38,7 +57,7 @@ class StepResult:
 
     policy: str
     step: int
-    counters: Counters
+    counters: UpdateCounters
     updates: list[Metrics]  # of its updates, on the devices
     line: dict[str, float]  # what is known on the host
     started_s: float
@@ -100,6 +119,21 @@ def _update_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
     shown = {"ratio": "ratio_mean", "clipped": "clip_share"}
     hidden = ("skipped", "tokens", "denominator", "clipped_low", "clipped_high")
     return {shown.get(name, name): value for name, value in values.items() if name not in hidden}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak bfloat16 FLOP/s of a device, or None where it is not known (every CPU)."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device_kind.lower()), None)
+
+
+def memory_metrics() -> dict[str, int]:
+    """Most bytes that a device of this process has held, where its platform counts them, and the process itself."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    if known := [peak for peak in peaks if peak]:
+        found["device_peak_bytes"] = max(known)
+    return found
 
 
 def episode_metrics(served: Served) -> dict[str, float]:

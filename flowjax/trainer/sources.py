@@ -1,4 +1,5 @@
-"""Where batches come from: the dataflow, or a fixed stream of rows for supervised training."""
+"""Sources of batches: the dataflow, or a fixed stream of rows for supervised training; one process asks them ahead of
+need, for all."""
 
 import asyncio
 import logging
@@ -7,11 +8,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from flowjax.broker import Answer, Connect
-from flowjax.records import TokenRow
+from flowjax.records import TokenRow, pack, unpack
 from flowjax.trainer.batch import BatchError
 
 Unusable = Callable[[str, Sequence[TokenRow]], Mapping[str, str]]
@@ -32,7 +37,7 @@ class Served:
 
 
 class Source(Protocol):
-    """What the loop asks for data."""
+    """Anything that the loop may ask for batches."""
 
     def batch(self, steps: Mapping[str, int]) -> Served:
         """A batch of whichever policy has one first.
@@ -43,7 +48,7 @@ class Source(Protocol):
         ...
 
     def committed(self, policy: str, version: int) -> None:
-        """Told once a checkpoint of the policy's `version` is on disk."""
+        """Called once a checkpoint of the policy's `version` is on disk."""
         ...
 
 
@@ -167,3 +172,29 @@ class Ahead:
                 self._answers.put(self._source.batch(self._asked.get()))
             except BaseException as error:
                 self._answers.put(error)
+
+
+class Shared:
+    """The next batch as the first process has it, in every process. Only the first asks the source."""
+
+    def __init__(self, source: Source):
+        self._ahead = Ahead(source) if is_first() else None
+
+    def ask(self, steps: Mapping[str, int]) -> None:
+        if self._ahead is not None:
+            self._ahead.ask(steps)
+
+    def take(self) -> Served:
+        served = self._ahead.take() if self._ahead is not None else None
+        if jax.process_count() == 1:
+            assert served is not None
+            return served
+        sent = pack({f.name: getattr(served, f.name) for f in fields(Served)}) if served is not None else b""
+        size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
+        data = np.frombuffer(sent, np.uint8) if sent else np.zeros(size, np.uint8)
+        return Served(**unpack(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes()))
+
+
+def is_first() -> bool:
+    """True in the process that asks for batches and writes what is written once."""
+    return jax.process_index() == 0

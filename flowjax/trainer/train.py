@@ -7,6 +7,7 @@ state (`start`). `train` compiles and loops: batch, pack, mismatch, update, log,
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,21 +27,20 @@ from flowjax.broker import Address, connect
 from flowjax.config import ConfigError
 from flowjax.losses.options import LossOptions
 from flowjax.losses.ratios import mismatch_metrics
+from flowjax.models.cost import step_flops
 from flowjax.models.decoder import Decoder, with_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.shape import ModelConfig
-from flowjax.models.sharding import ROW_AXES, make_mesh
+from flowjax.models.sharding import ROW_AXES, make_mesh, on_mesh, place
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.token import known_token
 from flowjax.records import TokenRow
 from flowjax.run import Policy, Run, read_run
 from flowjax.trainer.batch import MicroBatch, pack, unusable_rows
-from flowjax.trainer.cost import step_flops
-from flowjax.trainer.log import Counters, OnStep, StepLog, StepResult, TrainerStatus, episode_metrics, row_metrics
+from flowjax.trainer.log import OnStep, StepLog, StepResult, TrainerStatus, UpdateCounters, episode_metrics, row_metrics
 from flowjax.trainer.optimizer import OptimizerMemory, learning_rate_schedule, make_optimizer
-from flowjax.trainer.processes import Shared, is_first, join, on_mesh, place, use_compile_cache
-from flowjax.trainer.sources import DataflowSource, Source
+from flowjax.trainer.sources import DataflowSource, Shared, Source, is_first
 from flowjax.trainer.update import (
     Arrays,
     DropoutSeed,
@@ -55,6 +55,10 @@ from flowjax.trainer.update import (
     logprobs_of,
 )
 from flowjax.weights.publish import Checkpoints
+
+NUMBER_VARIABLE = "FLOWJAX_PROCESS"
+COORDINATOR_VARIABLE = "FLOWJAX_COORDINATOR"  # of processes that the launcher starts on one machine
+_WORTH_KEEPING_S = 0.2  # seconds of compilation
 
 
 def main(run_dir: Path, only: str = "") -> None:
@@ -92,7 +96,7 @@ def main(run_dir: Path, only: str = "") -> None:
 
         # ------------------------------------------------------------------------------------- where data and lines go
         to_dataflow = partial(connect, Address(run_dir, "dataflow"), token=known_token(run_dir))
-        bounds = {name: (own.trainer.row_tokens, sizes[name]) for name, own in trained.items()}
+        bounds = {name: (each.trainer.row_tokens, sizes[name]) for name, each in trained.items()}
         unusable = partial(_unusable, bounds)
         source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s, unusable=unusable)
         if is_first():
@@ -116,6 +120,50 @@ def _unusable(bounds: Mapping[str, tuple[int, int]], policy: str, rows: Sequence
 
 def _nothing(line: Mapping[str, object]) -> None:
     del line
+
+
+# =========================================================================================================== processes
+
+
+def use_compile_cache(folder: str) -> None:
+    """Keep compiled programs in `folder`, for the next start of this run or one like it.
+
+    "auto" is ~/.cache/flowjax/xla, "" is nowhere.
+    """
+    if not folder:
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flowjax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(cache if folder == "auto" else Path(folder).absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
+
+
+def join(trainer: ConfigDict) -> None:
+    """Join the other processes of the trainer, if `config.trainer.processes` says that there are any.
+
+    Every process runs the same command with its own number, from 0, in the environment variable FLOWJAX_PROCESS. To be
+    called before anything else touches a device.
+
+    Raises:
+        ConfigError: the number is missing or out of range, or there is no coordinator's address.
+    """
+    count = trainer.processes
+    address = trainer.coordinator or os.environ.get(COORDINATOR_VARIABLE, "")
+    if count == 1:
+        return
+    number = os.environ.get(NUMBER_VARIABLE, "")
+    if not number.isdigit() or int(number) >= count:
+        raise ConfigError(
+            f"config.trainer.processes is {count}, but {NUMBER_VARIABLE} is {number!r}: "
+            f"set it to the number of this process, 0 to {count - 1}"
+        )
+    if not address:
+        raise ConfigError(
+            f"config.trainer.processes is {count}, but config.trainer.coordinator is empty: "
+            "give the host:port of process 0"
+        )
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, count, int(number))
 
 
 # ============================================================================================================== models
@@ -188,7 +236,7 @@ class Learner:
     checkpoints: Checkpoints | None
     state: PolicyState
     recent: dict[int, Arrays]
-    counters: Counters = field(default_factory=Counters)
+    counters: UpdateCounters = field(default_factory=UpdateCounters)
     save_s: float = 0.0  # of the newest checkpoint
 
     @property
@@ -244,12 +292,12 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
     memory = OptimizerMemory(policy.trainer.offload_optimizer)
 
     # --------------------------------------------------------------------------------------------------------- restore
-    step, counters = 0, Counters()
+    step, counters = 0, UpdateCounters()
     newest = checkpoints.restore_newest(adapter=trained, optimizer=optimizer_state) if checkpoints is not None else None
     if newest is not None:
         step, saved = newest
         trained, optimizer_state = saved.adapter, saved.optimizer
-        counters = Counters(saved.data["skipped"], saved.data.get("empty", 0))
+        counters = UpdateCounters(saved.data["skipped"], saved.data.get("empty", 0))
     learner = Learner(
         run=run,
         policy=policy,

@@ -201,6 +201,7 @@ def gradient_of(
     return _gradient_of(objective, state.trained, state.frozen, batch, known, dropout_seed, total)
 
 
+# `total` is donated: the sum takes its buffers, and no two gradients of the whole model exist at once.
 @partial(jax.jit, static_argnums=0, donate_argnames="total")
 def _gradient_of(
     objective: Objective,
@@ -218,6 +219,7 @@ def _gradient_of(
     return found if total is None else jax.tree.map(jnp.add, total, found)
 
 
+# The arguments are those of `_gradient_of` above it in update.py: it differentiates this by the first of the arrays.
 def _summed_loss(
     objective: Objective,
     trained: Arrays,

@@ -21,16 +21,15 @@ from ml_collections import ConfigDict
 from flowjax.config import BASE_NAME, ConfigError
 from flowjax.envs.base import World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange
-from flowjax.models.config import ModelError
 from flowjax.models.hf import save_decoder
 from flowjax.models.nano import create_nano
+from flowjax.models.shape import ModelError
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import TokenRow
 from flowjax.run import Base, Run, read_run, resolve
-from flowjax.trainer.processes import use_compile_cache
 from flowjax.trainer.sources import FixedSource
-from flowjax.trainer.train import train_one
+from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.imitation import base_words, expert_conversations
 

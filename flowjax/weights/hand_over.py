@@ -18,10 +18,11 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from flowjax.models.config import ModelConfig, ModelError, read_config
+from flowjax.models.config import read_config
 from flowjax.models.decoder import Decoder, base_specs
 from flowjax.models.hf import save_decoder
 from flowjax.models.lora import Lora, peft_config, peft_tensors
+from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.run import Policy
 
 

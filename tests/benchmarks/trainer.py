@@ -78,10 +78,10 @@ def write_base(case: Case, folder: Path) -> None:
     import jax  # this process only starts the trainers
     import jax.numpy as jnp
 
-    from flowjax.models.config import ModelConfig
     from flowjax.models.decoder import Decoder
     from flowjax.models.hf import save_decoder
     from flowjax.models.nano import SPECIAL_TOKENS, build_tokenizer
+    from flowjax.models.shape import ModelConfig
 
     sizes = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size")
     config = ModelConfig(**{name: getattr(case, name) for name in sizes}, eos_token_ids=(1,), pad_token_id=0)

@@ -6,7 +6,7 @@ Rank 64 on all seven linear maps, bfloat16, AdamW; one row of so many tokens, pa
 half of each prompt. Every measurement is a process of its own (memory is counted from its start), with the least
 recomputation that fits: `remat` none, then dots, then layer. It needs jax, flax, optax and msgpack, and no peers.
 
-MFU is `flowjax.trainer.cost.step_flops` (no recomputation, causal attention within each sequence, head at sampled
+MFU is `flowjax.models.cost.step_flops` (no recomputation, causal attention within each sequence, head at sampled
 tokens) over step time and the device's dense bfloat16 peak.
 """
 
@@ -90,12 +90,13 @@ def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]
     from flax import nnx
 
     from flowjax.losses.options import LossOptions
-    from flowjax.models.attention_kernels import choose_attention
+    from flowjax.models.attention import choose_attention
+    from flowjax.models.cost import step_flops
     from flowjax.models.decoder import Decoder
     from flowjax.models.lora import Lora, LoraParam
     from flowjax.models.shape import ModelConfig
     from flowjax.trainer.batch import pack
-    from flowjax.trainer.cost import memory_metrics, peak_flops, step_flops
+    from flowjax.trainer.log import memory_metrics, peak_flops
     from flowjax.trainer.update import Objective, PolicyState, apply, gradient_of
 
     config, lora = ModelConfig(**{**_COMMON, **SHAPES[shape]}), Lora(rank=RANK, alpha=float(RANK))

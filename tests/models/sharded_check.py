@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flowjax.models import attention_kernels as kernels
+from flowjax.models import attention as kernels
 from flowjax.models import decoder as decoder_module
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder

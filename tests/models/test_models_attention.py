@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from tiny_models import TINY
 
-from flowjax.models import attention_kernels as kernels
+from flowjax.models import attention as kernels
 from flowjax.models import decoder as decoder_module
 from flowjax.models.attention import attend, segment_mask
 from flowjax.models.decoder import Decoder

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 from tiny_models import TINY
 
-from flowjax.models.config import ModelConfig, ModelError, RopeScaling, hf_config, parse_config, read_config
+from flowjax.models.config import hf_config, parse_config, read_config
 from flowjax.models.decoder import base_specs
+from flowjax.models.shape import ModelConfig, ModelError, RopeScaling
 
 QWEN3 = {
     "model_type": "qwen3",

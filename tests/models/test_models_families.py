@@ -17,10 +17,10 @@ from tiny_models import HF_SIZES, make_hf_folder, randomise_adapter
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from flowjax.models import hf
-from flowjax.models.config import ModelError
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import ALL_TARGETS, Lora, peft_config, peft_tensors
+from flowjax.models.shape import ModelError
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch, pack
 from flowjax.trainer.update import sampled_logprobs

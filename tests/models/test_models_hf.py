@@ -13,10 +13,9 @@ from tiny_models import TINY, hf_logprobs, logprobs, make_hf_folder, randomise_a
 from transformers import AutoModelForCausalLM
 
 from flowjax.models import hf
-from flowjax.models.config import ModelError
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import Lora, adapter_arrays, adapter_from_peft, peft_config, peft_tensors
-from flowjax.models.shape import Experts
+from flowjax.models.shape import Experts, ModelError
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 from tiny_models import TINY, logprobs, tiny_decoder
 
-from flowjax.models.config import ModelError
 from flowjax.models.decoder import Decoder, set_adapter
 from flowjax.models.lora import (
     Lora,
@@ -20,6 +19,7 @@ from flowjax.models.lora import (
     peft_tensors,
 )
 from flowjax.models.nano import nano_config
+from flowjax.models.shape import ModelError
 
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 

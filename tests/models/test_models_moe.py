@@ -10,7 +10,7 @@ import pytest
 from tiny_models import TINY
 
 from flowjax.models.moe import mix_experts, route
-from flowjax.models.pattern import Block, layer_blocks
+from flowjax.models.params import Block, layer_blocks
 from flowjax.models.shape import Experts, ModelError
 
 TOKENS, HIDDEN, FFN, COUNT = 13, 6, 5, 4

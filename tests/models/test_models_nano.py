@@ -14,9 +14,9 @@ import torch
 from tiny_models import hf_logprobs, logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flowjax.models.config import ModelError
 from flowjax.models.hf import load_decoder
 from flowjax.models.nano import build_tokenizer, create_nano, nano_config
+from flowjax.models.shape import ModelError
 
 WORDS = ["#", "@", ".", "$", "up", "down", "wall,", "push(1)"]
 

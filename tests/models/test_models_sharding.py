@@ -16,10 +16,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from sharded_check import CASES, ROWS, TOKENS
 from tiny_models import TINY
 
-from flowjax.models.config import ModelConfig, ModelError
 from flowjax.models.decoder import Decoder, base_specs
 from flowjax.models.lora import Lora, adapter_specs
-from flowjax.models.shape import Experts
+from flowjax.models.shape import Experts, ModelConfig, ModelError
 from flowjax.models.sharding import MESH_AXES, Placement, ShardingRules, make_mesh, resolve_mesh
 
 

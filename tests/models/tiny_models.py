@@ -13,9 +13,9 @@ import torch
 from flax import nnx
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flowjax.models.config import ModelConfig
 from flowjax.models.decoder import Decoder, set_adapter
 from flowjax.models.lora import Lora
+from flowjax.models.shape import ModelConfig
 
 TINY = ModelConfig(
     vocab_size=64, hidden_size=24, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_size=40, rope_theta=1e4

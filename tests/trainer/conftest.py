@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from flowjax.trainer.processes import use_compile_cache
+from flowjax.trainer.train import use_compile_cache
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 import urllib.request
 
 from flowjax.monitor.progress import read_status
-from flowjax.trainer.log import TrainerStatus
+from flowjax.trainer.log import TrainerStatus, memory_metrics, peak_flops
 
 
 def test_each_policys_newest_step_is_told(tmp_path):
@@ -17,3 +17,9 @@ def test_each_policys_newest_step_is_told(tmp_path):
     assert 'flowjax_trainer_policy_step{policy="solver"} 4\n' in text
     assert 'flowjax_trainer_policy_step{policy="verifier"} 0\n' in text
     assert 'flowjax_trainer_policy_loss{policy="solver"} 0.5\n' in text
+
+
+def test_devices():
+    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("TPU v5p") == 459e12 and peak_flops("cpu") is None
+    assert memory_metrics()["host_peak_bytes"] > 1e8

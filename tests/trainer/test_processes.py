@@ -13,8 +13,8 @@ from test_train import run, settings
 
 from flowjax.config import ConfigError, default_config
 from flowjax.monitor.metrics import read_metrics
-from flowjax.trainer import processes
-from flowjax.trainer.processes import use_compile_cache
+from flowjax.trainer import train as training
+from flowjax.trainer.train import use_compile_cache
 from flowjax.weights.publish import committed_steps, read_adapter
 
 
@@ -30,7 +30,7 @@ def test_two_processes_train_as_one(tmp_path: Path):
         children = [
             subprocess.Popen(
                 [sys.executable, __file__, str(tmp_path / "two"), address, str(steps)],
-                env=environment | {processes.NUMBER_VARIABLE: str(number)},
+                env=environment | {training.NUMBER_VARIABLE: str(number)},
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -58,14 +58,14 @@ def test_two_processes_train_as_one(tmp_path: Path):
 def test_what_is_missing_is_named(monkeypatch, number, address, message):
     config = default_config()
     config.trainer.processes, config.trainer.coordinator = 2, address
-    monkeypatch.setenv(processes.NUMBER_VARIABLE, number)
+    monkeypatch.setenv(training.NUMBER_VARIABLE, number)
     with pytest.raises(ConfigError, match=message):
-        processes.join(config)
+        training.join(config)
 
 
 def test_one_process_joins_nobody():
-    processes.join(default_config())
-    assert processes.is_first()
+    training.join(default_config())
+    assert training.is_first()
 
 
 def main(folder: Path, address: str, steps: int) -> None:
@@ -73,8 +73,8 @@ def main(folder: Path, address: str, steps: int) -> None:
     with config.unlocked():
         config.trainer.processes, config.trainer.coordinator = 2, address
     use_compile_cache(str(folder / "programs"))
-    processes.join(config)
-    run(folder, config, logs=processes.is_first())
+    training.join(config)
+    run(folder, config, logs=training.is_first())
 
 
 if __name__ == "__main__":

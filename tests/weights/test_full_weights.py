@@ -15,9 +15,10 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from flowjax.config import default_config
-from flowjax.models.config import ModelError, read_config
+from flowjax.models.config import read_config
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.nano import create_nano
+from flowjax.models.shape import ModelError
 from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
 from flowjax.rollout.engine_side.flowjax_served_weights import check_folder
 from flowjax.rollout.sidecar import engine_command

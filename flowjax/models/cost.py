@@ -1,13 +1,18 @@
-"""Device memory of a training run in plain arithmetic: what `--dry_run` prints before anything is allocated."""
+"""Costs of a training run in plain arithmetic: device memory, which `--dry_run` prints before anything is allocated,
+and floating-point operations of a step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
+
+import numpy as np
 
 from flowjax.models.attention import default_block_tokens
 from flowjax.models.lora import Lora, adapter_specs
+from flowjax.models.params import matrix_sizes, owners
 from flowjax.models.quantize import saved_bytes
 from flowjax.models.shape import ModelConfig
+from flowjax.records import TokenRow
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOAT32 = 4
@@ -96,3 +101,51 @@ def _gathered_bytes(config: ModelConfig, size: int, ways: int, tensor: int, expe
 
 def total(parts: Mapping[str, int]) -> int:
     return sum(parts.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- operations
+
+
+def step_flops(model: ModelConfig, lora: Lora | None, rows: Sequence[TokenRow]) -> float:
+    """Model FLOPs of one forward and backward pass over the rows: no recomputation, no padding, causal attention.
+
+    A product of [n, in] with [in, out] is 2 n in out. The backward pass costs the same again for the gradient of the
+    input, and once more for that of the weight where it is trained. Attention counts the pairs that are seen; the head
+    only the sampled tokens, which are all that meet it.
+    """
+    lengths = np.array([len(row.tokens) for row in rows], np.float64)
+    sampled = float(sum(int(row.sampled.sum()) for row in rows))
+    tokens = lengths.sum()
+    per_base = 2 if lora else 3  # passes over a base matrix
+    base = per_base * 2 * tokens * _weights_per_token(model)
+    head = per_base * 2 * sampled * model.hidden_size * model.vocab_size
+    attention = 3 * sum(4 * model.query_size * _pairs(lengths, model.window(layer)) for layer in range(model.layers))
+    return base + head + attention + (3 * 2 * tokens * _adapter_weights(model, lora) if lora else 0.0)
+
+
+def _weights_per_token(model: ModelConfig) -> float:
+    """Weights of the linear maps that one token goes through."""
+    dense = sum(size_in * size_out * len(owners(name, model)) for name, ((size_in, _), (size_out, _)) in _maps(model))
+    if model.experts is None:
+        return dense
+    experts = model.experts
+    return dense + len(model.sparse_layers) * model.hidden_size * (
+        experts.count + 3 * experts.per_token * experts.ffn_size
+    )
+
+
+def _adapter_weights(model: ModelConfig, lora: Lora) -> float:
+    sizes = dict(_maps(model))
+    return sum(
+        lora.rank * (sizes[target][0][0] + sizes[target][1][0]) * len(owners(target, model)) for target in lora.targets
+    )
+
+
+def _maps(model: ModelConfig):
+    return matrix_sizes(model).items()
+
+
+def _pairs(lengths: np.ndarray, window_tokens: int | None) -> float:
+    """Pairs (query, key) of causal attention: t keys for the t-th token, at most the window."""
+    within = lengths if window_tokens is None else np.minimum(lengths, window_tokens)
+    return float((within * (within + 1) / 2 + (lengths - within) * within).sum())

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from flowjax.models.cost import estimate, total
 from flowjax.models.decoder import Decoder, Remat
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
-from flowjax.models.memory import estimate, total
 from flowjax.models.nano import nano_config
 
 CONFIG = nano_config(512, hidden_size=64, layers=4, ffn_size=160, head_dim=16)
