@@ -1,15 +1,21 @@
-"""The published structure score and operator hints, faults included: options for comparison, never the default.
+"""Canvas as FlowSteer publishes it, faults included: structure score, the reward made of it (`published_canvas` in
+config.reward.components) and operator hints. Options for comparison, never the default.
 
-FlowSteer reads both off the text form of the workflow: operators that are mentioned count, whether they ran or not, and
-its pattern for loops (`x3`) never meets the text, which says `* 3`.
+The score is read off the workflow's text: operators that are mentioned count, whether they ran or not, and the pattern
+for loops (`x3`) never meets the text, which says `* 3`.
 """
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from flowjax.canvas.actions import Action, Add
 from flowjax.canvas.graph import Call, Parallel, Workflow, walk
 from flowjax.canvas.values import ProblemKind, Run
+
+# JAX is imported for type checkers alone: workers of environments read the score, and have no use for it.
+if TYPE_CHECKING:
+    from flowjax.rewards.components import Outcome
 
 OPERATORS = (
     "Custom", "Plan", "Programmer", "Review", "Revise", "Verify", "Decompose", "Aggregate", "AnswerGenerate", "Format",
@@ -29,6 +35,22 @@ def structure_parts(shown: str) -> Mapping[str, float]:
         "canvas_operator": float(len(mentioned) >= MENTIONS),
         "canvas_control": float(branching or re.search(r"x\s*\d+", shown) is not None),
     }
+
+
+def canvas(
+    correctness: "Outcome",
+    canvas_checker: "Outcome",
+    canvas_format: "Outcome",
+    canvas_operator: "Outcome",
+    canvas_control: "Outcome",
+) -> "Outcome":
+    """R = -1 + S + [S >= 1] C, S = 0.2 checker + 0.2 format + 0.2 operator + 0.4 control.
+
+    The parts are those of `structure_parts`: six mentions of one kind are enough, and a loop is never seen.
+    """
+    structure = 0.2 * canvas_checker + 0.2 * canvas_format + 0.2 * canvas_operator + 0.4 * canvas_control
+    released = structure >= 1.0 - 1e-6  # 0.2 + 0.2 + 0.2 + 0.4 may round to just below 1
+    return structure.clip(max=1.0) - 1.0 + released * correctness
 
 
 def hint(workflow: Workflow, run: Run, kind: ProblemKind, action: Action) -> str:
