@@ -60,11 +60,11 @@ def test_what_is_missing_is_named(monkeypatch, number, address, message):
     config.trainer.processes, config.trainer.coordinator = 2, address
     monkeypatch.setenv(training.NUMBER_VARIABLE, number)
     with pytest.raises(ConfigError, match=message):
-        training.join(config)
+        training.join(config.trainer)
 
 
 def test_one_process_joins_nobody():
-    training.join(default_config())
+    training.join(default_config().trainer)
     assert training.is_first()
 
 
@@ -73,7 +73,7 @@ def main(folder: Path, address: str, steps: int) -> None:
     with config.unlocked():
         config.trainer.processes, config.trainer.coordinator = 2, address
     use_compile_cache(str(folder / "programs"))
-    training.join(config)
+    training.join(config.trainer)
     run(folder, config, logs=training.is_first())
 
 
