@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 
-from flowjax.fields import declared_types, nearest, option_problems
+from flowjax.fields import declared_types, option_problems
 from flowjax.records import Status, Task
 
 if TYPE_CHECKING:
@@ -242,13 +242,14 @@ def find_world(path: str) -> type[World]:
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise WorldError(f"env.name is {path!r}, which cannot be imported ({error}): {_REMEDY}") from error
+    except Exception as error:  # a module of one's own may fail in any way
+        reason = str(error) if isinstance(error, ImportError | ValueError) else f"{type(error).__name__}: {error}"
+        raise WorldError(f"env.name is {path!r}, which cannot be imported ({reason}): {_REMEDY}") from error
     world = getattr(module, name, None)
     if not isinstance(world, type) or not issubclass(world, World):
         found = [each for each, value in vars(module).items() if isinstance(value, type) and issubclass(value, World)]
         worlds = [each for each in found if each != World.__name__]
-        there = f"it has {', '.join(worlds)}{nearest(name, worlds)}" if worlds else "a world is a subclass of World"
+        there = f"it has {', '.join(worlds)}" if worlds else "a world is a subclass of World"
         raise WorldError(f"env.name is {path!r}, but {module_name} has no world {name!r} ({there}): {_REMEDY}")
     for problem in _world_problems(world):
         raise WorldError(f"env.name is {path!r}, but {problem}")

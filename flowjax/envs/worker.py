@@ -84,7 +84,10 @@ def unpack_step(packed: list[Any], view_type: type) -> Step:
     return Step(unpack_observation(observation, view_type), reward, terminal, valid, outcome)
 
 
-def _pack_observation(observation: Observation) -> list[Any]:
+def _pack_observation(observation: Observation, view_type: type) -> list[Any]:
+    if not isinstance(observation.view, view_type):
+        given = type(observation.view).__name__
+        raise TypeError(f"an observation has a view of {given}, but the world's View is {view_type.__name__}")
     return [observation.view, observation.legal_actions, observation.state_key]
 
 
@@ -95,7 +98,7 @@ class Worker:
         self._page = memoryview(page).cast("q")
         self._limits_ns = {"open": int(start_timeout_s * 1e9)}
         self._step_limit_ns = int(step_timeout_s * 1e9)
-        self._envs: dict[int, tuple[str, Env]] = {}
+        self._envs: dict[int, tuple[str, Env, type]] = {}
         self._spare: defaultdict[str, list[Env]] = defaultdict(list)
         self._turns: dict[int, threading.Lock] = {}  # of sessions whose world waits: one request at a time
         self._page[BUSY] = IDLE
@@ -138,21 +141,29 @@ class Worker:
         spare = self._spare[kind]
         world = find_world(path)
         env = spare.pop() if spare else world(**options).env()
-        self._envs[session] = (kind, env)
+        self._envs[session] = (kind, env, world.View)
         if world.STEPS_WAIT:
             self._turns[session] = threading.Lock()
 
     def _reset(self, session: int, task: list[Any], seed: int) -> list[Any]:
-        return _pack_observation(self._envs[session][1].reset(Task(*task), seed))
+        _, env, view_type = self._envs[session]
+        return _pack_observation(env.reset(Task(*task), seed), view_type)
 
     def _step(self, session: int, action: str) -> list[Any]:
-        step = self._envs[session][1].step(action)
-        return [_pack_observation(step.observation), step.reward, step.terminal, step.valid, dict(step.outcome)]
+        _, env, view_type = self._envs[session]
+        step = env.step(action)
+        return [
+            _pack_observation(step.observation, view_type),
+            step.reward,
+            step.terminal,
+            step.valid,
+            dict(step.outcome),
+        ]
 
     def _close(self, session: int) -> None:
         self._turns.pop(session, None)
         if session in self._envs:
-            kind, env = self._envs.pop(session)
+            kind, env, _ = self._envs.pop(session)
             self._spare[kind].append(env)
 
 

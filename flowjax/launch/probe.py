@@ -18,7 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options
-from flowjax.envs.base import NotReady, find_world
+from flowjax.envs.base import NotReady, World, WorldError, find_world
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.run import Base, Policy, Run, resolve
 
@@ -66,11 +66,24 @@ def _messages(check: Callable[..., Iterator[str]], *args: Any, here: list[str] |
 
 
 def _world(config: ConfigDict) -> Iterator[str]:
+    kind = find_world(config.env.name)
+    made = config.model.nano is not None and not Path(config.model.path).exists()
+    if made and kind.expert is World.expert and not _demonstrates(config.workflow):
+        yield (
+            f"config.model.nano is set and config.model.path {config.model.path!r} is not there, but {config.env.name} "
+            "has no expert() to imitate: write one, or name a base model that exists and set config.model.nano to None"
+        )
     for source in config.env.sources or ("",):
         options = task_options(config, source)
         field = f"config.env.sources.{source}.options" if source else "config.env.options"
-        world = find_world(config.env.name)(**options)
-        world.env()
+        try:
+            world = kind(**options)
+            world.env()
+        except (WorldError, OSError):
+            raise
+        except Exception as error:  # a world of one's own may fail in any way
+            yield f"{field} is {options}, with which {config.env.name} fails ({type(error).__name__}: {error}): mend it"
+            continue
         if world.longest_step_s() > config.env.step_timeout_s:
             yield (
                 f"config.env.step_timeout_s is {config.env.step_timeout_s}, but with {field} {options} a step of "
@@ -93,11 +106,18 @@ def _data(config: ConfigDict) -> Iterator[str]:
     """The files that tasks come from."""
     from flowjax.dataflow.tasks import held_out_tasks, train_tasks
 
-    if not config.eval.versions:
-        train_tasks(config)
-    if config.eval.tasks:
-        held_out_tasks(config)
-    yield from ()
+    wanted = {"train": train_tasks} if not config.eval.versions else {}
+    wanted |= {"held_out": held_out_tasks} if config.eval.tasks else {}
+    for split, tasks in wanted.items():
+        try:
+            tasks(config)
+        except (ValueError, OSError):
+            raise
+        except Exception as error:  # of a world of one's own
+            yield (
+                f"config.env.name is {config.env.name!r}, whose tasks({split!r}, ...) fails "
+                f"({type(error).__name__}: {error}): mend it"
+            )
 
 
 def _data_algorithms(config: ConfigDict) -> Iterator[str]:
@@ -144,6 +164,12 @@ def _workflow(config: ConfigDict) -> Iterator[str]:
         yield f"{field}, but there is no module {module!r}: {remedy}"
     elif origin.endswith(".py") and name not in _defined(ast.parse(Path(origin).read_text())):
         yield f"{field}, but {module} has no {name!r}: {remedy}"
+
+
+def _demonstrates(path: str) -> bool:
+    """Whether the workflow's module has demonstrations of its own."""
+    origin = _origin(path.rpartition(".")[0])
+    return origin.endswith(".py") and "demonstrations" in _defined(ast.parse(Path(origin).read_text()))
 
 
 def _origin(module: str) -> str:

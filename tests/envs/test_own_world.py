@@ -1,0 +1,142 @@
+"""The world of docs/worlds/own.md is played as the page says, and what is wrong with a world is said in one line."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowjax.config import default_config
+from flowjax.envs.base import EnvDied, Past, World, WorldError, find_world
+from flowjax.envs.pool import EnvPool
+from flowjax.launch.probe import inspect_run
+from flowjax.records import Task
+from flowjax.run import resolve
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+BROKEN = """
+from flowjax.envs.base import World
+from countdown import CountdownEnv
+
+class NoTasks(World):
+    def env(self): ...
+
+class Fails(World):
+    def env(self): return 1 / 0
+    def tasks(self, split): ...
+
+class Mute(World):
+    def env(self): return CountdownEnv()
+    def tasks(self, split, data_seed): ...
+"""
+
+
+@pytest.fixture
+def countdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[World]:
+    page = (ROOT / "docs" / "worlds" / "own.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "countdown.py").write_text(code)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "unfinished.py").write_text("class Half(")
+    monkeypatch.syspath_prepend(tmp_path)
+    return find_world("countdown:Countdown")
+
+
+def test_the_page_s_world_is_played(countdown: type[World]):
+    world = countdown(numbers=2)
+    rng = np.random.default_rng(0)
+
+    async def episodes() -> list[float]:
+        source, rewards = world.tasks("train", 0), []
+        async with EnvPool() as pool, pool.session("countdown:Countdown", {"numbers": 2}) as env:
+            for index in range(20):
+                task = source[index]
+                assert task is not None
+                observation = await env.reset(task, 0)
+                [message] = world.prompt(observation, [Past(1, observation.view, "")], "instruct")
+                assert f"Target: {task.payload['target']}." in message["content"]
+                assert not (await env.step("1 / 0")).valid
+                reply = f"<think>a guess</think><action>{world.random_action(observation, rng)}</action>"
+                step = await env.step(world.parse_action(reply, observation.legal_actions) or "")
+                assert step.valid and step.terminal
+                assert (
+                    step.reward
+                    == step.outcome["success"]
+                    == (step.observation.view.numbers == (observation.view.target,))
+                )
+                rewards.append(step.reward)
+        return rewards
+
+    assert 0 < sum(asyncio.run(episodes())) < 20
+
+
+def test_what_is_held_out_is_not_trained_on_under_any_seed(countdown: type[World]):
+    def contents(split) -> set:
+        sources = [countdown().tasks(split, seed) for seed in range(3)]
+        found = [source[index] for source in sources for index in range(100)]
+        return {(task.payload["target"], *sorted(task.payload["numbers"])) for task in found if task}
+
+    assert not contents("train") & contents("held_out")
+
+
+def test_a_wrong_option_is_named(countdown: type[World]):
+    with pytest.raises(
+        WorldError, match=r"env\.options\.number is no option of Countdown \(did you mean 'numbers'\?\)"
+    ):
+        countdown(number=2)
+    with pytest.raises(WorldError, match=r"env\.options\.numbers is 'two': give a whole number"):
+        countdown(numbers="two")
+
+
+def problems(**changes) -> list[str]:
+    """The dry run's, of a config whose world and reward are these."""
+    config = default_config()
+    config.env.name, config.reward.components = "countdown:Countdown", {"success": 1.0}
+    for path, value in changes.items():
+        section, name = path.split("__")
+        config[section][name] = value
+    return [
+        text
+        for text in inspect_run(resolve(config), 1, None)["problems"]
+        if any(word in text for word in ("env", "nano", "structured"))
+    ]
+
+
+def test_a_dry_run_names_what_is_wrong_in_one_line(countdown: type[World]):
+    assert problems() == []
+    [wrong] = problems(env__options={"largest": 0.5})
+    assert wrong == "config.env.options.largest is 0.5: give a whole number"
+    [wrong] = problems(env__name="countdown")
+    assert wrong.startswith("config.env.name is 'countdown', but countdown has no world '' (it has Countdown): give")
+    [wrong] = problems(env__name="countdown:CountdownEnv")
+    assert "has no world 'CountdownEnv' (it has Countdown)" in wrong
+    expert, words = problems(model__nano={}, model__path="nowhere")
+    assert "countdown:Countdown has no expert() to imitate: write one" in expert
+    assert "Countdown has no vocabulary() of compact prompts: write one" in words
+    [wrong] = problems(rollout__structured_outputs=True)
+    assert "countdown:Countdown has no structured_outputs()" in wrong
+
+
+def test_a_dry_run_names_what_a_broken_world_lacks(countdown: type[World]):
+    [wrong] = problems(env__name="unfinished:Half")
+    assert "'unfinished:Half', which cannot be imported (SyntaxError: '(' was never closed" in wrong
+    [wrong] = problems(env__name="broken:NoTasks")
+    assert wrong == "config.env.name is 'broken:NoTasks', but NoTasks lacks tasks: write it"
+    env, *tasks = problems(env__name="broken:Fails")
+    assert env == (
+        "config.env.options is {}, with which broken:Fails fails (ZeroDivisionError: division by zero): mend it"
+    )
+    assert len(tasks) == 2 and all("broken:Fails', whose tasks('" in text and "TypeError" in text for text in tasks)
+
+
+def test_a_view_of_another_type_costs_the_episode_and_says_so(countdown: type[World]):
+    async def episode() -> str:
+        async with EnvPool() as pool, pool.session("broken:Mute", {}) as env:
+            with pytest.raises(EnvDied) as died:
+                await env.reset(Task("t", "countdown", 0, {"target": 1, "numbers": [1, 2]}), 0)
+            return str(died.value)
+
+    assert asyncio.run(episode()) == "TypeError: an observation has a view of View, but the world's View is str"
