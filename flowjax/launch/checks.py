@@ -180,6 +180,14 @@ def _episodes(run: Run) -> Iterator[str]:
             f"config.dataflow.lease_s is {lease_s}, shorter than one step of the world may take "
             f"(config.env.step_timeout_s is {step_timeout_s}): raise lease_s"
         )
+    turns = rollout.max_episode_turns or run.config.env.max_turns * len(run.agents)
+    # Prompt ids of four bytes, sampled ids and log-probs of four each; names and numbers of a turn come on top.
+    episode_bytes = turns * (4 * rollout.max_prompt_tokens + 8 * rollout.max_new_tokens)
+    if (most_bytes := run.config.dataflow.max_message_bytes) < episode_bytes:
+        yield (
+            f"config.dataflow.max_message_bytes is {most_bytes}, but an episode of {turns} turns of the longest "
+            f"prompts and replies has {episode_bytes} bytes of tokens and log-probs: raise it beyond that"
+        )
     if BASE_NAME in run.policies:
         yield f"a policy is named {BASE_NAME!r}, which is the engine's name of the base model: give it another name"
     try:

@@ -33,6 +33,11 @@ def test_a_sound_config_passes(config):
         ("policy.name", "a@1", ("config.policy.name is 'a@1'", "letters, digits")),
         ("dataflow.max_staleness", -1, ("config.dataflow.max_staleness is -1", "at least 0")),
         ("dataflow.lease_s", 2.0, ("config.dataflow.lease_s is 2.0", "config.env.step_timeout_s is 10.0", "raise")),
+        (
+            "dataflow.max_message_bytes",
+            50_000,  # of 12 turns of 1,024 and 256 tokens, or what the recipe of these tests has
+            ("config.dataflow.max_message_bytes is 50000", "of tokens and log-probs", "raise it beyond that"),
+        ),
         ("reward.components", ConfigDict(), ("config.reward.components is empty", "success")),
     ],
 )
