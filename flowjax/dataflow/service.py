@@ -37,6 +37,9 @@ from flowjax.records import Lease, WireError
 NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch", "committed", "refuse")
 HOLD_S = 1.0
 _FAILING_S = 10.0  # of nothing but a broken disk, after which the dataflow says so and ends
+# A full disk is waited for. When it is full for this process alone (a quota, a folder of its own) nobody else would say
+# so: then it ends, too, and the launcher starts it again once the run's folder can be written.
+_UNWRITABLE_S = 45.0
 _PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
@@ -78,9 +81,10 @@ class DataflowService:
             return answer
         except (sqlite3.Error, OSError) as error:
             failing_s = time.monotonic() - self._failing_since_s.setdefault(name, time.monotonic())
-            if is_damage(error) or (explain(error) and not unwritable(error) and failing_s > _FAILING_S):
+            problem = unwritable(error)
+            if is_damage(error) or (explain(error) and failing_s > (_UNWRITABLE_S if problem else _FAILING_S)):
                 self.failure = error
-            if problem := unwritable(error):
+            if problem:
                 raise Busy(f"the dataflow cannot write to the run's folder: {problem}") from error
             raise
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import sqlite3
 from pathlib import Path
 
 import pytest
 
+from flowjax.broker import Busy
 from flowjax.dataflow import service as service_module
 from flowjax.dataflow.ledger import Ledger, LedgerError, is_damage, start_anew
 from flowjax.dataflow.service import DataflowService
@@ -73,6 +75,27 @@ def test_a_disk_that_fails_again_and_again_ends_the_dataflow_and_one_that_recove
         await service.answer("give_back", {"worker": "w", "lease_ids": [], "error": ""})
         await ask(23.0, broken)
         assert "disk I/O error" in str(service.failure)
+
+    asyncio.run(main())
+
+
+def test_a_disk_that_is_full_for_the_dataflow_alone_ends_it_so_that_the_launcher_tells(tmp_path, monkeypatch):
+    """The others can write, so nobody else would say why the run stands still."""
+    flow, now_s = make_flow(tmp_path), [0.0]
+    monkeypatch.setattr(service_module.time, "monotonic", lambda: now_s[0])
+    service = DataflowService(flow)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> None:
+        flow.ledger.renew = full
+        for at_s in (1.0, 20.0, 44.0, 47.0):
+            assert service.failure is None
+            now_s[0] = at_s
+            with pytest.raises(Busy, match="cannot write to the run's folder: No space left"):
+                await service.answer("renew", {"worker": "w", "lease_ids": []})
+        assert "No space left" in str(service.failure)
 
     asyncio.run(main())
 
