@@ -362,8 +362,8 @@ class TestFiles:
             score += 3.0 * sum(bool(word.search(text)) for word in words) if score else 0.0
             here = "/".join(path.relative_to(self._root / "tests").parts[:-1])
             score += 1.5 if here and f"{room}/".startswith(f"{here}/") else 0.0
-            if mutant.path.stem in path.stem and len(mutant.path.stem) > 3:
-                score += 1.0
+            stem = mutant.path.stem
+            score += 2.0 if path.stem.endswith(f"_{stem}") else float(len(stem) > 3 and stem in path.stem)
             if score:
                 scores[path] = score
         return sorted(scores, key=lambda path: (-scores[path], str(path)))[:MOST_TEST_FILES]

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from flowjax.envs.code.generated import OPERATIONS, Recipe, draw, problem
-from flowjax.grading.code import Call
+from flowjax.grading.code import CallCase
 
 CASES, PUBLIC = 8, 2
 
 
 def _calls(recipe: Recipe, seed: int) -> list[tuple[Any, Any]]:
     cases = problem(recipe, seed, cases=CASES, public=PUBLIC).suite.cases
-    return [(case.arguments[0], case.expected) for case in cases if isinstance(case, Call)]
+    return [(case.arguments[0], case.expected) for case in cases if isinstance(case, CallCase)]
 
 
 def _body(recipe: Recipe) -> list[str]:

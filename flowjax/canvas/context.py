@@ -14,7 +14,7 @@ from flowjax.canvas.operators.base import OperatorError
 from flowjax.canvas.values import Message, Problem, State, Usage, Value
 from flowjax.grading import code, sandbox
 from flowjax.grading.code import JUDGE_LIMITS, Suite, Verdict
-from flowjax.grading.sandbox import Isolation, Limits, Result, StarvedError
+from flowjax.grading.sandbox import Isolation, Limits, NoProcessorError, ProgramResult
 
 _LIMITS = Limits()
 _Arguments = ParamSpec("_Arguments")
@@ -34,12 +34,12 @@ class Sandbox:
     allow_none: bool = False
     packages: tuple[str, ...] = ()
 
-    def run(self, program: str, stdin: bytes) -> Result:
+    def run(self, program: str, stdin: bytes) -> ProgramResult:
         """Blocks until the program ends.
 
         Raises:
             IsolationError: this machine cannot isolate it.
-            StarvedError: this machine had no processor for it.
+            NoProcessorError: this machine had no processor for it.
         """
         return sandbox.run(
             program, stdin, self.limits, isolation=self.isolation, allow_none=self.allow_none, packages=self.packages
@@ -50,7 +50,7 @@ class Sandbox:
 
         Raises:
             IsolationError: this machine cannot isolate the program.
-            StarvedError: this machine had no processor for it.
+            NoProcessorError: this machine had no processor for it.
         """
         return code.judge(
             program,
@@ -164,7 +164,7 @@ class CallContext:
                 self.usage += usage
                 self._meter.add(usage)
 
-    async def execute(self, program: str, stdin: bytes = b"") -> Result:
+    async def execute(self, program: str, stdin: bytes = b"") -> ProgramResult:
         """See `flowjax.canvas.operators.base.Context`. Cancelled, it leaves the program to its own time limit."""
         return await self._sandboxed(_own_s(self._sandbox.limits), self._sandbox.run, program, stdin)
 
@@ -187,7 +187,7 @@ class CallContext:
                 waited_s = time.monotonic() - started_s - own_s
                 self._meter.unanswered_s = max(self._meter.unanswered_s, waited_s)
                 raise
-            except (StarvedError, OSError) as error:
+            except (NoProcessorError, OSError) as error:
                 self.away = BackendUnavailable(f"sandbox: {error}")
                 raise self.away from error
 

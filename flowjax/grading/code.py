@@ -1,4 +1,4 @@
-"""Whether a program is right: its results, compared outside the sandbox with what was expected.
+"""Verdicts on programs: their results, compared outside the sandbox with what was expected.
 
 The tested program gets one input at a time and gives back data (or text); expected results never enter its sandbox, so
 there is nothing there to read, patch or print that would make a wrong program right. Tests that are code run in a
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.grading import sandbox_mirrors, sandbox_objects, sandbox_runner, sandbox_surroundings, sandbox_values
-from flowjax.grading.code_asserts import Call, Check, parse_quietly
-from flowjax.grading.sandbox import STARTS, Box, Isolation, Limits, StarvedError, require_isolation
+from flowjax.grading.code_asserts import CallCase, Check, parse_quietly
+from flowjax.grading.sandbox import STARTS, Box, Isolation, Limits, NoProcessorError, require_isolation
 
-__all__ = ["JUDGE_LIMITS", "Call", "Check", "Lines", "Suite", "Verdict", "judge", "matches", "same_text"]
+__all__ = ["JUDGE_LIMITS", "CallCase", "Check", "Lines", "Suite", "Verdict", "judge", "matches", "same_text"]
 
 JUDGE_LIMITS = Limits(cpu_s=8.0, idle_s=5.0, wall_guard_s=120.0, processes=8)
 CASE_CPU_S = 3.0
@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"[+-]?\d{1,1000}(\.\d{0,1000})?(e[+-]?\d{1,6})?", re.ASCII
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What a program reads from standard input, and what it must print."""
+    """Standard input of a program, and the output that it must print."""
 
     input: str
     output: str
@@ -48,7 +48,7 @@ class Suite:
     gives); `setup` before each `Check`.
     """
 
-    cases: tuple[Call | Check | Lines, ...]
+    cases: tuple[CallCase | Check | Lines, ...]
     entry: str = ""
     preamble: str = ""
     setup: str = ""
@@ -90,13 +90,13 @@ def judge(
 
     Raises:
         IsolationError: there is no isolation, and neither `isolation` nor `allow_none` accepts that.
-        StarvedError: the machine had no processor for the program until `limits.wall_guard_s`, `STARTS` times.
+        NoProcessorError: the machine had no processor for the program until `limits.wall_guard_s`, `STARTS` times.
     """
     where = isolation or require_isolation(allow_none=allow_none)
     started_s = time.monotonic()
     session = _Session(complete(program, suite), suite, limits, case_cpu_s, where, packages)
     remarks = [NOT_RUN] * len(suite.cases)  # "" where a case passed
-    for kind, judged in ((Call, _calls), (Lines, _scripts), (Check, _checks)):
+    for kind, judged in ((CallCase, _calls), (Lines, _scripts), (Check, _checks)):
         numbers = [number for number, case in enumerate(suite.cases) if isinstance(case, kind)]
         if numbers:
             cases: list[Any] = [suite.cases[number] for number in numbers]
@@ -129,12 +129,12 @@ class _Session:
         """The remarks of `judged`, which is begun anew where the machine was too busy.
 
         Raises:
-            StarvedError: it was so every time.
+            NoProcessorError: it was so every time.
         """
         for _ in range(STARTS - 1):
             try:
                 return judged(self, cases)
-            except StarvedError:
+            except NoProcessorError:
                 continue
         return judged(self, cases)
 
@@ -177,7 +177,7 @@ def _answer_to(box: Box, number: int) -> tuple[str, Any] | None:
     return None
 
 
-def _calls(session: _Session, cases: Sequence[Call]) -> list[str]:
+def _calls(session: _Session, cases: Sequence[CallCase]) -> list[str]:
     arguments = [sandbox_runner.encode(case.arguments) for case in cases]
     room_bytes = 4 * sum(len(repr(case.expected)) for case in cases)
     remarks = []
@@ -254,10 +254,10 @@ def _ending(box: Box) -> str:
     """Why a box answers no more.
 
     Raises:
-        StarvedError: that is not known, as the machine had no processor for it.
+        NoProcessorError: that is not known, as the machine had no processor for it.
     """
-    if box.status == "starved":
-        raise StarvedError(
+    if box.status == "no_processor":
+        raise NoProcessorError(
             "a program waited for a processor until wall_guard_s: judge fewer at a time, or raise the guard"
         )
     reasons = {"timeout": "took too long", "output": "printed too much", "killed": "was killed (memory or time)"}
@@ -276,10 +276,10 @@ def _objects() -> list[list[str]]:
     return [[each.__name__, Path(each.__file__ or "").read_text(encoding="utf-8")] for each in modules]
 
 
-def matches(case: Call, answer: Any) -> bool:
-    """Whether an encoded answer is what the case expects. Never raises, whatever the answer.
+def matches(case: CallCase, answer: Any) -> bool:
+    """Compare an encoded answer with what the case expects. Never raises, whatever the answer.
 
-    Equality is Python's, between plain data: 1, 1.0 and True are equal, a list is no tuple (but see `Call.json`).
+    Equality is Python's, between plain data: 1, 1.0 and True are equal, a list is no tuple (but see `CallCase.json`).
     """
     expected = sandbox_runner.encode(case.expected)
     if _nodes(answer, _nodes(expected)) != _nodes(expected):
@@ -313,7 +313,7 @@ def _as_json(value: Any) -> Any:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Whether two outputs are the same: line by line without surrounding space, numbers by their value."""
+    """Compare two outputs: line by line without surrounding space, numbers by their value."""
     said, wanted = printed.strip(), expected.strip()
     if said == wanted:
         return True

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallCase:
     """One call, and what must come back. `tolerance` is the largest difference of numbers, None for equality.
 
     `json` tests come from JSON, which has neither tuples nor keys other than strings: lists and tuples are the same.
@@ -40,7 +40,7 @@ def parse_quietly(source: str) -> ast.Module | None:
         return None
 
 
-def from_assert(source: str, entry: str) -> tuple[Call | Check, ...]:
+def from_assert(source: str, entry: str) -> tuple[CallCase | Check, ...]:
     """The cases of test code that is `assert` statements alone; otherwise all of it as one `Check`."""
     module = parse_quietly(source)
     if module is not None and module.body and all(isinstance(node, ast.Assert) for node in module.body):
@@ -64,7 +64,7 @@ def from_unittest(source: str) -> Check:
     return Check(source + "\n" + _UNITTEST)
 
 
-def from_check(source: str, entry: str) -> tuple[Call | Check, ...]:
+def from_check(source: str, entry: str) -> tuple[CallCase | Check, ...]:
     """The cases of HumanEval's test code, which defines `check(candidate)`, or BigCodeBench's `unittest` classes."""
     whole = (Check(f"{source}\n\ncheck(candidate)\n"),)
     module = parse_quietly(source)
@@ -94,8 +94,8 @@ def calls_of(source: str) -> list[str]:
     return names
 
 
-def _cases(asserts: list[Any], entry: str) -> tuple[Call | Check, ...]:
-    cases: list[Call | Check] = []
+def _cases(asserts: list[Any], entry: str) -> tuple[CallCase | Check, ...]:
+    cases: list[CallCase | Check] = []
     for node in asserts:
         if isinstance(node.test, ast.Constant) and node.test.value:
             continue  # HumanEval's `assert True`
@@ -111,7 +111,7 @@ def _is_metadata(node: ast.stmt) -> bool:
     return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "METADATA"
 
 
-def _call(test: ast.expr, entry: str) -> Call | None:
+def _call(test: ast.expr, entry: str) -> CallCase | None:
     """The call that a condition is about, where it is one of the few forms that data can settle."""
     try:
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
@@ -121,12 +121,12 @@ def _call(test: ast.expr, entry: str) -> Call | None:
     return None
 
 
-def _comparison(left: ast.expr, operator: ast.cmpop, right: ast.expr, entry: str) -> Call | None:
+def _comparison(left: ast.expr, operator: ast.cmpop, right: ast.expr, entry: str) -> CallCase | None:
     if isinstance(operator, ast.Eq):
         if (arguments := _arguments(left, entry)) is not None:
-            return Call(arguments, ast.literal_eval(right))
+            return CallCase(arguments, ast.literal_eval(right))
         if (arguments := _arguments(right, entry)) is not None:
-            return Call(arguments, ast.literal_eval(left))
+            return CallCase(arguments, ast.literal_eval(left))
     if isinstance(operator, ast.Lt | ast.LtE) and _is_call_of(left, "abs"):
         difference = left.args[0]  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(difference, ast.BinOp) and isinstance(difference.op, ast.Sub):
@@ -134,7 +134,7 @@ def _comparison(left: ast.expr, operator: ast.cmpop, right: ast.expr, entry: str
             if arguments is not None:
                 expected, tolerance = ast.literal_eval(difference.right), ast.literal_eval(right)
                 if isinstance(expected, int | float) and isinstance(tolerance, int | float):
-                    return Call(arguments, expected, float(tolerance))
+                    return CallCase(arguments, expected, float(tolerance))
     return None
 
 

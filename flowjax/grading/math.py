@@ -72,7 +72,7 @@ def last_number(text: str) -> str | None:
 
 
 def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
-    """Whether an answer is the gold answer: the same number, formula, set, interval or words.
+    """Compare an answer with the gold answer: the same number, formula, set, interval or words.
 
     A percentage equals its number with and without the division by 100. Several solutions may stand in any order;
     parentheses around them make a tuple, whose order counts. `timeout_s` bounds reading and comparing, each.
@@ -103,7 +103,7 @@ def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is one number and nothing else; boxes, currencies and percent signs count as nothing."""
+    """True for a text that is one number and nothing else; boxes, currencies and percent signs count as nothing."""
     return bool(_values(_bare(text)))
 
 

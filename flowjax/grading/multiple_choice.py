@@ -64,7 +64,7 @@ def chosen(reply: str, options: Mapping[str, str]) -> str | None:
 
 
 def right_choice(reply: str, gold: str, options: Mapping[str, str]) -> bool:
-    """Whether a reply chooses the gold option, which is given by its letter or its text."""
+    """True if a reply chooses the gold option, which is given by its letter or its text."""
     right = chosen(gold, options)
     return right is not None and chosen(reply, options) == right
 

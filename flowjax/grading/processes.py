@@ -51,7 +51,7 @@ class GraderProcesses:
     def __init__(self, function: str, *, workers: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 60.0):
         self.counts = GraderCounts()
         self._function, self._timeout_s, self._start_timeout_s = function, timeout_s, start_timeout_s
-        self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[_GraderProcess | None] = queue.SimpleQueue()
         for _ in range(workers):
             self._free.put(None)  # started when first needed
         self._workers = workers
@@ -78,7 +78,7 @@ class GraderProcesses:
         worker = self._free.get()
         try:
             if worker is None:
-                worker = _Worker(self._function, self._timeout_s)
+                worker = _GraderProcess(self._function, self._timeout_s)
                 worker.answer(self._start_timeout_s)
             worker.send(arguments)
             error, value = worker.answer(self._timeout_s)
@@ -101,12 +101,12 @@ class GraderProcesses:
         return value
 
 
-def _killed(worker: "_Worker | None") -> None:
+def _killed(worker: "_GraderProcess | None") -> None:
     if worker is not None:
         worker.kill()
 
 
-class _Worker:
+class _GraderProcess:
     """The caller's end of one process."""
 
     def __init__(self, function: str, timeout_s: float):

@@ -21,7 +21,7 @@ def normalise_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:
-    """Whether the prediction equals one of the gold answers, both normalised. An empty prediction never does."""
+    """True if the prediction equals one of the gold answers, both normalised. An empty prediction never does."""
     said = normalise_answer(prediction)
     return bool(said) and any(said == normalise_answer(answer) for answer in answers)
 

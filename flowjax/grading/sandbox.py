@@ -26,27 +26,27 @@ from flowjax.grading.sandbox_commands import (
     WATCH_S,
     Interpreter,
     Limits,
+    box_uid,
     bubblewrap_command,
     interpreters,
     limited_command,
-    own_uid,
 )
 from flowjax.grading.sandbox_seccomp import seccomp_filter
-from flowjax.grading.sandbox_usage import ProcessTree, Usage
+from flowjax.grading.sandbox_usage import ProcessTree, ProcessUsage
 
 __all__ = [
     "Box",
     "Isolation",
     "IsolationError",
     "Limits",
-    "Result",
-    "StarvedError",
+    "NoProcessorError",
+    "ProgramResult",
     "isolation",
     "require_isolation",
     "run",
 ]
 
-Status = Literal["ok", "error", "killed", "timeout", "output", "starved"]
+Status = Literal["ok", "error", "killed", "timeout", "output", "no_processor"]
 BUBBLEWRAP, RLIMITS_ONLY = "bubblewrap", "rlimits only"
 _CHUNK_BYTES = 1 << 16
 _PROBE = "print('ready')"
@@ -58,13 +58,13 @@ class IsolationError(ValueError):
     """This machine cannot isolate untrusted programs, and nobody allowed them to run without."""
 
 
-class StarvedError(RuntimeError):
+class NoProcessorError(RuntimeError):
     """The machine was too busy to give a program the processor time that is due to it: nothing is known about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What stands between a program and this machine. `drop_root`: we are root, and the program gets another uid;
+    """Isolation of a program from this machine. `drop_root`: we are root, and the program gets another uid;
     `reads_all`: that uid may read whatever root may (without bubblewrap, where the interpreter is closed to others)."""
 
     name: str
@@ -75,9 +75,9 @@ class Isolation:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """How a program ended. `error`: an exit code other than 0; `killed`: a signal, or too much memory; `output`: it
-    wrote too much; `timeout`: it used up its processor time, or its time asleep. `starved` says nothing about the
+class ProgramResult:
+    """End of a program. `error`: an exit code other than 0; `killed`: a signal, or too much memory; `output`: it
+    wrote too much; `timeout`: it used up its processor time, or its time asleep. `no_processor` says nothing about the
     program: the machine had no processor for it until the wall clock's guard (`run` raises instead).
 
     `stdout` and `stderr` are cut at the output limit. `cpu_s` includes the start of the sandbox and of Python.
@@ -120,7 +120,7 @@ def _failure(candidate: Isolation) -> str | None:
     """Why a trial start did not succeed, None where it did."""
     try:
         result = run(_PROBE, isolation=candidate, limits=Limits(idle_s=20.0))
-    except (OSError, StarvedError) as error:
+    except (OSError, NoProcessorError) as error:
         return str(error)
     if result.stdout == b"ready\n":
         return None
@@ -152,14 +152,14 @@ def run(
     isolation: Isolation | None = None,
     allow_none: bool = False,
     packages: Sequence[str] = (),
-) -> Result:
+) -> ProgramResult:
     """Run a Python program to its end or to the first limit that it breaks.
 
     `packages` are folders that it may import from, shown to it read-only. `isolation` overrides the one in force.
 
     Raises:
         IsolationError: see `require_isolation`.
-        StarvedError: `STARTS` times in a row the machine had no processor for it.
+        NoProcessorError: `STARTS` times in a row the machine had no processor for it.
     """
     where = isolation or require_isolation(allow_none=allow_none)
     limits = limits or Limits()
@@ -167,9 +167,9 @@ def run(
         with Box(program, limits, where, packages=packages) as box:
             box.send(stdin.encode() if isinstance(stdin, str) else stdin)
             result = box.finish()
-        if result.status != "starved":
+        if result.status != "no_processor":
             return result
-    raise StarvedError(
+    raise NoProcessorError(
         f"a program waited for a processor for most of {limits.wall_guard_s:g} s (wall_guard_s), {STARTS} times: run "
         "less beside it, or raise the guard"
     )
@@ -245,7 +245,7 @@ class Box:
         self._searched = 0
         return line
 
-    def finish(self) -> Result:
+    def finish(self) -> ProgramResult:
         """End the input and wait for the program's end."""
         self._input_ended = True
         self._watch.begin()
@@ -258,7 +258,7 @@ class Box:
         cpu_s = max(cpu_s, self._watch.cpu_s)  # of what was killed the kernel tells nothing
         seconds = time.monotonic() - self._started_s
         out, err = (bytes(self._output[name][: self._limits.output_bytes]) for name in ("stdout", "stderr"))
-        return Result(out, err, self._ending or _status(status), seconds, cpu_s, self._isolation.name)
+        return ProgramResult(out, err, self._ending or _status(status), seconds, cpu_s, self._isolation.name)
 
     def _start(self, program: str, packages: Sequence[str]) -> subprocess.Popen[bytes]:
         source = program.encode("utf-8", "surrogatepass")
@@ -292,7 +292,7 @@ class Box:
         self._folder = tempfile.mkdtemp(prefix="flowjax-box-")
         path = Path(self._folder, "program.py")
         path.write_bytes(source)
-        uid = own_uid() if self._isolation.drop_root else None
+        uid = box_uid() if self._isolation.drop_root else None
         if uid is not None:
             os.chown(self._folder, uid, uid)
         reads_all = self._isolation.reads_all
@@ -421,10 +421,10 @@ class _Watch:
         self._limits, self._count_threads = limits, count_threads
         self.pause_s = WATCH_S
         self._since_s = self._looked_s = time.monotonic()
-        self._before = Usage(0.0, 0.0, True, 0, ())
+        self._before = ProcessUsage(0.0, 0.0, True, 0, ())
         self._last = self._before
         self._asleep_s = self._asleep_before_s = 0.0  # in this wait and all before; in those before
-        self._own_s = self._own_before_s = 0.0  # likewise, all time but that of waiting for a processor
+        self._spent_s = self._spent_before_s = 0.0  # likewise, all time but that of waiting for a processor
         self._wall_s = self._wall_before_s = 0.0
 
     @property
@@ -436,7 +436,7 @@ class _Watch:
         """Somebody begins to wait. A look that is due comes all the same: answers may follow each other fast."""
         self._since_s = time.monotonic()
         self._before = self._last
-        self._asleep_before_s, self._own_before_s, self._wall_before_s = self._asleep_s, self._own_s, self._wall_s
+        self._asleep_before_s, self._spent_before_s, self._wall_before_s = self._asleep_s, self._spent_s, self._wall_s
 
     def look(self, tree: ProcessTree, *, answered: bool) -> Status | None:
         """The broken limit, None where there is none or the last look was a moment ago."""
@@ -447,7 +447,7 @@ class _Watch:
         usage, wall_s = self._last, now_s - self._since_s
         waited_s = usage.waited_s - self._before.waited_s
         self._wall_s = self._wall_before_s + wall_s
-        self._own_s = self._own_before_s + max(0.0, wall_s - waited_s)
+        self._spent_s = self._spent_before_s + max(0.0, wall_s - waited_s)
         if not usage.awake and not answered:
             busy_s = usage.cpu_s - self._before.cpu_s + waited_s
             self._asleep_s = self._asleep_before_s + max(0.0, wall_s - busy_s)
@@ -456,10 +456,10 @@ class _Watch:
         if usage.cpu_s > limits.cpu_s or self._asleep_s > limits.idle_s:
             return "timeout"
         if self._wall_s > limits.wall_guard_s:  # had it as much as is due to it, in whatever state?
-            return "timeout" if self._own_s > limits.cpu_s + limits.idle_s else "starved"
+            return "timeout" if self._spent_s > limits.cpu_s + limits.idle_s else "no_processor"
         return None
 
-    def _exceeds_memory(self, usage: Usage) -> bool:
+    def _exceeds_memory(self, usage: ProcessUsage) -> bool:
         """Whether the processes hold too much memory together; sets the time until the next look."""
         memory_bytes = usage.memory_bytes
         if memory_bytes > self._limits.memory_bytes:

@@ -1,4 +1,4 @@
-"""How a program is started in the sandbox: bubblewrap's command line, or the bare interpreter with resource limits."""
+"""Commands that start a program in the sandbox: bubblewrap's, or the bare interpreter's with resource limits."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ SHORTEST_WATCH_S = 0.002
 GROWTH_BYTES_PER_S = 8 << 30  # of the memory of a box, at most: touching a page takes a processor 0.5 us or more
 PROGRAM = "/box/program.py"  # where bubblewrap shows the program
 _SHARED_MEMORY_BYTES = 16 << 20
-OWN_UIDS = 1 << 30  # uids from here on are one per box, so that no box counts another's processes
+BOX_UIDS = 1 << 30  # uids from here on are one per box, so that no box counts another's processes
 _counter = itertools.count()
 
 # Sets the limits of a program that runs without bubblewrap, then becomes it. Linux ends it with its parent.
@@ -44,7 +44,7 @@ exec(code, {"__name__": "__main__", "__file__": settings["program"], "__builtins
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program, all its processes together, may use. Bytes and seconds.
+    """Limits of a program, all its processes together. Bytes and seconds.
 
     `cpu_s` is time on processors and `idle_s` time asleep: a program that uses them up was too slow, however busy the
     machine. `wall_guard_s` only bounds what neither counts, a program that waits for a processor. `memory_bytes` bounds
@@ -85,15 +85,15 @@ class Interpreter:
 def interpreters() -> tuple[Interpreter, ...]:
     """Candidates, best first: the one that runs this process (its base, if that is a virtual environment), then the
     system's."""
-    own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    found = [Interpreter(own, os.path.realpath(sys.base_prefix))]
+    current = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    found = [Interpreter(current, os.path.realpath(sys.base_prefix))]
     if system := shutil.which("python3", path="/usr/bin:/usr/local/bin"):
         found.append(Interpreter(os.path.realpath(system), "/usr"))
     return tuple(dict.fromkeys(found))
 
 
-def own_uid() -> int:
-    return OWN_UIDS + (os.getpid() % (1 << 22)) * 128 + next(_counter) % 128
+def box_uid() -> int:
+    return BOX_UIDS + (os.getpid() % (1 << 22)) * 128 + next(_counter) % 128
 
 
 def bubblewrap_command(
@@ -137,7 +137,7 @@ def bubblewrap_command(
     command += ["--seccomp", str(filter_fd)] if filter_fd is not None else []
     command += ["sh", "-c", '"$@"; exit $?', "sh"]
     if drop_root:
-        uid = own_uid()
+        uid = box_uid()
         command += ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
         command += ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
     command += ["prlimit", *(f"--{name[7:].lower()}={value}" for name, value in limits.resources().items()), "--"]

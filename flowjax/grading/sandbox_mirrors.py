@@ -26,7 +26,7 @@ class Gone(BaseException):
 
 
 def importable(value):
-    """Whether a class or function is found in its module by its name."""
+    """True if a class or function is found in its module by its name."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     name = getattr(value, "__qualname__", "")
     if module is None or not name or not isinstance(name, str) or getattr(module, "__tested__", False):
@@ -38,7 +38,7 @@ def importable(value):
 
 
 def is_standard_library(name):
-    """Whether a module is one of Python's own."""
+    """True for a module of Python's standard library."""
     return bool(name) and name.split(".")[0] in sys.stdlib_module_names and name != "__main__"
 
 
@@ -108,7 +108,7 @@ def attribute(name):
 
 
 class Mirror:
-    """What all mirrors of plain objects have: nothing of their own."""
+    """Base of all mirrors of plain objects, which have no state here."""
 
     def __getattribute__(self, name):
         if name in ("mirror_of", "_mirror_class"):
@@ -164,7 +164,7 @@ def text_of(self):
 
 
 def is_mirror(value):
-    """Whether a value is an object or class of the other side."""
+    """True for an object or class of the other side."""
     kind = type(value)
     if isinstance(value, type):
         return is_mirror_class(value)
@@ -178,7 +178,7 @@ def is_mirror(value):
 
 
 def is_mirror_class(kind):
-    """Whether a class is one of the other side."""
+    """True for a class of the other side."""
     return type(kind) is MirrorType
 
 

@@ -87,7 +87,7 @@ class Peer:
         self._patched = {}
         self._environment = dict(os.environ)
         self._streams = {name: getattr(sys, name) for name in _STREAMS}
-        self._own_streams = dict(self._streams)
+        self._real_streams = dict(self._streams)
         self._random = None
         self._files = WorkingFolder() if files else None
         self._depth = 0
@@ -158,7 +158,7 @@ class Peer:
 
     # What is asked for
 
-    def _own(self, number, *, name=""):
+    def _local(self, number, *, name=""):
         value = self._kept[number]
         if name and not self._allowed(value, name):
             raise AttributeError(f"{name!r} of an object of the tests is not for programs")
@@ -173,19 +173,19 @@ class Peer:
         return not name.startswith("_") or name in PUBLIC_DUNDERS
 
     def _do_get(self, number, name):
-        return getattr(self._own(number, name=name), name)
+        return getattr(self._local(number, name=name), name)
 
     def _do_set(self, number, name, value):
-        setattr(self._own(number, name=name), name, value)
+        setattr(self._local(number, name=name), name, value)
 
     def _do_del(self, number, name):
-        delattr(self._own(number, name=name), name)
+        delattr(self._local(number, name=name), name)
 
     def _do_call(self, number, arguments, keywords=None):
-        return self._own(number, name="__call__")(*arguments, **(keywords or {}))
+        return self._local(number, name="__call__")(*arguments, **(keywords or {}))
 
     def _do_operate(self, number, name, arguments, keywords=None):
-        value = self._own(number, name=name)
+        value = self._local(number, name=name)
         if name == "__next__":
             return next(value)
         return getattr(type(value), name)(value, *arguments, **(keywords or {}))
@@ -193,10 +193,10 @@ class Peer:
     def _do_copy(self, number, deep=True):
         import copy
 
-        return (copy.deepcopy if deep else copy.copy)(self._own(number))
+        return (copy.deepcopy if deep else copy.copy)(self._local(number))
 
     def _do_dir(self, number):
-        value = self._own(number)
+        value = self._local(number)
         return [name for name in dir(value) if self._allowed(value, name)]
 
     def _do_await(self, number):
@@ -205,12 +205,12 @@ class Peer:
         outer = asyncio._get_running_loop()
         asyncio._set_running_loop(None)  # that one waits for this call
         try:
-            return asyncio.run(self._own(number))
+            return asyncio.run(self._local(number))
         finally:
             asyncio._set_running_loop(outer)
 
     def _do_step(self, number, how, value):
-        generator = self._own(number)
+        generator = self._local(number)
         return generator.throw(value) if how == "throw" else generator.send(value)
 
     def _do_name(self, name):
@@ -245,7 +245,7 @@ class Peer:
     # Operators
 
     def may_operate(self, mirror, others):
-        """Whether an object of the other side may say how it compares or combines with others.
+        """True if an object of the other side may say how it compares or combines with others.
 
         On the side of the tests: with objects of its own side; with data only if the tests name its class. A result
         that says that it equals everything is no result.
@@ -276,8 +276,8 @@ class Peer:
                 stream = getattr(sys, name)
                 if stream is not self._streams[name]:
                     self._streams[name] = stream
-                    own = stream is self._own_streams[name]
-                    state.setdefault("streams", {})[name] = None if own else self._encode(stream)
+                    is_real = stream is self._real_streams[name]
+                    state.setdefault("streams", {})[name] = None if is_real else self._encode(stream)
         return state
 
     def _apply(self, state):
@@ -298,7 +298,7 @@ class Peer:
                 os.environ.clear()
                 os.environ.update(state["environment"])
             for name, stream in state.get("streams", {}).items():
-                setattr(sys, name, self._own_streams[name] if stream is None else self._decode(stream))
+                setattr(sys, name, self._real_streams[name] if stream is None else self._decode(stream))
 
     def _changed(self):
         for number, (container, before) in list(self._shared.items()):
@@ -440,8 +440,8 @@ class Peer:
             return ["named", kind.__module__, kind.__qualname__]
         number = self._number(kind)
         bases = [self._encode_class(base) for base in kind.__bases__]
-        own = {n for base in kind.__mro__ if base.__module__ != "builtins" for n in vars(base)}
-        own = sorted(n for n in own if not n.startswith("__") or n in DUNDERS)
+        members = {n for base in kind.__mro__ if base.__module__ != "builtins" for n in vars(base)}
+        members = sorted(n for n in members if not n.startswith("__") or n in DUNDERS)
         dunders = [name for name in DUNDERS if getattr(kind, name, None) is not getattr(object, name, None)]
         claimed = [kind.__module__, kind.__qualname__] if importable(kind) else INTERPRETER_TYPES.get(kind)
         return [
@@ -450,7 +450,7 @@ class Peer:
             kind.__name__,
             bases,
             dunders,
-            own,
+            members,
             claimed,
             kind.__doc__ if type(kind.__doc__) is str else "",
         ]
@@ -464,9 +464,10 @@ class Peer:
             text = ""
         attributes = {name: value for name, value in vars(error).items() if not name.startswith("__")}
         kind = self._encode_class(type(error))
-        told = error.__reduce__()[1] if type(error).__module__ == "builtins" else error.args  # with a file's name
+        arguments = error.__reduce__()[1] if type(error).__module__ == "builtins" else error.args  # with a file's name
         # An exception of this side may come back, as itself.
-        encoded = ["exception", self._number(error), kind, self._encode_all(told), self._encode_all(attributes), text]
+        sent = self._encode_all(arguments), self._encode_all(attributes)
+        encoded = ["exception", self._number(error), kind, *sent, text]
         cause = error.__cause__
         return [*encoded, self._encode_exception(cause)] if cause is not None and not is_mirror(cause) else encoded
 
@@ -606,7 +607,7 @@ class Peer:
 
         return steps()
 
-    def _decode_class(self, number, name="", bases=(), dunders=(), own=(), claimed=None, doc=""):
+    def _decode_class(self, number, name="", bases=(), dunders=(), members=(), claimed=None, doc=""):
         known = self._mirrors.get(number)
         if known is not None:
             return known
@@ -619,14 +620,14 @@ class Peer:
         if derives:
             body["__getattr__"] = ask_for
             exception = any(issubclass(base, BaseException) for base in bases)
-            for each in own if not exception else ():
+            for each in members if not exception else ():
                 if not each.startswith("__"):
                     body.setdefault(each, attribute(each))
             body["__setattr__"] = object.__setattr__ if exception else set_for
             if exception:
                 body["__str__"] = text_of
             # Comparisons and sums are those of the data, whatever the class says.
-            names = [n for n in own if n in DUNDERS and n not in OPERATORS and n != "__hash__" and not exception]
+            names = [n for n in members if n in DUNDERS and n not in OPERATORS and n != "__hash__" and not exception]
         else:
             bases = (*bases, *([] if mirrors else [Mirror]))
             names = [n for n in dunders if n != "__hash__" or "__eq__" in dunders]

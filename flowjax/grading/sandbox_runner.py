@@ -1,4 +1,4 @@
-"""What runs inside the sandbox beside a tested program. Its source is sent there; it imports nothing of this package.
+"""Runner inside the sandbox, beside a tested program. Its source is sent there; it imports nothing of this package.
 
 Standard input begins with a job: its length in eight bytes, then `marshal`, which only this direction may be trusted
 with. Answers are lines of JSON on what standard output was at the start; what the program prints goes to standard

@@ -1,4 +1,4 @@
-"""What surrounds tests and a program and holds for both: files of the working folder, patches of libraries.
+"""Surroundings that tests and a program share: files of the working folder, patches of libraries.
 
 This source runs inside the boxes, where `flowjax.grading.sandbox_runner` loads it under its name.
 """

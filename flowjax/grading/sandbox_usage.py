@@ -14,7 +14,7 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """Seconds on a processor and waiting for one, of all processes so far; whether one of them is awake now; memory.
 
     `threads` are those that live, of all processes but the ones that start the program. `memory_bytes` is resident
@@ -49,8 +49,8 @@ class ProcessTree:
         self._root, self._complete = pid, complete
         self._seen: dict[int, tuple[float, float]] = {}  # pid -> processor time and waiting, when last seen
 
-    def read(self) -> Usage:
-        """What has been used until now."""
+    def read(self) -> ProcessUsage:
+        """Resources used until now."""
         awake, memory, reaped_s, living, alive = False, 0, 0.0, [], 1 - self._complete
         stack = [self._root]
         while stack:
@@ -66,14 +66,14 @@ class ProcessTree:
             stack += children
             awake |= fields[0] in b"RD"
             memory += kept_bytes
-            own_s, reaped = (_TICK_S * (int(fields[i]) + int(fields[i + 1])) for i in (11, 13))
+            process_s, reaped = (_TICK_S * (int(fields[i]) + int(fields[i + 1])) for i in (11, 13))
             reaped_s += reaped
-            self._seen[pid] = (max(own_s, threads[0]), threads[1])
+            self._seen[pid] = (max(process_s, threads[0]), threads[1])
         cpu_s = sum(cpu for cpu, _ in self._seen.values())
         cpu_s = max(cpu_s, reaped_s + sum(self._seen[pid][0] for pid in living))
         waited_s = sum(waited for _, waited in self._seen.values())
         awake |= len(living) < self._complete
-        return Usage(cpu_s, waited_s, awake, memory, tuple(living), alive)
+        return ProcessUsage(cpu_s, waited_s, awake, memory, tuple(living), alive)
 
 
 def _threads(pid: int) -> tuple[int, tuple[float, float], list[int]]:

@@ -17,7 +17,7 @@ SCALARS = (type(None), bool, str)
 
 
 def is_data_class(kind):
-    """Whether objects of a class are data: exceptions, and those of modules of data."""
+    """True if objects of a class are data: exceptions, and those of modules of data."""
     return issubclass(kind, BaseException) or kind.__module__.split(".")[0] in DATA_MODULES
 
 
@@ -107,7 +107,7 @@ def snapshot(value):
 
 
 def unchanged(value, before):
-    """Whether a container holds the same objects as when the snapshot was taken."""
+    """True if a container holds the same objects as when the snapshot was made."""
     if isinstance(value, bytearray):
         return value == before
     if isinstance(value, dict):
@@ -129,7 +129,7 @@ sorted sum
 
 
 def only_computes(function):
-    """Whether a function of a library is one that only computes."""
+    """True for a function of a library that only computes."""
     module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
     if module not in COMPUTING_MODULES or (module == "builtins" and name not in _COMPUTING):
         return False

@@ -40,7 +40,7 @@ _LIST = re.compile(r"\[([^\[\]]*,[^\[\]]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Score:
     """`correct` is yes or no; `score`, 0 to 1, is the share of tests passed, the words in common (F1), or just that.
 
     `remark` says why it is not correct where there is more to say than that the answer is another.
@@ -84,7 +84,7 @@ class Scorer:
 
     def score(
         self, answer: str, gold: str | Sequence[str] | Suite, kind: Kind, *, options: Mapping[str, str] | None = None
-    ) -> Verdict:
+    ) -> Score:
         """The verdict on an answer. `gold` may be several answers, of which the best counts; for code it is the tests.
 
         Raises:
@@ -106,24 +106,24 @@ class Scorer:
             case "choice":
                 stated = stated_answer(answer)
                 right = any(right_choice(stated, text, options or _LETTERS) for text in golds)
-                return Verdict(right, float(right))
+                return Score(right, float(right))
             case "general":
                 words = words_verdict(answer, golds)
                 return words if words.correct else self._math(answer, golds)
             case _:
                 return self._math(answer, golds)
 
-    def _math(self, answer: str, golds: Sequence[str]) -> Verdict:
+    def _math(self, answer: str, golds: Sequence[str]) -> Score:
         stated, remark = stated_answer(answer), ""
         for gold in golds:
             try:
                 if self._equal(_as_printed(stated, gold), gold):
-                    return Verdict(True, 1.0)
+                    return Score(True, 1.0)
             except GraderError as error:  # this answer's fault, or that of whoever installed the grader?
                 if not self._formulas.call("x+1", "1+x"):
                     raise
                 remark = f"no verdict: {error}"
-        return Verdict(False, 0.0, remark)
+        return Score(False, 0.0, remark)
 
     def _equal(self, answer: str, gold: str) -> bool:
         """Numbers need no process."""
@@ -131,7 +131,7 @@ class Scorer:
             return equal(answer, gold)
         return plain_form(answer) == plain_form(gold) or bool(self._formulas.call(answer, gold))
 
-    def _code(self, answer: str, suite: Suite) -> Verdict:
+    def _code(self, answer: str, suite: Suite) -> Score:
         if not suite.cases:
             raise ValueError("gold is a Suite without tests: leave the problem out")
         blocks = _FENCED.findall(answer)
@@ -145,16 +145,16 @@ class Scorer:
             packages=self._packages,
         )
         remark = next((remark for remark in verdict.remarks if remark), "")
-        return Verdict(verdict.success, verdict.score, remark)
+        return Score(verdict.success, verdict.score, remark)
 
 
-def words_verdict(answer: str, golds: Sequence[str]) -> Verdict:
+def words_verdict(answer: str, golds: Sequence[str]) -> Score:
     """Exact match and F1 of SQuAD; an unanswerable question is answered by saying so. Saying nothing is no answer."""
     stated = stated_answer(answer)
     if UNANSWERABLE in golds:
         says_so = normalise_answer(stated) in _SAYS_UNANSWERABLE
-        return Verdict(says_so, float(says_so))
-    return Verdict(exact_match(stated, golds), f1_score(stated, golds))
+        return Score(says_so, float(says_so))
+    return Score(exact_match(stated, golds), f1_score(stated, golds))
 
 
 def stated_answer(text: str) -> str:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowjax.grading.code import Call, Check, Lines, Suite, Verdict, judge
+from flowjax.grading.code import CallCase, Check, Lines, Suite, Verdict, judge
 from flowjax.grading.sandbox import Limits
 
 AT_A_TIME = 12
@@ -40,7 +40,7 @@ def jobs(count: int) -> list[Job]:
         suite = Suite((Check(tests),), entry)
         made += [Job(f"{name}, right", right, suite), Job(f"{name}, wrong", wrong, suite)]
     for n in range(max(0, count - len(made))):
-        called = Suite((Call((n,), 2 * n), Call((n + 1,), 2 * n + 2)), "f")
+        called = Suite((CallCase((n,), 2 * n), CallCase((n + 1,), 2 * n + 2)), "f")
         read = Suite((Lines(f"{n}", f"{2 * n}"), Lines("7", "14")))
         made.append(
             (

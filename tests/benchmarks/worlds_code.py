@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flowjax.envs.code import Code
-from flowjax.grading.code import Call, Check, Lines, Suite, judge
+from flowjax.grading.code import CallCase, Check, Lines, Suite, judge
 from flowjax.grading.sandbox import isolation, run
 
 TESTS = 8
@@ -39,7 +39,7 @@ def benchmark(seconds: float = 3.0) -> dict[str, float]:
 def _suites() -> tuple[Suite, Suite, Suite]:
     numbers = range(TESTS)
     return (
-        Suite(tuple(Call((n,), 2 * n) for n in numbers), "f"),
+        Suite(tuple(CallCase((n,), 2 * n) for n in numbers), "f"),
         Suite(tuple(Check(f"assert candidate({n}) == {2 * n}") for n in numbers), "f"),
         Suite(tuple(Lines(f"{n}\n", f"{2 * n}\n") for n in numbers)),
     )

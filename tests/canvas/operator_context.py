@@ -9,7 +9,7 @@ from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.values import Message, Problem, State, Value
 from flowjax.grading.code import Suite, Verdict, judge
-from flowjax.grading.sandbox import Limits, Result, run
+from flowjax.grading.sandbox import Limits, ProgramResult, run
 
 OPERATORS = load_operators(entry_points=False)
 
@@ -39,7 +39,7 @@ class ScriptedContext:
         self.seeds.append(seed)
         return self.replies[len(self.asked) - 1]
 
-    async def execute(self, program: str, stdin: bytes = b"") -> Result:
+    async def execute(self, program: str, stdin: bytes = b"") -> ProgramResult:
         return run(program, stdin, Limits(idle_s=20.0))
 
     async def judge(self, program: str, suite: Suite) -> Verdict:

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from flowjax.canvas.backends.base import Backend, BackendError, Prices, Request
-from flowjax.canvas.backends.openai import Limiter, Limits, OpenAIBackend, Patience, retry_after_s
+from flowjax.canvas.backends.openai import Limiter, OpenAIBackend, Patience, RateLimits, retry_after_s
 from flowjax.canvas.budget import Budget
 from tests.canvas.chat_server import ChatServer, Reply, chat, refusal, serving
 from tests.canvas.toy_operators import Ask, going
@@ -238,7 +238,7 @@ def test_one_session_serves_an_event_loop_and_every_loop_has_its_own():
 
 def test_no_more_than_so_many_at_one_time():
     async def scenario():
-        limits = Limits(concurrency=3)
+        limits = RateLimits(concurrency=3)
         async with serving(lambda body: 0.05) as server, client(server, limits=limits) as backend:
             await asyncio.gather(*(backend.complete(REQUEST) for _ in range(9)))
             assert server.most_in_flight == 3
@@ -262,12 +262,12 @@ def sent_s(limiter: Limiter, tokens: list[float]) -> Coroutine[Any, Any, list[fl
 
 def test_requests_and_tokens_per_minute_hold_in_every_window():
     async def scenario():
-        by_requests = Limiter(Limits(requests_per_minute=3 * 60 / 0.2), window_s=0.2)
+        by_requests = Limiter(RateLimits(requests_per_minute=3 * 60 / 0.2), window_s=0.2)
         times = await sent_s(by_requests, [1.0] * 8)
         assert times == sorted(times)  # first come, first served
         assert all(later - earlier >= 0.19 for earlier, later in zip(times, times[3:], strict=False))
         assert times[7] < 1.0
-        by_tokens = Limiter(Limits(tokens_per_minute=100 * 60 / 0.2), window_s=0.2)
+        by_tokens = Limiter(RateLimits(tokens_per_minute=100 * 60 / 0.2), window_s=0.2)
         times = await sent_s(by_tokens, [60.0, 40.0, 30.0, 500.0])
         assert times[1] < 0.1
         assert 0.19 <= times[2] < 0.39
@@ -278,7 +278,7 @@ def test_requests_and_tokens_per_minute_hold_in_every_window():
 
 def test_tokens_that_were_not_used_are_given_back():
     async def scenario():
-        limiter = Limiter(Limits(tokens_per_minute=100 * 60 / 10.0), window_s=10.0)
+        limiter = Limiter(RateLimits(tokens_per_minute=100 * 60 / 10.0), window_s=10.0)
         async with limiter.grant(90.0) as grant:
             grant.tokens = 10.0
         assert max(await sent_s(limiter, [80.0])) < 1.0

@@ -23,7 +23,7 @@ from flowjax.envs import canvas
 from flowjax.envs.base import EnvDied
 from flowjax.envs.canvas import exercises
 from flowjax.envs.pool import EnvPool
-from flowjax.grading.sandbox import Box, Limits, Result, StarvedError, require_isolation
+from flowjax.grading.sandbox import Box, Limits, NoProcessorError, ProgramResult, require_isolation
 from flowjax.records import Task
 
 QUICK: dict[str, Any] = {"first_retry_s": 0.01, "last_retry_s": 0.02, "first_pause_s": 0.2, "last_pause_s": 0.4}
@@ -322,9 +322,9 @@ def test_a_program_that_a_runs_end_cuts_off_is_an_outage_if_it_had_waited_beyond
         return result.unanswered_s
 
     class Waits(Sandbox):
-        def run(self, program: str, stdin: bytes) -> Result:
+        def run(self, program: str, stdin: bytes) -> ProgramResult:
             time.sleep(1.5)  # for a processor
-            return Result(b"", b"", "ok", 1.5, 0.0, "none")
+            return ProgramResult(b"", b"", "ok", 1.5, 0.0, "none")
 
     assert asyncio.run(scenario(Limits(cpu_s=0.05, idle_s=0.05))) > 0.3
     assert asyncio.run(scenario(Limits(cpu_s=5.0, idle_s=5.0))) == 0.0
@@ -332,7 +332,7 @@ def test_a_program_that_a_runs_end_cuts_off_is_an_outage_if_it_had_waited_beyond
 
 def test_episodes_of_a_starved_machine_are_played_again(monkeypatch: pytest.MonkeyPatch):
     def starved(*_: object, **__: object) -> None:
-        raise StarvedError("a program waited for a processor")
+        raise NoProcessorError("a program waited for a processor")
 
     env = canvas.make(kinds=("arithmetic",))
     env.reset(task(), 0)

@@ -19,7 +19,7 @@ from flowjax.envs.code.generated import OPERATIONS, PROBES, Recipe, draw
 from flowjax.envs.code.problems import problem_of
 from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, normalised
 from flowjax.envs.pool import EnvPool
-from flowjax.grading.code import Call, Check
+from flowjax.grading.code import CallCase, Check
 from flowjax.grading.sandbox import Limits
 from flowjax.published.worlds import PublishedCode
 from flowjax.records import Task
@@ -133,8 +133,8 @@ def test_human_eval_parts():
         "    assert candidate(2) > helper(12)",
     }
     problem = problem_of(fields)
-    assert problem.suite.cases[0] == Call((0,), 0.0)
-    assert problem.suite.cases[1] == Call((1,), 3.14159, 1e-3)
+    assert problem.suite.cases[0] == CallCase((0,), 0.0)
+    assert problem.suite.cases[1] == CallCase((1,), 3.14159, 1e-3)
     assert isinstance(problem.suite.cases[2], Check)
     assert (problem.public, problem.unscored) == (1, 1)
     from flowjax.grading.code import judge
@@ -148,7 +148,7 @@ def test_input_output_of_apps_with_wrapped_results():
         "question": "Add.",
         "input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}),
     }
-    assert problem_of(fields).suite.cases == (Call((1, 2), 3, json=True), Call((3, 4), 7, json=True))
+    assert problem_of(fields).suite.cases == (CallCase((1, 2), 3, json=True), CallCase((3, 4), 7, json=True))
 
 
 @pytest.mark.parametrize("fields", [{}, {"prompt": "x"}, {"test_list": []}, {"tests": "{", "problem": ""}])
@@ -253,7 +253,7 @@ def test_several_attempts_with_feedback_on_public_tests_only():
     assert (step.terminal, step.valid, step.reward) == (False, True, 0.0)
     text = str(step.observation.view.feedback)
     assert "passed 0 of 2 public tests" in text
-    cases = [case for case in env.problem.suite.cases if isinstance(case, Call)]
+    cases = [case for case in env.problem.suite.cases if isinstance(case, CallCase)]
     assert all(f"f({case.arguments[0]!r}) returns" in text for case in cases[:2])
     assert not any(f"f({case.arguments[0]!r})" in text for case in cases[2:])
     [message] = WORLD.follow_up(step.observation, "instruct")
@@ -272,7 +272,7 @@ def test_passing_the_public_tests_alone_ends_the_episode_without_success():
     task = Task("t", "code", 5, {"kind": "int", "steps": [[0, 3]]})
     env.reset(task, 0)
     [case, *_] = env.problem.suite.cases
-    assert isinstance(case, Call)
+    assert isinstance(case, CallCase)
     step = env.step(f"def f(x): return {case.expected}")
     assert step.terminal and step.outcome["success"] == 0.0 and 0 < step.outcome["score"] < 1
 

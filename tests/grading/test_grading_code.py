@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.grading.code import Call, Check, Lines, Suite, Verdict, judge, matches, same_text
+from flowjax.grading.code import CallCase, Check, Lines, Suite, Verdict, judge, matches, same_text
 from flowjax.grading.code_asserts import from_assert, from_check
 from flowjax.grading.sandbox import Limits
 from flowjax.grading.sandbox_runner import decode, encode
@@ -44,14 +44,14 @@ def test_values_cross_with_their_types(value: Any):
     crossed = decode(json.loads(json.dumps(encode(value))))
     if "'set'" not in repr(encode(value)):  # whose order may differ
         assert same_data(crossed, value)
-    assert matches(Call((), value), json.loads(json.dumps(encode(value)))) == bool(crossed == value)
+    assert matches(CallCase((), value), json.loads(json.dumps(encode(value)))) == bool(crossed == value)
 
 
 @given(values, values)
 @settings(max_examples=300, deadline=None)
 def test_equality_is_that_of_python(expected: Any, returned: Any):
     returned = copy.deepcopy(returned)  # no shared nan, which containers take for equal to itself
-    assert matches(Call((), expected), encode(returned)) == bool(expected == decode(encode(returned)))
+    assert matches(CallCase((), expected), encode(returned)) == bool(expected == decode(encode(returned)))
 
 
 json_junk = st.recursive(
@@ -74,14 +74,14 @@ json_junk = st.recursive(
 @given(json_junk, values, st.sampled_from([None, 0.5]))
 @settings(max_examples=500, deadline=None)
 def test_no_answer_makes_the_comparison_fail(answer: Any, expected: Any, tolerance: float | None):
-    assert matches(Call((), expected, tolerance), answer) in (True, False)
-    assert not matches(Call((), "a secret that no junk equals", tolerance), answer)
+    assert matches(CallCase((), expected, tolerance), answer) in (True, False)
+    assert not matches(CallCase((), "a secret that no junk equals", tolerance), answer)
 
 
 def test_numbers_that_collide_cost_nothing():
     """Integers of equal hash make sets quadratic: what is larger than the expected is not even built."""
     hostile = ["set", *(encode(n * (2**61 - 1)) for n in range(200_000))]
-    assert not matches(Call((), {1, 2}), hostile)
+    assert not matches(CallCase((), {1, 2}), hostile)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def check(candidate):
     assert sorted(candidate(3)) == [1]
 """
     assert from_check(source, "f") == (
-        Call(([1.0, -2], "a"), {"k": (1, None)}),
-        Call((5,), 5),
-        Call((1,), 0.5, 1e-6),
+        CallCase(([1.0, -2], "a"), {"k": (1, None)}),
+        CallCase((5,), 5),
+        CallCase((1,), 0.5, 1e-6),
         Check("assert candidate(x=1) == 2"),
         Check("assert sorted(candidate(3)) == [1]"),
     )
-    assert from_assert("assert f(2) == 4", "f") == (Call((2,), 4),)
+    assert from_assert("assert f(2) == 4", "f") == (CallCase((2,), 4),)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_program_that_dies_fails_the_tests_from_there_on():
 
 
 def test_every_kind_of_case_in_one_suite():
-    suite = Suite((Call((1,), 2), Check("assert candidate(2) == 4"), Call((3,), 7)), "f")
+    suite = Suite((CallCase((1,), 2), Check("assert candidate(2) == 4"), CallCase((3,), 7)), "f")
     verdict = judged("def f(x):\n    print('noise')\n    return 2 * x", suite)
     assert verdict.passed == (True, True, False)
     assert verdict.remarks[2] == "returned 6, expected 7"
@@ -192,7 +192,7 @@ def test_one_run_cannot_change_the_next():
 
 
 def test_a_slow_case_costs_only_itself():
-    suite = Suite((Call((1,), 1), Call((2,), 2), Call((3,), 3)), "f")
+    suite = Suite((CallCase((1,), 1), CallCase((2,), 2), CallCase((3,), 3)), "f")
     verdict = judged("def f(x):\n    while x == 2: pass\n    return x", suite, case_cpu_s=0.5)
     assert verdict.passed == (True, False, True)
     assert verdict.remarks[1] == "took too long"
@@ -222,20 +222,20 @@ def test_what_a_case_left_is_ended_with_it():
     ],
 )
 def test_remarks_say_what_happened(program: str, remark: str):
-    [said] = judged(program, Suite((Call((1,), 1),), "f")).remarks
+    [said] = judged(program, Suite((CallCase((1,), 1),), "f")).remarks
     assert said.startswith(remark)
     assert len(said) < 400
 
 
 def test_methods_of_solution_and_missing_imports():
-    suite = Suite((Call(([1, 2],), 3, json=True),), "total", preamble="from typing import List")
+    suite = Suite((CallCase(([1, 2],), 3, json=True),), "total", preamble="from typing import List")
     assert judged("class Solution:\n    def total(self, xs: List[int]) -> int:\n        return sum(xs)", suite).success
 
 
 def test_json_tests_know_no_tuples():
-    assert matches(Call((), [[1, 2]], json=True), encode([(1, 2)]))
-    assert not matches(Call((), [[1, 2]]), encode([(1, 2)]))
-    assert matches(Call((), {"1": 2}, json=True), encode({1: 2}))
+    assert matches(CallCase((), [[1, 2]], json=True), encode([(1, 2)]))
+    assert not matches(CallCase((), [[1, 2]]), encode([(1, 2)]))
+    assert matches(CallCase((), {"1": 2}, json=True), encode({1: 2}))
 
 
 @pytest.mark.parametrize("message", ["", ', "with a message"'])
@@ -248,7 +248,7 @@ def test_wrong_verdicts_of_others(message: str):
 
 
 def test_a_comparison_with_a_tolerance():
-    case = Call((), 0.5, 1e-6)
+    case = CallCase((), 0.5, 1e-6)
     assert matches(case, encode(0.5 + 1e-7))
     for wrong in (0.6, math.nan, math.inf, "0.5", 1j, [0.5], None, 10**400):
         assert not matches(case, encode(wrong))

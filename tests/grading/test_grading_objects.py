@@ -6,7 +6,7 @@ import pytest
 from canonical_problems import PROBLEMS
 from hostile_programs import TRICKS
 
-from flowjax.grading.code import Call, Check, Lines, Suite, judge
+from flowjax.grading.code import CallCase, Check, Lines, Suite, judge
 from flowjax.grading.sandbox import Limits
 
 TIGHT = Limits(idle_s=1.0, cpu_s=3.0, memory_bytes=192 << 20)
@@ -103,7 +103,7 @@ def found():
 """
 _LEAKS = {
     "calls": (
-        Suite((Call(("public",), "a"), Call(("HIDDEN-271828",), "b")), "f"),
+        Suite((CallCase(("public",), "a"), CallCase(("HIDDEN-271828",), "b")), "f"),
         _SEARCH + "def f(x): return found()",
     ),
     "scripts": (Suite((Lines("public", "a"), Lines("HIDDEN-271828", "b"))), _SEARCH + "print(found())"),
@@ -124,7 +124,7 @@ def test_what_is_said_of_a_public_test_holds_no_hidden_input(kind: str):
 
 
 def test_a_program_that_dies_says_nothing_of_hidden_inputs():
-    suite = Suite((Call(("public",), "a"), Call(("HIDDEN-271828",), "b")), "f")
+    suite = Suite((CallCase(("public",), "a"), CallCase(("HIDDEN-271828",), "b")), "f")
     program = f"""{_SEARCH}
 def f(x):
     os.write(3, ('["load", "%s"]\\n' % found()).encode())

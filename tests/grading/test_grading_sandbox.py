@@ -15,9 +15,9 @@ import pytest
 from hostile_programs import ATTACKS, FORGERIES, GREEDY
 
 from flowjax.grading import sandbox
-from flowjax.grading.code import Call, Check, Lines, Suite, judge
+from flowjax.grading.code import CallCase, Check, Lines, Suite, judge
 from flowjax.grading.sandbox import Isolation, IsolationError, Limits, isolation, require_isolation, run
-from flowjax.grading.sandbox_commands import OWN_UIDS, PROGRAM, interpreters
+from flowjax.grading.sandbox_commands import BOX_UIDS, PROGRAM, interpreters
 from flowjax.grading.sandbox_seccomp import ARCHITECTURES, allowed, instructions
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
@@ -25,7 +25,9 @@ TIGHT = Limits(idle_s=0.4, cpu_s=1.0, memory_bytes=192 << 20, processes=8, disk_
 PATIENT = replace(TIGHT, idle_s=10.0, cpu_s=20.0)
 RIGHT = "def f(x):\n    return x + x"
 SUITES = {
-    "calls": Suite((Call((21,), 42), Call(("BEBE",), "BEBEBEBE"), Call((2123,), 4246), Call((1.5,), 3.0)), "f"),
+    "calls": Suite(
+        (CallCase((21,), 42), CallCase(("BEBE",), "BEBEBEBE"), CallCase((2123,), 4246), CallCase((1.5,), 3.0)), "f"
+    ),
     "checks": Suite(
         (Check("for x in (21, 'BEBE', [1]):\n    assert candidate(x) == x + x"), Check("assert f(2) == 4")), "f"
     ),
@@ -93,7 +95,7 @@ def _strays() -> list[str]:
                 line, uid = (path / "cmdline").read_bytes(), path.stat().st_uid
             except OSError:
                 continue
-            mine = uid - OWN_UIDS in range(os.getpid() * 128, os.getpid() * 128 + 128) or os.geteuid() != 0
+            mine = uid - BOX_UIDS in range(os.getpid() * 128, os.getpid() * 128 + 128) or os.geteuid() != 0
             if mine and PROGRAM.encode() in line:
                 found.append(path.name)
         if not found:
@@ -260,7 +262,7 @@ def test_the_process_limit_counts_the_processes_of_a_box_alone(each: Isolation):
     assert result.status == "ok", result
     children, uid, magic = result.stdout.split()
     assert (int(children), magic) == (7, b"b'ELF'")
-    assert int(uid) >= OWN_UIDS
+    assert int(uid) >= BOX_UIDS
 
 
 def test_every_isolation_runs_programs_and_says_which_it_is(each: Isolation):

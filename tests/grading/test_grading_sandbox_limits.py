@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowjax.grading import code, sandbox
-from flowjax.grading.code import Call, Suite, judge
-from flowjax.grading.sandbox import Box, Limits, StarvedError, require_isolation, run
-from flowjax.grading.sandbox_usage import ProcessTree, Usage
+from flowjax.grading.code import CallCase, Suite, judge
+from flowjax.grading.sandbox import Box, Limits, NoProcessorError, require_isolation, run
+from flowjax.grading.sandbox_usage import ProcessTree, ProcessUsage
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
 LIMITS = Limits(cpu_s=2.0, idle_s=1.0, wall_guard_s=20.0, memory_bytes=64 << 20)
@@ -25,9 +25,9 @@ class _Tree:
     def __init__(self, clock: "_Clock", cpu: float, waited: float, *, awake: bool):
         self._clock, self._cpu, self._waited, self._awake = clock, cpu, waited, awake
 
-    def read(self) -> Usage:
+    def read(self) -> ProcessUsage:
         now_s = self._clock.now_s
-        return Usage(self._cpu * now_s, self._waited * now_s, self._awake, 1 << 20, ())
+        return ProcessUsage(self._cpu * now_s, self._waited * now_s, self._awake, 1 << 20, ())
 
 
 class _Clock:
@@ -42,8 +42,8 @@ class _Clock:
     [
         (1.0, 0.0, True, False, "timeout", 2.0),  # computes
         (0.1, 0.9, True, False, "timeout", 20.0),  # computes, on a busy machine: 2 s of 20
-        (0.02, 0.98, True, False, "starved", 20.0),  # and on one that is busier still
-        (0.0, 1.0, False, False, "starved", 20.0),
+        (0.02, 0.98, True, False, "no_processor", 20.0),  # and on one that is busier still
+        (0.0, 1.0, False, False, "no_processor", 20.0),
         (0.0, 0.0, False, False, "timeout", 1.0),  # sleeps
         (0.05, 0.85, False, False, "timeout", 10.0),  # sleeps a tenth of the time
         (0.0, 0.0, True, False, "timeout", 20.0),  # is awake by its own account, and does nothing
@@ -82,12 +82,12 @@ def _always_waiting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """The first boxes read as if they had only waited for a processor."""
     read, seen = ProcessTree.read, set()
 
-    def waited(tree: ProcessTree) -> Usage:
+    def waited(tree: ProcessTree) -> ProcessUsage:
         seen.add(id(tree))
         kept.append(tree)  # or its id might be another's
         if len(seen) > times:
             return read(tree)
-        return Usage(0.0, time.monotonic(), True, 0, ())
+        return ProcessUsage(0.0, time.monotonic(), True, 0, ())
 
     kept: list[ProcessTree] = []
     monkeypatch.setattr(ProcessTree, "read", waited)
@@ -100,16 +100,17 @@ def test_a_program_that_waited_for_a_processor_is_judged_again(monkeypatch: pyte
     limits = Limits(cpu_s=30.0, idle_s=30.0, wall_guard_s=0.2)
     slow = "import time\ndef f(x):\n    time.sleep(0.6)\n    return x"
     if busy == 1:  # the second box is read for real: it had its time
-        assert judge(slow, Suite((Call((1,), 1),), "f"), Limits(wall_guard_s=0.3, idle_s=0.1), isolation=where).remarks
+        limits = Limits(wall_guard_s=0.3, idle_s=0.1)
+        assert judge(slow, Suite((CallCase((1,), 1),), "f"), limits, isolation=where).remarks
         return
-    with pytest.raises(StarvedError, match="wall_guard_s"):
-        judge(slow, Suite((Call((1,), 1),), "f"), limits, isolation=where)
+    with pytest.raises(NoProcessorError, match="wall_guard_s"):
+        judge(slow, Suite((CallCase((1,), 1),), "f"), limits, isolation=where)
 
 
 def test_run_gives_up_on_a_machine_that_is_too_busy(monkeypatch: pytest.MonkeyPatch):
     where = require_isolation(allow_none=WITHOUT)
     _always_waiting(monkeypatch, 100)
-    with pytest.raises(StarvedError, match="2 times"):
+    with pytest.raises(NoProcessorError, match="2 times"):
         run("import time; time.sleep(60)", limits=Limits(wall_guard_s=0.2), isolation=where)
 
 
@@ -119,7 +120,7 @@ def test_a_right_program_is_right_twelve_at_a_time():
     verdicts: list[bool] = []
 
     def one() -> None:
-        suite = Suite(tuple(Call((n,), 2 * n) for n in range(4)), "f")
+        suite = Suite(tuple(CallCase((n,), 2 * n) for n in range(4)), "f")
         verdicts.append(judge(program, suite, limits, case_cpu_s=0.5, allow_none=WITHOUT).success)
 
     threads = [threading.Thread(target=one) for _ in range(12)]
@@ -163,11 +164,11 @@ class _GrowingTree:
         steps = [min(1.0, max(0.0, self._clock.now_s / _GROWS_S - n)) for n in range(len(self._growth))]
         return int(sum(_GROWS_S * share * rate for share, rate in zip(steps, self._growth, strict=True)))
 
-    def read(self) -> Usage:
+    def read(self) -> ProcessUsage:
         return _Growing(0.0, 0.0, True, self.held(), ())
 
 
-class _Growing(Usage):
+class _Growing(ProcessUsage):
     def proportional_bytes(self) -> int:
         return self.memory_bytes
 
@@ -210,13 +211,13 @@ def test_memory_that_is_shared_by_many_is_not_looked_at_without_end(monkeypatch:
     """Reading it takes the kernel long: looks are five times as far apart as they take."""
     clock = _Clock()
 
-    class Shared(Usage):
+    class Shared(ProcessUsage):
         def proportional_bytes(self) -> int:
             clock.now_s += 0.006
             return 63 << 20
 
     class Tree:
-        def read(self) -> Usage:
+        def read(self) -> ProcessUsage:
             return Shared(0.0, 0.0, True, 500 << 20, ())
 
     monkeypatch.setattr(sandbox, "time", clock)

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowjax.grading import scoring
-from flowjax.grading.code import Call, Suite
+from flowjax.grading.code import CallCase, Suite
 from flowjax.grading.code_asserts import from_assert, from_check
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.sandbox import Limits
-from flowjax.grading.scoring import UNANSWERABLE, Kind, Scorer, Verdict, stated_answer
+from flowjax.grading.scoring import UNANSWERABLE, Kind, Score, Scorer, stated_answer
 
-DOUBLE = Suite((Call((2,), 4), Call((0,), 0), Call((-3,), -6)), "double")
+DOUBLE = Suite((CallCase((2,), 4), CallCase((0,), 0), CallCase((-3,), -6)), "double")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def scorer() -> Iterator[Scorer]:
 )
 def test_right_answers_of_mathematics(scorer: Scorer, answer: str, gold: str):
     """Published: the first four are wrong, and the formulas right only with one version of a parser (Appendix A)."""
-    assert scorer.score(answer, gold, "math") == Verdict(True, 1.0)
+    assert scorer.score(answer, gold, "math") == Score(True, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_wrong_answers_of_mathematics(scorer: Scorer, answer: str, gold: str):
 
 
 def test_formulas_are_compared_away_from_the_main_thread(scorer: Scorer):
-    found: list[Verdict] = []
+    found: list[Score] = []
     thread = threading.Thread(target=lambda: found.append(scorer.score("x+1", "1+x", "math")))
     thread.start()
     thread.join()
-    assert found == [Verdict(True, 1.0)]
+    assert found == [Score(True, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_numerals_and_their_words_differ_as_in_squad(scorer: Scorer):
 
     A data set that accepts both lists both among its golds.
     """
-    assert scorer.score("4", "four", "qa") == Verdict(False, 0.0)
-    assert scorer.score("4", ["four", "4"], "qa") == Verdict(True, 1.0)
+    assert scorer.score("4", "four", "qa") == Score(False, 0.0)
+    assert scorer.score("4", ["four", "4"], "qa") == Score(True, 1.0)
 
 
 def test_the_best_of_several_golds_counts(scorer: Scorer):
@@ -139,7 +139,7 @@ def test_choices(scorer: Scorer):
 
 
 def test_programs_are_judged_by_their_results(scorer: Scorer):
-    assert scorer.score("```python\ndef double(x):\n    return 2 * x\n```", DOUBLE, "code") == Verdict(True, 1.0)
+    assert scorer.score("```python\ndef double(x):\n    return 2 * x\n```", DOUBLE, "code") == Score(True, 1.0)
     partly = scorer.score("def double(x):\n    return abs(2 * x)", DOUBLE, "code")
     assert not partly.correct and partly.score == pytest.approx(2 / 3) and "-6" in partly.remark
 

@@ -171,10 +171,12 @@ def test_time_left_is_at_the_pace_of_the_last_steps(tmp_path):
         writer.write("train", **step_line(step, total_s=total_s))
     progress.update()
     assert progress.remaining_s(60) == 55 * 5.0
-    for step in range(6, 6 + 2 * RECENT_STEPS):
+    for step in range(6, 6 + 3 * RECENT_STEPS):
+        writer.write("train", **step_line(step, total_s=9.0))
+    for step in range(progress.step + 3 * RECENT_STEPS + 1, progress.step + 5 * RECENT_STEPS + 1):
         writer.write("train", **step_line(step, total_s=2.0))
     progress.update()
-    assert progress.remaining_s(60) == 2.0 * (60 - progress.step) > 0
+    assert progress.remaining_s(60) == 2.0 * (60 - progress.step) > 0, "at that of the last twenty"
     assert progress.remaining_s(progress.step) == 0
 
 

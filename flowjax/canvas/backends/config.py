@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from flowjax.canvas.backends.base import Backend, Prices
 from flowjax.canvas.backends.offline import OfflineBackend, Rule
-from flowjax.canvas.backends.openai import Limits, OpenAIBackend, Patience
+from flowjax.canvas.backends.openai import OpenAIBackend, Patience, RateLimits
 
 Options = dict[str, Any]
 
@@ -98,7 +98,7 @@ def _openai(where: str, given: Options) -> Backend:
         model,
         api_key=key,
         patience=Patience(**patience),
-        limits=Limits(**limits),
+        limits=RateLimits(**limits),
         prices=prices,
         **given,
     )

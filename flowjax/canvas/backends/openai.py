@@ -35,7 +35,7 @@ from flowjax.canvas.backends.base import (
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RateLimits:
     """None is no limit. They hold for one event loop: divide them by the processes that share an endpoint."""
 
     requests_per_minute: float | None = None
@@ -54,7 +54,7 @@ class Grant:
 class Limiter:
     """Lets requests through in the order in which they come, no more within any `window_s` than the limits allow."""
 
-    def __init__(self, limits: Limits, window_s: float = 60.0):
+    def __init__(self, limits: RateLimits, window_s: float = 60.0):
         self._requests = _or_infinite(limits.requests_per_minute) * window_s / 60
         self._tokens = _or_infinite(limits.tokens_per_minute) * window_s / 60
         self._window_s = window_s
@@ -95,7 +95,7 @@ _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY
 _REFUSALS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
 _TOLD_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 _ERROR_CHARACTERS = 300
-_NO_LIMITS, _FREE = Limits(), Prices()
+_NO_LIMITS, _FREE = RateLimits(), Prices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class OpenAIBackend:
         *,
         api_key: str = "",
         patience: Patience = _PATIENCE,
-        limits: Limits = _NO_LIMITS,
+        limits: RateLimits = _NO_LIMITS,
         prices: Prices = _FREE,
         token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens",
         structured: bool = True,

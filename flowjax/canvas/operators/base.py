@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from flowjax.canvas.values import Field, Message, Problem, State, Value
 from flowjax.grading.code import Suite, Verdict
-from flowjax.grading.sandbox import Result
+from flowjax.grading.sandbox import ProgramResult
 
 Role = Literal["planner", "solver", "checker", "reviser", "combiner", "formatter"]
 
@@ -37,7 +37,7 @@ class Context(Protocol):
         """The backend's answer. Counts against the budget; `seed` is added to the call's own."""
         ...
 
-    async def execute(self, program: str, stdin: bytes = b"") -> Result:
+    async def execute(self, program: str, stdin: bytes = b"") -> ProgramResult:
         """A program's run in the sandbox."""
         ...
 

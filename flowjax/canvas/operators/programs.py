@@ -17,7 +17,7 @@ from flowjax.canvas.operators.prompts import (
 from flowjax.canvas.values import Field, Message, Problem, State, Value
 from flowjax.grading.code import Suite, Verdict
 from flowjax.grading.code_asserts import from_assert, parse_quietly
-from flowjax.grading.sandbox import Result
+from flowjax.grading.sandbox import ProgramResult
 
 ROUNDS = 3
 _ERROR_CHARACTERS = 1500
@@ -75,7 +75,7 @@ async def try_program(program: str, context: Context) -> tuple[str, str]:
     return "", printed.splitlines()[-1].strip() if printed else ""
 
 
-def failure_of(result: Result) -> str:
+def failure_of(result: ProgramResult) -> str:
     """How a program ended that did not end well, in words."""
     ways = {"timeout": "it took too long", "output": "it printed too much", "killed": "it was killed (memory or time)"}
     error = result.stderr.decode(errors="replace").strip()[-_ERROR_CHARACTERS:]

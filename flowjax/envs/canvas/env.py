@@ -30,7 +30,7 @@ from flowjax.envs.canvas.structure import Structure, measure
 from flowjax.envs.canvas.texts import TEMPLATES, observe, read_action
 from flowjax.grading.code import Suite
 from flowjax.grading.code_asserts import from_assert
-from flowjax.grading.sandbox import StarvedError
+from flowjax.grading.sandbox import NoProcessorError
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Canvas:
             self._score = scored(
                 run.answer, gold, problem.kind, allow_none=self._options.allow_no_isolation, options=options
             )
-        except (StarvedError, OSError) as away:
+        except (NoProcessorError, OSError) as away:
             raise EnvDied(f"sandbox: {away}", "executor_error") from away
         self._structure = measure(edited, run, self._roles)
         self._hint = hint(edited, run, problem.kind, action) if self._options.hints else ""

@@ -20,9 +20,8 @@ from flowjax.canvas.context import Sandbox
 from flowjax.canvas.values import Usage
 from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.grading.code import Suite, Verdict
-from flowjax.grading.sandbox import Result
-from flowjax.grading.scoring import Kind, Scorer
-from flowjax.grading.scoring import Verdict as Score
+from flowjax.grading.sandbox import ProgramResult
+from flowjax.grading.scoring import Kind, Score, Scorer
 
 # An engine that restarts comes back at the same address: requests wait for it as long as the world lets them.
 _PATIENT = {"timeout_s": 600.0, "retries": 10_000, "last_retry_s": 5.0, "failures_in_a_row": 1_000_000}
@@ -147,7 +146,7 @@ def _opened(config: str, run: str, engines: str) -> Mapping[str, Backend]:
 class RememberingSandbox(Sandbox):
     """Runs each program once on each input. What a time limit may have cut short is not kept."""
 
-    def run(self, program: str, stdin: bytes) -> Result:
+    def run(self, program: str, stdin: bytes) -> ProgramResult:
         """See `Sandbox`."""
         key = (program, stdin, self.limits)
         if (known := _results.get(key)) is not None:

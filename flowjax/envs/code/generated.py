@@ -13,7 +13,7 @@ import numpy as np
 
 from flowjax.envs.base import Split, WorldError
 from flowjax.envs.code.problems import CodeProblem
-from flowjax.grading.code import Call, Suite
+from flowjax.grading.code import CallCase, Suite
 from flowjax.records import state_key
 
 HEAD, TAIL, JOIN = "def f ( x ) :", "return x", " ; "
@@ -170,7 +170,7 @@ def problem(recipe: Recipe, seed: int, *, cases: int, public: int) -> CodeProble
     inputs = {
         repr(x): x for x in (*private, *(PROBES[recipe.kind][i] for i in order))
     }  # each once: a public one is not hidden
-    calls = tuple(Call((x,), recipe.value(x)) for x in list(inputs.values())[:cases])
+    calls = tuple(CallCase((x,), recipe.value(x)) for x in list(inputs.values())[:cases])
     return CodeProblem(recipe.statement(), Suite(calls, ENTRY), public, 0, recipe.program())
 
 

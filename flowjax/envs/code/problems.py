@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.envs.base import NotReady, WorldError
-from flowjax.grading.code import Call, Check, Lines, Suite
+from flowjax.grading.code import CallCase, Check, Lines, Suite
 from flowjax.grading.code_asserts import calls_of, from_assert, from_check, parse_quietly
 from flowjax.records import state_key
 
@@ -82,16 +82,16 @@ def _before(prompt: str, entry: str) -> str:
     return ast.unparse(ast.Module(kept, [])) if kept else ""
 
 
-def _examples(prompt: str, entry: str) -> tuple[Call, ...]:
+def _examples(prompt: str, entry: str) -> tuple[CallCase, ...]:
     """Calls shown in the docstring as an interactive session."""
     try:
         shown = doctest.DocTestParser().get_examples(re.sub("\"{3}|'{3}", "\n\n", prompt))
     except ValueError:
         return ()
-    cases: list[Call] = []
+    cases: list[CallCase] = []
     for example in shown:
         found = from_assert(f"assert {example.source.strip()} == ({example.want.strip() or None})", entry)
-        cases += [case for case in found if isinstance(case, Call)]
+        cases += [case for case in found if isinstance(case, CallCase)]
     return tuple(cases)
 
 
@@ -121,11 +121,11 @@ def _live_code_bench(fields: Mapping[str, Any]) -> CodeProblem:
     private = _private(fields.get("private_test_cases") or "[]")
     metadata = json.loads(fields.get("metadata") or "{}")
     entry = metadata.get("func_name") or ""
-    cases: list[Call | Check | Lines] = []
+    cases: list[CallCase | Check | Lines] = []
     for test in (*public, *private):
         if test.get("testtype") == "functional" or (entry and "testtype" not in test):
             arguments = tuple(json.loads(line) for line in test["input"].splitlines())
-            cases.append(Call(arguments, json.loads(test["output"]), json=True))
+            cases.append(CallCase(arguments, json.loads(test["output"]), json=True))
         else:
             cases.append(Lines(test["input"], test["output"]))
     statement = fields["question_content"]
@@ -173,11 +173,11 @@ def _deep_coder(fields: Mapping[str, Any]) -> CodeProblem:
     return CodeProblem(f"{statement}\n\n{note}", Suite(cases, entry, _STARTER if entry else ""), 0, 0, solution)
 
 
-def _json_calls(pairs: list[tuple[Any, Any]]) -> tuple[Call, ...]:
+def _json_calls(pairs: list[tuple[Any, Any]]) -> tuple[CallCase, ...]:
     """Where every output is a list of one, that list only wraps the result."""
     read = [tuple(json.loads(x) if isinstance(x, str) else x for x in pair) for pair in pairs]
     wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in read)
-    return tuple(Call(tuple(given), wanted[0] if wrapped else wanted, json=True) for given, wanted in read)
+    return tuple(CallCase(tuple(given), wanted[0] if wrapped else wanted, json=True) for given, wanted in read)
 
 
 def _text(value: Any) -> str:

@@ -32,9 +32,9 @@ from flowjax.envs.code.generated import HEAD, OPERATIONS, Recipe, draw, words
 from flowjax.envs.code.generated import problem as generated_problem
 from flowjax.envs.code.problems import CodeProblem, ProblemFile, open_problems, problem_of
 from flowjax.fields import Interval
-from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Call, Lines, Suite, Verdict, judge
+from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, CallCase, Lines, Suite, Verdict, judge
 from flowjax.grading.code_asserts import parse_quietly
-from flowjax.grading.sandbox import STARTS, IsolationError, Limits, StarvedError, require_isolation
+from flowjax.grading.sandbox import STARTS, IsolationError, Limits, NoProcessorError, require_isolation
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class CodeEnv:
                 allow_none=options.allow_no_isolation,
                 packages=options.packages,
             )
-        except (StarvedError, OSError) as away:  # says nothing about the task, which is played again
+        except (NoProcessorError, OSError) as away:  # says nothing about the task, which is played again
             raise EnvDied(f"sandbox: {away}", "executor_error") from away
         over, outcome = self._over(), self._outcome()
         return Step(self._observe(), outcome["success"] if over else 0.0, over, True, outcome)
@@ -365,7 +365,7 @@ def _feedback(problem: CodeProblem, verdict: Verdict) -> PublicTests:
 
 def _case(suite: Suite, number: int) -> str:
     case = suite.cases[number]
-    if isinstance(case, Call):
+    if isinstance(case, CallCase):
         return f"{suite.entry}({', '.join(map(repr, case.arguments))}) returns {case.expected!r}"
     if isinstance(case, Lines):
         return f"input {case.input!r} prints {case.output!r}"
