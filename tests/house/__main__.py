@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Folders that keep every rule, and are to go on doing so.
 CLEAN = {"flowjax/envs/math", "flowjax/grading", "flowjax/published"}
 # Most files, and most lines at the 90th percentile: what has been reached is not to be lost again.
-MOST_FILES = 276
+MOST_FILES = 228
 MOST_P90_LINES = 400
 
 
