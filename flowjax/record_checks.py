@@ -1,4 +1,4 @@
-"""Whether an episode is what its type says, field by field: anything may stand in a record that came over the wire."""
+"""Checks of an episode against its type, field by field: anything may stand in a record that came over the wire."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -62,7 +62,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """What an episode was leased as. `versions` holds the policies whose version is fixed."""
+    """Terms of an episode's lease. `versions` holds the policies whose version is fixed."""
 
     group_id: str
     task_id: str

@@ -132,7 +132,7 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """What may stand in a tag: a check of it, the words for a message, and its rule in the grammar for sampling."""
+    """Content that a tag may have: a check of it, the words for a message, and its rule in the grammar for sampling."""
 
     rule: str
     fits: Callable[[str], object] = bool
@@ -231,7 +231,7 @@ def parse(text: str) -> Action | Unreadable:
 
 
 def after_thinking(text: str) -> str:
-    """What comes after the thinking, if there is any.
+    """Text after the thinking, if there is any.
 
     Raises:
         GrammarError: the thinking has no end.
@@ -243,7 +243,7 @@ def after_thinking(text: str) -> str:
 
 
 def unescaped(value: str) -> str:
-    """What a value between tags says, without the space around it."""
+    """Value between tags with its entities resolved, without the space around it."""
     value = value.strip()
     for name, character in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&apos;", "'"), ("&amp;", "&")):
         value = value.replace(name, character)
@@ -297,7 +297,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def form_of(elements: Elements) -> Form:
-    """Which way of writing an action the tags mean.
+    """Form of the action that the tags mean.
 
     Raises:
         GrammarError: none.

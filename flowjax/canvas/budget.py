@@ -1,4 +1,4 @@
-"""What a run of a workflow may spend, and what it has spent so far."""
+"""Budget of a workflow's run, and what the run has spent so far."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ class Budget:
                 raise ValueError(f"budget.{limit.name} is {value}: give a number from 0 on, or None for no limit")
 
     def left(self, usage: Usage, seconds: float) -> "Budget":
-        """What remains after a run that took so much, at least 0: the budget of the next run of an episode."""
+        """Rest after a run that took so much, at least 0: the budget of the next run of an episode."""
         return Budget(
             None if self.calls is None else max(0, self.calls - usage.calls),
             None if self.tokens is None else max(0, self.tokens - _tokens(usage)),
@@ -66,7 +66,7 @@ class Meter:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the time is over, by the event loop's clock."""
+        """Time at which the budget's seconds end, by the event loop's clock."""
         return None if self._budget.seconds is None else self._started_s + self._budget.seconds
 
     def start_step(self) -> None:
@@ -103,7 +103,7 @@ class Meter:
             raise self.time_over()
 
     def time_over(self) -> BudgetSpent:
-        """What to raise when the deadline has passed."""
+        """Error to raise when the deadline has passed."""
         return BudgetSpent(f"the budget of {self._budget.seconds:g} seconds is spent")
 
     def add(self, usage: Usage) -> None:

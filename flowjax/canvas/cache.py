@@ -38,7 +38,7 @@ class CacheError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an operator's run ended. `keep` says whether a cache may keep it."""
+    """End of an operator's run. `keep` says whether a cache may keep it."""
 
     outputs: State = field(default_factory=dict)
     error: str = ""

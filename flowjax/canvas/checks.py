@@ -40,7 +40,7 @@ def problems(workflow: Workflow, operators: Mapping[str, type[Operator]], backen
 
 
 def unknown_name(kind: str, name: str, valid: Collection[str]) -> str:
-    """What to say of a name that does not exist: the nearest that does, and all of them."""
+    """Message about a name that does not exist: the nearest that does, and all of them."""
     near = nearest(name, valid)
     guess = f" Did you mean `{near}`?" if near else ""
     listed = f" There are: {', '.join(sorted(valid))}." if valid else " There are none."
@@ -163,7 +163,7 @@ _SOLUTIONS = ("answer", "code", "candidates")
 
 
 def warnings(workflow: Workflow, operators: Mapping[str, type[Operator]]) -> list[str]:
-    """What looks wrong, from what operators declare that they read and write: first what is missing, then what is lost.
+    """Warnings from what operators declare that they read and write: first what is missing, then what is lost.
 
     Unknown operators are passed over: `flowjax.canvas.checks.problems` names them.
     """

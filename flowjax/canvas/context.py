@@ -1,4 +1,4 @@
-"""What the interpreter lends an operator for one run: a metered backend and the sandbox."""
+"""Context that the interpreter lends an operator for one run: a metered backend and the sandbox."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """How operators' programs run; see `flowjax.grading.sandbox.run` and `flowjax.grading.code.judge`.
+    """Limits and isolation of operators' programs; see `flowjax.grading.sandbox.run` and `flowjax.grading.code.judge`.
 
     `allow_none` accepts a machine that cannot isolate them.
     """
@@ -64,7 +64,7 @@ class Sandbox:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How operators' requests are sampled, unless they say otherwise."""
+    """Sampling of operators' requests, unless they say otherwise."""
 
     temperature: float = 0.0
     top_p: float = 1.0

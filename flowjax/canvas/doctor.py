@@ -1,4 +1,4 @@
-"""What works here before workflows run: the isolation of programs, the operators, and whether each backend answers.
+"""Checks before workflows run: the isolation of programs, the operators, and whether each backend answers.
 
     python -m flowjax.canvas.doctor --config=configs/canvas.py:nano
     python -m flowjax.canvas.doctor --config=backends.json --operators=my_package.operators:Shout
@@ -35,7 +35,7 @@ class DoctorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, whether it works, and how."""
+    """Result of one check: what was looked at, whether it works, and how."""
 
     subject: str
     works: bool

@@ -329,7 +329,7 @@ class Note:
 
 
 def note(call: Call, operators: Mapping[str, type[Operator]], run: Run | None) -> Note:
-    """What to say about a call, after a run if there was one."""
+    """Texts in a call's box, those of its run included if there was one."""
     role = operators[call.operator].role if call.operator in operators else None
     title = call.operator + (f" @{call.backend}" if call.backend else "")
     if run is None:

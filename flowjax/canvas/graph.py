@@ -153,7 +153,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def depth(node: Node) -> int:
-    """How many nodes are inside one another: 1 for a call or an empty sequence."""
+    """Depth of nodes inside one another: 1 for a call or an empty sequence."""
     deepest, level = 0, [node]
     while level:
         deepest += 1

@@ -28,7 +28,7 @@ _FIELDS = {
 
 
 def to_json(workflow: Workflow) -> dict[str, Any]:
-    """What `json.dumps` takes."""
+    """Form of a workflow that `json.dumps` takes."""
     return {"next_number": workflow.next_number, "steps": [_node_to_json(step) for step in workflow.root.steps]}
 
 

@@ -389,7 +389,7 @@ def read_inputs(call: Call, operators: Operators, state: State, outputs: Outputs
 
 
 def fault_of(operator: type[Operator], outputs: object) -> str:
-    """What is wrong with an operator's outputs, "" if they are as declared."""
+    """Fault of an operator's outputs, "" if they are as declared."""
     if not isinstance(outputs, Mapping):
         return f"{operator.name} gave {_kind(outputs)} instead of a mapping of {_names(operator.outputs)}"
     declared = {field.name: field for field in operator.outputs}
@@ -405,7 +405,7 @@ def fault_of(operator: type[Operator], outputs: object) -> str:
 
 
 def is_of(kind: Kind, value: object) -> bool:
-    """Whether the value is of the kind; programs are texts and texts may be programs."""
+    """True for a value of the kind; programs are texts and texts may be programs."""
     match kind:
         case "text" | "code":
             return isinstance(value, str)

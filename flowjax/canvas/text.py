@@ -84,7 +84,7 @@ def tokens(source: str) -> list[Token]:
 
 
 def unquoted(source: str, token: Token) -> str:
-    """What a string says; line breaks may stand in it as they are.
+    """Content of a quoted string; line breaks may stand in it as they are.
 
     Raises:
         WorkflowError: a backslash with no meaning, or half of a surrogate pair.

@@ -1,4 +1,4 @@
-"""What flows between operators: named fields of a few kinds, and the problem that a workflow is run on.
+"""Values that flow between operators: named fields of a few kinds, and the problem that a workflow is run on.
 
 Fields that operators share by name; an operator may add others of its own:
 
@@ -34,7 +34,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a workflow may see of a task. The right answer and hidden tests are not in it.
+    """Part of a task that a workflow may see. The right answer and hidden tests are not in it.
 
     `options` are those of a multiple choice, letter -> text; `public_tests` are assert statements that operators may
     run, and `entry_point` the function that they call.
@@ -54,7 +54,7 @@ RunStatus = Literal["ok", "error", "budget", "executor_error", "empty"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What was spent. `cost` is in the currency of the backend's price list; cached answers cost nothing."""
+    """Sum of what was spent. `cost` is in the currency of the backend's price list; cached answers cost nothing."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -112,5 +112,5 @@ class Run:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """What went wrong in the run's calls, also in those that others stood in for."""
+        """Messages of what went wrong in the run's calls, also in those that others stood in for."""
         return tuple(f"{node.node_id} {node.operator}: {node.error}" for node in self.trace if node.error)

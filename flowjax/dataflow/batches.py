@@ -32,7 +32,7 @@ class Assigned:
 
 
 class Batches:
-    """What each trainer trains on next, and how far it is.
+    """Batches: what each trainer trains on next, and how far it is.
 
     Staleness is bounded a second time here, after `Leases`: a group with an older token than may be is dropped and
     counted, and another task is opened in its place.

@@ -23,7 +23,7 @@ from flowjax.run import Run
 
 
 class Flow:
-    """What the service answers from. Four values have a job each, and do not know each other:
+    """Dataflow of a run, from which the service answers. Four values have a job each, and do not know each other:
 
         leases        tasks out: episodes for workers, groups opened for them
         groups        episodes in: groups that are complete, kept or dropped

@@ -28,7 +28,7 @@ class Can:
     kinds: frozenset[Kind] = KINDS
 
     def policies_fit(self, speaking: Collection[str]) -> bool:
-        """Whether it can play every policy that speaks in the run's episodes."""
+        """True if it can play every policy that speaks in the run's episodes."""
         return self.policies is None or self.policies >= set(speaking)
 
 

@@ -277,7 +277,7 @@ def _opened(path: Path | str) -> sqlite3.Connection:
 
 
 def lease_key(db: sqlite3.Connection) -> bytes:
-    """What the run's leases are signed with; made with the tables."""
+    """Key that the run's leases are signed with; made with the tables."""
     db.execute("INSERT OR IGNORE INTO keys VALUES ('lease', ?)", (secrets.token_bytes(32),))
     return db.execute("SELECT key FROM keys WHERE name = 'lease'").fetchone()[0]
 
@@ -903,7 +903,7 @@ class Ledger:
     # --------------------------------------------------------------------------------- questions, which change nothing
 
     def leased(self, lease_id: str, episode_id: str) -> Leased | None:
-        """What that lease says; None when it was never given for this episode, or that is forgotten by now."""
+        """Terms of that lease; None when it was never given for this episode, or that is forgotten by now."""
         row = self._db.execute(
             "SELECT group_id, seed, versions, task FROM episodes JOIN groups USING (group_id) WHERE episode_id = ?",
             (episode_id,),
@@ -929,7 +929,7 @@ class Ledger:
         return [unpack(row["episode"]) for row in rows]
 
     def group(self, group_id: str, policy: str) -> Group:
-        """What `policy` did in the episodes of a group that are in."""
+        """Trajectories of `policy` in the episodes of a group that are in."""
         row = self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()
         return Group(group_id, unpack(row["task"]), tuple(trajectories_of(self.episodes(group_id), policy)))
 
@@ -1062,5 +1062,5 @@ class Ledger:
 
 
 def trajectories_of(episodes: Iterable[Episode], policy: str) -> list[Trajectory]:
-    """What a policy did in them; parts without a turn say nothing."""
+    """Trajectories of a policy in them; those without a turn are left out."""
     return [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]

@@ -35,7 +35,7 @@ def worker_of(message: Any) -> str:
 
 
 def sender_of(message: Any) -> str:
-    """Who sends it, where it says so: for people, and nothing depends on it."""
+    """Sender of a message, where it says so: for people, and nothing depends on it."""
     sender = message.get("worker")
     return sender[:_LONGEST_NAME] if isinstance(sender, str) else ""
 
@@ -48,7 +48,7 @@ def slots_of(message: Any) -> int:
 
 
 def can_of(message: Any) -> Can:
-    """What the worker can play: `can`, a map of lists with the names of worlds, policies and kinds, and `kind`."""
+    """Capabilities of a worker: `can`, a map of lists with the names of worlds, policies and kinds, and `kind`."""
     said, kind = message.get("can") or {}, message.get("kind")
     if not isinstance(said, dict) or set(said) - {"worlds", "policies", "kinds"}:
         raise WireError("field can is not understood: send a map with lists of worlds, policies and kinds, or some")
@@ -77,7 +77,7 @@ def steps_of(message: Any) -> dict[str, Any]:
 
 
 def claim_of(message: Any) -> tuple[str, dict[str, Any], int]:
-    """Who claims, which versions of which policies it goes on from, and the epoch that it comes after."""
+    """Trainer that claims, versions of the policies that it goes on from, and the epoch that it comes after."""
     trainer, versions, after = fields(message, trainer=str, policies=dict, after=int)
     if not 0 < len(trainer) <= _LONGEST_NAME:
         raise WireError(f"field trainer has {len(trainer)} characters: send 1 to {_LONGEST_NAME}")

@@ -10,7 +10,7 @@ from flowjax.run import Policy, Run
 
 @dataclass(eq=False, slots=True)
 class PolicyState:
-    """What leases, groups, batches and evaluations know together of a policy."""
+    """State of a policy that leases, groups, batches and evaluations share."""
 
     run: Run
     settings: Policy

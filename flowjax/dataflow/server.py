@@ -55,7 +55,7 @@ class Server:
 
     @property
     def failure(self) -> Exception | None:
-        """What messages have met that the dataflow cannot go on with: damage, or a disk that fails again and again."""
+        """Failure that the dataflow cannot go on with: damage, or a disk that fails again and again."""
         return self._service.failure
 
     def application(self) -> web.Application:

@@ -1,4 +1,4 @@
-"""What the dataflow answers to each message, whatever carries it.
+"""Answers of the dataflow to each message, whatever carries it.
 
     lease         {worker, slots, kind?, can?}         -> {leases, state: run | wait | done, retry_s}
     renew         {worker, lease_ids}                  -> {lost}

@@ -39,7 +39,7 @@ def task_at(tasks: grain.MapDataset[Task], index: int) -> Task:
 
 
 def content_of(task: Task) -> str:
-    """What is asked, whatever the task is called: equal for two draws of one task by a world that generates them."""
+    """Content of a task, whatever its name: equal for two draws of one task by a world that generates them."""
     if not task.payload:
         return task.task_id
     return json.dumps([task.world, task.source, task.payload], sort_keys=True, default=repr)

@@ -52,7 +52,7 @@ class Completion:
 
 
 def in_thinking(text: str) -> bool:
-    """Whether a reply ends before its thoughts do: there is no answer in it."""
+    """True for a reply that ends before its thoughts do: there is no answer in it."""
     return text.lstrip().startswith("<think>") and "</think>" not in text
 
 
@@ -81,7 +81,7 @@ class Prices:
     sampled: float = 0.0
 
     def cost(self, prompt_tokens: int, sampled_tokens: int) -> float:
-        """What so many tokens cost."""
+        """Cost of so many tokens."""
         return (prompt_tokens * self.prompt + sampled_tokens * self.sampled) / _TOKENS_PER_MILLION
 
 

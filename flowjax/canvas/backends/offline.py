@@ -38,7 +38,7 @@ class Rule:
     delay_s: float = 0.0
 
     def matches(self, request: Request) -> bool:
-        """Whether this rule answers the request."""
+        """True if this rule answers the request."""
         return (
             self.operator in ("", request.tags.get("operator"))
             and all(request.tags.get(tag) == value for tag, value in self.tags.items())

@@ -100,7 +100,7 @@ _NO_LIMITS, _FREE = RateLimits(), Prices()
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait, and how often to try again."""
+    """Limits of waiting for an endpoint and of trying again."""
 
     timeout_s: float = 120.0  # one try, answer included
     connect_timeout_s: float = 10.0
@@ -141,7 +141,7 @@ class Breaker:
 
     @property
     def wait_s(self) -> float:
-        """How long nothing is sent yet."""
+        """Time for which nothing is sent yet."""
         tripped = self._failures >= self._patience.failures_in_a_row
         return max(0.0, self._closed_until_s - self._clock()) if tripped else 0.0
 
@@ -399,7 +399,7 @@ class OpenAIBackend:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """What a `Retry-After` header asks for (seconds or a date, RFC 9110 10.2.3), None if it cannot be read."""
+    """Pause that a `Retry-After` header asks for (seconds or a date, RFC 9110 10.2.3), None if it cannot be read."""
     value = headers.get("Retry-After", "").strip()
     try:
         seconds = float(value)

@@ -1,4 +1,4 @@
-"""What an operator is: one class that says what it reads, what it writes and how it works."""
+"""Operators: one class each that says what it reads, what it writes and how it works."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ class OperatorError(RuntimeError):
 
 
 class Context(Protocol):
-    """What the interpreter lends an operator for one run of it."""
+    """Interface that the interpreter lends an operator for one run of it."""
 
     @property
     def problem(self) -> Problem: ...

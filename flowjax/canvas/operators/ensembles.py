@@ -46,7 +46,7 @@ def groups(candidates: Sequence[str], problem: Problem) -> list[list[str]]:
 
 
 def majority(candidates: Sequence[str], problem: Problem) -> str | None:
-    """What more than half of the candidates say, None where there is no such thing. A single one says it all."""
+    """Answer of more than half of the candidates, None where there is no such thing. A single one says it all."""
     largest = max(groups(candidates, problem), key=len)
     return largest[0] if 2 * len(largest) > len(candidates) else None
 

@@ -57,7 +57,7 @@ class Programmer(Operator):
 
 
 async def try_program(program: str, context: Context) -> tuple[str, str]:
-    """Why the program fails ("" where it does not), and the last line that it printed.
+    """Reason why the program fails ("" where it does not), and the last line that it printed.
 
     For a code problem it has to load and define the function; one that reads standard input has only to be Python.
     """
@@ -76,7 +76,7 @@ async def try_program(program: str, context: Context) -> tuple[str, str]:
 
 
 def failure_of(result: ProgramResult) -> str:
-    """How a program ended that did not end well, in words."""
+    """Words for the end of a program that did not end well."""
     ways = {"timeout": "it took too long", "output": "it printed too much", "killed": "it was killed (memory or time)"}
     error = result.stderr.decode(errors="replace").strip()[-_ERROR_CHARACTERS:]
     return ways.get(result.status, f"it ended with an error:\n{error}")

@@ -1,4 +1,4 @@
-"""What operators say to a backend, and what they read out of its replies.
+"""Prompts that operators send to a backend, and readers of its replies.
 
 One message has the instruction, the problem, what the state holds, and the form of the reply: every operator builds it
 here, so that a call's instruction reaches all of them alike. A reply that cannot be read is an `OperatorError` in
@@ -91,14 +91,14 @@ def numbered(texts: Sequence[str]) -> str:
 
 
 def solution_form(problem: Problem) -> str:
-    """How to end a reply that solves the problem; `flowjax.canvas.operators.prompts.solution` reads it."""
+    """Instruction on how to end a reply that solves the problem; `solution` reads it."""
     if problem.kind == "code":
         return f"Reason first if you like. {code_form(problem)}"
     return f"Reason first if you like. End with one line: Answer: {answer_form(problem)}"
 
 
 def code_form(problem: Problem) -> str:
-    """How to write a program."""
+    """Instruction on how to write a program."""
     wanted = (
         f"that defines the function {problem.entry_point}"
         if problem.entry_point
@@ -108,7 +108,7 @@ def code_form(problem: Problem) -> str:
 
 
 def answer_form(problem: Problem) -> str:
-    """What a bare answer looks like."""
+    """Description of a bare answer."""
     match problem.kind:
         case "math":
             return "the value alone, exact (fractions, roots and pi stay as they are), without units or an equation"
@@ -308,7 +308,7 @@ def plain(candidate: str, problem: Problem) -> str:
 
 
 def same(a: str, b: str, problem: Problem) -> bool:
-    """Whether two candidates are plainly the same."""
+    """True for two candidates that are plainly the same."""
     return plain(a, problem) == plain(b, problem)
 
 

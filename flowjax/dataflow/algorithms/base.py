@@ -112,7 +112,7 @@ class Algorithm:
         return np.ones(len(result.rewards), bool)
 
     def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
-        """When a batch of `groups` is made: the groups to take it from, the first ones first. `fresh` are those never
+        """Order of the groups from which a batch of `groups` is taken, the first ones first. `fresh` are those never
         trained on and within the bound on staleness, in the order of tasks; `used` those that were, of any age. Changes
         nothing: it is also asked, with nothing fresh, how many used ones a batch will have."""
         del used, groups
@@ -279,7 +279,7 @@ class Chain:
 
     @contextlib.contextmanager
     def learnt(self) -> Iterator[Sequence[StateRow]]:
-        """What has changed since it was last written down; it counts as written when the body is through."""
+        """Changes since the states were last written down; it counts as written when the body is through."""
         whole: dict[str, bytes] = {}
         rows: list[StateRow] = []
         for name in self.by_name:
