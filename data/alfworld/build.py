@@ -12,23 +12,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowjax.envs import alfworld
-from flowjax.envs.alfworld import generate, world
+from flowjax.envs.alfworld import Alfworld, generate, world
 from flowjax.envs.base import Split, WorldError
 from flowjax.records import Task
 
 if TYPE_CHECKING:
-    from flowjax.envs.alfworld.env import Alfworld
+    from flowjax.envs.alfworld.env import AlfworldEnv
 
 MAX_STEPS = 60  # of the expert, whose longest way is some 15
-SPLITS: dict[str, tuple[Split, str]] = {  # folder -> our split, and what held-out means in it
+SPLITS: dict[str, tuple[Split, world.HeldOut]] = {  # folder -> our split, and what held-out means in it
     "train": ("train", "seen"),
     "valid_seen": ("held_out", "seen"),
     "valid_unseen": ("held_out", "unseen"),
 }
 
 
-def walkthrough(env: "Alfworld", task: Task) -> list[str] | None:
+def walkthrough(env: "AlfworldEnv", task: Task) -> list[str] | None:
     """The expert's way through a generated game; None if it does not win."""
     env.reset(task, 0)
     taken: list[str] = []
@@ -39,7 +38,7 @@ def walkthrough(env: "Alfworld", task: Task) -> list[str] | None:
     return None
 
 
-def write_game(folder: Path, env: "Alfworld", task: Task) -> bool:
+def write_game(folder: Path, env: "AlfworldEnv", task: Task) -> bool:
     """Write one game; returns whether it is solvable."""
     spec = generate.Spec.read(task.payload)
     game, way = generate.game_file(spec), walkthrough(env, task)
@@ -54,11 +53,11 @@ def write_game(folder: Path, env: "Alfworld", task: Task) -> bool:
 def build(out: Path, *, seed: int, counts: dict[str, int]) -> dict[str, int]:
     """Write so many games of each folder of `SPLITS`; returns how many of each are solvable. The same seed writes the
     same bytes."""
-    env = alfworld.make(path=world.GENERATED, games_kept=1)
+    env = Alfworld(path=world.GENERATED, games_kept=1).env()
     solvable = {}
     for name, count in counts.items():
         split, held_out = SPLITS[name]
-        given = world.Options(path=world.GENERATED, held_out=held_out)
+        given = world.AlfworldOptions(path=world.GENERATED, held_out=held_out)
         games = world.GeneratedTasks(split, seed, given)
         folder = out / world.FOLDER / name
         won = 0

@@ -5,8 +5,7 @@
 
 import re
 
-from flowjax.envs import alfworld
-from flowjax.envs.alfworld import Alfworld
+from flowjax.envs.alfworld.world import Alfworld
 from flowjax.envs.code.world import Code, fenced_blocks, runnable
 from flowjax.envs.search import Search
 from flowjax.envs.search.protocol import parse_as_published, parse_compact
@@ -15,6 +14,7 @@ from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.envs.webshop import WebShop
 
 _BLOCK_CHARACTERS = 20  # of the shortest block that the published code world takes for a program
+_SENT_CHARACTERS = 30  # of a reply without tags that the published ALFWorld sends
 _TAIL_CHARACTERS = 20  # of a reply without tags that the published WebShop runs
 
 
@@ -41,7 +41,8 @@ class PublishedAlfworld(Alfworld):
     """
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        return alfworld.parse_action(reply, legal, reference=True)
+        inside = _first_tagged(reply)
+        return reply.lower()[-_SENT_CHARACTERS:] if inside is None else inside.strip()
 
 
 class PublishedWebShop(WebShop):

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flowjax.envs import alfworld
+from flowjax.envs.alfworld import Alfworld
 from flowjax.envs.alfworld.generate import Spec, game_file
-from flowjax.envs.alfworld.world import GeneratedTasks, Options
+from flowjax.envs.alfworld.world import AlfworldOptions, GeneratedTasks
 from tests.envs.stock_alfworld import StockGame
 
 GAMES, EPISODE_STEPS = 6, 30
@@ -31,8 +31,8 @@ def benchmark_steps(seconds: float) -> dict[str, float]:
     `steps`: with a reset every 30 steps, the games being known; `stock_steps`: the same without its resets;
     `first_resets` and `stock_resets`: resets to a game that is new to the process; `resets`: to one that is not.
     """
-    tasks, rng = GeneratedTasks("train", 0, Options()), np.random.default_rng(0)
-    env = alfworld.make(path="generated")
+    tasks, rng = GeneratedTasks("train", 0, AlfworldOptions()), np.random.default_rng(0)
+    env = Alfworld(path="generated").env()
     started = time.perf_counter()
     for index in range(GAMES):
         env.reset(tasks(index), 0)
@@ -41,7 +41,7 @@ def benchmark_steps(seconds: float) -> dict[str, float]:
     def ours(index: int) -> int:
         observation = env.reset(tasks(index % GAMES), 0)
         for _ in range(EPISODE_STEPS):
-            observation = env.step(alfworld.random_action(observation, rng)).observation
+            observation = env.step(Alfworld().random_action(observation, rng)).observation
         return EPISODE_STEPS
 
     def again(index: int) -> int:
@@ -69,15 +69,15 @@ def benchmark_steps(seconds: float) -> dict[str, float]:
 def scores(games: int = 60, max_turns: int = 50) -> dict[str, float]:
     """Share of held-out games won by the expert and by random legal play within so many turns, and the expert's mean
     number of turns."""
-    tasks, rng = GeneratedTasks("held_out", 0, Options()), np.random.default_rng(0)
-    env = alfworld.make(path="generated")
+    tasks, rng = GeneratedTasks("held_out", 0, AlfworldOptions()), np.random.default_rng(0)
+    env = Alfworld(path="generated").env()
     won = {"expert": 0, "random": 0}
     turns = 0
     for index in range(games):
         for player in won:
             observation = env.reset(tasks(index), 0)
             for _ in range(max_turns):
-                best = alfworld.expert(env) if player == "expert" else alfworld.random_action(observation, rng)
+                best = Alfworld().expert(env) if player == "expert" else Alfworld().random_action(observation, rng)
                 step = env.step(best)
                 observation = step.observation
                 turns += player == "expert"

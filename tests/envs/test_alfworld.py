@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import grain
 import numpy as np
@@ -18,14 +19,13 @@ from textworld.logic import Proposition
 from two_processes import printed_in_two_processes
 
 from data.alfworld.build import build
-from flowjax.envs import alfworld
-from flowjax.envs.alfworld import generate, packages
+from flowjax.envs.alfworld import Alfworld, generate, packages
 from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Atom, Game, Playthrough
-from flowjax.envs.alfworld.env import Alfworld, Games
+from flowjax.envs.alfworld.env import AlfworldEnv, Games
 from flowjax.envs.alfworld.generate import TASK_TYPES, Spec
 from flowjax.envs.alfworld.packages import package
 from flowjax.envs.alfworld.planner import loaded_bytes
-from flowjax.envs.alfworld.world import GENERATED, GeneratedTasks, Options
+from flowjax.envs.alfworld.world import GENERATED, AlfworldOptions, GeneratedTasks
 from flowjax.envs.base import Observation, Split, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
@@ -44,8 +44,8 @@ def task_for(spec: Spec) -> Task:
     return Task(spec.folder, "alfworld", 0, spec.payload())
 
 
-def begun(spec: Spec) -> tuple[Alfworld, Observation]:
-    env = alfworld.make(path=GENERATED)
+def begun(spec: Spec) -> tuple[AlfworldEnv, Observation]:
+    env = Alfworld(path=GENERATED).env()
     return env, env.reset(task_for(spec), 0)
 
 
@@ -83,7 +83,7 @@ def test_transcripts_are_those_of_the_stock_engine(spec: Spec):
 
 @pytest.mark.slow
 def test_transcripts_are_those_of_the_stock_engine_in_many_games():
-    tasks = GeneratedTasks("train", 5, Options())
+    tasks = GeneratedTasks("train", 5, AlfworldOptions())
     for index in range(24):
         transcripts_agree(Spec.read(tasks(index).payload), 40, index)
 
@@ -106,20 +106,20 @@ def test_keys_are_equal_exactly_where_the_engine_is_in_the_same_state(spec: Spec
             state = frozenset(engine_state(env._play))
             assert state == frozenset(env._play.state)
             assert by_key.setdefault(observation.state_key, state) == state
-            stray = alfworld.random_action(observation, rng)
+            stray = Alfworld().random_action(observation, rng)
             observation = env.step(stray if rng.random() < 0.9 else env.best_action()).observation
     assert len(set(by_key.values())) == len(by_key) > 40
 
 
-def key_after(env: Alfworld, *actions: str) -> int:
+def key_after(env: AlfworldEnv, *actions: str) -> int:
     steps = [env.step(action) for action in actions]
     assert all(step.valid for step in steps)
     return steps[-1].observation.state_key
 
 
-def opening(seed: int) -> tuple[Alfworld, Task]:
+def opening(seed: int) -> tuple[AlfworldEnv, Task]:
     spec = Spec(12, "pick_cool_then_place_in_recep", "Apple", "CounterTop", seed, 0.1)
-    return alfworld.make(path=GENERATED), task_for(spec)
+    return Alfworld(path=GENERATED).env(), task_for(spec)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -166,11 +166,11 @@ def test_a_lamp_once_used_is_in_the_key():
     assert used.outcome == {"success": 0.0, "conditions_met": 0.5}
 
 
-def play_out(env: Alfworld, task: Task, limit: int = 40) -> int:
+def play_out(env: AlfworldEnv, task: Task, limit: int = 40) -> int:
     """Steps that the expert takes; fails where it does not win."""
     env.reset(task, 0)
     for number in range(1, limit + 1):
-        step = env.step(alfworld.expert(env))
+        step = env.step(Alfworld().expert(env))
         assert step.valid, step
         assert (step.reward, step.terminal) == (10.0 * step.outcome["success"], bool(step.outcome["success"]))
         assert (step.outcome["conditions_met"] == 1.0) == step.terminal
@@ -180,10 +180,10 @@ def play_out(env: Alfworld, task: Task, limit: int = 40) -> int:
 
 
 def test_the_expert_wins_four_games_of_each_kind():
-    env = alfworld.make(path=GENERATED)
+    env = Alfworld(path=GENERATED).env()
     kinds = Counter()
     splits: tuple[Split, ...] = ("train", "held_out")
-    tasks = {split: GeneratedTasks(split, 1, Options(clutter=0.2)) for split in splits}
+    tasks = {split: GeneratedTasks(split, 1, AlfworldOptions(clutter=0.2)) for split in splits}
     for index in range(24):
         task = tasks["held_out" if index % 12 < 6 else "train"](index)
         play_out(env, task)
@@ -194,13 +194,13 @@ def test_the_expert_wins_four_games_of_each_kind():
 @pytest.mark.slow
 def test_the_expert_wins_many_games_even_from_states_it_would_not_come_to():
     rng = np.random.default_rng(0)
-    env = alfworld.make(path=GENERATED)
-    tasks = GeneratedTasks("held_out", 2, Options(held_out="seen"))
+    env = Alfworld(path=GENERATED).env()
+    tasks = GeneratedTasks("held_out", 2, AlfworldOptions(held_out="seen"))
     for index in range(120):
         observation = env.reset(tasks(index), 0)
         for turn in range(120):
             stray = turn < 25 and rng.random() < 0.7
-            step = env.step(alfworld.random_action(observation, rng) if stray else alfworld.expert(env))
+            step = env.step(Alfworld().random_action(observation, rng) if stray else Alfworld().expert(env))
             observation = step.observation
             if step.terminal:
                 assert step.outcome["success"] == 1.0
@@ -228,20 +228,20 @@ def test_help_is_not_offered_and_not_obeyed():
 def test_environments_of_one_process_do_not_disturb_each_other():
     specs = [LIGHT, COOL, LIGHT, CLEAN, COOL]
     alone = []
-    env = alfworld.make(path=GENERATED)
+    env = Alfworld(path=GENERATED).env()
     for seed, spec in enumerate(specs):
         rng = np.random.default_rng(seed)
         observation = env.reset(task_for(spec), 0)
         seen = [observation]
         for _ in range(15):
-            seen.append(env.step(alfworld.random_action(seen[-1], rng)).observation)
+            seen.append(env.step(Alfworld().random_action(seen[-1], rng)).observation)
         alone.append(seen)
     envs = [begun(spec) for spec in specs]
     rngs = [np.random.default_rng(seed) for seed in range(len(specs))]
     together = [[observation] for _, observation in envs]
     for _ in range(15):
         for (env, _), rng, seen in zip(envs, rngs, together, strict=True):
-            seen.append(env.step(alfworld.random_action(seen[-1], rng)).observation)
+            seen.append(env.step(Alfworld().random_action(seen[-1], rng)).observation)
     assert together == alone
 
 
@@ -266,17 +266,17 @@ def test_a_worker_process_plays_it():
 
 def test_episodes_are_the_same_in_every_process():
     program = (
-        "from flowjax.envs import alfworld\n"
-        "from flowjax.envs.alfworld.world import GeneratedTasks, Options\n"
+        "from flowjax.envs.alfworld import Alfworld\n"
+        "from flowjax.envs.alfworld.world import GeneratedTasks, AlfworldOptions\n"
         "import numpy as np\n"
-        "env = alfworld.make(path='generated')\n"
-        "tasks = GeneratedTasks('held_out', 7, Options(held_out='seen', clutter=0.3))\n"
+        "env = Alfworld(path='generated').env()\n"
+        "tasks = GeneratedTasks('held_out', 7, AlfworldOptions(held_out='seen', clutter=0.3))\n"
         "for index in (1, 2):\n"
         "    task = tasks(index)\n"
         "    seen, rng = env.reset(task, 0), np.random.default_rng(0)\n"
         "    print(task, seen)\n"
         "    for turn in range(30):\n"
-        "        print(env.step(alfworld.expert(env) if turn % 3 == 0 else alfworld.random_action(seen, rng)))\n"
+        "        print(env.step(Alfworld().expert(env) if turn % 3 == 0 else Alfworld().random_action(seen, rng)))\n"
         "print([tasks(index) for index in range(50)])\n"
     )
     printed = printed_in_two_processes(program)
@@ -288,11 +288,11 @@ def asked(task: Task) -> tuple:
 
 
 @pytest.mark.parametrize("held_out", ["seen", "unseen"])
-def test_what_is_held_out_is_never_asked_for_in_training(held_out: str):
+def test_what_is_held_out_is_never_asked_for_in_training(held_out: Literal["seen", "unseen"]):
     content: dict[Split, set] = {"train": set(), "held_out": set()}
     for split, known in content.items():
         for data_seed in range(10):
-            source = GeneratedTasks(split, data_seed, Options(held_out=held_out))
+            source = GeneratedTasks(split, data_seed, AlfworldOptions(held_out=held_out))
             known.update(asked(source(index)) for index in range(300))
     assert not content["train"] & content["held_out"]
     assert min(map(len, content.values())) > 1000
@@ -301,18 +301,18 @@ def test_what_is_held_out_is_never_asked_for_in_training(held_out: str):
 
 
 def test_generated_tasks_come_from_any_index_in_any_order():
-    source = alfworld.tasks("train", 0)
+    source = Alfworld().tasks("train", 0)
     forwards = [take(source, index) for index in range(12)]
     assert [take(source, index) for index in reversed(range(12))] == forwards[::-1]
     assert [task.payload["task_type"] for task in forwards[:6]] == list(TASK_TYPES)
-    assert take(alfworld.tasks("train", 1), 0) != forwards[0]
+    assert take(Alfworld().tasks("train", 1), 0) != forwards[0]
     assert len(source[:500]) == 500
     assert take(source, 1_999_999_999).task_id != forwards[0].task_id
 
 
 def test_games_start_unwon_with_the_goal_within_reach():
     for index in range(300):
-        spec = Spec.read(GeneratedTasks("train", 3, Options())(index).payload)
+        spec = Spec.read(GeneratedTasks("train", 3, AlfworldOptions())(index).payload)
         things = generate.furnish(spec)
         wanted = [thing for thing in things if thing.kind == spec.object]
         assert len(wanted) >= (2 if spec.task_type == "pick_two_obj_and_place" else 1)
@@ -348,61 +348,61 @@ def test_alfworld_itself_takes_the_data(data: Path):
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_data_is_played_from_its_folder(data: Path, split: Split, monkeypatch: pytest.MonkeyPatch):
-    source = alfworld.tasks(split, 0, path=str(data))
+    source = Alfworld(path=str(data)).tasks(split, 0)
     names = {take(source, index).payload["game"].split("/")[0] for index in range(len(source))}
     assert names == ({"train"} if split == "train" else {"valid_unseen"})
-    play_out(alfworld.make(path=str(data)), take(source, 0))
+    play_out(Alfworld(path=str(data)).env(), take(source, 0))
     monkeypatch.setenv("ALFWORLD_DATA", str(data / "json_2.1.1"))
-    assert [take(alfworld.tasks(split, 0), index) for index in range(len(source))] == list(source)
-    play_out(alfworld.make(), take(source, 0))
+    assert [take(Alfworld().tasks(split, 0), index) for index in range(len(source))] == list(source)
+    play_out(Alfworld().env(), take(source, 0))
 
 
 def test_missing_data_is_named_with_the_remedy(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WorldError, match=r"env.options path is .*holds no json_2.1.1.*alfworld-download"):
-        alfworld.tasks("train", 0, path=str(tmp_path))
+        Alfworld(path=str(tmp_path)).tasks("train", 0)
     (tmp_path / "json_2.1.1" / "train" / "a" / "b").mkdir(parents=True)
     (tmp_path / "json_2.1.1" / "train" / "a" / "b" / "traj_data.json").write_text(
         json.dumps({"task_type": TASK_TYPES[0]})
     )
     with pytest.raises(WorldError, match=r"1 of them without game\.tw-pddl"):
-        alfworld.tasks("train", 0, path=str(tmp_path))
+        Alfworld(path=str(tmp_path)).tasks("train", 0)
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(WorldError, match=r"ALFWORLD_DATA is .*nowhere"):
-        alfworld.make()
-    game = take(alfworld.tasks("train", 0, path=str(data)), 0)
+        Alfworld().env()
+    game = take(Alfworld(path=str(data)).tasks("train", 0), 0)
     with pytest.raises(WorldError, match=r"neither env\.options path nor ALFWORLD_DATA"):
-        alfworld.make(path=GENERATED).reset(game, 0)
+        Alfworld(path=GENERATED).env().reset(game, 0)
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"size": 6}, "size"),
-        ({"held_out": "both"}, "held_out='both'"),
+        ({"held_out": "both"}, "held_out is 'both'"),
         ({"task_types": ["fly"]}, "fly"),
         ({"task_types": []}, "task_types"),
-        ({"clutter": 2.0}, "clutter=2.0"),
-        ({"games_kept": 0}, "games_kept=0"),
+        ({"clutter": 2.0}, "clutter is 2.0"),
+        ({"games_kept": 0}, "games_kept is 0"),
         ({"scenes": [999]}, "999"),
         ({"scenes": [401], "task_types": ["pick_heat_then_place_in_recep"]}, "pick_heat_then_place_in_recep"),
     ],
 )
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
-        alfworld.tasks("train", 0, path=GENERATED, **options)
+        Alfworld(path=GENERATED, **options).tasks("train", 0)
 
 
 def test_nothing_of_the_extra_is_imported_before_it_is_needed_and_its_lack_is_named():
     program = (
         "import os, sys\n"
-        "from flowjax.envs import alfworld\n"
+        "from flowjax.envs.alfworld import Alfworld\n"
         "assert not {'alfworld', 'textworld', 'fast_downward'} & set(sys.modules)\n"
         "sys.modules['textworld'] = None\n"
         "try:\n"
-        "    alfworld.make()\n"
+        "    Alfworld().env()\n"
         "except ValueError as error:\n"
         "    print(type(error).__name__, error)\n"
-        "words = alfworld.vocabulary()\n"
+        "words = Alfworld().vocabulary()\n"
         "print('ALFWORLD_DATA' in os.environ)\n"
     )
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
@@ -415,7 +415,7 @@ def test_translations_that_processes_leave_each_other_change_nothing(tmp_path: P
     seen = []
     for cache in (None, tmp_path / "new", tmp_path / "new", tmp_path / "new"):
         monkeypatch.setattr("flowjax.envs.alfworld.env.GAMES", Games())
-        env = alfworld.make(path=GENERATED, cache=cache and str(cache))
+        env = Alfworld(path=GENERATED, cache=cache and str(cache)).env()
         seen.append([env.reset(task_for(CLEAN), 0), env.step("go to toilet 1"), frozenset(env._play.state)])
         for path in (tmp_path / "new").glob("*.json") if len(seen) == 3 else ():
             path.write_text(path.read_text()[:1000])
@@ -432,13 +432,13 @@ def test_texts_need_nothing_that_newer_pythons_took_from_textworld(monkeypatch: 
     textgen = package("textworld.envs.pddl.textgen")
     monkeypatch.setattr(textgen.EvalSymbol, "derive", fails)
     monkeypatch.setattr(textgen.ContextSensitiveGrammar, "derive", fails)
-    assert play_out(alfworld.make(path=GENERATED), task_for(LIGHT)) > 1
+    assert play_out(Alfworld(path=GENERATED).env(), task_for(LIGHT)) > 1
 
 
 def bathroom_games(first: int, count: int) -> list[Task]:
     """Different games in small rooms, which load fast."""
     kinds = ("pick_and_place_simple",)
-    options = Options(path=GENERATED, scenes=tuple(range(407, 431)), clutter=0.1, task_types=kinds)
+    options = AlfworldOptions(path=GENERATED, scenes=tuple(range(407, 431)), clutter=0.1, task_types=kinds)
     tasks = GeneratedTasks("train", 0, options)
     return [tasks(index) for index in range(first, first + count)]
 
@@ -449,7 +449,7 @@ def propositions() -> int:
 
 
 def test_games_that_are_no_longer_kept_leave_nothing_behind():
-    env = alfworld.make(path=GENERATED, games_kept=2)
+    env = Alfworld(path=GENERATED, games_kept=2).env()
     counts = []
     for first in (0, 6, 12):
         for task in bathroom_games(first, 6):
@@ -462,7 +462,7 @@ def test_games_that_are_no_longer_kept_leave_nothing_behind():
 @pytest.mark.slow
 def test_a_process_that_plays_game_after_game_does_not_grow():
     """A line fitted to the memory of the second 150 of 300 games rises by under 0.03 MB a game (it was 0.085)."""
-    env = alfworld.make(path=GENERATED, games_kept=4)
+    env = Alfworld(path=GENERATED, games_kept=4).env()
     page_mb = os.sysconf("SC_PAGE_SIZE") / 1e6
     resident_mb = []
     for task in bathroom_games(0, 300):

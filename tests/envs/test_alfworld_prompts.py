@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from flowjax.envs import alfworld
-from flowjax.envs.alfworld.world import GeneratedTasks, Options, View, compact
+from flowjax.envs.alfworld import Alfworld
+from flowjax.envs.alfworld.world import AlfworldOptions, AlfworldView, GeneratedTasks, compact_words
 from flowjax.envs.base import Observation, Past
+from flowjax.published.worlds import PublishedAlfworld
 
 INTRO = (
     "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see a "
@@ -13,8 +14,10 @@ INTRO = (
 )
 LEGAL = ("go to bed 1", "go to cabinet 1", "inventory", "look")
 TASK = "put a clean cloth in bed"
-FIRST = Observation(View(INTRO, TASK), LEGAL, 1)
-AT_BED = Observation(View("You arrive at bed 1. On the bed 1, you see a cloth 1, and a book 2.", TASK), LEGAL, 2)
+FIRST = Observation(AlfworldView(INTRO, TASK), LEGAL, 1)
+ON_BED = "You arrive at bed 1. On the bed 1, you see a cloth 1, and a book 2."
+AT_BED = Observation(AlfworldView(ON_BED, TASK), LEGAL, 2)
+WORLD = Alfworld()
 
 
 def content(messages: list) -> str:
@@ -39,43 +42,41 @@ def content(messages: list) -> str:
     ],
 )
 def test_the_words_of_a_compact_prompt(text: str, words: str):
-    assert compact(text) == words
+    assert compact_words(text) == words
 
 
 def test_a_compact_window_reads_as_the_conversation_does():
-    first = content(alfworld.prompt(FIRST, [], "compact"))
+    first = content(WORLD.prompt(FIRST, [], "compact"))
     assert first == "task put clean cloth in bed ; cabinet 2 bed 1 sinkbasin 1 >"
-    window = content(alfworld.prompt(AT_BED, [Past(1, FIRST.view, "go to bed 1")], "compact"))
-    assert window == f"{first} go to bed 1 {content(alfworld.follow_up(AT_BED, 'compact'))}"
-    assert content(alfworld.prompt(AT_BED, [Past(1, FIRST.view, "")], "compact")) == window.replace(
-        "go to bed 1", "none"
-    )
+    window = content(WORLD.prompt(AT_BED, [Past(1, FIRST.view, "go to bed 1")], "compact"))
+    assert window == f"{first} go to bed 1 {content(WORLD.follow_up(AT_BED, 'compact'))}"
+    assert content(WORLD.prompt(AT_BED, [Past(1, FIRST.view, "")], "compact")) == window.replace("go to bed 1", "none")
 
 
 def test_every_word_of_compact_prompts_and_replies_is_in_the_vocabulary():
-    known = set(alfworld.vocabulary())
+    known = set(Alfworld().vocabulary())
     assert all(word.split() == [word] for word in known)
-    assert len(known) == len(alfworld.vocabulary())
-    env, rng = alfworld.make(path="generated"), np.random.default_rng(0)
+    assert len(known) == len(Alfworld().vocabulary())
+    env, rng = Alfworld(path="generated").env(), np.random.default_rng(0)
     tasks = GeneratedTasks(
-        "train", 0, Options(clutter=0.3, task_types=("look_at_obj_in_light", "pick_two_obj_and_place"))
+        "train", 0, AlfworldOptions(clutter=0.3, task_types=("look_at_obj_in_light", "pick_two_obj_and_place"))
     )
     for index in range(6):
         observation, past = env.reset(tasks(index), 0), []
         for turn in range(1, 25):
-            assert set(content(alfworld.prompt(observation, past[-2:], "compact")).split()) <= known
-            assert set(content(alfworld.follow_up(observation, "compact")).split()) <= known
+            assert set(content(WORLD.prompt(observation, past[-2:], "compact")).split()) <= known
+            assert set(content(WORLD.follow_up(observation, "compact")).split()) <= known
             assert all(set(action.split()) <= known for action in observation.legal_actions)
-            stray = alfworld.random_action(observation, rng)
-            action = stray if rng.random() < 0.7 else alfworld.expert(env)
-            assert alfworld.parse_action(alfworld.reply(action, "compact"), observation.legal_actions) == action
+            stray = WORLD.random_action(observation, rng)
+            action = stray if rng.random() < 0.7 else WORLD.expert(env)
+            assert WORLD.parse_action(WORLD.reply(action, "compact"), observation.legal_actions) == action
             past.append(Past(turn, observation.view, action))
             observation = env.step(action).observation
 
 
 def test_the_instruct_prompt_shows_task_window_and_actions_once():
     past = [Past(3, FIRST.view, "go to bed 1"), Past(4, AT_BED.view, "")]
-    text = content(alfworld.prompt(AT_BED, past, "instruct"))
+    text = content(WORLD.prompt(AT_BED, past, "instruct"))
     assert text.count("put a clean cloth in bed") == 1
     assert text.count("'go to cabinet 1'") == 1
     for part in (
@@ -87,23 +88,23 @@ def test_the_instruct_prompt_shows_task_window_and_actions_once():
         "<action>",
     ):
         assert part in text
-    first = content(alfworld.prompt(FIRST, [], "instruct"))
+    first = content(WORLD.prompt(FIRST, [], "instruct"))
     assert "so far" not in first and "Looking quickly around you" in first
-    later = content(alfworld.follow_up(AT_BED, "instruct"))
+    later = content(WORLD.follow_up(AT_BED, "instruct"))
     assert "put a clean cloth" not in later and "'look'" in later and "<action>" in later
 
 
 def test_the_task_is_kept_apart_from_what_is_seen():
-    env = alfworld.make(path="generated")
-    first = env.reset(GeneratedTasks("train", 0, Options())(0), 0).view
+    env = Alfworld(path="generated").env()
+    first = env.reset(GeneratedTasks("train", 0, AlfworldOptions())(0), 0).view
     assert first.seen.startswith("-= Welcome") and first.task and "task is to" not in first.seen + first.task
-    assert env.step("").observation.view == View("Nothing happens.", first.task)
+    assert env.step("").observation.view == AlfworldView("Nothing happens.", first.task)
 
 
 @pytest.mark.parametrize("style", ["instruct", "compact"])
 def test_the_expert_is_understood(style):
     for action in LEGAL:
-        assert alfworld.parse_action(alfworld.reply(action, style), LEGAL) == action
+        assert WORLD.parse_action(WORLD.reply(action, style), LEGAL) == action
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_the_expert_is_understood(style):
     ],
 )
 def test_the_published_way_of_reading_is_kept_as_an_option(reply: str, sent: str):
-    assert alfworld.parse_action(reply, LEGAL, reference=True) == sent
+    assert PublishedAlfworld().parse_action(reply, LEGAL) == sent
 
 
 def fuzz(rng: np.random.Generator, pieces: list[str]) -> str:
@@ -126,8 +127,8 @@ def fuzz(rng: np.random.Generator, pieces: list[str]) -> str:
 
 
 def test_ten_thousand_odd_replies():
-    env = alfworld.make(path="generated")
-    observation = env.reset(GeneratedTasks("train", 0, Options(clutter=0.2))(1), 0)
+    env = Alfworld(path="generated").env()
+    observation = env.reset(GeneratedTasks("train", 0, AlfworldOptions(clutter=0.2))(1), 0)
     legal, rng = observation.legal_actions, np.random.default_rng(0)
     pieces = [
         "<action>",
@@ -147,8 +148,8 @@ def test_ten_thousand_odd_replies():
     before, understood = frozenset(env._play.state), 0
     for number in range(10_000):
         reply = fuzz(rng, pieces)
-        action = alfworld.parse_action(reply, legal)
-        sent = alfworld.parse_action(reply, legal, reference=True)
+        action = WORLD.parse_action(reply, legal)
+        sent = PublishedAlfworld().parse_action(reply, legal)
         assert action is None or action in legal
         assert isinstance(sent, str)
         understood += action is not None

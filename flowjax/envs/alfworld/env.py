@@ -10,8 +10,8 @@ from mementos import core as mementos
 
 from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Game, Playthrough
 from flowjax.envs.alfworld.generate import Spec, game_file, trajectory_file
-from flowjax.envs.alfworld.player import GameGoal, Player, TrueState, conditions_met
-from flowjax.envs.alfworld.world import GAME, GET_DATA, TASK, TRAJECTORY, Options, View
+from flowjax.envs.alfworld.player import GameGoal, ScriptedPlayer, TrueState, conditions_met
+from flowjax.envs.alfworld.world import GAME, GET_DATA, TASK, TRAJECTORY, AlfworldOptions, AlfworldView
 from flowjax.envs.base import Observation, Step, WorldError
 from flowjax.records import Task
 
@@ -33,7 +33,7 @@ class Games:
     def __init__(self):
         self._loaded: OrderedDict[tuple[Any, ...], Loaded] = OrderedDict()
 
-    def get(self, task: Task, root: Path | None, library: Any, options: Options) -> Loaded:
+    def get(self, task: Task, root: Path | None, library: Any, options: AlfworldOptions) -> Loaded:
         """The game of a task, loaded with the help of `library` if it is not there. The last used ones stay."""
         key = (str(root), *sorted(task.payload.items()))
         known = self._loaded.get(key)
@@ -78,10 +78,10 @@ def _contents(task: Task, root: Path | None) -> tuple[dict[str, Any], dict[str, 
         raise WorldError(f"the game of task {task.task_id} cannot be read ({error}): {GET_DATA}") from error
 
 
-class Alfworld:
+class AlfworldEnv:
     """An environment. Texts are the game's own."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: AlfworldOptions):
         self._options, self._root = options, options.root()
         self._play = Playthrough()
         self._loaded: Loaded | None = None
@@ -122,11 +122,11 @@ class Alfworld:
     def best_action(self) -> str:
         """Next action of a player who sees the true state."""
         game, goal = self.loaded.game, self.loaded.goal
-        return Player(game.room, self._play.state, self._play.commands, goal).choose()
+        return ScriptedPlayer(game.room, self._play.state, self._play.commands, goal).choose()
 
     def _observe(self, said: str) -> Observation:
         # The game repeats the task where it begins; of its other texts all is seen.
-        return Observation(View(said.partition(TASK)[0].strip(), self._task), self._legal, self._play.key())
+        return Observation(AlfworldView(said.partition(TASK)[0].strip(), self._task), self._legal, self._play.key())
 
     def _list_actions(self) -> None:
         self._legal = tuple(sorted(set(self._play.commands) - {NOT_OFFERED}))

@@ -114,7 +114,7 @@ def conditions_met(state: TrueState, goal: GameGoal) -> float:
     return max(((state.has(thing, wanted) + (thing in placed)) / 2 for thing in (*objects, *held)), default=0.0)
 
 
-class Player:
+class ScriptedPlayer:
     """The next command in one state. `commands` are those that can be given now, by their text."""
 
     def __init__(

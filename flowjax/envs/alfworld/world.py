@@ -9,25 +9,34 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
 from flowjax.envs.alfworld.generate import TASK_TYPES, Spec, choices
 from flowjax.envs.alfworld.packages import DATA_VARIABLE, constants, floor_plan, package, scenes
-from flowjax.envs.base import Message, NotReady, Observation, Past, Split, Style, WorldError, tagged_action
-from flowjax.envs.options import build_options, check_split
+from flowjax.envs.base import (
+    History,
+    Message,
+    NotReady,
+    Observation,
+    Split,
+    Style,
+    World,
+    WorldError,
+    check_split,
+    user_says,
+)
+from flowjax.fields import Interval, Share
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
     import grain
 
-    from flowjax.envs.alfworld.env import Alfworld
+    from flowjax.envs.alfworld.env import AlfworldEnv
 
-OUTCOMES = ("success", "conditions_met")
 WORLD = "alfworld"
 TASKS = 1 << 31  # length of the source of generated tasks; slice it
 HELD_OUT_ONE_IN = 8  # tasks in the training rooms, by content
@@ -35,7 +44,6 @@ GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
 UNUSABLE = ("movable", "Sliced")  # in the name of a folder: tasks that the text world leaves out
 GENERATED = "generated"
 FOLDER = "json_2.1.1"
-HELD_OUT = ("unseen", "seen")
 GET_DATA = (
     "fetch the real games with `alfworld-download`, or make some with "
     "`python -m data.alfworld.build --out=<folder>`, and name the folder that holds json_2.1.1"
@@ -45,7 +53,6 @@ RULES = """You are a household robot in a text world. You go to places, look int
 a time, and clean, heat, cool or switch on what the task asks for."""
 INSTRUCTION = """First reason step by step about the state and your plan inside <think> </think>. Then choose one of the
 actions above, word for word, and give it inside <action> </action>."""
-SENT_CHARACTERS = 30  # of a reply without tags, in the published system
 WORD = re.compile(r"[a-z]+|\d+")
 NUMBERS = 40  # copies of one class that a compact prompt can name
 MARKS = ("task", ";", ">", "none")  # before the task, a turn's text and its action; an unreadable reply
@@ -55,10 +62,11 @@ SAID = """
     nothing closed carrying arrive pick turn off happens normal special facing
 """
 UNSAID = {"a", "you"}
+HeldOut = Literal["unseen", "seen"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class AlfworldOptions:
     """Games, and how a process keeps them.
 
     path         folder with json_2.1.1 in it; "generated" for games of our own; None: what ALFWORLD_DATA names, if
@@ -72,23 +80,20 @@ class Options:
     """
 
     path: str | None = None
-    held_out: str = "unseen"
+    held_out: HeldOut = "unseen"
     task_types: tuple[str, ...] = TASK_TYPES
     scenes: tuple[int, ...] | None = None
-    clutter: float = 0.5
-    games_kept: int = 64
+    clutter: Share = 0.5
+    games_kept: Annotated[int, Interval(at_least=1)] = 64
     cache: str | None = None
 
     def __post_init__(self):
-        if self.held_out not in HELD_OUT:
-            raise WorldError(f"env.options held_out={self.held_out!r}: give unseen or seen")
+        for name in ("task_types", "scenes"):  # lists, as messages bring them, cannot be keys of a cache
+            if isinstance(given := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(given))
         strange = [name for name in self.task_types if name not in TASK_TYPES]
         if strange or not self.task_types:
             raise WorldError(f"env.options task_types={strange or ()}: give some of {', '.join(TASK_TYPES)}")
-        if not 0 <= self.clutter <= 1:
-            raise WorldError(f"env.options clutter={self.clutter}: give a share from 0 to 1")
-        if self.games_kept < 1:
-            raise WorldError(f"env.options games_kept={self.games_kept}: give 1 or more")
 
     def root(self) -> Path | None:
         """The folder whose train, valid_seen and valid_unseen hold the games; None where they are generated.
@@ -113,54 +118,74 @@ class Options:
         return "train" if split == "train" else f"valid_{self.held_out}"
 
 
-def read_options(options: Mapping[str, Any]) -> Options:
-    """Options of keyword arguments; see `build_options`."""
-    lists = {name: tuple(options[name]) for name in ("task_types", "scenes") if isinstance(options.get(name), list)}
-    return build_options(Options, {**options, **lists}, "ALFWorld")
-
-
 @dataclass(frozen=True, slots=True)
-class View:
-    """What the game said last, and the task, which prompts show once."""
+class AlfworldView:
+    """The game's latest text, and the task, which prompts show once."""
 
     seen: str
     task: str
 
 
-def make(**options: Any) -> "Alfworld":
-    """An environment; for the options see `Options`.
+class Alfworld(World):
+    """Household tasks in text. State: where everything is, and what was done to it."""
 
-    Raises:
-        WorldError: an option is unknown or impossible, or the `alfworld` extra is not installed.
-    """
-    return package("flowjax.envs.alfworld.env").Alfworld(read_options(options))
+    OUTCOMES = ("success", "conditions_met")
+    Options = AlfworldOptions
+    View = AlfworldView
 
+    def env(self) -> "AlfworldEnv":
+        """Raises:
+        NotReady: the `alfworld` extra is not installed, or the games are not where they should be.
+        """
+        return package("flowjax.envs.alfworld.env").AlfworldEnv(self.options)
 
-def expert(env: "Alfworld") -> str:
-    """The next action of a player who sees the true state."""
-    return env.best_action()
+    def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
+        """Generated games without end, or those of a folder; see `AlfworldOptions.path`.
 
+        Raises:
+            WorldError: there are none, or no such split.
+        """
+        import grain  # imports jax, which processes that only hold environments do without
 
-def random_action(observation: Observation, rng: np.random.Generator) -> str:
-    return observation.legal_actions[rng.integers(len(observation.legal_actions))]
+        check_split(split)
+        root = self.options.root()
+        if root is not None:
+            return grain.MapDataset.source(data_tasks(root, split, data_seed, self.options))
+        generated = GeneratedTasks(split, data_seed, self.options)
+        generated.check()
+        return grain.MapDataset.range(TASKS).map(generated)
 
+    def instruct(self, observation: Observation, history: History) -> str:
+        """The task, the earlier turns that the window shows, what is seen now, what can be done."""
+        view: AlfworldView = observation.view
+        parts = [RULES, f"{TASK}{view.task}."]
+        if history:
+            past = "\n".join(
+                f"[Observation {one.turn}: '{one.view.seen}', Action {one.turn}: '{one.action or 'none'}']"
+                for one in history
+            )
+            parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n{past}")
+        return "\n\n".join([*parts, f"You see now:\n{view.seen}", _choices(observation)])
 
-def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
-    """Generated games without end, or those of a folder; see `Options.path`.
+    def compact(self, observation: Observation, history: History) -> str:
+        """`task <task> ; <seen> > <action> ; <seen> >`, without the list of actions; so reads a conversation too."""
+        view: AlfworldView = observation.view
+        past = [f"; {compact_words(one.view.seen)} > {one.action or 'none'}" for one in history]
+        return " ".join(["task", compact_words(view.task), *past, ";", compact_words(view.seen), ">"])
 
-    Raises:
-        WorldError: there are none, or no such split.
-    """
-    import grain  # imports jax, which processes that only hold environments do without
+    def follow_up(self, observation: Observation, style: Style) -> list[Message]:
+        seen = observation.view.seen
+        return user_says(f"; {compact_words(seen)} >" if style == "compact" else f"{seen}\n\n{_choices(observation)}")
 
-    check_split(split)
-    chosen = read_options(options)
-    root = chosen.root()
-    if root is not None:
-        return grain.MapDataset.source(data_tasks(root, split, data_seed, chosen))
-    generated = GeneratedTasks(split, data_seed, chosen)
-    generated.check()
-    return grain.MapDataset.range(TASKS).map(generated)
+    def reply(self, action: str, style: Style) -> str:
+        return action if style == "compact" else f"<think>I know what to do.</think><action>{action}</action>"
+
+    def vocabulary(self) -> tuple[str, ...]:
+        return _words()
+
+    def expert(self, env: "AlfworldEnv") -> str:
+        """The next action of a player who sees the true state."""
+        return env.best_action()
 
 
 class GeneratedTasks:
@@ -170,7 +195,7 @@ class GeneratedTasks:
     ALFRED's, and in the seen ones each (room, kind of task, object, target) belongs to one split for good.
     """
 
-    def __init__(self, split: Split, data_seed: int, options: Options):
+    def __init__(self, split: Split, data_seed: int, options: AlfworldOptions):
         self._split: Split = split
         self._data_seed, self._options = data_seed, options
 
@@ -221,7 +246,7 @@ def _is_held_out(scene: int, kind: str, asked: str, target: str) -> bool:
     return state_key(WORLD, scene, kind, asked, target) % HELD_OUT_ONE_IN == 0
 
 
-def data_tasks(root: Path, split: Split, data_seed: int, options: Options) -> list[Task]:
+def data_tasks(root: Path, split: Split, data_seed: int, options: AlfworldOptions) -> list[Task]:
     """The games of a folder that are known to be solvable, in an order that the data seed fixes.
 
     Raises:
@@ -251,51 +276,12 @@ def data_tasks(root: Path, split: Split, data_seed: int, options: Options) -> li
     return [Task(f"{WORLD}-{games[index]}", WORLD, place, {"game": games[index]}) for place, index in enumerate(order)]
 
 
-def vocabulary(**options: Any) -> tuple[str, ...]:
-    """All that compact prompts and replies are made of, the same for all games."""
-    del options
-    return _words()
-
-
-@functools.cache
-def _words() -> tuple[str, ...]:
-    classes = sorted(name.lower() for name in constants().OBJECTS_WSLICED)
-    return tuple(dict.fromkeys([*MARKS, *SAID.split(), *classes, *map(str, range(1, NUMBERS + 1))]))
-
-
-def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
-    """One user message: the task, the earlier turns that the window shows, what is seen now, what can be done.
-
-    Compact: "task <task> ; <seen> > <action> ; <seen> >", without the list of actions; so reads a conversation too.
-    """
-    view: View = observation.view
-    if style == "compact":
-        past = [f"; {compact(turn.view.seen)} > {turn.action or 'none'}" for turn in history]
-        words = ["task", compact(view.task), *past, ";", compact(view.seen), ">"]
-        return [{"role": "user", "content": " ".join(words)}]
-    parts = [RULES, f"{TASK}{view.task}."]
-    if history:
-        past = [
-            f"[Observation {one.turn}: '{one.view.seen}', Action {one.turn}: '{one.action or 'none'}']"
-            for one in history
-        ]
-        parts.append(f"You have taken {history[-1].turn} actions so far. The latest:\n" + "\n".join(past))
-    parts += [f"You see now:\n{view.seen}", _choices(observation)]
-    return [{"role": "user", "content": "\n\n".join(parts)}]
-
-
-def follow_up(observation: Observation, style: Style) -> list[Message]:
-    seen = observation.view.seen
-    content = f"; {compact(seen)} >" if style == "compact" else f"{seen}\n\n{_choices(observation)}"
-    return [{"role": "user", "content": content}]
-
-
 def _choices(observation: Observation) -> str:
     actions = "\n".join(f"'{action}'" for action in observation.legal_actions)
     return f"Your possible actions are:\n{actions}\n\n{INSTRUCTION}"
 
 
-def compact(text: str) -> str:
+def compact_words(text: str) -> str:
     """A text of the game in words of the vocabulary, each thing once.
 
     Of the list of a room's receptacles only the highest number of each class.
@@ -307,6 +293,12 @@ def compact(text: str) -> str:
     known = _known()
     said = [word for word in WORD.findall(text) if word in known]
     return " ".join(_highest(said) if room else _once(said)) or "nothing"
+
+
+@functools.cache
+def _words() -> tuple[str, ...]:
+    classes = sorted(name.lower() for name in constants().OBJECTS_WSLICED)
+    return tuple(dict.fromkeys([*MARKS, *SAID.split(), *classes, *map(str, range(1, NUMBERS + 1))]))
 
 
 @functools.cache
@@ -335,24 +327,3 @@ def _once(said: list[str]) -> list[str]:
             named.add((word, following))
             kept += word, following
     return kept
-
-
-def reply(action: str, style: Style) -> str:
-    return action if style == "compact" else f"<think>I know what to do.</think><action>{action}</action>"
-
-
-def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
-    """The legal action that a reply names.
-
-    `reference` gives what the published system sends to its engine, legal or not: what stands between the first tags
-    of the lower-cased reply, or the last 30 characters of one without tags. (That system then calls invalid what lacks
-    <think> tags or has Chinese characters, and nothing else; here it is the environment that says what is valid: what
-    is legal.)
-    """
-    if not reference:
-        return tagged_action(reply, legal)
-    text = reply.lower()
-    start, end = text.find("<action>"), text.find("</action>")
-    if start < 0 or end < 0:
-        return text[-SENT_CHARACTERS:]
-    return text[start + len("<action>") : end].strip()
