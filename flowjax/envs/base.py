@@ -34,7 +34,7 @@ class WorldError(ValueError):
 
 
 class NotReady(WorldError):
-    """What a world needs is not on this machine: its files, a package or a program. The message says how to get it."""
+    """Files, a package or a program that a world needs are not on this machine. The message says how to get them."""
 
 
 class EnvDied(RuntimeError):
@@ -47,7 +47,7 @@ class EnvDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the agent may see, and the 64-bit key of the canonical state behind it.
+    """A view of what the agent may see, and the 64-bit key of the canonical state behind it.
 
     `view` is an instance of the world's `View`. Free-text actions stand among the legal ones as templates, for example
     `search[<words>]`.
@@ -97,8 +97,8 @@ class Env(Protocol):
         ...
 
 
-class Session(Protocol):
-    """An environment as an episode sees it: somewhere else, and it may die (`EnvDied`)."""
+class RemoteEnv(Protocol):
+    """An environment in another process, as an episode has it; it may die (`EnvDied`)."""
 
     async def reset(self, task: Task, seed: int) -> Observation: ...
 
@@ -118,12 +118,12 @@ class World(ABC):
 
     OUTCOMES: ClassVar[tuple[str, ...]] = ("success",)
     STEPS_WAIT: ClassVar[bool] = False
-    """Whether steps wait for something elsewhere. Environments of one process then step side by side, in threads, and
-    bound their waiting themselves: nobody is watching them."""
+    """True where steps wait for something elsewhere. Environments of one process then step side by side, in threads,
+    and bound their waiting themselves: nobody is watching them."""
     Options: ClassVar[type] = NoOptions
     """A frozen dataclass, `config.env.options`. It may refuse values in `__post_init__` with a WorldError."""
     View: ClassVar[type] = str
-    """What an agent sees: text, or a frozen dataclass of numbers, texts, tuples and dataclasses of these."""
+    """Type of what an agent sees: text, or a frozen dataclass of numbers, texts, tuples and dataclasses of these."""
 
     def __init__(self, **options: Any):
         """Raises:
@@ -187,7 +187,7 @@ class World(ABC):
         return tagged_action(reply, legal)
 
     def well_formed(self, reply: str) -> bool:
-        """Whether a reply may count as valid. One that may not is carried out all the same."""
+        """False where a reply cannot count as valid. What it names is carried out all the same."""
         return True
 
     def structured_outputs(self, style: Style) -> Mapping[str, Any]:

@@ -42,14 +42,14 @@ class _WorkerLost(Exception):
 
 @dataclass
 class PoolCounts:
-    """What the pool went through: workers killed for time-outs, workers that died, episodes taken up on another one."""
+    """Counts of a pool: workers killed for time-outs, workers that died, episodes taken up on another one."""
 
     timeouts: int = 0
     crashes: int = 0
     replays: int = 0
 
 
-class _Worker(asyncio.Protocol):
+class _WorkerProcess(asyncio.Protocol):
     """The parent's end of one worker process."""
 
     def __init__(self, counts: PoolCounts, step_timeout_s: float, start_timeout_s: float):
@@ -166,14 +166,14 @@ class EnvPool:
         self.counts = PoolCounts()
         self._timeouts_s = (step_timeout_s, start_timeout_s)
         self._size = workers
-        self._workers: list[_Worker] = []
+        self._workers: list[_WorkerProcess] = []
         self._numbers = itertools.count(1)
         self._failed_starts = 0
         self._closed = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "EnvPool":
-        self._workers = [_Worker(self.counts, *self._timeouts_s) for _ in range(self._size)]
+        self._workers = [_WorkerProcess(self.counts, *self._timeouts_s) for _ in range(self._size)]
         for slot, worker in enumerate(self._workers):
             await worker.connect()
             self._tasks.append(asyncio.create_task(self._keep(slot)))
@@ -209,11 +209,11 @@ class EnvPool:
             self._failed_starts = 0 if started else self._failed_starts + 1
             if self._failed_starts >= MAX_LOSSES:
                 return
-            replacement = _Worker(self.counts, *self._timeouts_s)
+            replacement = _WorkerProcess(self.counts, *self._timeouts_s)
             await replacement.connect()
             self._workers[slot] = replacement
 
-    async def _choose(self) -> _Worker:
+    async def _choose(self) -> _WorkerProcess:
         """The living worker with the fewest sessions."""
         while not self._closed:
             if alive := [worker for worker in self._workers if worker.alive]:
@@ -240,7 +240,7 @@ class PooledEnv:
         self._pool, self._session, self._path = pool, session, path
         self._opening = ("open", path, dict(options))
         self._view_type: type = str
-        self._worker: _Worker | None = None
+        self._worker: _WorkerProcess | None = None
         self._calls: list[tuple[Any, ...]] = []  # the reset and the actions since
         self._number = 0
         self._dead: EnvDied | None = None

@@ -115,7 +115,7 @@ class Worker:
             self._page[BUSY] = IDLE
 
     def waits(self, request: list[Any]) -> bool:
-        """Whether the request is to a world that waits, which `answer_waiting` answers in another thread."""
+        """True for a request to a world that waits, which `answer_waiting` answers in another thread."""
         return request[0] in self._turns
 
     def answer_waiting(self, request: list[Any]) -> list[Any]:

@@ -7,11 +7,11 @@ import re
 
 from flowjax.envs.alfworld.world import Alfworld
 from flowjax.envs.code.world import Code, fenced_blocks, runnable
-from flowjax.envs.search import Search
 from flowjax.envs.search.protocol import parse_as_published, parse_compact
-from flowjax.envs.sokoban import Sokoban
+from flowjax.envs.search.world import Search
 from flowjax.envs.sokoban.rooms import DIRECTIONS
-from flowjax.envs.webshop import WebShop
+from flowjax.envs.sokoban.world import Sokoban
+from flowjax.envs.webshop.world import WebShop
 
 _BLOCK_CHARACTERS = 20  # of the shortest block that the published code world takes for a program
 _SENT_CHARACTERS = 30  # of a reply without tags that the published ALFWorld sends

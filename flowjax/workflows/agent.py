@@ -15,7 +15,7 @@ UNVERSIONED = -1  # version of replies from a model that is not a published poli
 
 
 class Sampled(Protocol):
-    """What the engine answers; `model` is the name it served, `<policy>@<version>` for a published policy."""
+    """A completion from an engine; `model` is the name it served, `<policy>@<version>` for a published policy."""
 
     @property
     def sampled_ids(self) -> Sequence[int] | np.ndarray: ...
@@ -63,8 +63,8 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one agent did in an episode, to be rewarded by its own outcome. An agent may have several parts."""
+class AgentTurns:
+    """Turns of one agent in an episode, rewarded by their own outcome. An agent may have several such parts."""
 
     agent: str
     turns: Sequence[Turn]
@@ -75,7 +75,7 @@ class Part:
 class Played:
     """An episode. `outcome` is that of the whole, of what was played, whatever the status."""
 
-    parts: Sequence[Part]
+    parts: Sequence[AgentTurns]
     outcome: Mapping[str, float]
     status: Status
     error: str = ""

@@ -1,4 +1,4 @@
-"""What a nano base is taught: the world's words and expert, or those of a workflow that has more to teach."""
+"""Words and demonstrations for a nano base: those of the world, or of a workflow that has more to teach."""
 
 import importlib
 from collections.abc import Callable, Iterator

@@ -4,9 +4,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flowjax.envs.base import Context, EnvDied, Past, Session, Style, World
+from flowjax.envs.base import Context, EnvDied, Past, RemoteEnv, Style, World
 from flowjax.records import Status, Task, Turn
-from flowjax.workflows.agent import Agent, Part, Played, Reply, record_turn
+from flowjax.workflows.agent import Agent, AgentTurns, Played, Reply, record_turn
 from flowjax.workflows.codec import PromptTooLong
 
 OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own
@@ -16,7 +16,7 @@ AGENT = "agent"  # its name among the agents
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How an episode is played. `history` is the number of past turns that a window shows, -1 the style's default."""
+    """Settings of an episode. `history` is the number of past turns that a window shows, -1 the style's default."""
 
     world: World
     max_turns: int = 15
@@ -25,7 +25,7 @@ class Options:
     history: int = -1
 
 
-async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agent], options: Options) -> Played:
+async def play(task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: Options) -> Played:
     """Play `task` until it ends or `options.max_turns` actions are taken.
 
     A reply that names no legal action is a turn like any other: the world answers "" with `valid=False`. When the
@@ -66,4 +66,4 @@ async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agen
     outcome["turns"] = float(len(turns))
     outcome["invalid_actions"] = float(sum(not turn.valid for turn in turns))
     outcome["env_return"] = float(sum(turn.env_reward for turn in turns))
-    return Played([Part(AGENT, turns, outcome)], outcome, status, error)
+    return Played([AgentTurns(AGENT, turns, outcome)], outcome, status, error)

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from flowjax.envs.base import Context, EnvDied, Message, Observation, Session, Step, Style, World
+from flowjax.envs.base import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
-from flowjax.workflows.agent import Agent, Part, Played, record_turn
+from flowjax.workflows.agent import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import Options
 
@@ -49,14 +49,14 @@ The review:
 Answer anew."""
 
 
-async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agent], options: Options) -> Played:
+async def play(task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: Options) -> Played:
     """One attempt, one verdict, and another attempt if the verdict is a rejection.
 
     The episode succeeds by its last attempt. Its outcomes besides: `attempts`, `approved`, `verdict_right`. Those of a
     verdict: `success` where it agrees with the truth, `answer_right`, and `approved_right` or `rejected_wrong`,
     whichever the answer called for.
     """
-    parts: list[Part] = []
+    parts: list[AgentTurns] = []
     outcome = {"success": 0.0, "attempts": 0.0, "approved": 0.0, "verdict_right": 0.0}
     status: Status = "ok"
     error = ""
@@ -78,11 +78,11 @@ async def play(task: Task, *, seed: int, env: Session, agents: Mapping[str, Agen
 async def _attempt(
     task: Task,
     seed: int,
-    env: Session,
+    env: RemoteEnv,
     solver: Agent,
     options: Options,
     rejected: str,
-    parts: list[Part],
+    parts: list[AgentTurns],
     review: str = "",
 ) -> tuple[str, float]:
     """The solver's reply and whether it is right."""
@@ -95,19 +95,19 @@ async def _attempt(
     step = replace(step, valid=step.valid and options.world.well_formed(reply.text))
     turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s)
     right = step.outcome.get("success", 0.0)
-    parts.append(Part(SOLVER, [turn], {**step.outcome, **_counts(step.valid, step.reward)}))
+    parts.append(AgentTurns(SOLVER, [turn], {**step.outcome, **_counts(step.valid, step.reward)}))
     return reply.text, right
 
 
 async def _judge(
     task: Task,
-    env: Session,
+    env: RemoteEnv,
     seed: int,
     verifier: Agent,
     options: Options,
     answer: str,
     right: float,
-    parts: list[Part],
+    parts: list[AgentTurns],
 ) -> tuple[str, str, float]:
     """The verdict ("" where the reply holds none), the whole reply, and 1 if the verdict agrees with the truth."""
     problem = await env.reset(task, seed)
@@ -120,7 +120,7 @@ async def _judge(
     turn = record_turn(reply, before, step, env_s=0.0)
     called_for = "approved_right" if right >= 1.0 else "rejected_wrong"
     outcome = {"success": agrees, "answer_right": float(right >= 1.0), called_for: agrees}
-    parts.append(Part(VERIFIER, [turn], {**outcome, **_counts(step.valid, agrees)}))
+    parts.append(AgentTurns(VERIFIER, [turn], {**outcome, **_counts(step.valid, agrees)}))
     return verdict, reply.text, agrees
 
 

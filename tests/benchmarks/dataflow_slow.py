@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import Observation, Session, Step
+from flowjax.envs.base import Observation, RemoteEnv, Step
 from flowjax.records import Task
 from flowjax.workflows import single
 from flowjax.workflows.agent import Agent, Played
@@ -18,7 +18,7 @@ MEDIAN_S, SIGMA, LONGEST_S = 0.08, 1.6, 20.0  # log-normal: one step in a hundre
 class _Late:
     """A session whose steps take as long as the seed says, each time the same."""
 
-    def __init__(self, session: Session, seed: int):
+    def __init__(self, session: RemoteEnv, seed: int):
         self._session, self._random = session, np.random.default_rng(seed)
 
     async def reset(self, task: Task, seed: int) -> Observation:
@@ -31,7 +31,7 @@ class _Late:
 
 
 async def play(
-    task: Task, *, seed: int, env: Session, agents: Mapping[str, Agent], options: single.Options, **more: Any
+    task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: single.Options, **more: Any
 ) -> Played:
     """`flowjax.workflows.single.play`, late."""
     return await single.play(task, seed=seed, env=_Late(env, seed), agents=agents, options=options, **more)

@@ -1,6 +1,6 @@
 """An episode function of two agents: the first acts, the second is asked the same and only watched."""
 
-from flowjax.workflows.agent import Part, Played, record_turn
+from flowjax.workflows.agent import AgentTurns, Played, record_turn
 
 
 async def play(task, *, seed, env, agents, options):
@@ -11,5 +11,7 @@ async def play(task, *, seed, env, agents, options):
     action = world.parse_action(replies["first"].text, observation.legal_actions) or ""
     step = await env.step(action)
     outcome = dict.fromkeys(world.OUTCOMES, 0.0)
-    parts = [Part(name, [record_turn(reply, observation, step, env_s=0.0)], outcome) for name, reply in replies.items()]
+    parts = [
+        AgentTurns(name, [record_turn(reply, observation, step, env_s=0.0)], outcome) for name, reply in replies.items()
+    ]
     return Played(parts, outcome, "ok")

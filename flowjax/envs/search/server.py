@@ -47,12 +47,12 @@ DEFAULT_TOPK, DEFAULT_MIN_WORDS = 3, 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Busy(RuntimeError):
+class QueueFull(RuntimeError):
     """More queries wait than the server wants to hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Asked:
     queries: Sequence[str]
     count: int
     answer: "asyncio.Future[list[Scored]]"
@@ -67,7 +67,7 @@ class Batcher:
     def __init__(self, index: Index, *, max_batch: int, window_s: float, max_waiting: int):
         self._index = index
         self._max_batch, self._window_s, self._max_waiting = max_batch, window_s, max_waiting
-        self._requests: deque[_Waiting] = deque()
+        self._requests: deque[_Asked] = deque()
         self._waiting = 0  # queries
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "index")
@@ -77,11 +77,11 @@ class Batcher:
         """The best `count` rows for each query.
 
         Raises:
-            Busy: too many queries wait already.
+            QueueFull: too many queries wait already.
         """
         if self._waiting and self._waiting + len(queries) > self._max_waiting:
-            raise Busy(f"{self._waiting} queries wait already")
-        request = _Waiting(queries, count, asyncio.get_running_loop().create_future())
+            raise QueueFull(f"{self._waiting} queries wait already")
+        request = _Asked(queries, count, asyncio.get_running_loop().create_future())
         self._requests.append(request)
         self._waiting += len(queries)
         self._wake.set()
@@ -115,15 +115,15 @@ class Batcher:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self) -> list[_Waiting]:
-        batch: list[_Waiting] = []
-        taken = 0
-        while self._requests and (not batch or taken + len(self._requests[0].queries) <= self._max_batch):
+    def _take(self) -> list[_Asked]:
+        batch: list[_Asked] = []
+        queries = 0
+        while self._requests and (not batch or queries + len(self._requests[0].queries) <= self._max_batch):
             request = self._requests.popleft()
             self._waiting -= len(request.queries)
             if not request.answer.done():
                 batch.append(request)
-                taken += len(request.queries)
+                queries += len(request.queries)
         if not self._requests:
             self._wake.clear()
         return batch
@@ -170,7 +170,7 @@ class RetrievalService:
             return await handler(request)
         except Refused as refused:
             return web.json_response({"error": str(refused)}, status=refused.status)
-        except Busy as busy:
+        except QueueFull as busy:
             return web.json_response({"error": str(busy)}, status=503, headers={"Retry-After": "1"})
         except web.HTTPRequestEntityTooLarge:
             return web.json_response({"error": f"the body is over {MAX_BODY_BYTES} bytes"}, status=413)

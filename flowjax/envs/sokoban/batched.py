@@ -104,7 +104,7 @@ def reset_where(over: Bool[Array, "boards"], boards: Boards, levels: Boards, whi
 
 
 def solved(boards: Boards) -> Bool[Array, "boards"]:
-    """Whether every target is covered."""
+    """Boards whose targets are all covered."""
     return jnp.all(boards.boxes == boards.targets, axis=0)
 
 

@@ -60,7 +60,7 @@ class Shape:
 
 
 def split_of(room: Room) -> Split:
-    """Which split a room belongs to. Decided by walls and targets up to rotation and reflection, so that no held-out
+    """The split of a room, decided by walls and targets up to rotation and reflection, so that no held-out
     level, nor one that differs from it only in where the boxes and the player start, is ever trained on."""
     return "held_out" if room_key(room) % HELD_OUT_ONE_IN == 0 else "train"
 

@@ -52,7 +52,7 @@ def distances(room: Room) -> dict[tuple[int, int], int]:
 
 
 def is_small(room: Room) -> bool:
-    """Whether all positions of the room are few enough for `distances`."""
+    """True where all positions of the room are few enough for `distances`."""
     free_cells = room.floor.bit_count()
     return free_cells * math.comb(free_cells - 1, room.targets.bit_count()) <= MAX_POSITIONS
 
@@ -133,12 +133,12 @@ def _pushes_to(room: Room) -> tuple[dict[int, int], ...]:
 def _bound(room: Room, boxes: int) -> int:
     """Pushes of the cheapest assignment of boxes to targets; FAR where there is none."""
     tables = _pushes_to(room)
-    cheapest = {0: 0}  # set of targets that the boxes so far take -> pushes
+    cheapest = {0: 0}  # set of targets that the boxes so far use -> pushes
     for box in _members(boxes):
         following: dict[int, int] = {}
-        for (taken, pushes), (i, table) in itertools.product(cheapest.items(), enumerate(tables)):
-            if not taken >> i & 1 and box in table:
-                now = taken | 1 << i
+        for (used, pushes), (i, table) in itertools.product(cheapest.items(), enumerate(tables)):
+            if not used >> i & 1 and box in table:
+                now = used | 1 << i
                 following[now] = min(following.get(now, FAR), pushes + table[box])
         cheapest = following
     return min(cheapest.values(), default=FAR)

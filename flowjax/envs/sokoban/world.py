@@ -9,8 +9,20 @@ from jaxtyping import UInt8
 
 from flowjax.envs.base import History, Message, Observation, Split, Step, Style, World, check_split, user_says
 from flowjax.envs.sokoban.levels import Shape, generate
-from flowjax.envs.sokoban.pictures import picture, tiles
-from flowjax.envs.sokoban.rooms import DIRECTIONS, SYMBOLS, Position, Room, RoomView, grid, key, move, parse, solved
+from flowjax.envs.sokoban.rooms import (
+    DIRECTIONS,
+    SYMBOLS,
+    Position,
+    Room,
+    RoomView,
+    grid,
+    key,
+    move,
+    parse,
+    picture,
+    solved,
+    tiles,
+)
 from flowjax.envs.sokoban.solver import best_direction
 from flowjax.records import Task
 
