@@ -1,4 +1,4 @@
-"""What carries messages to the dataflow and its answers back. Nothing above knows how: one way is HTTP.
+"""The carrier of messages to the dataflow and of its answers. Nothing above knows how: one way is HTTP.
 
 Messages and answers are maps as docs/dataflow.md lists them, packed as `flowjax.records` says.
 """
@@ -87,7 +87,7 @@ async def connect(address: str | Callable[[], str], *, token: str = "") -> Async
 
 
 class Address:
-    """Where a role listens, as the run's endpoints.json has it now: it moves when another process takes its port.
+    """Place where a role listens, as the run's endpoints.json has it now: it moves when another process takes its port.
 
     Raises:
         OSError, ValueError, KeyError: the file does not say, when this is made; later on the last known one counts.

@@ -47,7 +47,7 @@ from flowjax.launch.roles import (
     stop_order,
     trainer_roles,
 )
-from flowjax.launch.session import OK, Session
+from flowjax.launch.session import OK, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.monitor.held_out import HeldOutEpisode, by_task, read_held_out
 from flowjax.monitor.progress import Progress
@@ -195,7 +195,7 @@ def _evaluate(run: Run, devices: Devices) -> int:
     ports, version = choose_ports(run), min(run.config.eval.versions)
     publish_endpoints(run, ports)
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    session = Session(run.folder, steps=0, stop_order=stop_order(run), console=console)
+    session = RunSession(run.folder, steps=0, stop_order=stop_order(run), console=console)
 
     async def done(supervisor: Supervisor, progress: Progress) -> None:
         while progress.eval_at(version) is None:

@@ -1,6 +1,6 @@
 """Draw runs: `python -m flowjax.report runs/<name> [runs/<other> ...] [--svg=curve.svg]`.
 
-`learning_curve.svg`, in the first run's folder unless told otherwise, has one line per run and policy: training
+`learning_curve.svg`, in the first run's folder unless `--svg` names another, has one line per run and policy: training
 success, averaged over the last ten steps, and the held-out evaluations with their 95 % intervals. `state_graph.svg`, in
 each run's folder, is the state graph of the group of the last batch whose episodes differed most in success, with the
 value of each state and the advantage of each move.

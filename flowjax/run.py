@@ -266,21 +266,21 @@ def check_agents(run: Run) -> None:
     Raises:
         ConfigError: an agent's policy is none of the run's, or a base model is asked for where nothing keeps it.
     """
-    for agent, speaker in run.agents.items():
-        if speaker not in (*run.policies, *run.bases):
+    for agent, model in run.agents.items():
+        if model not in (*run.policies, *run.bases):
             frozen = f"{', '.join(map(repr, run.bases))} for the base model{'s' * (len(run.bases) > 1)} as it is"
             raise ConfigError(
-                f"config.agents.{agent} is {speaker!r}: use one of the run's policies, {', '.join(run.policies)}, or "
+                f"config.agents.{agent} is {model!r}: use one of the run's policies, {', '.join(run.policies)}, or "
                 f"{frozen}"
             )
-        if speaker in run.replaced_bases:
+        if model in run.replaced_bases:
             raise ConfigError(
-                f"config.agents.{agent} is {speaker!r}, but with config.policy.train 'full' the engine replaces the "
+                f"config.agents.{agent} is {model!r}, but with config.policy.train 'full' the engine replaces the "
                 "base model by what is trained: name a policy, or train 'lora'"
             )
-    speakers = dict.fromkeys(run.agents.values())
-    if speakers.keys() <= run.bases.keys() and not run.config.eval.versions:  # an evaluation trains nothing anyhow
-        spoken = ", ".join(map(repr, speakers))
+    models = dict.fromkeys(run.agents.values())
+    if models.keys() <= run.bases.keys() and not run.config.eval.versions:  # an evaluation trains nothing anyhow
+        spoken = ", ".join(map(repr, models))
         raise ConfigError(f"config.agents has {spoken} speak for every agent, so nothing is trained: name a policy")
 
 

@@ -45,7 +45,7 @@ from flowjax.launch.roles import (
     trainer_roles,
     warm_start_roles,
 )
-from flowjax.launch.session import OK, Session
+from flowjax.launch.session import OK, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.progress import Progress, read_status
 from flowjax.monitor.screen import clock, summary
@@ -55,7 +55,7 @@ _PLAIN_WIDTH = 140  # columns where there is no terminal to ask
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """A run to start, to resume or to plan."""
 
     run: Run
@@ -65,7 +65,7 @@ class Request:
     fresh_ledger: bool = False
 
 
-def read_request(argv: Sequence[str]) -> Request:
+def read_request(argv: Sequence[str]) -> LaunchRequest:
     """Understand the command line.
 
     Raises:
@@ -83,7 +83,7 @@ def read_request(argv: Sequence[str]) -> Request:
     if flag["fresh_ledger"] and (not flag["resume"] or flag["dry_run"]):
         raise ConfigError("--fresh_ledger changes a run that has begun: give --resume=<run folder>, and no --dry_run")
     run = resolve(config, run_dir)
-    return Request(run, flag["resume"], flag["dry_run"], _devices(run, values), flag["fresh_ledger"])
+    return LaunchRequest(run, flag["resume"], flag["dry_run"], _devices(run, values), flag["fresh_ledger"])
 
 
 def _define(values: flags.FlagValues) -> None:
@@ -182,8 +182,8 @@ def _start_ledger_anew(run: Run, console: Console) -> None:
 
     run_dir, config = run.folder, run.config
     made = [
-        max(committed_steps(run_dir / "checkpoints" / policy), default=0) * own.trainer.groups_per_step
-        for policy, own in run.policies.items()
+        max(committed_steps(run_dir / "checkpoints" / policy), default=0) * settings.trainer.groups_per_step
+        for policy, settings in run.policies.items()
     ]
     opened = int(read_status(run_dir, "dataflow").get("opened_groups", 0))
     # The status is a second old, and more groups than a batch may have been opened since.
@@ -203,7 +203,7 @@ def _show_status(run_dir: Path) -> int:
     return OK
 
 
-def _show_plan(request: Request, console: Console) -> int:
+def _show_plan(request: LaunchRequest, console: Console) -> int:
     from flowjax.launch.plan import render_plan
 
     ports = choose_ports(request.run)
@@ -213,12 +213,12 @@ def _show_plan(request: Request, console: Console) -> int:
     return USER_MISTAKE if found.problems else OK
 
 
-def _run(request: Request, console: Console) -> int:
+def _run(request: LaunchRequest, console: Console) -> int:
     run, devices = request.run, request.devices
     ports = choose_ports(run)
     publish_endpoints(run, ports)
     first = warm_start_roles(run, devices)
-    session = Session(
+    session = RunSession(
         run.folder,
         steps=sum(_last_versions(run).values()),
         warm_steps=run.config.warm_start.steps * len(first),
@@ -230,7 +230,7 @@ def _run(request: Request, console: Console) -> int:
         for trainer in trainer_roles(run):
             await supervisor.ended(trainer)
         if "trainer" in run.config.elsewhere:
-            await _trained_elsewhere(run)
+            await _trained_by_others(run)
         await _final_evaluation(run, progress)
 
     status = asyncio.run(
@@ -258,12 +258,12 @@ def _last_versions(run: Run) -> dict[str, int]:
     return {name: policy.trainer.steps for name, policy in run.policies.items()}
 
 
-async def _trained_elsewhere(run: Run) -> None:
-    """Wait until the dataflow has been told of the last version of every policy."""
+async def _trained_by_others(run: Run) -> None:
+    """Wait until the dataflow knows of the last version of every policy."""
     last = _last_versions(run)
     while True:
-        told = read_status(run.folder, "dataflow").get("policies", {})
-        if all(told.get(policy, {}).get("committed", -1) >= version for policy, version in last.items()):
+        known = read_status(run.folder, "dataflow").get("policies", {})
+        if all(known.get(policy, {}).get("committed", -1) >= version for policy, version in last.items()):
             return
         await asyncio.sleep(0.5)
 

@@ -1,4 +1,4 @@
-"""What can be refused before anything expensive starts: the config on its own.
+"""Checks of a config on its own, before anything expensive starts.
 
 A check gives messages of one form: field, value, conflict, remedy. All that can be found are given at once.
 """
@@ -60,8 +60,8 @@ def on_each_policy(run: Run, check: Callable[[Policy], Iterable[str]]) -> list[s
 
 def _in_policy(run: Run, policy: str, text: str) -> str:
     """A message about a policy, with the sections that it has of its own named as they are in the config."""
-    own = [section for section in PER_POLICY if section in run.config.policies.get(policy, {})]
-    return _renamed(text, own, f"config.policies.{policy}")
+    sections = [section for section in PER_POLICY if section in run.config.policies.get(policy, {})]
+    return _renamed(text, sections, f"config.policies.{policy}")
 
 
 def in_base(base: str, text: str) -> str:

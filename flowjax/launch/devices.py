@@ -1,4 +1,4 @@
-"""Who gets which accelerator of this machine: the engine the last ones, the trainer the rest."""
+"""Accelerators of this machine, shared out: the engines get the last ones, the trainers the rest."""
 
 import math
 import os
@@ -46,10 +46,10 @@ class Devices:
             return {}
         count = self._trainer_count_here
         start = index * count % len(self.trainer)
-        own = self.trainer[start : start + count]
+        part = self.trainer[start : start + count]
         crowded = self.shared or len(self.trainer) < self.trainers
         shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if crowded else {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(own), **shared}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(part), **shared}
 
     def process_envs(self, count: int) -> list[dict[str, str]]:
         """Of each of the `count` processes of one trainer on this machine: equal parts of its accelerators, or the CPU.
@@ -64,8 +64,8 @@ class Devices:
 
     def engine_env(self, first: int, count: int) -> dict[str, str]:
         """Of an engine that gets `count` of the engines' accelerators, from the `first` on."""
-        own = self.engine[first : first + count] or self.engine
-        return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
+        part = self.engine[first : first + count] or self.engine
+        return {"CUDA_VISIBLE_DEVICES": ",".join(part)} if part else {}
 
 
 def visible_accelerators(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, ...]:

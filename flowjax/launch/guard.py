@@ -71,7 +71,7 @@ def _kill_everything() -> None:
 
 
 def _clear_leftovers() -> None:
-    """What the role left behind: a shared-memory tracker leaves by itself, a worker may have to be told."""
+    """Leftovers of the role: a shared-memory tracker leaves by itself, a worker may have to be signalled."""
     until = time.monotonic() + _LEFTOVERS_GRACE_S
     _signal_all(signal.SIGTERM)
     while _descendants() and time.monotonic() < until:

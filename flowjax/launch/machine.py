@@ -1,4 +1,4 @@
-"""What can be refused before anything expensive starts: this machine, its folders, ports and interpreters."""
+"""Checks of this machine, before anything expensive starts: its folders, ports, interpreters and accelerators."""
 
 import contextlib
 import fcntl
@@ -191,7 +191,7 @@ def hold(run_dir: Path) -> Iterator[None]:
 
 
 def check_unused(run_dir: Path) -> list[str]:
-    """Whether a supervisor holds the run folder."""
+    """Problem with a run folder that a supervisor holds."""
     try:
         with (run_dir / _LOCK_FILE).open("r") as lock:
             try:
@@ -209,7 +209,7 @@ def _used(run_dir: Path, lock: IO[str]) -> str:
 
 
 def can_bind(port: int) -> bool:
-    """Whether a server could listen there now: nobody else does."""
+    """True where a server could listen now: nobody else does."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -41,18 +41,18 @@ def render_plan(
     shared = dict(set.intersection(*(set(role.env.items()) for role in roles))) if roles else {}
     parts.append(Text(f"  all: {_environment(shared)}"))
     for role in roles:
-        own = {name: value for name, value in role.env.items() if name not in shared}
+        differing = {name: value for name, value in role.env.items() if name not in shared}
         note = (
             "; arguments as for the vLLM of this machine" if devices.assumed and role.name.startswith("engine") else ""
         )
-        command = f"{_environment(own)} {shlex.join(role.argv)}".strip()
+        command = f"{_environment(differing)} {shlex.join(role.argv)}".strip()
         parts.append(Text(f"  {role.name} (restarts: {role.restarts}{note})\n    {command}"))
     parts += _obstacles(found)
     return Group(*parts)
 
 
 def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
-    """What one step trains on, from the config alone."""
+    """Arithmetic of one step and of the run, from the config alone."""
     trainer, rollout = config.trainer, config.rollout
     episodes = trainer.groups_per_step * rollout.group_size
     turns = episodes * config.env.max_turns
@@ -74,7 +74,7 @@ def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
 
 
 def device_lines(run: Run, devices: Devices, found: Findings) -> list[tuple[str, str]]:
-    """Who runs where; the engines of each base model."""
+    """Devices of the trainer, of each base model's engines and of the other roles."""
     mesh = found.plan.get("mesh")
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items()) if mesh else "does not fit"
     note = "  (assumed: none here; --devices=N plans for N)" if devices.assumed else ""
@@ -85,15 +85,15 @@ def device_lines(run: Run, devices: Devices, found: Findings) -> list[tuple[str,
         if devices.trainer
         else f"{devices.cpu_devices} CPU device{'s' * (devices.cpu_devices != 1)}"
     )
-    lines, taken = [("trainer", f"{trainer}, mesh {shape}{note}")], 0
+    lines, used = [("trainer", f"{trainer}, mesh {shape}{note}")], 0
     for base in run.bases.values():
         if not base.engines:
             continue
         count = 0 if base.engine.urls else base.engine.replicas * base.engine.tensor_parallel
         (name,) = base.engine_names(1)
-        lines.append((name, engine_line(base.engine, devices.engine[taken : taken + count])))
+        lines.append((name, engine_line(base.engine, devices.engine[used : used + count])))
         lines.append((f"{name}'s Python", base.engine.python or "the one running flowjax"))
-        taken += count
+        used += count
     count = run.config.env.workers
     workers = f"CPU, {count} environment worker{'s' * (count != 1)}"
     return [*lines, ("dataflow, rollout", workers)]
@@ -117,16 +117,16 @@ def model_lines(run: Run, base: Base, model: Mapping[str, Any]) -> list[tuple[st
     """Sizes of a base model, of what is saved and of what is served."""
     engine, parallel = base.engine, base.engine.tensor_parallel
     kv_tokens = engine.max_concurrent_sequences * engine.max_model_tokens
-    told = f"{base.model.path}: {model['parameters']:,} parameters"
+    folder = f"{base.model.path}: {model['parameters']:,} parameters"
     if "trained" in model:
         lines = [
-            ("base", f"{told}, {base.model.dtype} in the trainer"),
+            ("base", f"{folder}, {base.model.dtype} in the trainer"),
             ("trained", f"{model['train']}, {model['trained']:,} parameters (float32)"),
             ("checkpoint", f"{size(model['checkpoint_bytes'])} each, {run.config.trainer.keep_checkpoints} kept"),
             ("handed to the engine", f"{size(model['adapter_bytes'])} per version"),
         ]
     else:
-        lines = [("base", f"{told}, not trained")]
+        lines = [("base", f"{folder}, not trained")]
     return [
         *lines,
         (

@@ -1,4 +1,4 @@
-"""What can be refused, and planned, only with JAX and the run's own modules at hand: names, mesh, memory, checkpoints.
+"""Checks and sizes that need JAX and the modules that a config names: names, mesh, memory, checkpoints.
 
 Runs in a process of its own, `python -m flowjax.launch.probe`, so that the supervisor stays small and starts at once.
 Reads {"config", "devices", "checkpoints"} as JSON, writes {"problems", "here", "plan"}: what no machine can run, what

@@ -71,7 +71,7 @@ def missing_bases(run: Run) -> list[str]:
 
 
 def warm_start_roles(run: Run, devices: Devices) -> list[Role]:
-    """What makes the missing nano base models, one after the other."""
+    """Makers of the missing nano base models, one after the other."""
     return [
         Role(
             "warm_start" if base == BASE_NAME else f"warm_start-{base}",
@@ -88,22 +88,22 @@ def engine_roles(run: Run, ports: Mapping[str, int], devices: Devices) -> list[R
     """The engines that are started here, each supervised and restarted on its own."""
     from flowjax.rollout.sidecar import engine_command
 
-    roles, taken = [], 0
+    roles, used = [], 0
     for engine in run.engines:
         if engine.url:
             continue
         settings, port = run.bases[engine.base].engine, ports[engine.name]
         argv, env = engine_command(run, engine, port)
-        own = Role(
+        role = Role(
             engine.name,
             argv,
-            env={**_OFFLINE, **devices.engine_env(taken, settings.tensor_parallel), **env},
+            env={**_OFFLINE, **devices.engine_env(used, settings.tensor_parallel), **env},
             health=partial(answers, "127.0.0.1", port, "/health"),
             restarts=settings.max_restarts,
             start_timeout_s=settings.start_timeout_s,
         )
-        roles.append(own)
-        taken += settings.tensor_parallel
+        roles.append(role)
+        used += settings.tensor_parallel
     return roles
 
 
@@ -138,7 +138,7 @@ def run_roles(run: Run, ports: dict[str, int], devices: Devices) -> list[Role]:
                 name,
                 _trainer_command(run, policy, devices),
                 env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env(index)},
-                told=run.folder / f"status-{name}.json",
+                written=run.folder / f"status-{name}.json",
                 restarts=run.config.max_restarts,
                 finite=True,
             )
@@ -148,7 +148,7 @@ def run_roles(run: Run, ports: dict[str, int], devices: Devices) -> list[Role]:
             "rollout",
             [*python, "flowjax.rollout", f"--run={run.folder}"],
             env={**_OFFLINE, **_ON_CPU},
-            told=run.folder / "status-rollout.json",
+            written=run.folder / "status-rollout.json",
             restarts=run.config.max_restarts,
         ),
     ]

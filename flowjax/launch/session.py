@@ -24,7 +24,7 @@ from flowjax.run import read_endpoints
 OK, ROLE_FAILED = 0, 1
 _REFRESH_S = 0.4
 _PROBE_EVERY_S = 2.0
-_TOLD = (
+_SHOWN = (
     "down",
     "moved",
     "paused",
@@ -34,7 +34,7 @@ _TOLD = (
 )  # events worth a line that stays; the screen shows the others
 
 
-class Session:
+class RunSession:
     """Runs roles of one run folder until `done`. Signals: the first stops in order, the second at once."""
 
     def __init__(
@@ -156,12 +156,12 @@ class Session:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
     def _on_event(self, role: str, event: str, text: str) -> None:
-        told = self._console.is_terminal  # elsewhere the screen tells what is in the metrics
+        shown = self._console.is_terminal  # elsewhere the screen tells what is in the metrics
         try:
             self._metrics.write("run", role=role, event=event, text=text)
         except OSError:  # a full disk must not end the supervision, nor silence it
-            told = True
-        if event in _TOLD and told:
+            shown = True
+        if event in _SHOWN and shown:
             self._say(f"{role}: {event} {text}".rstrip())
 
 

@@ -1,4 +1,4 @@
-"""What a run is doing, read from its folder while it goes on: `python -m flowjax.launch --status=<run folder>`."""
+"""State of a run, read from its folder while it goes on: `python -m flowjax.launch --status=<run folder>`."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -41,8 +41,8 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             seen, doing = _seen(dataflow, now_s), ", ".join(_keeping(dataflow))
         elif name.startswith("trainer"):
             policy = name.removeprefix("trainer").removeprefix("-")
-            own_lines = [entry for entry in train if policy in ("", entry.get("policy"))]
-            newest = own_lines[-1] if own_lines else {}
+            lines_of_it = [entry for entry in train if policy in ("", entry.get("policy"))]
+            newest = lines_of_it[-1] if lines_of_it else {}
             seen, doing = _seen(newest, now_s, silent_s=run.config.trainer.step_timeout_s), _training(newest)
         else:
             seen = doing = ""
@@ -53,15 +53,15 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
         "success", "invalid",
     ):  # fmt: skip
         policies.add_column(column)
-    for name, own in run.policies.items():
+    for name, policy in run.policies.items():
         counts = dataflow.get("policies", {}).get(name, {})
-        own_lines = [entry for entry in train if entry.get("policy", name) == name]
-        last = own_lines[-1] if own_lines else {}
+        lines_of_it = [entry for entry in train if entry.get("policy", name) == name]
+        last = lines_of_it[-1] if lines_of_it else {}
         served = rollout.get("serving_versions", {}).get(name)
         step, committed = last.get("step", 0), counts.get("committed")
         policies.add_row(
             name,
-            f"{step}/{own.trainer.steps}",
+            f"{step}/{policy.trainer.steps}",
             _shown(committed),
             _shown(served),
             _shown(None if served is None else max((step if committed is None else committed) - served, 0)),
@@ -111,14 +111,14 @@ def _playing(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"{status['slots']} slots"
     for name, base in bases.items():
         engines = base.get("engines", [])
-        told = (
+        text = (
             f"{sum(engine['up'] for engine in engines)} of {len(engines)} engines up"
             if len(engines) > 1
             else f"engine {'up' if base['up'] else 'away'}"
         )
         if load := base.get("load"):
-            told += f", {load['waiting']} requests queued, {load['preemptions']} preempted"
-        yield f"{name}: {told}" if len(bases) > 1 else told
+            text += f", {load['waiting']} requests queued, {load['preemptions']} preempted"
+        yield f"{name}: {text}" if len(bases) > 1 else text
 
 
 def _keeping(status: Mapping[str, Any]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from flowjax.monitor.trouble import explain, probe, unwritable_in, write_whole
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
 _HEALTH_EVERY_S = 1.0
-_SETTLED_S = 30.0  # a role that cannot be asked counts as up once it has lived this long
+_PROVEN_S = 30.0  # a role that cannot be asked counts as up once it has lived this long
 _DEAF_S = 120.0  # a role that was up and has not answered for this long is killed
 _UNWELL_S = 10.0  # so is one that has refused for this long: busy is silent, refusing is no server any more
 _FORGIVEN_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
@@ -34,15 +34,15 @@ class Role:
     """One child process of a run. A `finite` role ends by itself with status 0; for others every end is a failure.
 
     It may be restarted `restarts` times within an hour; what dies more often has failed for good. It is up when
-    `health` says so, or once it has written the file `told`. `again` makes it anew for a restart, with what there is to
-    tell of that; it may raise an OSError, and the role waits.
+    `health` says so, or once it has written the file `written`. `again` makes it anew for a restart, with what there is
+    to say of that; it may raise an OSError, and the role waits.
     """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     health: Callable[[], Awaitable[bool]] | None = None
-    told: Path | None = None
+    written: Path | None = None
     restarts: int = 0
     start_timeout_s: float = 300.0
     finite: bool = False
@@ -61,8 +61,8 @@ class RoleFailed(Exception):
         return f"{self.role} has failed: {self.reason}\n  the end of {self.log}:\n{tail}\n  the whole log: {self.log}"
 
 
-# What the asker itself lacks: it says nothing of the role.
-_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EAGAIN)
+# Errors of the asker: they say nothing of the role.
+_OF_THE_ASKER = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EAGAIN)
 
 
 class Unwell(Exception):
@@ -70,7 +70,7 @@ class Unwell(Exception):
 
 
 async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bool:
-    """Whether an HTTP server answers `GET path` with a status below 400; False while it is silent, as one that is busy
+    """True if an HTTP server answers `GET path` with a status below 400; False while it is silent, as one that is busy
     may be.
 
     Raises:
@@ -89,7 +89,7 @@ async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bo
     except TimeoutError:
         return False
     except OSError as error:
-        if error.errno in _OWN:
+        if error.errno in _OF_THE_ASKER:
             raise
         raise Unwell("refused connections") from error
     if len(status) < 2 or not status[1].isdigit():
@@ -100,7 +100,7 @@ async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bo
 
 
 class Supervisor:
-    """Starts roles and keeps them up until it is told to stop. `on_event(role, event, text)` hears what happens."""
+    """Starts roles and keeps them up until it is asked to stop. `on_event(role, event, text)` hears what happens."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class Supervisor:
         *,
         on_event: Callable[[str, str, str], None] = lambda role, event, text: None,
         backoff_s: float = 1.0,
-        settled_s: float = _SETTLED_S,
+        proven_s: float = _PROVEN_S,
         deaf_s: float = _DEAF_S,
         unwell_s: float = _UNWELL_S,
         forgiven_s: float = _FORGIVEN_S,
         pause_s: float = _PAUSE_S,
     ):
         self._logs, self._on_event = logs, on_event
-        self._backoff_s, self._settled_s, self._deaf_s = backoff_s, settled_s, deaf_s
+        self._backoff_s, self._proven_s, self._deaf_s = backoff_s, proven_s, deaf_s
         self._unwell_s, self._forgiven_s, self._pause_s = unwell_s, forgiven_s, pause_s
         self.states: dict[str, RoleState] = {}
         self._children: dict[str, _Child] = {}
@@ -206,7 +206,7 @@ class Supervisor:
                 return
             if trouble:  # is not held against the role
                 lived_s = time.time() - state.started_s if state.phase == "up" else 0.0
-                paused_s = time.monotonic() if paused_s is None or lived_s > self._settled_s else paused_s
+                paused_s = time.monotonic() if paused_s is None or lived_s > self._proven_s else paused_s
                 state.phase, state.detail = "paused", f"{reason}: {trouble}"
                 if state.detail != said:
                     self._on_event(role.name, "paused", f"{state.detail}; it goes on by itself then")
@@ -277,10 +277,10 @@ class Supervisor:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
             if role.health is None:
-                told = role.told is not None and _written_s(role.told) > state.started_s
-                if state.phase == "starting" and (told or now - started > self._settled_s):
+                reported = role.written is not None and _written_s(role.written) > state.started_s
+                if state.phase == "starting" and (reported or now - started > self._proven_s):
                     state.phase = "up"
-                    if told:
+                    if reported:
                         self._on_event(role.name, "up", f"after {now - started:.1f} s")
                 continue
             if now < next_check or cause:

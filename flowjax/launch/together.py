@@ -2,7 +2,7 @@
 
     python together.py <environments> <command...>
 
-`environments` is a JSON list with the variables of each process. Each is also told its number (FLOWJAX_PROCESS) and
+`environments` is a JSON list with the variables of each process. Each also gets its number (FLOWJAX_PROCESS) and
 where the first one listens (FLOWJAX_COORDINATOR): on loopback, at a port that is free at this start. The exit status is
 0 when all have ended well, else that of the first that has not; the others, which would wait for it, are killed then.
 """
@@ -33,8 +33,8 @@ def run_together(environments: Sequence[Mapping[str, str]], command: Sequence[st
 
     signal.signal(signal.SIGTERM, kill_all)
     for index, environment in enumerate(environments):
-        own = {"FLOWJAX_PROCESS": str(index), "FLOWJAX_COORDINATOR": address, **environment}
-        process = subprocess.Popen(command, env={**os.environ, **own})
+        variables = {"FLOWJAX_PROCESS": str(index), "FLOWJAX_COORDINATOR": address, **environment}
+        process = subprocess.Popen(command, env={**os.environ, **variables})
         running[process.pid] = index, process
     first = 0
     while running:

@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, their summary, the live screen."""
+"""A run's view of itself: metrics, their summary, the live screen."""

@@ -1,4 +1,4 @@
-"""What is known of a run's progress: its metrics file and status files, read again and again as they grow."""
+"""A run's progress: its metrics file and status files, read again and again as they grow."""
 
 import json
 import os
@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def several(self) -> bool:
-        """Whether the run has several policies."""
+        """True if the run has several policies."""
         evaluated = (policy for entry in self.evals.values() for policy in entry.get("versions", {}))
         return len({*self.newest, *evaluated}) > 1
 
@@ -119,9 +119,9 @@ class Progress:
         """Policies whose replies have become invalid more often than they were in the first steps, in words."""
         found = []
         for policy in self.newest:
-            told = [e for e in self.train if e.get("policy", "") == policy and "invalid_share" in e]
-            steps = min(RECENT_STEPS, len(told) // 2)
-            began, now = (_share(part, "invalid_share") for part in (told[:steps], told[-steps:]))
+            text = [e for e in self.train if e.get("policy", "") == policy and "invalid_share" in e]
+            steps = min(RECENT_STEPS, len(text) // 2)
+            began, now = (_share(part, "invalid_share") for part in (text[:steps], text[-steps:]))
             if steps < _FEWEST_STEPS or began is None or now is None or now <= began + max(0.05, began / 2):
                 continue
             rise = f"{100 * began:.1f} % (first {steps} steps) to {100 * now:.1f} % (last {steps})"
@@ -152,8 +152,8 @@ def read_status(run_dir: Path, role: str) -> Mapping[str, Any]:
 
 def write_status(run_dir: Path, role: str, status: Mapping[str, Any]) -> None:
     """Replace `status-<role>.json` in one step, with the time, so that who reads it never sees half of it."""
-    told = json.dumps({**status, "time_s": time.time()})
-    replace_file(run_dir / f"status-{role}.json", told, durable=False)
+    text = json.dumps({**status, "time_s": time.time()})
+    replace_file(run_dir / f"status-{role}.json", text, durable=False)
 
 
 def number(entry: Mapping[str, Any], name: str) -> float | None:
@@ -163,6 +163,6 @@ def number(entry: Mapping[str, Any], name: str) -> float | None:
 
 def _share(entries: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """A share of the turns over these steps."""
-    told = [e for e in entries if number(e, name) is not None]
-    turns = sum(e.get("turns", 1.0) for e in told)
-    return sum(e[name] * e.get("turns", 1.0) for e in told) / turns if turns else None
+    text = [e for e in entries if number(e, name) is not None]
+    turns = sum(e.get("turns", 1.0) for e in text)
+    return sum(e[name] * e.get("turns", 1.0) for e in text) / turns if turns else None

@@ -34,10 +34,10 @@ def exposition(status: Mapping[str, Any], *, role: str) -> str:
     all of them.
     """
     of_policies = [set(counts) for counts in status.get("policies", {}).values() if isinstance(counts, Mapping)]
-    told_by_policies = set.intersection(*of_policies) if of_policies else set()
-    own = {key: value for key, value in status.items() if key not in told_by_policies}
+    of_each_policy = set.intersection(*of_policies) if of_policies else set()
+    common = {key: value for key, value in status.items() if key not in of_each_policy}
     samples: dict[str, dict[str, float | int]] = {}
-    for name, labels, value in _numbers(own, "", {}):
+    for name, labels, value in _numbers(common, "", {}):
         written = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
         samples.setdefault(f"flowjax_{role}_{name}", {}).setdefault(f"{{{written}}}" if written else "", value)
     lines = []

@@ -40,9 +40,9 @@ class Screen:
         self._run_dir, self._steps, self.states, self._console = run_dir, steps, states, console
         self._started_s = time.time()
         self._live: Live | None = None
-        self.progress.update()  # what a resumed run did before is known, but not told again
+        self.progress.update()  # what a resumed run did before is known, but not shown again
         self._warm.update()
-        self._warm_told = self._warm_tenths()
+        self._warm_shown = self._warm_tenths()
         self._warned: set[str] = set()  # policies
         if console.is_terminal:
             self._live = Live(self.render(), console=console, auto_refresh=False, transient=True)
@@ -50,8 +50,8 @@ class Screen:
 
     def refresh(self) -> None:
         for entry in self.progress.update():
-            told = self._live is None or entry.get("kind") == "eval"
-            if told and (line := plain_line(entry, self.progress, self._steps)):
+            shown = self._live is None or entry.get("kind") == "eval"
+            if shown and (line := plain_line(entry, self.progress, self._steps)):
                 self.say(line)
         self._warm.update()
         for warning in self.progress.warnings():
@@ -60,8 +60,8 @@ class Screen:
                 self.say(f"warning: {warning}")
         if self._live is not None:
             self._live.update(self.render(), refresh=True)
-        elif (tenths := self._warm_tenths()) > self._warm_told:
-            self._warm_told = tenths
+        elif (tenths := self._warm_tenths()) > self._warm_shown:
+            self._warm_shown = tenths
             loss = fixed(self._warm.recent("loss"))
             self.say(f"warm start {self._warm.step}/{self._warm_steps}  loss {loss}  {self._warm_left()} left")
 
@@ -159,7 +159,7 @@ def _policy(name: str, entry: Mapping[str, Any], dataflow: Mapping[str, Any]) ->
 
 
 def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
-    """One metrics entry in words; empty for what is not told."""
+    """One metrics entry in words; empty for what is not shown."""
     kind = entry.get("kind")
     if kind == "train":
         step = entry.get("step")
@@ -181,7 +181,7 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
 
 
 def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState] | None = None) -> RenderableType:
-    """What a finished run comes to."""
+    """Table of a finished run."""
     table = Table(title=f"{progress.run_dir}", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -226,7 +226,7 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
 
 
 def phases(progress: Progress) -> str:
-    """Where the seconds of a step go."""
+    """Seconds of a step by phase."""
     names = {"wait_s": "wait", "step_s": "step", "save_s": "save"}
     parts = [f"{label} {fixed(progress.recent(name), 1)}" for name, label in names.items()]
     return f"{fixed(progress.recent('total_s'), 1)} = {' + '.join(parts)}"

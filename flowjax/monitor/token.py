@@ -14,7 +14,7 @@ VARIABLE = "FLOWJAX_TOKEN"  # on a machine that lacks the run folder
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach `host`."""
+    """True if only processes of this machine can reach `host`."""
     if host == "localhost":
         return True
     try:
@@ -64,7 +64,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 def accepts(headers: Mapping[str, str], token: str) -> bool:
-    """Whether a request may pass; every request may where there is no token."""
+    """True if a request may pass; every request may where there is no token."""
     shown = headers.get("Authorization", "")
     # aiohttp keeps bytes that are no UTF-8 as surrogates, which must not fail to be encoded again.
     return not token or hmac.compare_digest(shown.encode(errors="surrogateescape"), f"Bearer {token}".encode())

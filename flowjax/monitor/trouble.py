@@ -94,10 +94,10 @@ def write_whole(descriptor: int, data: bytes) -> None:
 
 def _number(error: BaseException) -> int | None:
     """The system's number of the first fault of the machine among an error and its causes."""
-    return next((number for cause in _causes(error) if (number := _own_number(cause)) in _REMEDIES), None)
+    return next((number for cause in _causes(error) if (number := _number_of_one(cause)) in _REMEDIES), None)
 
 
-def _own_number(error: BaseException) -> int | None:
+def _number_of_one(error: BaseException) -> int | None:
     if isinstance(error, sqlite3.Error):
         return _OF_SQLITE.get((getattr(error, "sqlite_errorcode", None) or 0) & 0xFF)  # the rest tells sub-causes
     return error.errno if isinstance(error, OSError) else None

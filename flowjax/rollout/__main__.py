@@ -24,7 +24,7 @@ from flowjax.monitor.token import known_token
 from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.dataflow_client import DataflowClient
-from flowjax.rollout.episode import Player
+from flowjax.rollout.episode import EpisodePlayer
 from flowjax.rollout.service import RolloutError, RolloutService
 from flowjax.run import Run, read_endpoints, read_run
 from flowjax.weights.follow import WeightsError
@@ -32,7 +32,7 @@ from flowjax.workflows.codec import CodecError
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _LOOK_EVERY_S = 1.0
-_HANDOVER_S = 10.0  # longest that a service which was told to end may take
+_HANDOVER_S = 10.0  # longest that a service that is stopping may take
 _FAILED, _USER_MISTAKE = 1, 2  # exit statuses; starting again mends only the first
 
 
@@ -98,10 +98,10 @@ async def _serve(run: Run) -> None:
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
         dataflow = DataflowClient(broker, worker=worker, away_s=config.dataflow.lease_s)
-        player = Player.of_run(run, bases=bases, pool=pool)
+        player = EpisodePlayer.of_run(run, bases=bases, pool=pool)
         service = RolloutService(run, bases=bases, dataflow=dataflow, player=player)
-        logging.info("playing as %s on %s", worker, ", ".join(url for own in urls.values() for url in own))
-        with MetricsEndpoint(lambda: service.told, role="rollout") as metrics:
+        logging.info("playing as %s on %s", worker, ", ".join(url for members in urls.values() for url in members))
+        with MetricsEndpoint(lambda: service.last_status, role="rollout") as metrics:
             service.metrics_url = metrics.url
             watching = asyncio.create_task(_until_moved(run, urls, stop))
             try:

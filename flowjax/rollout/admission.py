@@ -1,49 +1,14 @@
-"""How many episodes to play at once: as many as the engines manage, by what vLLM says of its queue and its cache."""
+"""Number of episodes to play at once: as many as the engines manage, by vLLM's queue and cache."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from flowjax.rollout.client import Load
 
 _DECREASE = 0.75
 _INCREASES_TO_CEILING = 32
 _TOLERATED_QUEUE = 0.25  # waiting requests for each running one
 _FULL_CACHE = 0.9  # share of the key-value cache in use
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What an engine is doing: requests running and waiting, requests preempted since its start, share of its
-    key-value cache in use.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    preemptions: int = 0
-    cache_share: float = 0.0
-
-    def __add__(self, other: "Load") -> "Load":
-        """The load of two engines; the fuller cache counts, since one that overflows preempts."""
-        return Load(
-            self.running + other.running,
-            self.waiting + other.waiting,
-            self.preemptions + other.preemptions,
-            max(self.cache_share, other.cache_share),
-        )
-
-
-def read_load(metrics: str) -> Load:
-    """The load in what vLLM's `/metrics` answers; over all ranks where it has several."""
-    values: dict[str, list[float]] = {}
-    for line in metrics.splitlines():
-        if line.startswith("vllm:"):
-            name = line.partition("{")[0].partition(" ")[0]
-            values.setdefault(name, []).append(float(line.rpartition(" ")[2]))
-    return Load(
-        running=int(sum(values.get("vllm:num_requests_running", ()))),
-        waiting=int(sum(values.get("vllm:num_requests_waiting", ()))),
-        preemptions=int(sum(values.get("vllm:num_preemptions_total", ()))),
-        cache_share=max(values.get("vllm:kv_cache_usage_perc", ()), default=0.0),
-    )
 
 
 def next_slots(slots: float, load: Load, preempted: int, *, playing: int, floor: int, ceiling: int) -> float:

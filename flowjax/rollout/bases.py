@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flowjax.rollout.admission import Load
-from flowjax.rollout.client import Completion, EngineError, Sampling, UnknownModel
+from flowjax.rollout.client import EngineError, EngineReply, Load, SamplingOptions, UnknownModel
 from flowjax.rollout.engines import EnginePool, Engines, engines_of_base
 from flowjax.run import Run
 from flowjax.weights.follow import Follower, model_name
@@ -45,26 +44,26 @@ class ServedBase:
         self._seen_s = time.monotonic()
 
     async def generate(
-        self, speaker: str, pinned: int | None, prompt_ids: Sequence[int], sampling: Sampling, *, group: str
-    ) -> Completion:
+        self, model: str, pinned: int | None, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str
+    ) -> EngineReply:
         """One turn of the base itself; or of a policy, of the version `pinned` or else of the newest when it begins.
 
         Raises:
             EngineError: the engines are away, refuse, or do not get the version.
         """
-        if speaker == self.name:
+        if model == self.name:
             return await self._generate_frozen(prompt_ids, sampling, group)
         while True:
-            version = self.follower.current(speaker)[0] if pinned is None else pinned
-            name = model_name(speaker, version)
-            with self.follower.using(speaker, version):
+            version = self.follower.current(model)[0] if pinned is None else pinned
+            name = model_name(model, version)
+            with self.follower.using(model, version):
                 try:
                     return await self.engine.generate(name, prompt_ids, sampling, group=group)
                 except UnknownModel:  # the engine has been restarted, or holds other weights by now
                     self.follower.recheck(name)
-                    await self.served(speaker, pinned)
+                    await self.served(model, pinned)
 
-    async def _generate_frozen(self, prompt_ids: Sequence[int], sampling: Sampling, group: str) -> Completion:
+    async def _generate_frozen(self, prompt_ids: Sequence[int], sampling: SamplingOptions, group: str) -> EngineReply:
         while True:
             try:
                 return await self.engine.generate(self.name, prompt_ids, sampling, group=group)

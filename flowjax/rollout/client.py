@@ -15,8 +15,6 @@ from typing import Any
 
 import aiohttp
 
-from flowjax.rollout.admission import Load, read_load
-
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _CONTROL_TIMEOUT_S = 60.0  # for everything but completions
 _HEALTH_TIMEOUT_S = 5.0
@@ -27,8 +25,8 @@ _EVENT, _LAST_EVENT = b"data: ", b"[DONE]"  # lines of a stream
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to sample. Calls with equal sampling can travel in one request."""
+class SamplingOptions:
+    """Parameters of a call. Calls with equal sampling can travel in one request."""
 
     temperature: float
     max_new_tokens: int
@@ -38,8 +36,8 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """What was sampled, the end-of-sequence token included if there was one.
+class EngineReply:
+    """A sampled reply, the end-of-sequence token included if there was one.
 
     `logprobs` are those of the distribution that was sampled from, at the sampling temperature. `finish_reason` is
     "stop" or "length"; `model` is the name under which the engine says it served the request.
@@ -53,7 +51,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Partial:
-    """What has come of a completion so far; `finish_reason` is empty until it is whole, and then also "abort"."""
+    """The part of a reply that has come so far; `finish_reason` is empty until it is whole, and then also "abort"."""
 
     sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -67,11 +65,11 @@ class Partial:
             self.logprobs += choice["logprobs"]["token_logprobs"]
         self.finish_reason = choice["finish_reason"] or ""
 
-    def completion(self, model: str) -> Completion:
-        return Completion(tuple(self.sampled_ids), tuple(self.logprobs), self.finish_reason, model)
+    def completion(self, model: str) -> EngineReply:
+        return EngineReply(tuple(self.sampled_ids), tuple(self.logprobs), self.finish_reason, model)
 
 
-def completion_body(model: str, sampling: Sampling, prompts: list[list[int]], *, stream: bool) -> dict[str, Any]:
+def completion_body(model: str, sampling: SamplingOptions, prompts: list[list[int]], *, stream: bool) -> dict[str, Any]:
     """A request to /v1/completions. Without a seed: with one, equal prompts would be answered equally."""
     held = {"structured_outputs": json.loads(sampling.structured_outputs)} if sampling.structured_outputs else {}
     return {
@@ -100,6 +98,42 @@ def read_event(line: bytes) -> dict[str, Any] | None:
     return None if text == _LAST_EVENT else json.loads(text)
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load of an engine: requests running and waiting, requests preempted since its start, share of its
+    key-value cache in use.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    cache_share: float = 0.0
+
+    def __add__(self, other: "Load") -> "Load":
+        """The load of two engines; the fuller cache counts, since one that overflows preempts."""
+        return Load(
+            self.running + other.running,
+            self.waiting + other.waiting,
+            self.preemptions + other.preemptions,
+            max(self.cache_share, other.cache_share),
+        )
+
+
+def read_load(metrics: str) -> Load:
+    """The load in what vLLM's `/metrics` answers; over all ranks where it has several."""
+    values: dict[str, list[float]] = {}
+    for line in metrics.splitlines():
+        if line.startswith("vllm:"):
+            name = line.partition("{")[0].partition(" ")[0]
+            values.setdefault(name, []).append(float(line.rpartition(" ")[2]))
+    return Load(
+        running=int(sum(values.get("vllm:num_requests_running", ()))),
+        waiting=int(sum(values.get("vllm:num_requests_waiting", ()))),
+        preemptions=int(sum(values.get("vllm:num_preemptions_total", ()))),
+        cache_share=max(values.get("vllm:kv_cache_usage_perc", ()), default=0.0),
+    )
+
+
 class EngineError(RuntimeError):
     """The engine refuses a request, or has been away for too long; the message names the log to read."""
 
@@ -125,7 +159,7 @@ class _Batch:
     """Calls waiting for one request."""
 
     prompts: list[list[int]] = field(default_factory=list)
-    answers: list[asyncio.Future[Completion]] = field(default_factory=list)
+    answers: list[asyncio.Future[EngineReply]] = field(default_factory=list)
     partials: dict[int, Partial] = field(default_factory=dict)  # of a stream, by the prompt's index
     timer: asyncio.TimerHandle | None = None
 
@@ -161,7 +195,7 @@ class EngineClient:
         self._patient, self._stream = patient, stream
         self._log = log
         self._session: aiohttp.ClientSession | None = None
-        self._open: dict[tuple[str, Sampling], _Batch] = {}
+        self._open: dict[tuple[str, SamplingOptions], _Batch] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     @property
@@ -191,8 +225,8 @@ class EngineClient:
             await self._session.close()
 
     async def generate(
-        self, model: str, prompt_ids: Sequence[int], sampling: Sampling, *, group: str = ""
-    ) -> Completion:
+        self, model: str, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str = ""
+    ) -> EngineReply:
         """Sample one completion of `prompt_ids` from the model or adapter of that name.
 
         `group` names the calls whose prompts begin alike; one engine has no use for it.
@@ -208,7 +242,7 @@ class EngineClient:
         if batch is None:
             batch = self._open[key] = _Batch()
             batch.timer = asyncio.get_running_loop().call_later(self._batch_window_s, self._dispatch, key)
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
         batch.prompts.append(list(prompt_ids))
         batch.answers.append(answer)
         if len(batch.prompts) >= self._prompts_per_request:
@@ -255,7 +289,7 @@ class EngineClient:
             raise EngineError(f"the engine cannot unload {name}: {_reason(answer)}{self._see_log()}")
 
     async def healthy(self) -> bool:
-        """Whether server and engine are alive."""
+        """True if server and engine are alive."""
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S), self._request("GET", "/health") as response:
                 return response.status == 200
@@ -263,7 +297,7 @@ class EngineClient:
             return False
 
     async def load(self) -> Load:
-        """How busy the engine is.
+        """Ask how busy the engine is.
 
         Raises:
             EngineError: the engine is away.
@@ -273,7 +307,7 @@ class EngineClient:
             raise EngineError(f"the engine at {self.url} tells no metrics (HTTP {status}){self._see_log()}")
         return read_load(str(text))
 
-    def _dispatch(self, key: tuple[str, Sampling]) -> None:
+    def _dispatch(self, key: tuple[str, SamplingOptions]) -> None:
         """Send the open batch of `key`."""
         batch = self._open.pop(key, None)
         if batch is None:
@@ -284,7 +318,7 @@ class EngineClient:
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-        def cancel_unwanted(_: asyncio.Future[Completion]) -> None:
+        def cancel_unwanted(_: asyncio.Future[EngineReply]) -> None:
             answers = batch.answers
             if all(answer.done() for answer in answers) and any(answer.cancelled() for answer in answers):
                 task.cancel()  # the server drops the request when the connection closes
@@ -292,7 +326,7 @@ class EngineClient:
         for answer in batch.answers:
             answer.add_done_callback(cancel_unwanted)
 
-    async def _send(self, model: str, sampling: Sampling, batch: _Batch) -> None:
+    async def _send(self, model: str, sampling: SamplingOptions, batch: _Batch) -> None:
         """Complete a batch; whatever goes wrong goes to exactly the calls in it."""
         try:
             await self._complete(model, sampling, batch)
@@ -302,7 +336,7 @@ class EngineClient:
         except Exception as error:
             _fail(batch, error)
 
-    async def _complete(self, model: str, sampling: Sampling, batch: _Batch) -> None:
+    async def _complete(self, model: str, sampling: SamplingOptions, batch: _Batch) -> None:
         """One request, sent again for as long as the engine is away, but no longer than the time-out."""
         body = completion_body(model, sampling, batch.prompts, stream=self._stream)
         clock = asyncio.get_running_loop().time
@@ -417,7 +451,7 @@ def _reason(answer: Any) -> str:
     return " ".join(str(answer).split())[:500]
 
 
-def _deliver(answer: asyncio.Future[Completion], completion: Completion) -> None:
+def _deliver(answer: asyncio.Future[EngineReply], completion: EngineReply) -> None:
     if not answer.done():
         answer.set_result(completion)
 

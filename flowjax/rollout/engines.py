@@ -1,4 +1,4 @@
-"""Several engines behind one face: calls go where their prefix is cached, and on to another engine when one dies."""
+"""Several engines as one: calls go where their prefix is cached, and on to another engine when one dies."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flowjax.rollout.admission import Load
-from flowjax.rollout.client import Completion, EngineAway, EngineClient, EngineError, Partial, Sampling, UnknownModel
+from flowjax.rollout.client import (
+    EngineAway,
+    EngineClient,
+    EngineError,
+    EngineReply,
+    Load,
+    Partial,
+    SamplingOptions,
+    UnknownModel,
+)
 from flowjax.run import Base
 
 _log = logging.getLogger(__name__)
@@ -78,8 +86,8 @@ class EnginePool:
         await self._open.aclose()
 
     async def generate(
-        self, model: str, prompt_ids: Sequence[int], sampling: Sampling, *, group: str = ""
-    ) -> Completion:
+        self, model: str, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str = ""
+    ) -> EngineReply:
         """Sample one completion of `prompt_ids` from the model or adapter of that name, on whichever engine has it.
 
         Calls of one `group` meet at one engine while that has room. When the engine dies, the call goes on at another
@@ -122,12 +130,12 @@ class EnginePool:
                 member.in_flight -= 1
 
     async def healthy(self) -> bool:
-        """Whether any engine is alive."""
+        """True if any engine is alive."""
         await asyncio.gather(*(member.probe() for member in self.members))
         return any(member.up for member in self.members)
 
     async def load(self) -> Load:
-        """How busy the engines are, those that are away left out.
+        """Sum of the engines' loads, those that are away left out.
 
         Raises:
             EngineError: none answers.
@@ -140,7 +148,7 @@ class EnginePool:
         return sum(loads[1:], loads[0])
 
     def status(self) -> dict[str, Any]:
-        """What is known of each engine, and how often a call had to move."""
+        """State of each engine, and how often a call had to move."""
         engines = [
             {"url": m.client.url, "up": m.up, "in_flight": m.in_flight, "models": sorted(m.names)} for m in self.members
         ]
@@ -182,7 +190,7 @@ def _score(key: str, url: str) -> bytes:
     return hashlib.blake2b(f"{url} {key}".encode(), digest_size=8).digest()
 
 
-def _joined(before: Partial, rest: Completion) -> Completion:
+def _joined(before: Partial, rest: EngineReply) -> EngineReply:
     if not before.sampled_ids:
         return rest
     ids, logprobs = (*before.sampled_ids, *rest.sampled_ids), (*before.logprobs, *rest.logprobs)

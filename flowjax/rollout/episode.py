@@ -19,7 +19,7 @@ from flowjax.record_checks import Bounds, check_episode, check_outcomes
 from flowjax.records import Episode, Lease, Trajectory, WireError
 from flowjax.rewards.scores import required_outcomes
 from flowjax.rollout.bases import ServedBase
-from flowjax.rollout.client import Completion, EngineError, Sampling
+from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions
 from flowjax.run import Run
 from flowjax.workflows.agent import UNVERSIONED, Agent, Generate, Played
 from flowjax.workflows.single import Options
@@ -53,20 +53,20 @@ def load_workflow(path: str) -> Play:
 
 
 @dataclass(frozen=True)
-class Player:
+class EpisodePlayer:
     """Plays leases of one run."""
 
     bases: Sequence[ServedBase]
     pool: EnvPool
     worlds: Mapping[str, World]  # by source of tasks
     workflow: Play
-    speakers: Mapping[str, str]  # agent -> policy, or base model
+    agents: Mapping[str, str]  # agent -> policy, or base model
     config: ConfigDict
     bounds: Bounds
     needed: Mapping[str, Collection[str]]  # policy -> outcomes that its reward is made of
 
     @classmethod
-    def of_run(cls, run: Run, *, bases: Sequence[ServedBase], pool: EnvPool) -> "Player":
+    def of_run(cls, run: Run, *, bases: Sequence[ServedBase], pool: EnvPool) -> "EpisodePlayer":
         """A player as the run's config wants it.
 
         Raises:
@@ -75,7 +75,7 @@ class Player:
         config, kind = run.config, find_world(run.config.env.name)
         worlds = {source: kind(**task_options(config, source)) for source in config.env.sources or ("",)}
         bounds = Bounds.of_run(run, vocabulary_sizes(run))
-        needed = {name: required_outcomes(own.reward.components.to_dict()) for name, own in run.policies.items()}
+        needed = {name: required_outcomes(policy.reward.components.to_dict()) for name, policy in run.policies.items()}
         return cls(bases, pool, worlds, load_workflow(config.workflow), run.agents, config, bounds, needed)
 
     async def play(self, lease: Lease) -> Episode:
@@ -99,7 +99,7 @@ class Player:
         episode = self._episode(lease, played)
         try:
             trained = {policy for base in self.bases for policy in base.policies}
-            newest = {name: sys.maxsize if name in trained else UNVERSIONED for name in self.speakers.values()}
+            newest = {name: sys.maxsize if name in trained else UNVERSIONED for name in self.agents.values()}
             check_episode(episode, newest=newest, bounds=self.bounds)
             check_outcomes(episode, self.needed)
         except WireError as error:  # a world whose reward is not a number, say: the dataflow would refuse it
@@ -117,7 +117,7 @@ class Player:
                 outcome=part.outcome,
                 status=played.status,
                 error=played.error,
-                policy=self.speakers[part.agent],
+                policy=self.agents[part.agent],
             )
             for i, part in enumerate(played.parts)
         ]
@@ -141,10 +141,10 @@ class Player:
             context=env.context,
             history=env.history,
         )
-        base_of = {speaker: base for base in self.bases for speaker in (base.name, *base.policies)}
+        base_of = {model: base for base in self.bases for model in (base.name, *base.policies)}
         agents = {
-            agent: Agent(base_of[speaker].codec, self._generator(base_of[speaker], speaker, lease))
-            for agent, speaker in self.speakers.items()
+            agent: Agent(base_of[model].codec, self._generator(base_of[model], model, lease))
+            for agent, model in self.agents.items()
         }
         async with self.pool.session(env.name, task_options(self.config, lease.task.source)) as session:
             with contextlib.ExitStack() as pins:
@@ -153,19 +153,19 @@ class Player:
                     await base_of[policy].served(policy, version)
                 return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
 
-    def _generator(self, base: ServedBase, speaker: str, lease: Lease) -> Generate:
+    def _generator(self, base: ServedBase, model: str, lease: Lease) -> Generate:
         """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
         allowed = self.config.rollout.structured_outputs and self.worlds[lease.task.source].structured_outputs(
             self.config.env.prompt
         )
-        sampling = Sampling(
+        sampling = SamplingOptions(
             lease.temperature,
             self.config.rollout.max_new_tokens,
             structured_outputs=json.dumps(allowed) if allowed else "",
         )
 
-        async def generate(prompt_ids: list[int]) -> Completion:
-            pinned = lease.versions.get(speaker)
-            return await base.generate(speaker, pinned, prompt_ids, sampling, group=lease.group_id)
+        async def generate(prompt_ids: list[int]) -> EngineReply:
+            pinned = lease.versions.get(model)
+            return await base.generate(model, pinned, prompt_ids, sampling, group=lease.group_id)
 
         return generate

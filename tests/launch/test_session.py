@@ -16,7 +16,7 @@ from flowjax.monitor.progress import read_status
 SESSION = """
 import asyncio, sys
 from pathlib import Path
-from flowjax.launch.session import Session
+from flowjax.launch.session import RunSession
 from flowjax.launch.supervisor import Role
 from flowjax.monitor.screen import summary
 
@@ -32,7 +32,7 @@ async def done(supervisor, progress):
         await asyncio.sleep(0.05)
 
 async def main():
-    session = Session(here, steps=2, stop_order=(("trainer",), ("dataflow",)))
+    session = RunSession(here, steps=2, stop_order=(("trainer",), ("dataflow",)))
     first = [role("warm_start", finite=True)] if (here / "warm_start.py").exists() else []
     roles = lambda: [role("dataflow"), role("trainer", finite=True)]
     status = await session.run(roles, done, first=first)

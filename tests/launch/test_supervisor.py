@@ -110,7 +110,7 @@ def test_restart_then_end(tmp_path):
 
 def test_giving_up_names_role_status_and_log(tmp_path):
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, settled_s=0.05)
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, proven_s=0.05)
         body = """
         for i in range(30): print("line", i)
         print("no such device", file=sys.stderr)
@@ -164,7 +164,7 @@ FORGIVEN = "time.sleep(0.4); sys.exit(3)"  # lives longer than a restart is held
 
 def test_a_restart_of_long_ago_is_forgiven(tmp_path):
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, settled_s=0.05, forgiven_s=0.2)
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, proven_s=0.05, forgiven_s=0.2)
         supervisor.start(role(tmp_path, "rollout", FORGIVEN, restarts=1))
         await supervisor.until(wait_until(lambda: supervisor.states["rollout"].restarts == 4))
         await supervisor.stop()
@@ -174,7 +174,7 @@ def test_a_restart_of_long_ago_is_forgiven(tmp_path):
 
 def test_restarts_of_late_add_up(tmp_path):
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, settled_s=0.05, forgiven_s=120.0)
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, proven_s=0.05, forgiven_s=120.0)
         supervisor.start(role(tmp_path, "rollout", MORTAL, restarts=2))
         dying = asyncio.create_task(kill_when_up(supervisor, "rollout", tmp_path))
         with pytest.raises(RoleFailed, match="exit status 3, after 2 restarts within 2 min"):
@@ -195,7 +195,7 @@ def test_what_has_told_of_itself_has_come_up(tmp_path):
 
     async def main():
         supervisor = Supervisor(tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.01)
-        supervisor.start(role(tmp_path, "trainer", body, restarts=3, told=told))
+        supervisor.start(role(tmp_path, "trainer", body, restarts=3, written=told))
         dying = asyncio.create_task(kill_when_up(supervisor, "trainer", tmp_path))
         with pytest.raises(RoleFailed, match="after 3 restarts"):
             await supervisor.until(asyncio.sleep(250))
@@ -289,7 +289,7 @@ def test_kill_ends_a_stop_under_way(tmp_path):
 
 def test_killed_role_takes_its_children_along_before_it_is_restarted(tmp_path):
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, settled_s=0.1)
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, proven_s=0.1)
         supervisor.start(role(tmp_path, "engine", FAMILY + FOREVER, restarts=3))
         first = await wait_until(lambda: pids_in(tmp_path, 3))
         await wait_until(lambda: supervisor.states["engine"].phase == "up")

@@ -23,7 +23,7 @@ from flowjax.models.nano import build_tokenizer
 from flowjax.records import Episode
 from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.dataflow_client import DataflowClient
-from flowjax.rollout.episode import Player
+from flowjax.rollout.episode import EpisodePlayer
 from flowjax.rollout.service import RolloutService
 from flowjax.run import resolve
 from flowjax.weights.publish import Checkpoints
@@ -120,7 +120,7 @@ class RolloutRun:
             EnvPool(workers=1, step_timeout_s=config.env.step_timeout_s) as pool,
         ):
             dataflow = DataflowClient(broker, worker="test", away_s=config.dataflow.lease_s)
-            player = Player.of_run(run, bases=bases, pool=pool)
+            player = EpisodePlayer.of_run(run, bases=bases, pool=pool)
             parts = {"bases": bases, "dataflow": dataflow, "player": player}
             serving = Serving(RolloutService(run, **parts))
             try:

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 
 from flowjax.rollout import client as client_module
-from flowjax.rollout.client import Completion, EngineClient, EngineError, Sampling, UnknownModel
+from flowjax.rollout.client import EngineClient, EngineError, EngineReply, SamplingOptions, UnknownModel
 
-SAMPLING = Sampling(1.0, 2)
+SAMPLING = SamplingOptions(1.0, 2)
 
 
 class Script:
@@ -101,7 +101,7 @@ def test_concurrent_calls_share_requests_and_get_their_own_answers(script):
 
 def test_only_equal_models_and_samplings_share(script):
     async def ask(client):
-        cold = Sampling(0.5, 2)
+        cold = SamplingOptions(0.5, 2)
         calls = [("a@1", SAMPLING), ("a@2", SAMPLING), ("a@1", cold), ("a@1", SAMPLING)]
         return await asyncio.gather(*(client.generate(name, [n], how) for n, (name, how) in enumerate(calls)))
 
@@ -216,7 +216,7 @@ def test_cancelled_calls_leave_the_others_alone_and_end_a_request_nobody_waits_f
 
     first, second, alone = _run(ask, script)
     assert isinstance(first, asyncio.CancelledError) and isinstance(alone, asyncio.CancelledError)
-    assert isinstance(second, Completion) and second.sampled_ids == (1,)
+    assert isinstance(second, EngineReply) and second.sampled_ids == (1,)
     assert script.aborted == 1
 
 

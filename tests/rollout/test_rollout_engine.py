@@ -26,7 +26,7 @@ from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora, adapter_from_peft
 from flowjax.models.nano import create_nano
 from flowjax.records import TokenRow
-from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
+from flowjax.rollout.client import EngineClient, EngineError, SamplingOptions, UnknownModel
 from flowjax.rollout.sidecar import engine_command
 from flowjax.run import resolve
 from flowjax.trainer.batch import pack
@@ -145,7 +145,7 @@ def _prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [random.integers(3, 64, random.integers(5, 60)).tolist() for _ in range(count)]
 
 
-async def _ask(server: Server, questions, sampling: Sampling):
+async def _ask(server: Server, questions, sampling: SamplingOptions):
     async with server.client() as client:
         return await asyncio.gather(*(client.generate(model, prompt, sampling) for model, prompt in questions))
 
@@ -155,7 +155,7 @@ def test_mixed_batch_equals_transformers_and_peft(server, reference, temperature
     """Base rows and two adapters in one engine step; log-probabilities are those at the sampling temperature."""
     names = ("base", *ADAPTERS)
     questions = [(names[i % 3], prompt) for i, prompt in enumerate(_prompts(45))]
-    completions = asyncio.run(_ask(server, questions, Sampling(temperature, max_new_tokens=4)))
+    completions = asyncio.run(_ask(server, questions, SamplingOptions(temperature, max_new_tokens=4)))
     far_from_base = 0
     for (model, prompt), completion in zip(questions, completions, strict=True):
         expected = reference(model, prompt, completion.sampled_ids, temperature)
@@ -169,14 +169,16 @@ def test_mixed_batch_equals_transformers_and_peft(server, reference, temperature
 def test_batch_of_one_adapter_equals_peft(server, reference, name):
     """The usual step of a run, which the CPU backend serves from merged weights."""
     prompts = _prompts(16, seed=2)
-    completions = asyncio.run(_ask(server, [(name, prompt) for prompt in prompts], Sampling(1.0, max_new_tokens=4)))
+    completions = asyncio.run(
+        _ask(server, [(name, prompt) for prompt in prompts], SamplingOptions(1.0, max_new_tokens=4))
+    )
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = reference(name, prompt, completion.sampled_ids, 1.0)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 def test_end_of_sequence_is_kept_and_equal_prompts_differ(server):
-    completions = asyncio.run(_ask(server, [("base", [5, 6, 7])] * 64, Sampling(1.0, max_new_tokens=16)))
+    completions = asyncio.run(_ask(server, [("base", [5, 6, 7])] * 64, SamplingOptions(1.0, max_new_tokens=16)))
     assert len({completion.sampled_ids for completion in completions}) > 32
     stopped = [completion for completion in completions if completion.finish_reason == "stop"]
     assert stopped
@@ -191,7 +193,7 @@ def test_end_of_sequence_is_kept_and_equal_prompts_differ(server):
 
 def test_replies_are_held_to_a_grammar(server):
     words = AutoTokenizer.from_pretrained(server.folder / "base")
-    held = Sampling(1.0, 4, structured_outputs=json.dumps({"grammar": 'root ::= "w3" | "w7"'}))
+    held = SamplingOptions(1.0, 4, structured_outputs=json.dumps({"grammar": 'root ::= "w3" | "w7"'}))
     completions = asyncio.run(_ask(server, [("base", [5, 6, 7])] * 64, held))
     said = {words.decode(completion.sampled_ids, skip_special_tokens=True) for completion in completions}
     assert said == {"w3", "w7"}
@@ -200,14 +202,14 @@ def test_replies_are_held_to_a_grammar(server):
 
 
 def test_stop_token_ends_a_completion_and_is_kept(server):
-    sampling = Sampling(1.0, max_new_tokens=16, stop_token_ids=tuple(range(3, 34)))
+    sampling = SamplingOptions(1.0, max_new_tokens=16, stop_token_ids=tuple(range(3, 34)))
     completions = asyncio.run(_ask(server, [("base", [5, 6, 7])] * 16, sampling))
     assert all(completion.sampled_ids[-1] in (EOS, *sampling.stop_token_ids) for completion in completions)
     assert all(not set(completion.sampled_ids[:-1]) & set(sampling.stop_token_ids) for completion in completions)
 
 
 def test_logprobs_keep_float32_precision(server):
-    completions = asyncio.run(_ask(server, [("base", prompt) for prompt in _prompts(8)], Sampling(1.0, 4)))
+    completions = asyncio.run(_ask(server, [("base", prompt) for prompt in _prompts(8)], SamplingOptions(1.0, 4)))
     values = np.array([logprob for completion in completions for logprob in completion.logprobs])
     assert np.array_equal(values, values.astype(np.float32).astype(np.float64))
     assert not np.array_equal(values, values.round(6))
@@ -217,10 +219,10 @@ def test_refusals(server):
     async def refusals():
         async with server.client() as client:
             with pytest.raises(UnknownModel, match="agent@99"):
-                await client.generate("agent@99", [5], Sampling(1.0, 2))
+                await client.generate("agent@99", [5], SamplingOptions(1.0, 2))
             too_long, fine = await asyncio.gather(
-                client.generate("base", [5] * 500, Sampling(1.0, 2)),
-                client.generate("base", [5], Sampling(1.0, 3)),
+                client.generate("base", [5] * 500, SamplingOptions(1.0, 2)),
+                client.generate("base", [5], SamplingOptions(1.0, 3)),
                 return_exceptions=True,
             )
             assert isinstance(too_long, EngineError) and "engine.log" in str(too_long)
@@ -242,7 +244,7 @@ def test_adapters_come_and_go(server):
             await client.unload_adapter("agent@6")
             assert await client.models() == {"base", *ADAPTERS}
             with pytest.raises(UnknownModel):
-                await client.generate("agent@6", [5], Sampling(1.0, 2))
+                await client.generate("agent@6", [5], SamplingOptions(1.0, 2))
 
     asyncio.run(come_and_go())
 
@@ -257,7 +259,9 @@ def test_the_trainer_recomputes_what_the_engine_sampled(server, name):
         tensors = load_file(server.folder / name / "adapter_model.safetensors")
         set_adapter(decoder, adapter_from_peft(tensors, decoder.config, lora))
     prompts = _prompts(12, seed=3)
-    completions = asyncio.run(_ask(server, [(name, prompt) for prompt in prompts], Sampling(0.8, max_new_tokens=4)))
+    completions = asyncio.run(
+        _ask(server, [(name, prompt) for prompt in prompts], SamplingOptions(0.8, max_new_tokens=4))
+    )
     rows = []
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens = np.array([*prompt, *completion.sampled_ids], np.int32)
@@ -274,7 +278,7 @@ def test_the_trainer_recomputes_what_the_engine_sampled(server, name):
 @pytest.mark.slow  # test_versions_change_and_the_engine_dies_while_episodes_are_played kills one in every change
 def test_call_survives_a_killed_engine(server, reference):
     """The engine dies in mid-request and comes back on the same port without its adapters."""
-    prompts, sampling = _prompts(48, seed=3), Sampling(1.0, max_new_tokens=60)
+    prompts, sampling = _prompts(48, seed=3), SamplingOptions(1.0, max_new_tokens=60)
 
     async def generate(client: EngineClient, prompt: list[int], reloads: list[float]):
         while True:

@@ -10,12 +10,12 @@ from counting_engine import CountingEngine
 
 from flowjax.config import default_config
 from flowjax.rollout import engines as engines_module
-from flowjax.rollout.client import EngineAway, EngineClient, EngineError, Sampling, UnknownModel
+from flowjax.rollout.client import EngineAway, EngineClient, EngineError, SamplingOptions, UnknownModel
 from flowjax.rollout.engines import EnginePool, Member, choose, engines_of_base
 from flowjax.run import resolve
 
 MODEL = "agent@3"
-SAMPLING = Sampling(1.0, 8)
+SAMPLING = SamplingOptions(1.0, 8)
 
 
 @contextlib.asynccontextmanager
@@ -131,8 +131,8 @@ def test_an_answer_is_there_as_soon_as_it_is_whole(pair):
     async def ask(pool):
         client = pool.members[0].client
         engine.dies_after = 5
-        short = asyncio.create_task(client.generate(MODEL, [1], Sampling(1.0, 5)))
-        long = asyncio.create_task(client.generate(MODEL, [1, 1], Sampling(1.0, 8)))
+        short = asyncio.create_task(client.generate(MODEL, [1], SamplingOptions(1.0, 5)))
+        long = asyncio.create_task(client.generate(MODEL, [1, 1], SamplingOptions(1.0, 8)))
         assert (await short).sampled_ids == (1, 2, 3, 4, 5)
         with pytest.raises(EngineAway) as error:
             await long

@@ -13,11 +13,11 @@ from test_rollout_real_engine import START_S, VllmRun
 from flowjax.launch.devices import Devices
 from flowjax.launch.roles import choose_ports, engine_roles
 from flowjax.launch.supervisor import Supervisor
-from flowjax.rollout.client import Completion, EngineClient, Sampling
+from flowjax.rollout.client import EngineClient, EngineReply, SamplingOptions
 from flowjax.rollout.engines import EnginePool
 from flowjax.run import resolve
 
-GREEDY = Sampling(0.0, 400)
+GREEDY = SamplingOptions(0.0, 400)
 CALLS = 24
 
 
@@ -26,13 +26,13 @@ def _prompts() -> list[list[int]]:
     return [random.integers(3, 20, 6).tolist() for _ in range(CALLS)]
 
 
-async def _ask(client: EngineClient | EnginePool, model: str) -> list[Completion]:
+async def _ask(client: EngineClient | EnginePool, model: str) -> list[EngineReply]:
     return await asyncio.gather(
         *(client.generate(model, prompt, GREEDY, group=str(index)) for index, prompt in enumerate(_prompts()))
     )
 
 
-def _check_equal(ours: list[Completion], expected: list[Completion]) -> None:
+def _check_equal(ours: list[EngineReply], expected: list[EngineReply]) -> None:
     for one, other in zip(ours, expected, strict=True):
         assert one.sampled_ids == other.sampled_ids and one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)

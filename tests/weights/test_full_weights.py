@@ -19,7 +19,7 @@ from flowjax.models.config import read_config
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.nano import create_nano
 from flowjax.models.shape import ModelError
-from flowjax.rollout.client import EngineClient, EngineError, Sampling, UnknownModel
+from flowjax.rollout.client import EngineClient, EngineError, SamplingOptions, UnknownModel
 from flowjax.rollout.engine_side.flowjax_served_weights import check_folder
 from flowjax.rollout.sidecar import engine_command
 from flowjax.run import resolve
@@ -106,7 +106,7 @@ def test_every_answer_of_vllm_is_of_the_version_it_names(config, tmp_path):
 async def _answers(config, folder: Path, port: int, process: subprocess.Popen):
     """Completions sampled while version after version is published."""
     checkpoints = Checkpoints(folder / "checkpoints" / "agent")
-    sampling = Sampling(1.0, 24)
+    sampling = SamplingOptions(1.0, 24)
     completions, prompts, rng = [], [], np.random.default_rng(0)
     shared = rng.integers(3, 40, (4, PROMPT_TOKENS))  # the same prompts again and again: the cache must not keep them
     async with EngineClient(f"http://127.0.0.1:{port}", request_timeout_s=240) as engine:

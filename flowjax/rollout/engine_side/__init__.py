@@ -1,1 +1,1 @@
-"""What runs inside vLLM's server, in whatever environment that lives: standard library, Starlette and vLLM only."""
+"""Code that runs inside vLLM's server, whatever environment it has: standard library, Starlette and vLLM only."""
