@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban import Sokoban, pictures
+from flowjax.envs.sokoban import Sokoban, rooms
 from flowjax.envs.sokoban.levels import Shape, generate
 from flowjax.envs.sokoban.rooms import SYMBOLS, grid
 from flowjax.records import Task
@@ -13,12 +13,12 @@ from flowjax.records import Task
 @pytest.mark.parametrize("tile_pixels", [4, 16, 33])
 def test_a_picture_can_be_read_back(tile_pixels: int):
     rng = np.random.default_rng(0)
-    drawn = pictures.tiles(tile_pixels)
+    drawn = rooms.tiles(tile_pixels)
     assert drawn.shape == (7, tile_pixels, tile_pixels, 3) and drawn.dtype == np.uint8
     assert len({tile.tobytes() for tile in drawn}) == len(SYMBOLS)
     for shape in (Shape(), Shape(6, 9, boxes=2)):
         room, position = generate(rng, shape)
-        image = pictures.picture(room, position, tile_pixels)
+        image = rooms.picture(room, position, tile_pixels)
         assert image.shape == (room.rows * tile_pixels, room.columns * tile_pixels, 3)
         cut = [np.hsplit(band, room.columns) for band in np.vsplit(image, room.rows)]
         read = ["".join(SYMBOLS[match(tile, drawn)] for tile in band) for band in cut]
@@ -35,7 +35,7 @@ def test_the_environment_draws_where_asked_to():
     assert plain.reset(task, 0) == drawing.reset(task, 0)
     assert plain.picture is None
     view = plain.reset(task, 0).view
-    np.testing.assert_array_equal(pictures.picture_of(view, 16), drawing.picture)
+    np.testing.assert_array_equal(rooms.picture_of(view, 16), drawing.picture)
     before = drawing.picture
     assert before is not None and before.shape == (96, 96, 3)
     drawing.step(Sokoban().expert(drawing))
