@@ -1,8 +1,8 @@
 """Workflows of operators as values: built, edited, drawn and run with any OpenAI-compatible backend."""
 
 from flowjax.canvas.backends.config import backends_from_config, open_backends
-from flowjax.canvas.budget import Budget
 from flowjax.canvas.cache import Cache
+from flowjax.canvas.context import Budget
 from flowjax.canvas.draw import mermaid, svg
 from flowjax.canvas.graph import Call, Conditional, Loop, Parallel, Sequence, Workflow
 from flowjax.canvas.operators.registry import load_operators

@@ -23,9 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flowjax.canvas.backends.base import Backend, BackendError, BackendUnavailable
-from flowjax.canvas.budget import UNLIMITED, Budget, BudgetSpent, Meter
 from flowjax.canvas.cache import Cache, Outcome, key_of, problem_digest
-from flowjax.canvas.context import CallContext, Sampling, Sandbox
+from flowjax.canvas.context import UNLIMITED, Budget, BudgetSpent, CallContext, Meter, Sampling, Sandbox
 from flowjax.canvas.graph import (
     Call,
     Conditional,

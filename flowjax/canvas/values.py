@@ -114,3 +114,8 @@ class Run:
     def errors(self) -> tuple[str, ...]:
         """Messages of what went wrong in the run's calls, also in those that others stood in for."""
         return tuple(f"{node.node_id} {node.operator}: {node.error}" for node in self.trace if node.error)
+
+
+def in_thinking(text: str) -> bool:
+    """True for a reply that ends before its thoughts do: there is no answer in it."""
+    return text.lstrip().startswith("<think>") and "</think>" not in text

@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from flowjax.grading import sandbox_mirrors, sandbox_objects, sandbox_runner, sandbox_surroundings, sandbox_values
+from flowjax.grading import sandbox_objects, sandbox_runner, sandbox_surroundings, sandbox_values
 from flowjax.grading.code_asserts import CallCase, Check, parse_quietly
 from flowjax.grading.sandbox import STARTS, Box, Isolation, Limits, NoProcessorError, require_isolation
 
@@ -272,7 +272,7 @@ def _runner() -> str:
 @functools.cache
 def _objects() -> list[list[str]]:
     """Names and sources of what tests and program talk by, each behind those that it imports."""
-    modules = (sandbox_mirrors, sandbox_values, sandbox_surroundings, sandbox_objects)
+    modules = (sandbox_values, sandbox_surroundings, sandbox_objects)
     return [[each.__name__, Path(each.__file__ or "").read_text(encoding="utf-8")] for each in modules]
 
 

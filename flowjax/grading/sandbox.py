@@ -20,19 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from flowjax.grading.sandbox_commands import (
+from flowjax.grading.sandbox_processes import (
     GROWTH_BYTES_PER_S,
     SHORTEST_WATCH_S,
     WATCH_S,
     Interpreter,
     Limits,
+    ProcessTree,
+    ProcessUsage,
     box_uid,
     bubblewrap_command,
     interpreters,
     limited_command,
 )
 from flowjax.grading.sandbox_seccomp import seccomp_filter
-from flowjax.grading.sandbox_usage import ProcessTree, ProcessUsage
 
 __all__ = [
     "Box",

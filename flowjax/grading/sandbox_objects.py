@@ -13,8 +13,8 @@ The program may say whatever it likes; so what tests decide on is decided by the
 in how its results compare with data of the tests, unless the tests name its class (`Peer._may_operate`). And it may do
 with objects of the tests what is public about them, no more (`Peer._allowed`): no frames, code or globals.
 
-This source runs inside the boxes, and so do the three that it imports (`sandbox_runner` loads them): mirrors, values
-that travel, and what surrounds them (files, patches).
+This source runs inside the boxes, and so do the two that it imports (`sandbox_runner` loads them): values and
+mirrors that cross, and what surrounds them (files, patches).
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -26,44 +26,42 @@ import os
 import sys
 import types
 
-from flowjax.grading.sandbox_mirrors import (
-    DUNDERS,
-    OPERATORS,
-    PUBLIC_DUNDERS,
-    Gone,
-    Mirror,
-    MirrorType,
-    ask_for,
-    attribute,
-    forward,
-    importable,
-    is_mirror,
-    is_mirror_class,
-    is_standard_library,
-    mirror_of,
-    set_for,
-    text_of,
-)
 from flowjax.grading.sandbox_surroundings import WorkingFolder
 from flowjax.grading.sandbox_values import (
     COMPUTING_MODULES,
     CONTAINERS,
     DERIVABLE,
+    DUNDERS,
     FUNCTION_TYPES,
     INTERPRETER_TYPES,
+    OPERATORS,
     PLAIN_READERS,
+    PUBLIC_DUNDERS,
     READERS,
     SCALARS,
     WRITERS,
+    Gone,
+    Mirror,
+    MirrorType,
+    ask_for,
+    attribute,
     base_of,
     empty_container,
     encode_numpy,
     fill,
+    forward,
+    importable,
     is_data_class,
+    is_mirror,
+    is_mirror_class,
+    is_standard_library,
     items_of,
     load_writers,
+    mirror_of,
     only_computes,
+    set_for,
     snapshot,
+    text_of,
     unchanged,
 )
 

@@ -10,7 +10,7 @@ This source runs inside the boxes, where `flowjax.grading.sandbox_runner` loads 
 import os
 import types
 
-from flowjax.grading.sandbox_mirrors import Gone, importable, is_mirror
+from flowjax.grading.sandbox_values import Gone, importable, is_mirror
 
 _OS = types.SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})  # before tests patch it
 _PATH = types.SimpleNamespace(**{name: getattr(os.path, name) for name in dir(os.path)})

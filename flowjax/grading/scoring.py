@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
+from flowjax.grading.answers import exact_match, f1_score, last_answer, normalise_answer, right_choice
 from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Suite, judge
 from flowjax.grading.math import equal, is_number, last_boxed, plain_form
-from flowjax.grading.multiple_choice import right_choice
 from flowjax.grading.processes import GraderError, GraderProcesses
-from flowjax.grading.qa import exact_match, f1_score, last_answer, normalise_answer
 from flowjax.grading.sandbox import Isolation, Limits
 
 Kind = Literal["math", "qa", "code", "choice", "general"]

@@ -14,9 +14,8 @@ from pathlib import Path
 from absl import app, flags
 
 from flowjax.canvas.backends.offline import OfflineBackend, Rule
-from flowjax.canvas.budget import UNLIMITED, Meter
 from flowjax.canvas.cache import Cache
-from flowjax.canvas.context import CallContext, Sampling, Sandbox
+from flowjax.canvas.context import UNLIMITED, CallContext, Meter, Sampling, Sandbox
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
 from flowjax.canvas.values import Problem, Value

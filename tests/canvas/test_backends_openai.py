@@ -15,7 +15,7 @@ from aiohttp import web
 
 from flowjax.canvas.backends.base import Backend, BackendError, Prices, Request
 from flowjax.canvas.backends.openai import Limiter, OpenAIBackend, Patience, RateLimits, retry_after_s
-from flowjax.canvas.budget import Budget
+from flowjax.canvas.context import Budget
 from tests.canvas.chat_server import ChatServer, Reply, chat, refusal, serving
 from tests.canvas.toy_operators import Ask, going
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from flowjax.canvas.budget import Budget
 from flowjax.canvas.cache import Cache
+from flowjax.canvas.context import Budget
 from flowjax.canvas.values import Usage
 from tests.canvas.toy_operators import Ask, Echo, appending, go, going, merging, operator, order, step, text_in, until
 

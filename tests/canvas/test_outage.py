@@ -16,8 +16,7 @@ from chat_server import ChatServer, Reply, chat, refusal, serving
 from flowjax.canvas import Problem, load_operators, parse, run
 from flowjax.canvas.backends.base import BackendUnavailable, Completion, Request, Usage
 from flowjax.canvas.backends.openai import OpenAIBackend, Patience
-from flowjax.canvas.budget import Budget
-from flowjax.canvas.context import Sandbox
+from flowjax.canvas.context import Budget, Sandbox
 from flowjax.canvas.values import Run
 from flowjax.envs import canvas
 from flowjax.envs.base import EnvDied

@@ -14,8 +14,15 @@ from operator_context import use
 
 from flowjax.canvas.backends.base import Completion, Request
 from flowjax.canvas.graph import Call, Parallel, Sequence, Workflow
-from flowjax.canvas.operators.described import load_descriptions, prompted
-from flowjax.canvas.operators.registry import ADVERTISED, HIDDEN, OperatorRegistryError, describe, load_operators
+from flowjax.canvas.operators.registry import (
+    ADVERTISED,
+    HIDDEN,
+    OperatorRegistryError,
+    describe,
+    load_descriptions,
+    load_operators,
+    prompted,
+)
 from flowjax.canvas.run import run
 from flowjax.canvas.values import Field, Problem, Usage
 

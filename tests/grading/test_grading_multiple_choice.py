@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowjax.grading.multiple_choice import chosen, options_of, right_choice
+from flowjax.grading.answers import chosen, options_of, right_choice
 
 PLANETS = "Which planet is the largest?\nA. Mars\nB. Jupiter\nC) Venus\n(D) Earth"
 OPTIONS = {"A": "Mars", "B": "Jupiter", "C": "Venus", "D": "Earth"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowjax.grading.qa import augmented_f1, exact_match, f1_score, last_answer, normalise_answer
+from flowjax.grading.answers import augmented_f1, exact_match, f1_score, last_answer, normalise_answer
 
 TEXT = st.text(alphabet="abthen .,'-?!AÉ\n", max_size=30)
 

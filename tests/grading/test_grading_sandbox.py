@@ -17,7 +17,7 @@ from hostile_programs import ATTACKS, FORGERIES, GREEDY
 from flowjax.grading import sandbox
 from flowjax.grading.code import CallCase, Check, Lines, Suite, judge
 from flowjax.grading.sandbox import Isolation, IsolationError, Limits, isolation, require_isolation, run
-from flowjax.grading.sandbox_commands import BOX_UIDS, PROGRAM, interpreters
+from flowjax.grading.sandbox_processes import BOX_UIDS, PROGRAM, interpreters
 from flowjax.grading.sandbox_seccomp import ARCHITECTURES, allowed, instructions
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))

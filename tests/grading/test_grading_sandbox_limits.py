@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flowjax.grading import code, sandbox
 from flowjax.grading.code import CallCase, Suite, judge
 from flowjax.grading.sandbox import Box, Limits, NoProcessorError, require_isolation, run
-from flowjax.grading.sandbox_usage import ProcessTree, ProcessUsage
+from flowjax.grading.sandbox_processes import ProcessTree, ProcessUsage
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
 LIMITS = Limits(cpu_s=2.0, idle_s=1.0, wall_guard_s=20.0, memory_bytes=64 << 20)

@@ -51,11 +51,6 @@ class Completion:
     finish_reason: str = "stop"
 
 
-def in_thinking(text: str) -> bool:
-    """True for a reply that ends before its thoughts do: there is no answer in it."""
-    return text.lstrip().startswith("<think>") and "</think>" not in text
-
-
 class Backend(Protocol):
     """Answers requests. `identity` is equal exactly where equal requests may share an answer: caches go by it.
 

@@ -3,12 +3,14 @@
 import ast
 from collections.abc import Mapping
 
-from flowjax.canvas.operators.base import Context, Operator, OperatorError
-from flowjax.canvas.operators.prompts import (
+from flowjax.canvas.operators.base import (
     HINTS,
     PROBLEM,
     SOLUTION,
     VERDICT,
+    Context,
+    Operator,
+    OperatorError,
     answer_form,
     code_form,
     program_of,

@@ -12,10 +12,9 @@ import numpy as np
 
 from flowjax.canvas import actions
 from flowjax.canvas.backends.base import Backend
-from flowjax.canvas.budget import Budget
+from flowjax.canvas.context import Budget
 from flowjax.canvas.operators.base import Operator
-from flowjax.canvas.operators.described import load_descriptions
-from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, load_operators
+from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, load_descriptions, load_operators
 from flowjax.envs.base import NotReady, Observation, Split, Style, WorldError
 from flowjax.envs.canvas import env as envs
 from flowjax.envs.canvas import exercises

@@ -59,7 +59,7 @@ from flowjax.envs.search.protocol import (
     templates,
     write_compact,
 )
-from flowjax.grading.qa import augmented_f1, exact_match, f1_score, normalise_answer
+from flowjax.grading.answers import augmented_f1, exact_match, f1_score, normalise_answer
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
