@@ -426,6 +426,8 @@ class Ledger:
     def pass_over(self, group_id: str, task: Task, *, position: int) -> None:
         """Note that a task is not played: it has its place in the order of tasks, and is counted."""
         with Transaction(self._db):
+            # One task at a time: who dies among several goes on behind the last one that is written down. To choose
+            # changes no algorithm's state, so that the rest gets the same answers.
             self.add_group(group_id, task, (), kind="train", position=position, policies=())
             self._count("passed_over")
 
@@ -490,6 +492,8 @@ class Ledger:
         """Put the deadlines off; returns the leases that are no longer held."""
         deadline_s, lost = self._clock() + self._lease_s, []
         with Transaction(self._db):
+            # When this is lost, or its answer is, the earlier deadlines hold: workers renew three times a term, and a
+            # lease that runs out all the same stays good for what was played (see `accept`).
             for lease_id in lease_ids:
                 held = self._db.execute(
                     "UPDATE episodes SET deadline_s = ? WHERE lease_id = ? AND state = 'leased'", (deadline_s, lease_id)
@@ -504,7 +508,7 @@ class Ledger:
         """Return episodes unplayed. Returns the groups that are complete by it."""
         with Transaction(self._db):
             # Only what is still leased under this very id: a late copy of the message cannot take the episode from
-            # the worker that has it by now.
+            # the worker that has it by now. Who dies before this leaves the episode to its deadline.
             rows = [
                 self._db.execute(
                     "SELECT episode_id, group_id FROM episodes WHERE lease_id = ? AND state = 'leased'", (lease_id,)
@@ -520,6 +524,7 @@ class Ledger:
         if not rows:
             return []
         with Transaction(self._db):
+            # Who dies before this finds the same leases overdue after the restart: the clock went on.
             return self._release(rows, "lease_ran_out", "lease ran out")
 
     def _release(self, rows: Sequence[sqlite3.Row], cause: str | None, error: str) -> list[str]:
@@ -656,6 +661,7 @@ class Ledger:
     def drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
         """Drop a policy's part of these groups."""
         with Transaction(self._db):
+            # Who dies before this finds them ready, and drops what is too much when the next group is complete.
             self._drop(policy, group_ids, cause)
 
     def _drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
