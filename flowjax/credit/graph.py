@@ -108,7 +108,7 @@ def state_graph(
             succeeded = earned[row] > 0
             target_name = f"{'won' if succeeded else 'end'} s{target}"
             kind[target_name] = "success" if succeeded else "end"
-        first = columns["step"][row] == 0
+        first = bool(columns["step"][row] == 0)
         kind[source_name] = "start" if first else kind.get(source_name, "state")
         kind.setdefault(target_name, "state")
         value[source_name] = float(before[row])

@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from flowjax.credit.table import TurnTable
 from flowjax.fields import Interval
 
 Norm = Literal["mean", "mean_std", "none"]
 # Options of estimators are traced, so that another value needs no other program.
-Number = float | Float[Array, ""]
+Number = float | Real[Array, ""]
 Discount = Annotated[Number, Interval(at_least=0, at_most=1)]
 Weight = Annotated[Number, Interval(at_least=0)]
 

@@ -142,12 +142,12 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
     rows = pad_to if pad_to is not None else table_rows(turns)
     if rows < turns:
         raise TableError(f"pad_to is {rows}, the table has {turns} rows: raise pad_to or leave it out")
-    padded = {}
+    padded: dict[str, np.ndarray] = {}
     for name, dtype in _COLUMNS.items():
         padded[name] = np.zeros(rows, dtype)
         padded[name][:turns] = columns[name]
     padded["successor"][turns:] = np.arange(turns, rows)  # padding ends where it begins; 0 would be another's turn
-    return TurnTable(**padded)
+    return TurnTable(**jax.device_put(padded))  # moved once, not anew for each estimator
 
 
 def table_rows(turns: int) -> int:

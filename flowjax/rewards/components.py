@@ -6,13 +6,13 @@ A component's positional arguments are named after the outcomes that it reads; k
 from typing import Annotated
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Real
 
 from flowjax.fields import Interval
 
 Outcome = Float[Array, "trajectories"]
 # Options are traced, so that another value needs no other program.
-Number = float | Float[Array, ""]
+Number = float | Real[Array, ""]
 PositiveNumber = Annotated[Number, Interval(above=0)]
 Switch = bool | Bool[Array, ""]
 

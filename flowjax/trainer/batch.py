@@ -8,7 +8,7 @@ give that up: they have as many slots as their tokens need, in more shapes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -54,6 +54,13 @@ def _unusable(row: TokenRow, row_tokens: int, vocabulary: int) -> str:
     return ""
 
 
+# numpy's on the host, jax's once it is placed or traced; type checkers know the latter alone, where the arithmetic is.
+if TYPE_CHECKING:
+    Placeable = Array
+else:
+    Placeable = Array | np.ndarray
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MicroBatch:
@@ -64,16 +71,16 @@ class MicroBatch:
     `trajectory_tokens` are the sampled tokens of each token's whole trajectory, for those that average over that.
     """
 
-    tokens: Int[Array, "rows tokens"]
-    positions: Int[Array, "rows tokens"]
-    segments: Int[Array, "rows tokens"]
-    places: Int[Array, "rows sampled"]
-    mask: Bool[Array, "rows sampled"]
-    behaviour_logprobs: Float[Array, "rows sampled"]
-    advantages: Float[Array, "rows sampled"]
-    versions: Int[Array, "rows sampled"]
-    sequences: Int[Array, "rows sampled"]
-    trajectory_tokens: Int[Array, "rows sampled"]
+    tokens: Int[Placeable, "rows tokens"]
+    positions: Int[Placeable, "rows tokens"]
+    segments: Int[Placeable, "rows tokens"]
+    places: Int[Placeable, "rows sampled"]
+    mask: Bool[Placeable, "rows sampled"]
+    behaviour_logprobs: Float[Placeable, "rows sampled"]
+    advantages: Float[Placeable, "rows sampled"]
+    versions: Int[Placeable, "rows sampled"]
+    sequences: Int[Placeable, "rows sampled"]
+    trajectory_tokens: Int[Placeable, "rows sampled"]
 
 
 def row_buckets(row_tokens: int) -> list[int]:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ class Served:
     dropped: int = 0
 
 
+@runtime_checkable
 class Source(Protocol):
     """Anything that the loop may ask for batches."""
 

@@ -1,0 +1,28 @@
+"""Shapes in the signatures of the rooms named in conftest.py are checked, so that a wrong one cannot pass a test."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+from flowjax.credit.segments import normalise
+from flowjax.credit.table import TurnTable
+from flowjax.losses.policy import policy_loss
+from flowjax.rewards.components import zero_sum
+
+TWO, THREE = jnp.zeros(2), jnp.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: normalise(THREE, TWO, THREE, "mean"),
+        lambda: policy_loss(THREE, THREE, TWO, jnp.ones(3, bool)),
+        lambda: zero_sum(THREE, TWO),
+        lambda: TurnTable(**{name: np.zeros(3, np.int32) for name in TurnTable.__dataclass_fields__}),
+    ],
+    ids=["credit", "losses", "rewards", "a table on the host"],
+)
+def test_a_wrong_shape_or_array_is_refused(call):
+    with pytest.raises(TypeCheckError):
+        call()
