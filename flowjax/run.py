@@ -12,7 +12,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options, load_run
-from flowjax.fields import NAME, Free, shown
+from flowjax.fields import NAME, Free, Section, shown
 from flowjax.files import replace_file
 
 PER_BASE = ("model", "engine")  # sections that a base model may have of its own
@@ -202,6 +202,11 @@ def policy_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
     own = _copies(config, PER_POLICY)
     own["policy"].name = name
     _change(own, f"config.policies.{name}", changes, config)
+    if own["policy"].name != name:
+        raise ConfigError(
+            f"config.policies.{name}.policy.name is {shown(own['policy'].name)}, but the policy is named {name!r} by "
+            "its place in config.policies: leave it out, or rename that"
+        )
     return own
 
 
@@ -237,9 +242,19 @@ def _change(own: Mapping[str, ConfigDict], field: str, changes: ConfigDict, conf
                 else:
                     own[section][name] = value
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{field}.{section}.{name} is {shown(value)}, which does not fit: {error}") from error
+                raise ConfigError(_misfit(f"{section}.{name}", f"{field}.{section}.{name}", value)) from error
     for section in own.values():
         section.lock()
+
+
+def _misfit(path: str, field: str, value: object) -> str:
+    """Message on a value of another kind than the field at `path` has, in the words of its declaration."""
+    declared = FIELDS.find(path)
+    if isinstance(declared, Section):
+        found = declared.problems(field, value, complete=False)
+    else:
+        found = declared.problems(field, value) if declared else iter(())
+    return next(found, f"{field} is {shown(value)}, which does not fit: see docs/config.md")
 
 
 def field_problems(config: ConfigDict) -> list[str]:

@@ -49,6 +49,12 @@ def test_a_run_does_not_see_what_becomes_of_the_config():
     [
         ({"env": {"max_turns": 3}}, "config.policies.solver.env is set, .* only in policy, reward"),
         ({"optimizer": {"rate": 3}}, "config.policies.solver.optimizer.rate is no field: use one of .*learning_rate"),
+        (
+            {"policy": {"name": "other"}},
+            "config.policies.solver.policy.name is 'other', but the policy is named 'solver'",
+        ),
+        ({"policy": {"lora": 3}}, "config.policies.solver.policy.lora is 3: it is a section, set its fields"),
+        ({"policy": {"lora": {"rank": "a"}}}, "config.policies.solver.policy.lora.rank is 'a': give a whole number"),
     ],
 )
 def test_what_a_policy_cannot_have_of_its_own_is_named(changes: dict, message: str):
@@ -136,7 +142,10 @@ def test_engines_have_the_ports_and_addresses_of_their_base():
         ({"judge": {"model": "a"}}, "config.bases.judge.model is 'a': give a dict"),
         ({"judge": "models/large"}, "config.bases.judge is 'models/large': give a dict"),
         ({"judge": {"model": {"folder": "a"}}}, "config.bases.judge.model.folder is no field: use one of .*dtype"),
-        ({"judge": {"engine": {"replicas": "two"}}}, "config.bases.judge.engine.replicas is 'two', which does not fit"),
+        (
+            {"judge": {"engine": {"replicas": "two"}}},
+            "config.bases.judge.engine.replicas is 'two': give a whole number",
+        ),
         ({"other": {}}, r"policy verifier is to be trained on 'judge' .*: use one of base, other"),
     ],
 )

@@ -192,7 +192,7 @@ def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
                 continue
             now = own.get(name, before)
             new = given.get(f"{place}{owner}", now if name in own else given.get(owner, now))
-            if new == now or "options" not in own or (section == "env" and _same_options(now, new)):
+            if new == now or "options" not in own or (section == "env" and _same_options(str(now), str(new))):
                 continue
             left_out = own.options.to_dict()
             own.options = default_options(options) if holder is config else ConfigDict()
@@ -204,7 +204,7 @@ def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
 
 
 def _same_options(world: str, other: str) -> bool:
-    """Whether two worlds have the same options, as a world and its published form do."""
+    """True if two worlds have the same options, as a world and its published form do."""
     from flowjax.envs.base import WorldError, find_world  # which imports numpy: most launches do without
 
     try:
