@@ -133,7 +133,11 @@ def test_what_the_trainer_has_no_room_for_waits_and_is_not_lost(tmp_path):
             (held_out,) = (lease for lease in leases if lease.kind == "eval")
             assert len(train) == 12
             await worker.push([(lease.lease_id, played(lease, version=0)) for lease in train[:9]])
-            config.dataflow.max_ready_groups = 3  # the trainer's room is smaller than what has been leased already
+            flow.policies[
+                "agent"
+            ].run.config.dataflow.max_ready_groups = (
+                3  # the trainer's room is smaller than what has been leased already
+            )
             assert flow.groups.full
             rest = [(lease.lease_id, played(lease, version=0)) for lease in (*train[9:], held_out)]
             body = pack({"worker": "w", "items": [{"lease_id": i, "episode": e} for i, e in rest]})
@@ -173,7 +177,7 @@ def test_an_evaluation_gets_past_those_that_wait_for_the_trainer(tmp_path):
             (held_out,) = (lease for lease in leases if lease.kind == "eval")
             for lease in train[:4]:
                 assert await post(lease) == 200
-            config.dataflow.max_ready_groups = 3
+            flow.policies["agent"].run.config.dataflow.max_ready_groups = 3
             ahead = [asyncio.create_task(post(lease)) for lease in train[4:44]]
             await asyncio.sleep(0.1)
             started_s = time.monotonic()
