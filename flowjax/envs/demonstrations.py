@@ -1,6 +1,11 @@
-"""Replies of a world's scripted expert, on paths that stray now and then."""
+"""Demonstrations for a nano base: replies of a world's scripted expert, on paths that stray now and then.
 
-from collections.abc import Iterator
+A workflow that has more to teach brings words and demonstrations of its own.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,3 +79,17 @@ def _said(
     if context == "append" and past:
         return world.follow_up(observation, style)
     return world.prompt(observation, past[-history:] if history else [], style)
+
+
+def base_words(workflow: str, world: World) -> tuple[str, ...]:
+    """The words of the base: those of the world, and those of the workflow's `vocabulary()` if it has one."""
+    return (*world.vocabulary(), *getattr(_module_of(workflow), "vocabulary", tuple)())
+
+
+def expert_conversations(workflow: str) -> Callable[..., Iterator[list[Exchange]]]:
+    """The `demonstrations` of the workflow's module, or else those of one agent in the world."""
+    return getattr(_module_of(workflow), "demonstrations", demonstrations)
+
+
+def _module_of(workflow: str) -> ModuleType:
+    return importlib.import_module(workflow.rpartition(".")[0])

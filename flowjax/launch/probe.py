@@ -167,7 +167,7 @@ def _workflow(config: ConfigDict) -> Iterator[str]:
 
 
 def _demonstrates(path: str) -> bool:
-    """Whether the workflow's module has demonstrations of its own."""
+    """True where the workflow's module has demonstrations of its own."""
     origin = _origin(path.rpartition(".")[0])
     return origin.endswith(".py") and "demonstrations" in _defined(ast.parse(Path(origin).read_text()))
 
@@ -331,11 +331,11 @@ def _model(config: ConfigDict, base: Base) -> Any:
     if (folder / "config.json").exists():
         return read_config(folder)
     if nano is not None:
+        from flowjax.envs.demonstrations import base_words
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
-        from flowjax.workflows.imitation import base_words
 
         world = find_world(config.env.name)(**config.env.options.to_dict())
-        words = len(base_words(config, world))
+        words = len(base_words(config.workflow, world))
         return nano_config(words + len(SPECIAL_TOKENS), **nano.to_dict())
     return known_shape(folder.name)
 

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, ConfigError
 from flowjax.envs.base import World, WorldError, find_world
-from flowjax.envs.demonstrations import Exchange
+from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations
 from flowjax.models.hf import save_decoder
 from flowjax.models.nano import create_nano
 from flowjax.models.shape import ModelError
@@ -31,7 +31,6 @@ from flowjax.run import Base, Run, read_run, resolve
 from flowjax.trainer.sources import FixedSource
 from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
-from flowjax.workflows.imitation import base_words, expert_conversations
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _BASE = flags.DEFINE_string("base", BASE_NAME, "The base model to make.")
@@ -50,7 +49,7 @@ def build_base(run: Run, base: Base) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     world = find_world(config.env.name)(**config.env.options.to_dict())
-    words = base_words(config, world)
+    words = base_words(config.workflow, world)
     model = create_nano(words, partial, key=jax.random.key(config.seed), **nano.to_dict())
     imitation = _imitation(run, base)
     batches = _batches(config, world, Codec(partial))
@@ -71,7 +70,7 @@ def imitation_rows(
 ) -> list[TokenRow]:
     """The expert's way through the training tasks, as rows to imitate that hold `states` replies and fill a batch."""
     tasks = world.tasks("train", config.env.data_seed)[: config.env.train_tasks]
-    conversations = expert_conversations(config)(
+    conversations = expert_conversations(config.workflow)(
         world,
         tasks,
         path_noise=config.warm_start.path_noise,
