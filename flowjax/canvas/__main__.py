@@ -26,7 +26,7 @@ from flowjax.canvas.json_form import from_json, to_json
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
-from flowjax.canvas.values import Problem, ProblemKind, Run
+from flowjax.canvas.values import Problem, ProblemKind, WorkflowRun
 
 
 def read_workflow(source: str) -> Workflow:
@@ -43,7 +43,7 @@ def read_workflow(source: str) -> Workflow:
         raise WorkflowError(f"{source} cannot be read ({error}): give a file of a workflow's JSON form") from error
 
 
-async def _run(arguments: argparse.Namespace) -> Run:
+async def _run(arguments: argparse.Namespace) -> WorkflowRun:
     workflow = read_workflow(arguments.workflow)
     operators = load_operators(arguments.operators)
     options = read_config(arguments.backends)

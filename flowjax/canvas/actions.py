@@ -54,7 +54,7 @@ from flowjax.canvas.text import show as text_of
 
 DEFAULT_LOOP_COUNT = 3  # of an added loop that names none
 MAX_POSITION = 999
-_TOLD_FAULTS = 3
+_MOST_FAULTS = 3
 _EXAMPLE = "`<action>add</action><operator>Custom</operator>`"
 
 # ---------------------------------------------------------------------------------------------------------- actions
@@ -140,7 +140,7 @@ class Tag:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormPart:
     """A tag of a form, and how often it stands there."""
 
     tag: str
@@ -154,7 +154,7 @@ class Form:
     action: str
     key: str
     value: str
-    parts: tuple[Part, ...]
+    parts: tuple[FormPart, ...]
 
 
 def operator_names(value: str) -> list[str]:
@@ -189,22 +189,27 @@ TAGS: Mapping[str, Tag] = {
     "target": Tag("id", NAME.fullmatch, "a node's id, such as n3"),
     "answer": Tag("text?"),
 }
-_PLACE = (Part("into", "optional"), Part("position", "optional"))
-_STRUCTURED = (*_PLACE, Part("prompt", "many"))  # one prompt for each operator, or none
-_BACKEND, _PROMPT = Part("backend", "optional"), Part("prompt", "optional")
-_BRANCHES = (Part("condition"), Part("true"), Part("false", "optional"))
+_PLACE = (FormPart("into", "optional"), FormPart("position", "optional"))
+_STRUCTURED = (*_PLACE, FormPart("prompt", "many"))  # one prompt for each operator, or none
+_BACKEND, _PROMPT = FormPart("backend", "optional"), FormPart("prompt", "optional")
+_BRANCHES = (FormPart("condition"), FormPart("true"), FormPart("false", "optional"))
 FORMS = (
-    Form("add", "structure", "parallel", (Part("structure"), Part("operators"), *_STRUCTURED)),
-    Form("add", "structure", "conditional", (Part("structure"), *_BRANCHES, *_STRUCTURED)),
-    Form("add", "structure", "loop", (Part("structure"), Part("operators"), Part("count", "optional"), *_STRUCTURED)),
-    Form("add", "workflow", "", (Part("workflow"), *_PLACE)),
-    Form("add", "operator", "", (Part("operator"), _BACKEND, *_PLACE, _PROMPT)),
-    Form("delete", "target", "", (Part("target"),)),
-    Form("modify", "operator", "", (Part("target"), Part("operator"), _BACKEND, _PROMPT)),
-    Form("modify", "backend", "", (Part("target"), Part("backend"))),
-    Form("modify", "count", "", (Part("target"), Part("count"))),
-    Form("set_prompt", "prompt", "", (Part("target"), Part("prompt"))),
-    Form("finish", "action", "", (Part("answer", "optional"),)),
+    Form("add", "structure", "parallel", (FormPart("structure"), FormPart("operators"), *_STRUCTURED)),
+    Form("add", "structure", "conditional", (FormPart("structure"), *_BRANCHES, *_STRUCTURED)),
+    Form(
+        "add",
+        "structure",
+        "loop",
+        (FormPart("structure"), FormPart("operators"), FormPart("count", "optional"), *_STRUCTURED),
+    ),
+    Form("add", "workflow", "", (FormPart("workflow"), *_PLACE)),
+    Form("add", "operator", "", (FormPart("operator"), _BACKEND, *_PLACE, _PROMPT)),
+    Form("delete", "target", "", (FormPart("target"),)),
+    Form("modify", "operator", "", (FormPart("target"), FormPart("operator"), _BACKEND, _PROMPT)),
+    Form("modify", "backend", "", (FormPart("target"), FormPart("backend"))),
+    Form("modify", "count", "", (FormPart("target"), FormPart("count"))),
+    Form("set_prompt", "prompt", "", (FormPart("target"), FormPart("prompt"))),
+    Form("finish", "action", "", (FormPart("answer", "optional"),)),
 )
 ACTIONS = tuple(dict.fromkeys(form.action for form in FORMS))
 STRUCTURES = tuple(form.value for form in FORMS if form.key == "structure")
@@ -467,10 +472,12 @@ def _piece_form(piece: Node) -> tuple[Form, dict[str, list[str]]]:
     """As an operator or a structure where that says all of the piece, else as a workflow."""
     inner = children(piece.body) or (piece.body,) if isinstance(piece, Loop) else children(piece)
     calls = [node for node in inner if isinstance(node, Call)]
-    told = [call.instruction.strip() for call in calls]
+    instructions = [call.instruction.strip() for call in calls]
     plain = len(calls) == len(inner) and not any(call.inputs or call.backend for call in calls)
-    plain = plain and (all(told) or not any(told))  # prompts are for all of a structure's operators or for none
-    prompts = told if any(told) else []
+    plain = plain and (
+        all(instructions) or not any(instructions)
+    )  # prompts are for all of a structure's operators or for none
+    prompts = instructions if any(instructions) else []
     names = ", ".join(call.operator for call in calls)
     match piece:
         case Call(operator, instruction, backend, ()) if not backend or BACKEND_NAME.fullmatch(backend):
@@ -614,7 +621,7 @@ def _conditional(name: str, opening: str, after: str) -> str:
     return f'{name} ::= {opening} "<condition>" operator "</condition>" ({" | ".join(ways)})'
 
 
-def _rule_of(part: Part) -> str:
+def _rule_of(part: FormPart) -> str:
     rule = f'"<{part.tag}>" {TAGS[part.tag].rule} "</{part.tag}>"'
     return f"({rule})?" if part.often == "optional" else rule
 
@@ -751,5 +758,5 @@ def apply(
     before = set(problems(workflow, operators, backends))
     faults = [fault for fault in problems(edited, operators, backends) if fault not in before]
     if faults:
-        raise EditError(" ".join(faults[:_TOLD_FAULTS]))
+        raise EditError(" ".join(faults[:_MOST_FAULTS]))
     return edited

@@ -110,20 +110,20 @@ def _wrong_bindings(workflow: Workflow, operators: Mapping[str, type[Operator]])
 
     def through(node: Node) -> set[str]:
         """Ids of the calls inside, which are in `done` afterwards."""
-        own: set[str] = set()
+        inside: set[str] = set()
         if isinstance(node, Call):
             for field, source in node.inputs:
                 if fault := _binding_fault(node, field, source, done, by_id, operators):
                     found.append(f"{named(node)}: the input `{field}` is bound to `{source}`, {fault}")
-            own.add(node.id)
+            inside.add(node.id)
         conditional = isinstance(node, Conditional)
         for child in children(node):
             inner = through(child)
-            own |= inner
+            inside |= inner
             if isinstance(node, Parallel) or (conditional and child is not node.condition):
                 done.difference_update(inner)  # branches do not see one another
-        done.update(own)
-        return own
+        done.update(inside)
+        return inside
 
     if any(call.inputs for call in workflow.calls()):
         through(workflow.root)

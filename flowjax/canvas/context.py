@@ -215,6 +215,7 @@ class CallContext:
         self._seed, self._sampling, self._sandbox = seed, sampling, sandbox
         self._meter, self._slots = meter, slots
 
+    # The signatures of `Context` in operators/base.py, which this implements.
     async def ask(
         self,
         messages: Sequence[Message],
@@ -279,25 +280,25 @@ class CallContext:
 
     async def execute(self, program: str, stdin: bytes = b"") -> ProgramResult:
         """See `flowjax.canvas.operators.base.Context`. Cancelled, it leaves the program to its own time limit."""
-        return await self._sandboxed(_own_s(self._sandbox.limits), self._sandbox.run, program, stdin)
+        return await self._sandboxed(_longest_s(self._sandbox.limits), self._sandbox.run, program, stdin)
 
     async def judge(self, program: str, suite: Suite) -> Verdict:
         """See `flowjax.canvas.operators.base.Context`. Cancelled, it leaves the program to its own time limit."""
         kinds = len({type(case) for case in suite.cases})
-        own_s = kinds * _own_s(self._sandbox.judge_limits)
-        return await self._sandboxed(own_s, self._sandbox.judge, program, suite)
+        longest_s = kinds * _longest_s(self._sandbox.judge_limits)
+        return await self._sandboxed(longest_s, self._sandbox.judge, program, suite)
 
     async def _sandboxed(
-        self, own_s: float, run: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+        self, longest_s: float, run: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Result:
         """What became of a program. A machine that cannot start it, or has no processor for it, is away as a backend
-        may be. `own_s` is the longest that the program takes by itself: what exceeds it was waiting."""
+        may be. `longest_s` is the longest that the program takes by itself: what exceeds it was waiting."""
         async with self._slots:
             started_s = time.monotonic()
             try:
                 return await asyncio.to_thread(run, *args, **kwargs)
             except asyncio.CancelledError:
-                waited_s = time.monotonic() - started_s - own_s
+                waited_s = time.monotonic() - started_s - longest_s
                 self._meter.unanswered_s = max(self._meter.unanswered_s, waited_s)
                 raise
             except (NoProcessorError, OSError) as error:
@@ -305,7 +306,7 @@ class CallContext:
                 raise self.away from error
 
 
-def _own_s(limits: Limits) -> float:
+def _longest_s(limits: Limits) -> float:
     return limits.cpu_s + limits.idle_s
 
 

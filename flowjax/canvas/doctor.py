@@ -81,9 +81,9 @@ def _operators(extra: Iterable[str]) -> Finding:
         found = load_operators(extra)
     except OperatorRegistryError as error:
         return Finding("operators", False, str(error))
-    own = {name: operator for name, operator in found.items() if operator.__module__.startswith("flowjax.canvas.")}
-    others = [f"{name} from {found[name].__module__}" for name in found if name not in own]
-    return Finding("operators", True, f"{len(found)}: {', '.join([*own, *others])}")
+    built_in = {name: operator for name, operator in found.items() if operator.__module__.startswith("flowjax.canvas.")}
+    others = [f"{name} from {found[name].__module__}" for name in found if name not in built_in]
+    return Finding("operators", True, f"{len(found)}: {', '.join([*built_in, *others])}")
 
 
 async def _answers(name: str, backend: Backend, timeout_s: float) -> Finding:

@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, steps_of
 from flowjax.canvas.operators.base import Operator, Role
 from flowjax.canvas.operators.registry import load_operators
-from flowjax.canvas.values import NodeRun, Run, State, Usage
+from flowjax.canvas.values import NodeRun, State, Usage, WorkflowRun
 
 ROLE_COLOURS = {
     "planner": "#e6e0f8",
@@ -48,7 +48,9 @@ class _Block:
     has_box: bool = True  # at its top, for an arrow to end at
 
 
-def svg(workflow: Workflow, run: Run | None = None, operators: Mapping[str, type[Operator]] | None = None) -> str:
+def svg(
+    workflow: Workflow, run: WorkflowRun | None = None, operators: Mapping[str, type[Operator]] | None = None
+) -> str:
     """The workflow as an SVG document, with how it went after a run.
 
     `operators` give the roles; those of the registry if None.
@@ -71,7 +73,7 @@ def svg(workflow: Workflow, run: Run | None = None, operators: Mapping[str, type
 
 
 class _Picture:
-    def __init__(self, operators: Mapping[str, type[Operator]], run: Run | None):
+    def __init__(self, operators: Mapping[str, type[Operator]], run: WorkflowRun | None):
         self.operators, self.run = operators, run
 
     def block(self, node: Node) -> _Block:
@@ -91,8 +93,8 @@ class _Picture:
 
     def call(self, call: Call) -> _Block:
         said = note(call, self.operators, self.run)
-        told = f"“{shortened(said.told, _LINE_CHARACTERS)}”" if said.told else ""
-        lines = [(told, 'font-style="italic"', _MUTED), (said.how, "", _STATUS_TEXT.get(said.status, _LINE))]
+        instruction = f"“{shortened(said.instruction, _LINE_CHARACTERS)}”" if said.instruction else ""
+        lines = [(instruction, 'font-style="italic"', _MUTED), (said.how, "", _STATUS_TEXT.get(said.status, _LINE))]
         lines += [(shortened(said.gave, _LINE_CHARACTERS), "", "#222222")]
         lines = [line for line in lines if line[0]]
         height = (1 + len(lines)) * _LINE_HEIGHT + 2 * _BOX_PADDING - 4
@@ -214,7 +216,7 @@ def _terminal(label: str) -> _Block:
     return _Block(width, 24, width / 2, draw)
 
 
-def _answer(run: Run | None) -> str:
+def _answer(run: WorkflowRun | None) -> str:
     if run is None:
         return "answer"
     return f"answer: {shortened(run.answer, _LINE_CHARACTERS)}" if run.answer else f"no answer ({run.status})"
@@ -243,7 +245,9 @@ _CHART_CHARACTERS = 40
 _Exit = tuple[str, str]  # a box, and the label of the line that leaves it
 
 
-def mermaid(workflow: Workflow, run: Run | None = None, operators: Mapping[str, type[Operator]] | None = None) -> str:
+def mermaid(
+    workflow: Workflow, run: WorkflowRun | None = None, operators: Mapping[str, type[Operator]] | None = None
+) -> str:
     """The text of a flowchart, with how it went after a run. `operators` give the roles; the registry's if None."""
     chart = _Chart(load_operators(entry_points=False) if operators is None else operators, run)
     exits = chart.through(workflow.root, [(chart.box("([problem])"), "")])
@@ -255,7 +259,7 @@ def mermaid(workflow: Workflow, run: Run | None = None, operators: Mapping[str, 
 
 
 class _Chart:
-    def __init__(self, operators: Mapping[str, type[Operator]], run: Run | None):
+    def __init__(self, operators: Mapping[str, type[Operator]], run: WorkflowRun | None):
         self.operators, self.run = operators, run
         self.lines: list[str] = []
         self.boxes = 0
@@ -299,7 +303,7 @@ class _Chart:
     def call(self, call: Call) -> str:
         said = note(call, self.operators, self.run)
         role = f"<i>{said.role}</i>" if said.role else ""
-        texts = [said.title, said.told, said.how, said.gave]
+        texts = [said.title, said.instruction, said.how, said.gave]
         title, *rest = (_escaped(shortened(text, _CHART_CHARACTERS)) for text in texts)
         label = "<br/>".join(part for part in (f"<b>{title}</b> {call.id}".strip(), role, *rest) if part)
         status = f":::{said.status.replace(' ', '_')}" if said.status else ""
@@ -322,13 +326,13 @@ class Note:
 
     title: str
     role: Role | None
-    told: str
+    instruction: str
     status: str
     how: str
     gave: str
 
 
-def note(call: Call, operators: Mapping[str, type[Operator]], run: Run | None) -> Note:
+def note(call: Call, operators: Mapping[str, type[Operator]], run: WorkflowRun | None) -> Note:
     """Texts in a call's box, those of its run included if there was one."""
     role = operators[call.operator].role if call.operator in operators else None
     title = call.operator + (f" @{call.backend}" if call.backend else "")

@@ -103,7 +103,7 @@ def modify(
 
 
 def set_instruction(workflow: Workflow, target: str, instruction: str) -> Workflow:
-    """The workflow with a call told something else; "" is its operator's own instruction.
+    """The workflow with another instruction for a call; "" is its operator's own instruction.
 
     Raises:
         EditError: there is no such node, or it is no operator.

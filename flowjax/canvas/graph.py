@@ -23,7 +23,7 @@ class WorkflowError(ValueError):
 class Call:
     """One operator at work.
 
-    `instruction` is what it is told ("" is the operator's own), `backend` names who answers ("" is the default), and
+    `instruction` is for the backend ("" is the operator's own), `backend` names who answers ("" is the default), and
     `inputs` binds input fields to other nodes' outputs, as `(field, "node_id.field")`, where the state's newest value
     is not what is wanted.
     """
@@ -88,8 +88,8 @@ class Workflow:
 
         Numbers that ids already have are passed over.
         """
-        taken = [int(match[1]) for node in self.nodes() if (match := _NUMBERED_ID.fullmatch(node.id))]
-        number = max([self.next_number, *(used + 1 for used in taken)])
+        numbers = [int(match[1]) for node in self.nodes() if (match := _NUMBERED_ID.fullmatch(node.id))]
+        number = max([self.next_number, *(used + 1 for used in numbers)])
 
         def give(node: Node) -> Node:
             nonlocal number

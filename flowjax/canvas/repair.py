@@ -26,9 +26,9 @@ from flowjax.canvas.actions import (
     Add,
     Finish,
     Form,
+    FormPart,
     GrammarError,
     Modify,
-    Part,
     Unreadable,
     action_of,
     check_order,
@@ -161,7 +161,7 @@ class _Repair:
         check_order(form, [tag for tag in wanted if tag in values and (tag != "prompt" or prompts)])
         values.pop("prompt", None)
         for tag in tuple(values):
-            self.correct_value(tag, values, required=Part(tag) in form.parts)
+            self.correct_value(tag, values, required=FormPart(tag) in form.parts)
         return self.with_prompts(form, values, prompts)
 
     def with_prompts(self, form: Form, values: dict[str, str], prompts: list[str]) -> Action:

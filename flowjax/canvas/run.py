@@ -38,7 +38,7 @@ from flowjax.canvas.graph import (
     with_children,
 )
 from flowjax.canvas.operators.base import Operator, OperatorError
-from flowjax.canvas.values import Field, Kind, NodeRun, NodeStatus, Problem, Run, RunStatus, State, Usage, Value
+from flowjax.canvas.values import Field, Kind, NodeRun, NodeStatus, Problem, RunStatus, State, Usage, Value, WorkflowRun
 
 Outputs = Mapping[str, State]  # node id -> what its newest run gave
 Operators = Mapping[str, type[Operator]]
@@ -62,7 +62,7 @@ async def run(
     max_new_tokens: int = 1024,
     retry_new_tokens: int = 4096,
     sandbox: Sandbox = _SANDBOX,
-) -> Run:
+) -> WorkflowRun:
     """Run the workflow; what goes wrong in it is in the result.
 
     Calls without an id are numbered as `Workflow.numbered` does. The same workflow on the same problem sends the same
@@ -101,7 +101,7 @@ async def run(
     except BackendUnavailable as away:
         status, error = "executor_error", str(away)
     answer = scope.state.get(_answer_field(problem), "")
-    return Run(
+    return WorkflowRun(
         answer if isinstance(answer, str) else "",
         status,
         scope.state,
@@ -191,17 +191,17 @@ class _Interpreter:
         scopes = [scope.branch(seed) for seed in branch_seeds(parallel, scope.seed, scope.level)]
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._branch(branch, own))
-                for branch, own in zip(parallel.branches, scopes, strict=True)
+                group.create_task(self._branch(branch, inner))
+                for branch, inner in zip(parallel.branches, scopes, strict=True)
             ]
         ends = [task.result() for task in tasks]
         answer = _answer_field(self._problem)
         candidates = []
-        for own, end in zip(scopes, ends, strict=True):
-            scope.trace += own.trace
-            scope.outputs |= own.outputs
-            value = own.state.get(answer)
-            if end is None and answer in own.written and isinstance(value, str):
+        for inner, end in zip(scopes, ends, strict=True):
+            scope.trace += inner.trace
+            scope.outputs |= inner.outputs
+            value = inner.state.get(answer)
+            if end is None and answer in inner.written and isinstance(value, str):
                 candidates.append(value)
         scope.state.pop("candidates", None)
         if candidates:
@@ -222,9 +222,9 @@ class _Interpreter:
         checks_before = len(scope.checks)
         await self.run(conditional.condition, scope)
         checks = scope.checks[checks_before:]
-        taken = conditional.then if checks and checks[-1] else conditional.otherwise
-        if taken is not None:
-            await self.run(taken, scope)
+        branch = conditional.then if checks and checks[-1] else conditional.otherwise
+        if branch is not None:
+            await self.run(branch, scope)
 
     async def _loop(self, loop: Loop, scope: _Scope) -> None:
         steps = loop.body.steps if isinstance(loop.body, Sequence) else (loop.body,)

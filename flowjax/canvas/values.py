@@ -91,7 +91,7 @@ class NodeRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class WorkflowRun:
     """A run. `answer` is the state's newest answer (its newest code for a code problem), "" if there is none.
 
     `status` is "error" when a node outside a parallel failed, "budget" when a limit ended the run, "executor_error"

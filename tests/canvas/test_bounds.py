@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from test_outage import backends, endpoint, task
 
-from flowjax.canvas.values import NodeRun, Problem, Run, Usage
+from flowjax.canvas.values import NodeRun, Problem, Usage, WorkflowRun
 from flowjax.envs import canvas
 from flowjax.envs.base import RUN_VARIABLE
 from flowjax.envs.canvas import executors
@@ -80,7 +80,7 @@ def test_an_observation_is_never_above_its_bound_and_can_be_read(workflow, trace
         "Custom (solver): does\n" * 80 * long,
         problem,
         workflow,
-        Run("42 " * 9000, "budget", {}, tuple(trace), Usage(), 1.0, "the limit is reached"),
+        WorkflowRun("42 " * 9000, "budget", {}, tuple(trace), Usage(), 1.0, "the limit is reached"),
         refused="no " * 500,
         failed_step="",
         usage=Usage(),

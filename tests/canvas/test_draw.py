@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from flowjax.canvas.draw import ROLE_COLOURS, STATUS_COLOURS, mermaid, note, output_text, shortened, svg
 from flowjax.canvas.graph import Call, Sequence, Workflow
 from flowjax.canvas.text import parse
-from flowjax.canvas.values import NodeRun, Run, Usage
+from flowjax.canvas.values import NodeRun, Usage, WorkflowRun
 from tests.canvas.graphs import LIBRARY, WORKFLOWS
 
 WHOLE = parse('Plan{"a < b & c"}@small -> [Custom, Programmer] -> ScEnsemble -> (Verify ? done : (Revise) * 4)')
-RUN = Run(
+RUN = WorkflowRun(
     answer="6 < 7",
     status="ok",
     state={},

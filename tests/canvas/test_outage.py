@@ -17,7 +17,7 @@ from flowjax.canvas import Problem, load_operators, parse, run
 from flowjax.canvas.backends.base import BackendUnavailable, Completion, Request, Usage
 from flowjax.canvas.backends.openai import OpenAIBackend, Patience
 from flowjax.canvas.context import Budget, Sandbox
-from flowjax.canvas.values import Run
+from flowjax.canvas.values import WorkflowRun
 from flowjax.envs import canvas
 from flowjax.envs.base import EnvDied
 from flowjax.envs.canvas import exercises
@@ -59,7 +59,7 @@ def task(number: int = 0) -> Task:
     return Task(f"t{number}", "canvas", number, exercises.payload(SUM))
 
 
-async def answered(server: ChatServer, workflow: str, **options: Any) -> Run:
+async def answered(server: ChatServer, workflow: str, **options: Any) -> WorkflowRun:
     backend = OpenAIBackend([server.url], "m", patience=Patience(**QUICK))
     try:
         return await run(

@@ -18,7 +18,7 @@ from flowjax.canvas.cache import Cache
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow
 from flowjax.canvas.operators.base import Context, Operator, OperatorError
 from flowjax.canvas.run import run
-from flowjax.canvas.values import Field, Kind, Problem, Run, State, Value
+from flowjax.canvas.values import Field, Kind, Problem, State, Value, WorkflowRun
 from tests.canvas.toy_operators import Echo
 
 PROBLEMS = {"math": Problem("What is 6 times 7?", "math"), "code": Problem("Write a program.", "code")}
@@ -279,13 +279,13 @@ def expected(workflow: Workflow, problem: Problem) -> tuple[str, World]:
     return status, world
 
 
-def interpreted(workflow: Workflow, problem: Problem, worked: Counter, seed: int | None, **options) -> Run:
+def interpreted(workflow: Workflow, problem: Problem, worked: Counter, seed: int | None, **options) -> WorkflowRun:
     library = operators(worked, None if seed is None else random.Random(seed))
     backends = {"b": Echo()}
     return asyncio.run(run(workflow, problem, operators=library, backends=backends, default_backend="b", **options))
 
 
-def visits(result: Run) -> list[tuple]:
+def visits(result: WorkflowRun) -> list[tuple]:
     return [(node.node_id, dict(node.inputs), node.outputs if node.status == "ok" else None) for node in result.trace]
 
 

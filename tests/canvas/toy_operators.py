@@ -10,7 +10,7 @@ from flowjax.canvas import text
 from flowjax.canvas.backends.base import BackendError, Completion, Request
 from flowjax.canvas.operators.base import Context, Operator, OperatorError, Role
 from flowjax.canvas.run import run
-from flowjax.canvas.values import Field, NodeRun, Problem, Run, State, Usage, Value
+from flowjax.canvas.values import Field, NodeRun, Problem, State, Usage, Value, WorkflowRun
 
 PROBLEM = Problem("What is 6 times 7?", "math")
 Work = Callable[[State, Context], Mapping[str, Value]]
@@ -134,27 +134,27 @@ class Echo:
         return Completion(content, Usage(1, self.tokens - 1, 1, self.cost))
 
 
-def go(workflow: str, *kinds: type[Operator], problem: Problem = PROBLEM, **options: Any) -> Run:
+def go(workflow: str, *kinds: type[Operator], problem: Problem = PROBLEM, **options: Any) -> WorkflowRun:
     """Run the workflow that the text describes, with these operators."""
     return asyncio.run(going(workflow, *kinds, problem=problem, **options))
 
 
-async def going(workflow: str, *kinds: type[Operator], problem: Problem = PROBLEM, **options: Any) -> Run:
+async def going(workflow: str, *kinds: type[Operator], problem: Problem = PROBLEM, **options: Any) -> WorkflowRun:
     options = {"backends": {"small": Echo()}, "default_backend": "small"} | options
     return await run(text.parse(workflow), problem, operators={kind.name: kind for kind in kinds}, **options)
 
 
-def runs(result: Run) -> Counter[str]:
+def runs(result: WorkflowRun) -> Counter[str]:
     """How often every operator was reached."""
     return Counter(step.operator for step in result.trace)
 
 
-def order(result: Run) -> str:
+def order(result: WorkflowRun) -> str:
     """The operators in the order of the trace."""
     return " ".join(step.operator for step in result.trace)
 
 
-def step(result: Run, operator: str) -> NodeRun:
+def step(result: WorkflowRun, operator: str) -> NodeRun:
     """The only run of the operator."""
     (found,) = [step for step in result.trace if step.operator == operator]
     return found

@@ -10,7 +10,7 @@ from flowjax.canvas.graph import Workflow
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
-from flowjax.canvas.values import Problem, Run
+from flowjax.canvas.values import Problem, WorkflowRun
 from flowjax.envs.canvas.published import structure_parts
 from flowjax.envs.canvas.structure import Structure, measure
 
@@ -19,7 +19,7 @@ ROLES = {name: operator.role for name, operator in OPERATORS.items()}
 FAILS, PASSES = '{"feedback": "It is wrong.", "passed": false}', '{"feedback": "It is right.", "passed": true}'
 
 
-def played(source: str, *, verdict: str = FAILS) -> tuple[Workflow, Run]:
+def played(source: str, *, verdict: str = FAILS) -> tuple[Workflow, WorkflowRun]:
     """A workflow and its run, in which solvers answer differently and Review's verdict is given."""
     rules = [
         Rule(operator="Plan", answer="Count."),

@@ -80,11 +80,11 @@ def _backend(where: str, options: Mapping[str, Any]) -> Backend:
 
 def _openai(where: str, given: Options) -> Backend:
     _refuse_unknown(where, given, _OPENAI_FIELDS)
-    urls = _taken(where, given, "base_url", "an address such as http://127.0.0.1:8000/v1, or a list of them")
+    urls = _required(where, given, "base_url", "an address such as http://127.0.0.1:8000/v1, or a list of them")
     urls = [urls] if isinstance(urls, str) else list(urls)
     for url in urls or [""]:
         _check_url(f"{where}.base_url", url)
-    model = _text(where, "model", _taken(where, given, "model", "the model's name at the endpoint"))
+    model = _text(where, "model", _required(where, given, "model", "the model's name at the endpoint"))
     variable = given.pop("api_key_env", "")
     key = _key(where, variable) if variable else ""
     prices = _prices(where, given)
@@ -106,7 +106,7 @@ def _openai(where: str, given: Options) -> Backend:
 
 def _offline(where: str, given: Options) -> Backend:
     _refuse_unknown(where, given, ("rules", "seed", "prices", "identity"))
-    rules = _taken(where, given, "rules", 'a list such as [{"operator": "Custom", "answer": "42"}]')
+    rules = _required(where, given, "rules", 'a list such as [{"operator": "Custom", "answer": "42"}]')
     for index, rule in enumerate(rules):
         if not isinstance(rule, Rule):
             _refuse_unknown(f"{where}.rules[{index}]", rule, _RULE_FIELDS)
@@ -164,8 +164,8 @@ def _prices(where: str, given: Options) -> Prices:
 
 def _numbers(where: str, given: Options, names: tuple[str, ...]) -> dict[str, Any]:
     """Take these out of `given`; each must be a number that makes sense."""
-    taken = {name: given.pop(name) for name in names if name in given}
-    for name, value in taken.items():
+    numbers = {name: given.pop(name) for name in names if name in given}
+    for name, value in numbers.items():
         may_be_zero = name in ("retries", "prompt", "sampled", "first_retry_s", "last_retry_s", "longest_wait_s")
         whole = name in ("retries", "concurrency", "failures_in_a_row")
         wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float)
@@ -174,10 +174,10 @@ def _numbers(where: str, given: Options, names: tuple[str, ...]) -> dict[str, An
             raise BackendConfigError(
                 f"{where}.{name} is {value!r}: give {kind} {'from 0 on' if may_be_zero else 'above 0'}"
             )
-    return taken
+    return numbers
 
 
-def _taken(where: str, given: Options, name: str, remedy: str) -> Any:
+def _required(where: str, given: Options, name: str, remedy: str) -> Any:
     if not (value := given.pop(name, None)):
         raise BackendConfigError(f"{where}.{name} is missing: give {remedy}")
     return value

@@ -93,7 +93,7 @@ _log = logging.getLogger(__name__)
 _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
 # By what stands in the request. Others, such as a missing key or an unknown model, are the endpoint's or the config's.
 _REFUSALS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
-_TOLD_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
+_ASKS_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 _ERROR_CHARACTERS = 300
 _NO_LIMITS, _FREE = RateLimits(), Prices()
 
@@ -276,10 +276,10 @@ class OpenAIBackend:
         first = self._next_url
         self._next_url = (first + 1) % len(self._urls)
         order = self._urls[first:] + self._urls[:first]
-        own_pause: dict[str, float] = {}  # endpoint -> when this request may go there again
+        pauses: dict[str, float] = {}  # endpoint -> when this request may go there again
         failure = ""
         for tries in range(1 + self._patience.retries):
-            url = await self._free_url(order, connections, own_pause)
+            url = await self._free_url(order, connections, pauses)
             try:
                 completion = await self._try(connections, url, body, request)
                 connections.breaker.note_success()
@@ -290,18 +290,18 @@ class OpenAIBackend:
                 failure = f"{url}: {error}"
                 _log.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
                 now_s = asyncio.get_running_loop().time()
-                own_pause[url] = now_s + self._retry_s(tries // len(order))
+                pauses[url] = now_s + self._retry_s(tries // len(order))
                 if error.after_s is not None:
                     connections.paused_until_s[url] = now_s + error.after_s
                 if connections.breaker.wait_s > 0:
                     break
         raise BackendUnavailable(f"no answer after {1 + self._patience.retries} tries, the last at {failure}")
 
-    async def _free_url(self, order: Sequence[str], connections: _Connections, own_pause: Mapping[str, float]) -> str:
+    async def _free_url(self, order: Sequence[str], connections: _Connections, pauses: Mapping[str, float]) -> str:
         """The first endpoint that may be asked now, or else the first one to be free, once it is."""
 
         def free_s(url: str) -> float:
-            return max(connections.paused_until_s.get(url, 0.0), own_pause.get(url, 0.0))
+            return max(connections.paused_until_s.get(url, 0.0), pauses.get(url, 0.0))
 
         clock = asyncio.get_running_loop().time
         url = next((url for url in order if free_s(url) <= clock()), None) or min(order, key=free_s)
@@ -324,7 +324,7 @@ class OpenAIBackend:
                 if status not in _RETRIED and status < HTTPStatus.INTERNAL_SERVER_ERROR:
                     connections.breaker.note_failure()
                     raise BackendUnavailable(f"{url} refuses the request with {message}")
-                after_s = retry_after_s(headers) if status in _TOLD_TO_WAIT else None
+                after_s = retry_after_s(headers) if status in _ASKS_TO_WAIT else None
                 raise _TryAgain(message, after_s, busy=status == HTTPStatus.TOO_MANY_REQUESTS)
             answer, text, finish_reason = self._read(content)
             usage = usage_of(answer, request.messages, text, self._prices)

@@ -69,7 +69,7 @@ class Operator(ABC):
     role: ClassVar[Role]
     inputs: ClassVar[tuple[Field, ...]]  # read from the state, or as the call binds them
     outputs: ClassVar[tuple[Field, ...]]  # written to the state; a checker writes the flag `passed`
-    instruction: ClassVar[str]  # what it is told where the call says nothing
+    instruction: ClassVar[str]  # for the backend where the call says nothing
     cacheable: ClassVar[bool] = True
 
     @abstractmethod

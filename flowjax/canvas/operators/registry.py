@@ -65,7 +65,7 @@ ADVERTISED: tuple[type[Operator], ...] = (
     Aggregate,
     Format,
 )
-HIDDEN: tuple[type[Operator], ...] = (CustomCodeGenerate, MdEnsemble)  # work like the others, but are not told of
+HIDDEN: tuple[type[Operator], ...] = (CustomCodeGenerate, MdEnsemble)  # work like the others, but are not listed
 ENTRY_POINT_GROUP = "flowjax.operators"
 SHARED_KINDS: dict[str, Kind] = {
     "problem": "text",
@@ -315,8 +315,8 @@ def _field(name: str, kind: str, *, required: bool = True) -> Field | None:
     ours = _SAME.get(name, name)
     if not ours:
         return None
-    told: Kind = "texts" if kind.strip().lower().startswith(("list", "sequence", "tuple")) else "text"
-    return Field(ours, SHARED_KINDS.get(ours, "flag" if kind.strip() == "bool" else told), required=required)
+    declared: Kind = "texts" if kind.strip().lower().startswith(("list", "sequence", "tuple")) else "text"
+    return Field(ours, SHARED_KINDS.get(ours, "flag" if kind.strip() == "bool" else declared), required=required)
 
 
 def _role(inputs: set[str], outputs: set[str]) -> Role:

@@ -20,7 +20,7 @@ from flowjax.canvas.graph import Sequence as Steps
 from flowjax.canvas.operators.registry import ADVERTISED, describe
 from flowjax.canvas.run import run as run_workflow
 from flowjax.canvas.text import parse, show
-from flowjax.canvas.values import Problem, Run, Usage
+from flowjax.canvas.values import Problem, Usage, WorkflowRun
 from flowjax.envs.base import EnvDied, Observation, Step
 from flowjax.envs.canvas import exercises
 from flowjax.envs.canvas.executors import RememberingSandbox, scored
@@ -95,7 +95,7 @@ class Canvas:
         return self._workflow
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> WorkflowRun | None:
         """Of the workflow as it is; None before the first edit."""
         return self._run
 
@@ -107,7 +107,7 @@ class Canvas:
         self._problem, self._gold = load(task.payload)
         self._await_executors()
         self._workflow = Workflow()
-        self._run: Run | None = None
+        self._run: WorkflowRun | None = None
         self._cache = Cache(max_entries=1000)  # of the episode: what others have asked for is not for free here
         self._usage, self._seconds = Usage(), 0.0
         self._turn = 0
@@ -182,7 +182,7 @@ class Canvas:
         self._hint = hint(edited, run, problem.kind, action) if self._options.hints else ""
         return ""
 
-    def _execute(self, workflow: Workflow, problem: Problem) -> Coroutine[Any, Any, Run]:
+    def _execute(self, workflow: Workflow, problem: Problem) -> Coroutine[Any, Any, WorkflowRun]:
         options = self._options
         left = options.budget.left(self._usage, self._seconds)
         longest_s = options.step_s if left.seconds is None else min(options.step_s, left.seconds)
@@ -300,7 +300,7 @@ def wanted(text: str, kind: str, *, plain: bool) -> tuple[Node, ...]:
     return parse(ABLE.get(reading.source if reading else kind, ABLE[""])).root.steps
 
 
-def next_action(steps: tuple[Node, ...], workflow: Workflow, run: Run | None, failed_step: str) -> str:
+def next_action(steps: tuple[Node, ...], workflow: Workflow, run: WorkflowRun | None, failed_step: str) -> str:
     """A compact action: the next step that is missing; a step that fails, or does not belong there, is deleted."""
     if run is not None and failed_step:
         return f"delete {failed_step}"
@@ -313,7 +313,7 @@ def next_action(steps: tuple[Node, ...], workflow: Workflow, run: Run | None, fa
     return f"add {missing[0]}"
 
 
-def failed_step(workflow: Workflow, run: Run | None) -> str:
+def failed_step(workflow: Workflow, run: WorkflowRun | None) -> str:
     """Id of the step at the top in which a run has failed, "" if none has."""
     if run is None or run.status != "error" or not run.trace:
         return ""

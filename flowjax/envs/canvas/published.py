@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from flowjax.canvas.actions import Action, Add
 from flowjax.canvas.graph import Call, Parallel, Workflow, walk
-from flowjax.canvas.values import ProblemKind, Run
+from flowjax.canvas.values import ProblemKind, WorkflowRun
 
 # JAX is imported for type checkers alone: workers of environments read the score, and have no use for it.
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def canvas(
     return structure.clip(max=1.0) - 1.0 + released * correctness
 
 
-def hint(workflow: Workflow, run: Run, kind: ProblemKind, action: Action) -> str:
+def hint(workflow: Workflow, run: WorkflowRun, kind: ProblemKind, action: Action) -> str:
     """What the published system would tell the policy to do next: a hand-written controller.
 
     Rules for multiple choice with three revisions, and for confidences, are left out: choices are a kind of their own
@@ -80,7 +80,7 @@ def _after_error(last: str, present: set[str], computed: bool) -> str:
     return "Revise" if present & {"AnswerGenerate", "Custom"} else "Custom"
 
 
-def _following(last: str, present: set[str], kind: ProblemKind, run: Run, solver: str) -> str:
+def _following(last: str, present: set[str], kind: ProblemKind, run: WorkflowRun, solver: str) -> str:
     if last in ("Plan", "Decompose") or not present & {"Programmer", "AnswerGenerate", "Custom"}:
         return solver
     concise = len(run.answer) <= 50 and "\n" not in run.answer

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, children, walk
-from flowjax.canvas.values import Run
+from flowjax.canvas.values import WorkflowRun
 
 Places = frozenset[int]  # of runs in the trace
 Sources = Mapping[str, Places]  # field of the state -> the runs that its newest value came from
@@ -41,7 +41,7 @@ class Structure:
     formats: int = 0
 
 
-def measure(workflow: Workflow, run: Run, roles: Mapping[str, str]) -> Structure:
+def measure(workflow: Workflow, run: WorkflowRun, roles: Mapping[str, str]) -> Structure:
     """The structure behind the answer of a run; `roles` are those of the operators, by name."""
     provenance = Provenance(workflow, run)
     runs = provenance.contributing()
@@ -112,7 +112,7 @@ class Provenance:
     turns       loop -> the most times that its body ran in a row
     """
 
-    def __init__(self, workflow: Workflow, run: Run):
+    def __init__(self, workflow: Workflow, run: WorkflowRun):
         self._run = run
         self._waiting: defaultdict[str, list[int]] = defaultdict(list)
         for place in reversed(range(len(run.trace))):

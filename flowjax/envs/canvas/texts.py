@@ -9,7 +9,7 @@ from flowjax.canvas import actions
 from flowjax.canvas.actions import Action, Unreadable
 from flowjax.canvas.graph import Workflow, WorkflowError
 from flowjax.canvas.text import parse, show
-from flowjax.canvas.values import NodeRun, Problem, Run, Usage, Value
+from flowjax.canvas.values import NodeRun, Problem, Usage, Value, WorkflowRun
 from flowjax.envs.base import Message, Observation, Past, Style
 from flowjax.envs.canvas import exercises
 
@@ -64,7 +64,7 @@ def observe(
     operators: str,
     problem: Problem,
     workflow: Workflow,
-    run: Run | None,
+    run: WorkflowRun | None,
     *,
     refused: str,
     failed_step: str,
@@ -176,7 +176,7 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: max(0, most - len(_CUT))] + _CUT
 
 
-def _check(run: Run) -> str:
+def _check(run: WorkflowRun) -> str:
     passed = run.state.get("passed")
     return "none" if passed is None else "passed" if passed is True else "not passed"
 
