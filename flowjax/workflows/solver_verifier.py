@@ -161,6 +161,7 @@ def vocabulary() -> tuple[str, ...]:
     return (APPROVE, REJECT, CHECK, WRONG)
 
 
+# Called in place of `envs.demonstrations.demonstrations`, whose parameters it therefore has.
 def demonstrations(
     world: World,
     tasks: Tasks,

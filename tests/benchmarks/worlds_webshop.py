@@ -10,13 +10,14 @@ import time
 import numpy as np
 
 from flowjax.envs.webshop import WebShop
+from flowjax.envs.webshop.world import WebShopEnv
 from flowjax.records import Task
 
 GOALS = 200
 MAX_TURNS = 15
 
 
-def _scripts(env: WebShop, tasks: list[Task], rng: np.random.Generator | None) -> list[tuple[Task, list[str]]]:
+def _scripts(env: WebShopEnv, tasks: list[Task], rng: np.random.Generator | None) -> list[tuple[Task, list[str]]]:
     """The actions of one episode of each task: random ones, or the expert's."""
     scripts = []
     for task in tasks:
@@ -31,7 +32,7 @@ def _scripts(env: WebShop, tasks: list[Task], rng: np.random.Generator | None) -
     return scripts
 
 
-def _rate(env: WebShop, scripts: list[tuple[Task, list[str]]], seconds: float) -> float:
+def _rate(env: WebShopEnv, scripts: list[tuple[Task, list[str]]], seconds: float) -> float:
     steps, started = 0, time.perf_counter()
     while time.perf_counter() - started < seconds:
         for task, actions in scripts:

@@ -47,4 +47,5 @@ class Unruly(World):
     def env(self) -> Counter:
         return Counter(self.options.fail_in_env)
 
-    def tasks(self, split: str, data_seed: int): ...
+    def tasks(self, split: str, data_seed: int):
+        raise NotImplementedError
