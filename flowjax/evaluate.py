@@ -92,8 +92,8 @@ def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:
         raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
     config.eval.versions = tuple(sorted({int(checkpoint.name) for checkpoint in checkpoints.values()}))
     if values["base"].value:
-        own = run.policies
-        config.agents = {name: own[by].base.name if by in own else by for name, by in run.agents.items()}
+        bases = {name: policy.base.name for name, policy in run.policies.items()}
+        config.agents = {agent: bases.get(model, model) for agent, model in run.agents.items()}
     return config, checkpoints
 
 

@@ -132,10 +132,10 @@ def resolve(config: ConfigDict, folder: Path = Path()) -> Run:
             policy's base is unknown.
     """
     config = ConfigDict(config.to_dict()).lock()
-    own = {BASE_NAME: {section: config[section] for section in PER_BASE}}
-    own |= {name: base_sections(config, name) for name in config.bases}
+    models = {BASE_NAME: {section: config[section] for section in PER_BASE}}
+    models |= {name: base_sections(config, name) for name in config.bases}
     started = "rollout" not in config.elsewhere
-    bases = {name: _base(name, **sections, started=started) for name, sections in own.items()}
+    bases = {name: _base(name, **sections, started=started) for name, sections in models.items()}
     alone = {} if config.policies else {config.policy.name: {section: config[section] for section in PER_POLICY}}
     differing = {name: policy_sections(config, name) for name in config.policies}
     policies = {name: _policy(name, sections, bases) for name, sections in {**alone, **differing}.items()}
