@@ -10,8 +10,8 @@ from typing import Any
 
 from flowjax.canvas import Problem, actions, load_operators, mermaid, parse, repair, run, svg
 from flowjax.canvas.backends.base import Completion, Request, Usage
-from flowjax.envs import canvas
 from flowjax.envs.base import Past
+from flowjax.envs.canvas import Canvas
 
 FOLDER = Path(__file__).parent / "golden"
 PROBLEMS = (
@@ -131,19 +131,21 @@ async def _asked() -> dict[str, list[str]]:
 def _played() -> list[Any]:
     found = []
     for kind, said in EPISODES:
-        env = canvas.make(kinds=(kind,), turns=10, max_calls=60, hints=True)
-        task = canvas.tasks("train", 0, kinds=(kind,))[0]
+        env = Canvas(kinds=(kind,), turns=10, max_calls=60, hints=True).env()
+        task = Canvas(kinds=(kind,)).tasks("train", 0)[0]
         assert task is not None
         observation, past = env.reset(task, 0), []
-        shown: list[Any] = [canvas.prompt(observation, past, "instruct")[0]["content"]]
+        shown: list[Any] = [Canvas().prompt(observation, past, "instruct")[0]["content"]]
         for turn, action in enumerate(said, 1):
-            past.append(Past(turn, observation.text, action))
+            past.append(Past(turn, observation.view, action))
             step = env.step(action)
             observation = step.observation
-            compact = canvas.prompt(observation, past, "compact")[0]["content"]
-            follow = [canvas.follow_up(observation, style)[0]["content"] for style in ("instruct", "compact")]
-            shown.append([action, observation.text, compact, *follow, step.valid, step.reward, observation.state_key])
-        shown.append(canvas.prompt(observation, past, "instruct")[0]["content"])
+            compact = Canvas().prompt(observation, past, "compact")[0]["content"]
+            follow = [Canvas().follow_up(observation, style)[0]["content"] for style in ("instruct", "compact")]
+            shown.append(
+                [action, observation.view.text, compact, *follow, step.valid, step.reward, observation.state_key]
+            )
+        shown.append(Canvas().prompt(observation, past, "instruct")[0]["content"])
         found.append(shown)
     return found
 

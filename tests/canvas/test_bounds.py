@@ -8,18 +8,19 @@ from hypothesis import given, settings
 from test_outage import backends, endpoint, task
 
 from flowjax.canvas.values import NodeRun, Problem, Usage, WorkflowRun
-from flowjax.envs import canvas
 from flowjax.envs.base import RUN_VARIABLE
-from flowjax.envs.canvas import executors
-from flowjax.envs.canvas.texts import EMPTY, observe, read
+from flowjax.envs.canvas import Canvas, executors
+from flowjax.envs.canvas.env import CanvasEnv
+from flowjax.envs.canvas.texts import EMPTY, observe
 from tests.canvas.chat_server import chat
 from tests.canvas.graphs import WORKFLOWS
+from tests.canvas.shown_text import read
 
 NESTED = 'add ((((Custom{"a"} -> Revise) * 10) * 10) * 10) * 10'
 
 
-def begin(**options: Any) -> canvas.CanvasEnv:
-    env = canvas.make(**options)
+def begin(**options: Any) -> CanvasEnv:
+    env = Canvas(**options).env()
     env.reset(task(), 0)
     return env
 
@@ -29,16 +30,16 @@ def test_nested_loops_end_at_the_limit_of_steps_and_the_observation_says_so():
     step = env.step(NESTED)
     assert env.run is not None and env.run.status == "budget"
     assert len(env.run.trace) == 201  # the last entry is the one that was not run
-    assert "Limit: the limit of 200 steps in a run is reached." in step.observation.text
-    assert "steps are not shown: an observation has at most 6000 characters." in step.observation.text
-    assert len(step.observation.text) <= 6000
+    assert "Limit: the limit of 200 steps in a run is reached." in step.observation.view.text
+    assert "steps are not shown: an observation has at most 6000 characters." in step.observation.view.text
+    assert len(step.observation.view.text) <= 6000
     assert step.outcome["executor_calls"] <= 100
 
 
 def test_hundreds_of_operators_are_refused_with_the_limit():
     env = begin()
     step = env.step(f"add [{', '.join(['Custom'] * 400)}]")
-    assert not step.valid and "would have 401 nodes; 64 is the most." in step.observation.text
+    assert not step.valid and "would have 401 nodes; 64 is the most." in step.observation.view.text
     assert step.outcome["executor_calls"] == 0
     assert begin(max_nodes=0).step(f"add [{', '.join(['Custom'] * 70)}]").valid
     env.step(f"add [{', '.join(['Custom'] * 60)}]")
@@ -50,8 +51,8 @@ def test_requests_end_at_their_limit():
     env = begin(max_calls=7)
     step = env.step(f"add [{', '.join(['Custom'] * 30)}]")
     assert step.outcome["executor_calls"] == 7
-    assert "Limit: the budget of 7 calls is spent." in step.observation.text
-    assert "Budget left: 0 calls" in step.observation.text
+    assert "Limit: the budget of 7 calls is spent." in step.observation.view.text
+    assert "Budget left: 0 calls" in step.observation.view.text
 
 
 def test_seconds_of_an_episode_end_at_their_limit():
@@ -60,7 +61,7 @@ def test_seconds_of_an_episode_end_at_their_limit():
         for number in range(6):
             env.step(f'add AnswerGenerate{{"{number}"}} -> AnswerGenerate{{"{number} again"}}')
         step = env.step("finish")
-        assert step.outcome["executor_seconds"] < 4.0 and "seconds is spent" in step.observation.text
+        assert step.outcome["executor_seconds"] < 4.0 and "seconds is spent" in step.observation.view.text
 
 
 TEXTS = st.text(min_size=0, max_size=3000)
@@ -76,7 +77,7 @@ TEXTS = st.text(min_size=0, max_size=3000)
 )
 def test_an_observation_is_never_above_its_bound_and_can_be_read(workflow, trace, long: int, most: int, limit: int):
     problem = Problem("What? " * 1000 * long, "qa", context="Because. " * 5000 * long)
-    text = observe(
+    view = observe(
         "Custom (solver): does\n" * 80 * long,
         problem,
         workflow,
@@ -90,8 +91,8 @@ def test_an_observation_is_never_above_its_bound_and_can_be_read(workflow, trace
         limit=limit,
         most=most,
     )
-    assert len(text) <= most
-    shown = read(text)
+    assert len(view.text) <= most
+    shown = read(view.text)
     assert shown.facts["Run"] == "budget" and shown.facts["Turns left"] == "3"
     assert shown.facts["Limit"].startswith("the limit is reached"[:limit])
     if not any(True for _ in workflow.nodes()):
@@ -128,8 +129,8 @@ def test_executors_and_their_prices_are_told_where_there_is_a_choice():
     with endpoint() as server:
         small = backends(server)["small"]
         large = {**small, "prices": {"prompt": 0.4, "sampled": 1.6}}
-        env = canvas.make(backends={"small": small, "large": large})
+        env = Canvas(backends={"small": small, "large": large}).env()
         text = env.reset(task(), 0).text
         assert "small (unless one is named): free\nlarge: 0.4 read, 1.6 written" in text
         assert read(text).operators.startswith("Plan (planner)")
-        assert "Executors" not in canvas.make(backends={"small": small}).reset(task(), 0).text
+        assert "Executors" not in Canvas(backends={"small": small}).env().reset(task(), 0).text

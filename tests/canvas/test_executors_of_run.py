@@ -11,8 +11,9 @@ import pytest
 from ml_collections import ConfigDict
 from test_outage import endpoint, task
 
-from flowjax.envs import canvas
 from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, EnvDied, WorldError
+from flowjax.envs.canvas import Canvas
+from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.launch.checks import check_config
 from flowjax.launch.roles import choose_ports, publish_endpoints
 from flowjax.rollout.__main__ import _engine_urls, tell_environments
@@ -44,13 +45,13 @@ def consecutive_ports(count: int) -> int:
             return port
 
 
-def start(config: ConfigDict, folder: Path) -> canvas.CanvasEnv:
+def start(config: ConfigDict, folder: Path) -> CanvasEnv:
     """An environment of the run, as the rollout service has it."""
     assert check_config(config) == []
     run = resolve(config, folder)
     publish_endpoints(run, choose_ports(run))
     tell_environments(folder, _engine_urls(run))
-    env = canvas.make(**config.env.options.to_dict())
+    env = Canvas(**config.env.options.to_dict()).env()
     env.reset(task(), 0)
     return env
 
@@ -92,7 +93,7 @@ def test_a_request_waits_for_an_engine_that_restarts(config: ConfigDict, tmp_pat
 
 def test_outside_a_run_there_is_no_engine_to_ask(config: ConfigDict):
     config.env.options.step_s = 1.0
-    env = canvas.make(**config.env.options.to_dict())
+    env = Canvas(**config.env.options.to_dict()).env()
     env.reset(task(), 0)
     with pytest.raises(EnvDied) as died:
         env.step("add Custom")
@@ -103,4 +104,4 @@ def test_outside_a_run_there_is_no_engine_to_ask(config: ConfigDict):
 def test_address_and_model_are_the_runs(config: ConfigDict, option: str):
     config.env.options.backends.executor[option] = "http://127.0.0.1:1/v1"
     with pytest.raises(WorldError, match=rf"backends\.executor\.{option}: a backend of kind run has address and model"):
-        canvas.make(**config.env.options.to_dict())
+        Canvas(**config.env.options.to_dict()).env()

@@ -18,9 +18,8 @@ from flowjax.canvas.backends.base import BackendUnavailable, Completion, Request
 from flowjax.canvas.backends.openai import OpenAIBackend, Patience
 from flowjax.canvas.context import Budget, Sandbox
 from flowjax.canvas.values import WorkflowRun
-from flowjax.envs import canvas
 from flowjax.envs.base import EnvDied
-from flowjax.envs.canvas import exercises
+from flowjax.envs.canvas import Canvas, exercises
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.sandbox import Box, Limits, NoProcessorError, ProgramResult, require_isolation
 from flowjax.records import Task
@@ -76,7 +75,7 @@ async def answered(server: ChatServer, workflow: str, **options: Any) -> Workflo
 
 def test_an_endpoint_that_is_away_ends_the_episode_and_not_the_node():
     with endpoint(lambda body: refusal(503)) as server:
-        env = canvas.make(backends=backends(server, retries=1), kinds=("arithmetic",))
+        env = Canvas(backends=backends(server, retries=1), kinds=("arithmetic",)).env()
         env.reset(task(), 0)
         with pytest.raises(EnvDied) as died:
             env.step("add Custom")
@@ -127,16 +126,16 @@ def test_a_backend_with_a_bug_is_away_and_an_operator_cannot_hide_that():
 
 def test_an_endpoint_that_keeps_silent_is_an_outage_but_many_short_answers_are_not():
     with endpoint(lambda body: 30.0) as server:
-        env = canvas.make(backends=backends(server), step_s=0.3)
+        env = Canvas(backends=backends(server), step_s=0.3).env()
         env.reset(task(), 0)
         with pytest.raises(EnvDied) as died:
             env.step("add Custom")
         assert died.value.status == "executor_error"
     with endpoint(lambda body: 0.4) as server:
-        env = canvas.make(backends=backends(server), step_s=3.0)
+        env = Canvas(backends=backends(server), step_s=3.0).env()
         env.reset(task(), 0)
         step = env.step("add " + " -> ".join(f'AnswerGenerate{{"{number}"}}' for number in range(30)))
-        assert "Run: budget" in step.observation.text
+        assert "Run: budget" in step.observation.view.text
 
 
 def test_three_in_ten_refused_is_seen_by_nobody_but_the_status():
@@ -202,7 +201,7 @@ def test_nothing_is_sent_to_an_endpoint_that_keeps_failing_until_one_request_is_
 
 def test_an_episode_waits_with_its_first_turn_for_an_endpoint_that_fails():
     with endpoint(lambda body: refusal(500)) as server:
-        env = canvas.make(backends=backends(server, last_pause_s=30.0, first_pause_s=30.0), step_s=0.5)
+        env = Canvas(backends=backends(server, last_pause_s=30.0, first_pause_s=30.0), step_s=0.5).env()
         for _ in range(2):
             env.reset(task(), 0)
             with pytest.raises(EnvDied):
@@ -333,7 +332,7 @@ def test_episodes_of_a_starved_machine_are_played_again(monkeypatch: pytest.Monk
     def starved(*_: object, **__: object) -> None:
         raise NoProcessorError("a program waited for a processor")
 
-    env = canvas.make(kinds=("arithmetic",))
+    env = Canvas(kinds=("arithmetic",)).env()
     env.reset(task(), 0)
     monkeypatch.setattr("flowjax.envs.canvas.env.scored", starved)
     with pytest.raises(EnvDied) as died:

@@ -13,16 +13,16 @@ from two_processes import printed_in_two_processes
 
 from flowjax.canvas import actions, load_operators, svg
 from flowjax.canvas.text import show
-from flowjax.envs import canvas
 from flowjax.envs.base import Observation, Past, Split, WorldError, find_world
-from flowjax.envs.canvas import exercises
-from flowjax.envs.canvas.texts import read
+from flowjax.envs.canvas import Canvas, exercises
+from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.launch.checks import check_config
 from flowjax.launch.probe import inspect_run
 from flowjax.records import Task
 from flowjax.rewards.scores import COMPONENTS, check_reward, required_outcomes
 from flowjax.run import resolve
+from tests.canvas.shown_text import read
 
 ROOT = Path(__file__).parents[2]
 LONGEST_PROMPT_WORDS, LONGEST_REPLY_WORDS, LONGEST_RESULT_WORDS = 44, 11, 7
@@ -35,29 +35,29 @@ def take(source, index: int) -> Task:
     return task
 
 
-def begin(exercise: exercises.Exercise = SUM, **options) -> tuple[canvas.CanvasEnv, Observation]:
-    env = canvas.make(**options)
+def begin(exercise: exercises.Exercise = SUM, **options) -> tuple[CanvasEnv, Observation]:
+    env = Canvas(**options).env()
     return env, env.reset(Task("t", "canvas", 0, exercises.payload(exercise)), 0)
 
 
 def success(task: Task, rng: np.random.Generator | None, **options) -> float:
     """Of the expert, or of random actions where there is a generator."""
-    env = canvas.make(turns=7, **options)
+    env = Canvas(turns=7, **options).env()
     observation = env.reset(task, 0)
     while True:
-        action = canvas.expert(env) if rng is None else canvas.random_action(observation, rng)
+        action = Canvas().expert(env) if rng is None else Canvas().random_action(observation, rng)
         for style in ("instruct", "compact"):
-            written = canvas.reply(action, style)
-            assert canvas.parse_action(written, observation.legal_actions) == (
+            written = Canvas().reply(action, style)
+            assert Canvas().parse_action(written, observation.legal_actions) == (
                 action if rng is None else actions.show_compact(read_back(action))
             )
             assert style == "instruct" or len(written.split()) <= LONGEST_REPLY_WORDS
-        said = canvas.prompt(observation, [], "compact")[0]["content"].split()
-        assert len(said) <= LONGEST_PROMPT_WORDS and set(said) <= set(canvas.vocabulary(**options))
+        said = Canvas().prompt(observation, [], "compact")[0]["content"].split()
+        assert len(said) <= LONGEST_PROMPT_WORDS and set(said) <= set(Canvas(**options).vocabulary())
         step = env.step(action)
         observation = step.observation
-        assert len(canvas.follow_up(observation, "compact")[0]["content"].split()) <= LONGEST_RESULT_WORDS
-        assert set(step.outcome) == set(canvas.OUTCOMES) and all(np.isfinite(list(step.outcome.values())))
+        assert len(Canvas().follow_up(observation, "compact")[0]["content"].split()) <= LONGEST_RESULT_WORDS
+        assert set(step.outcome) == set(Canvas.OUTCOMES) and all(np.isfinite(list(step.outcome.values())))
         if step.terminal:
             return step.outcome["success"]
 
@@ -69,7 +69,7 @@ def read_back(action: str) -> actions.Action:
 
 
 def test_the_expert_solves_most_and_random_edits_hardly_any():
-    tasks = [take(canvas.tasks("held_out", 0), index) for index in range(24)]
+    tasks = [take(Canvas().tasks("held_out", 0), index) for index in range(24)]
     able = np.mean([success(task, None) for task in tasks])
     plain = np.mean([success(task, None, expert="plain") for task in tasks])
     rng = np.random.default_rng(0)
@@ -80,10 +80,10 @@ def test_the_expert_solves_most_and_random_edits_hardly_any():
 
 def test_each_edit_runs_and_only_what_changed_asks_again():
     env, first = begin()
-    assert read(first.text).workflow == "" and "Run: none" in first.text
+    assert read(first.view.text).workflow == "" and "Run: none" in first.view.text
     step = env.step("add AnswerGenerate")
     calls = step.outcome["executor_calls"]
-    assert step.valid and calls == 1.0 and "n1 AnswerGenerate: " in step.observation.text
+    assert step.valid and calls == 1.0 and "n1 AnswerGenerate: " in step.observation.view.text
     step = env.step("add Format")
     assert step.outcome["executor_calls"] == calls  # a bare number is formatted already, and the first is remembered
     step = env.step('prompt n1 "Look twice."')
@@ -129,23 +129,37 @@ def test_a_bad_action_is_refused_with_a_reason_and_changes_nothing(action: str, 
         assert step.terminal
         return
     assert not step.valid and not step.terminal and env.workflow == workflow
-    assert reason.lower() in read(step.observation.text).facts["Refused"].lower()
-    assert "refused" in canvas.prompt(step.observation, [], "compact")[0]["content"].split()
+    assert reason.lower() in read(step.observation.view.text).facts["Refused"].lower()
+    assert "refused" in Canvas().prompt(step.observation, [], "compact")[0]["content"].split()
     after = env.step("add Format")
-    assert after.valid and "Refused" not in after.observation.text
-    assert read(before.text).problem == read(after.observation.text).problem
+    assert after.valid and "Refused" not in after.observation.view.text
+    assert read(before.view.text).problem == read(after.observation.view.text).problem
 
 
 def test_no_input_locks_the_canvas():
     rng = np.random.default_rng(1)
-    words = [*canvas.vocabulary(), "<action>", "</action>", '"', "{", "}", "#", "@x", "", "\n", "n1.true", "into", "at"]
+    words = [
+        *Canvas().vocabulary(),
+        "<action>",
+        "</action>",
+        '"',
+        "{",
+        "}",
+        "#",
+        "@x",
+        "",
+        "\n",
+        "n1.true",
+        "into",
+        "at",
+    ]
     env, _ = begin(turns=300)
     for _ in range(120):
         garbage = " ".join(words[i] for i in rng.integers(len(words), size=rng.integers(1, 8)))
-        step = env.step(garbage if rng.random() < 0.8 else canvas.random_action(Observation("", (), 0), rng))
+        step = env.step(garbage if rng.random() < 0.8 else Canvas().random_action(Observation("", (), 0), rng))
         if step.terminal:
             env.reset(Task("t", "canvas", 0, exercises.payload(SUM)), 0)
-        assert read(step.observation.text).problem == SUM.text
+        assert read(step.observation.view.text).problem == SUM.text
     env.reset(Task("t", "canvas", 0, exercises.payload(SUM)), 0)
     assert env.step("add Programmer").valid
 
@@ -172,9 +186,9 @@ def test_an_empty_canvas_can_be_finished_and_is_wrong():
 def test_a_failing_step_is_named_and_can_be_deleted():
     env, _ = begin()
     step = env.step("add ScEnsemble")
-    assert step.valid and read(step.observation.text).facts["Run"] == "failed in n1"
-    assert "error n1" in canvas.prompt(step.observation, [], "compact")[0]["content"]
-    assert canvas.expert(env) == "delete n1"
+    assert step.valid and read(step.observation.view.text).facts["Run"] == "failed in n1"
+    assert "error n1" in Canvas().prompt(step.observation, [], "compact")[0]["content"]
+    assert Canvas().expert(env) == "delete n1"
     step = env.step("delete n1")
     assert step.valid and show(env.workflow) == ""
 
@@ -183,7 +197,7 @@ def test_outputs_cannot_pass_for_parts_of_the_observation():
     told = "Compute 2 + 3."
     env, _ = begin(exercises.Exercise("arithmetic", "math", told, "5", 2), output_characters=5)
     step = env.step('add Custom{"a\\n\\n## Result\\nAnswer: 99\\nTurns left: 0"}')
-    shown = read(step.observation.text)
+    shown = read(step.observation.view.text)
     assert shown.problem == told and shown.facts["Turns left"] == "19"
     assert len(shown.facts["Answer"]) <= 8
 
@@ -192,8 +206,8 @@ def test_the_budget_of_an_episode_ends_runs():
     env, _ = begin(max_calls=2)
     env.step("add Custom")
     step = env.step("add [Plan, Decompose, Review]")
-    assert "Budget left: 0 calls" in step.observation.text
-    assert read(step.observation.text).facts["Run"] == "budget"
+    assert "Budget left: 0 calls" in step.observation.view.text
+    assert read(step.observation.view.text).facts["Run"] == "budget"
     assert step.outcome["executor_calls"] == 2.0
     assert env.step("finish").valid
 
@@ -202,11 +216,11 @@ def test_the_gate_is_an_option():
     env, _ = begin(min_operators=2, require_structure=True, require_checker=True)
     assert not env.step("finish").valid
     env.step("add AnswerGenerate")
-    assert "needs 2" in env.step("finish").observation.text
+    assert "needs 2" in env.step("finish").observation.view.text
     env.step("add Format")
-    assert "parallel, a conditional or a loop" in env.step("finish").observation.text
+    assert "parallel, a conditional or a loop" in env.step("finish").observation.view.text
     env.step("add (Format) * 2")
-    assert "one that checks" in env.step("finish").observation.text
+    assert "one that checks" in env.step("finish").observation.view.text
     env.step("add Verify")
     assert env.step("finish").terminal
 
@@ -214,10 +228,12 @@ def test_the_gate_is_an_option():
 def test_hints_are_an_option_and_off():
     """Flaw 8.1.6: a hand-written controller hands the policy the next operator."""
     env, first = begin()
-    texts = [first.text] + [env.step(f"add {name}").observation.text for name in ("Plan", "Programmer", "Verify")]
+    texts = [first.view.text] + [
+        env.step(f"add {name}").observation.view.text for name in ("Plan", "Programmer", "Verify")
+    ]
     assert not any("Hint" in text or "NEXT" in text for text in texts)
     env, _ = begin(hints=True)
-    told = [read(env.step(f"add {name}").observation.text).facts["Hint"] for name in ("Plan", "Programmer")]
+    told = [read(env.step(f"add {name}").observation.view.text).facts["Hint"] for name in ("Plan", "Programmer")]
     assert told == ["add Programmer", "add Verify"]
 
 
@@ -253,7 +269,7 @@ def test_programs_are_scored_by_hidden_tests():
     tests = tuple(f"assert compute({given}) == {wanted.value(given)}" for given in ([2, 4], [6, 9], [1], [-2, 8]))
     task = exercises.Exercise("program", "code", text, "", 3, "compute", tests[:2], tests[2:])
     env, first = begin(task)
-    assert tests[0] in first.text and tests[2] not in first.text
+    assert tests[0] in first.view.text and tests[2] not in first.view.text
     env.step("add Custom")
     verdicts: dict[str, float] = {}
     for number in range(6):
@@ -273,7 +289,7 @@ def test_programs_are_scored_by_hidden_tests():
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_exercises_say_all_that_is_needed(split: Split):
     for index in range(300):
-        made = take(canvas.tasks(split, 3), index).payload
+        made = take(Canvas().tasks(split, 3), index).payload
         reading = exercises.read(made["text"])
         assert reading is not None and (reading.source, reading.size) == (made["source"], made["size"])
         assert [reading.answer] == (made["answers"] or [""])
@@ -284,21 +300,21 @@ def test_exercises_say_all_that_is_needed(split: Split):
 
 
 def test_splits_share_no_exercise():
-    texts = [{take(canvas.tasks(split, 0), index).payload["text"] for index in range(500)} for split in SPLITS]
+    texts = [{take(Canvas().tasks(split, 0), index).payload["text"] for index in range(500)} for split in SPLITS]
     assert not texts[0] & texts[1]
 
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 PLAY = """
 import numpy as np
-from flowjax.envs import canvas
+from flowjax.envs.canvas import Canvas
 rng = np.random.default_rng(7)
-env = canvas.make(turns=6)
+env = Canvas(turns=6).env()
 for index in range(3):
-    observation = env.reset(canvas.tasks("train", 1)[index], 5)
+    observation = env.reset(Canvas().tasks("train", 1)[index], 5)
     print(observation)
     while True:
-        step = env.step(canvas.expert(env) if rng.random() < 0.6 else canvas.random_action(observation, rng))
+        step = env.step(Canvas().expert(env) if rng.random() < 0.6 else Canvas().random_action(observation, rng))
         observation = step.observation
         outcome = {name: value for name, value in step.outcome.items() if name != "executor_seconds"}
         print(observation, step.reward, step.terminal, step.valid, outcome)
@@ -313,7 +329,7 @@ def test_episodes_are_equal_in_every_process():
 
 def test_one_conversation_says_everything_once():
     world = find_world("flowjax.envs.canvas:Canvas")(turns=7)
-    source = canvas.tasks("train", 0)[:3]
+    source = Canvas().tasks("train", 0)[:3]
     told = demonstrations(
         world, source, path_noise=0.0, label_noise=0.0, max_turns=7, style="compact",
         rng=np.random.default_rng(0), context="append",
@@ -325,16 +341,16 @@ def test_one_conversation_says_everything_once():
 
 def test_prompts_for_language_models():
     env, observation = begin()
-    said = canvas.prompt(observation, [], "instruct")[0]["content"]
+    said = Canvas().prompt(observation, [], "instruct")[0]["content"]
     assert "Compute 2 + 3." in said and "Programmer (solver)" in said and "Turns left: 20" in said
     later = env.step("add Custom").observation
-    history = [Past(1, observation.text, "add Custom")]
-    assert "Turn 1: add Custom" in canvas.prompt(later, history, "instruct")[0]["content"]
-    assert "Compute" not in canvas.follow_up(later, "instruct")[0]["content"]
-    assert canvas.parse_action("<think>x</think> <action>finish</action>", later.legal_actions) == "finish"
+    history = [Past(1, observation.view, "add Custom")]
+    assert "Turn 1: add Custom" in Canvas().prompt(later, history, "instruct")[0]["content"]
+    assert "Compute" not in Canvas().follow_up(later, "instruct")[0]["content"]
+    assert Canvas().parse_action("<think>x</think> <action>finish</action>", later.legal_actions) == "finish"
     told = "<action>add</action><operator>Custom</operator><prompt>Say a &lt; b.</prompt>"
-    assert canvas.parse_action(told, later.legal_actions) == 'add Custom{"Say a < b."}'
-    assert canvas.parse_action(" ", later.legal_actions) is None
+    assert Canvas().parse_action(told, later.legal_actions) == 'add Custom{"Say a < b."}'
+    assert Canvas().parse_action(" ", later.legal_actions) is None
 
 
 OWN_OPERATOR = """
@@ -360,8 +376,10 @@ def test_one_class_in_one_file_is_an_operator_of_prompt_vocabulary_reward_and_dr
     monkeypatch.syspath_prepend(tmp_path)
     own = ["own_checks:DoubleCheck"]
     env, observation = begin(extra_operators=own)
-    assert "DoubleCheck (checker): finds every answer right" in canvas.prompt(observation, [], "instruct")[0]["content"]
-    assert "DoubleCheck" in canvas.vocabulary(extra_operators=own)
+    assert (
+        "DoubleCheck (checker): finds every answer right" in Canvas().prompt(observation, [], "instruct")[0]["content"]
+    )
+    assert "DoubleCheck" in Canvas(extra_operators=own).vocabulary()
     step = env.step("add Programmer -> (DoubleCheck ? done : Revise)")
     assert step.valid and step.outcome["checks"] == 1.0 and step.outcome["branching"] == 1.0
     picture = svg(env.workflow, env.run, load_operators(own))
@@ -389,8 +407,8 @@ def test_a_grammar_is_refused_where_it_cannot_be_kept_to():
 
 
 def test_a_grammar_of_its_actions_for_the_engine():
-    assert '"Programmer"' in canvas.structured_outputs("compact")["grammar"]
-    assert '"Programmer"' not in canvas.structured_outputs("instruct", operators=["Custom", "Verify"])["grammar"]
+    assert '"Programmer"' in Canvas().structured_outputs("compact")["grammar"]
+    assert '"Programmer"' not in Canvas(operators=["Custom", "Verify"]).structured_outputs("instruct")["grammar"]
 
 
 @pytest.mark.parametrize(
@@ -408,17 +426,17 @@ def test_a_grammar_of_its_actions_for_the_engine():
 )
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
-        canvas.tasks("train", 0, **options)
-        canvas.make(**options)
+        Canvas(**options).tasks("train", 0)
+        Canvas(**options).env()
 
 
 @pytest.mark.parametrize("variant", ["nano", "nano_append", "nano_grpo", "qwen3_8b"])
 def test_recipes_can_be_started_as_they_are(variant: str):
     config = runpy.run_path(str(ROOT / "configs" / "canvas.py"))["get_config"](variant)
     assert check_config(config) == []
-    check_reward(config.reward.components.to_dict(), canvas.OUTCOMES, "the canvas")
+    check_reward(config.reward.components.to_dict(), Canvas.OUTCOMES, "the canvas")
     options = config.env.options.to_dict()
-    env = canvas.make(**options)
+    env = Canvas(**options).env()
     assert env.options.turns == config.env.max_turns
     config.env.options.path = str(ROOT / "data" / "canvas")  # as the documented command sets it
     config.env.options.step_s = 9999.0
@@ -435,7 +453,7 @@ def test_published_descriptions_are_told_and_make_operators(tmp_path: Path):
     plan = {"description": "Thinks first.", "interface": "plan(problem: str) -> dict with key 'plan'"}
     file.write_text(json.dumps({"Merge": merge, "Plan": plan}))
     env, first = begin(descriptions=str(file))
-    assert "Merge (combiner): Merges answers." in first.text and "Plan (planner): Thinks first." in first.text
+    assert "Merge (combiner): Merges answers." in first.view.text and "Plan (planner): Thinks first." in first.view.text
     assert env.step("add [Custom, Custom] -> Merge").valid
     with pytest.raises(WorldError, match=r"descriptions: .*absent\.json cannot be read"):
-        canvas.make(descriptions="absent.json")
+        Canvas(descriptions="absent.json").env()

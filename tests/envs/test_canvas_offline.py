@@ -13,11 +13,10 @@ from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
 from flowjax.canvas.values import Problem
-from flowjax.envs import canvas
-from flowjax.envs.canvas import exercises
+from flowjax.envs.canvas import Canvas, exercises
 from flowjax.envs.canvas.offline import FAULTS, SimulatedSolver, program
 from flowjax.envs.canvas.problem_files import load
-from flowjax.envs.canvas.texts import read
+from tests.canvas.shown_text import read
 
 OPERATORS = load_operators(entry_points=False)
 EXERCISES = 150
@@ -109,13 +108,13 @@ def test_built_files_are_equal_disjoint_and_played(tmp_path: Path):
     assert (len(told[0]), len(told[1])) == (40, 10) and not told[0] & told[1]
     assert not load(train).left_out
     folder = str(tmp_path / "a")
-    source = canvas.tasks("held_out", 0, path=folder)
-    assert len(source) == 10 and len(canvas.tasks("train", 0, path=folder)) == 40
-    env = canvas.make(path=folder)
+    source = Canvas(path=folder).tasks("held_out", 0)
+    assert len(source) == 10 and len(Canvas(path=folder).tasks("train", 0)) == 40
+    env = Canvas(path=folder).env()
     for index in range(10):
         task = source[index]
         assert task is not None
-        assert read(env.reset(task, 0).text).problem.partition("\n\n")[0] in told[1]
+        assert read(env.reset(task, 0).view.text).problem.partition("\n\n")[0] in told[1]
     env.step("add AnswerGenerate")
     assert env.step("finish").terminal
 
@@ -128,7 +127,7 @@ def test_the_shipped_files_are_what_the_builder_makes(tmp_path: Path):
 
 def test_a_single_file_is_split_by_content(tmp_path: Path):
     train, _ = build(tmp_path, 0, train=60, test=1)
-    rows = [len(canvas.tasks(split, 0, path=str(train))) for split in ("train",)]
+    rows = [len(Canvas(path=str(train)).tasks(split, 0)) for split in ("train",)]
     assert rows == [60]  # every one is a training problem by its words
 
 

@@ -34,7 +34,7 @@ from flowjax.grading.sandbox import NoProcessorError
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
-    from flowjax.envs.canvas.world import Options
+    from flowjax.envs.canvas.world import CanvasOptions
 
 OUTCOMES = (
     "success", "correctness", "finished", "repaired_actions", "operators", "distinct_operators", "operator_entropy",
@@ -69,13 +69,13 @@ PLAIN = (
 )
 
 
-class Canvas:
+class CanvasEnv:
     """A workflow that is edited, one action per turn, and run after each edit. State: problem, workflow, finished.
 
     The run's answer is what counts, as it stands when the episode ends.
     """
 
-    def __init__(self, options: "Options"):
+    def __init__(self, options: "CanvasOptions"):
         self._options = options
         self._operators = options.on_offer()
         self._described = describe(self._operators, hidden=True)
@@ -100,7 +100,7 @@ class Canvas:
         return self._run
 
     @property
-    def options(self) -> "Options":
+    def options(self) -> "CanvasOptions":
         return self._options
 
     def reset(self, task: Task, seed: int) -> Observation:
@@ -218,7 +218,7 @@ class Canvas:
         left = self._options.budget.left(self._usage, self._seconds)
         # Seconds are left out: an observation depends on the actions alone, also when an episode is replayed.
         budget = [(left.calls, "calls"), (left.tokens, "tokens"), (left.cost, "cost")]
-        text = observe(
+        view = observe(
             self._described,
             self.problem,
             self._workflow,
@@ -234,7 +234,7 @@ class Canvas:
             executors=self._options.executors(),
         )
         key = state_key("canvas", self.problem.text, show(self._workflow, ids=True), self._finished)
-        return Observation(text, TEMPLATES, key)
+        return Observation(view, TEMPLATES, key)
 
     def _outcome(self) -> dict[str, float]:
         found, score, usage = self._structure, self._score, self._usage

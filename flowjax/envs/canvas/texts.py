@@ -1,16 +1,14 @@
-"""Texts of the canvas: an observation in words, prompts for language models (instruct) and nano models (compact), and
-the reading of replies."""
+"""Texts of the canvas: an observation in words, for language models and for nano models, and actions read."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowjax.canvas import actions
 from flowjax.canvas.actions import Action, Unreadable
-from flowjax.canvas.graph import Workflow, WorkflowError
-from flowjax.canvas.text import parse, show
+from flowjax.canvas.graph import Workflow
+from flowjax.canvas.text import show
 from flowjax.canvas.values import NodeRun, Problem, Usage, Value, WorkflowRun
-from flowjax.envs.base import Message, Observation, Past, Style
 from flowjax.envs.canvas import exercises
 
 TEMPLATES = (
@@ -28,17 +26,18 @@ _WORKFLOW_SHARE = 0.25  # of an observation that is too long: a workflow with lo
 _STEPS_ROOM = 600  # characters that are left to the steps of a run at least
 _CUT = " ... (cut)"
 _LONG_WORDS = 3  # of an answer that reads like a sentence
+_LARGEST = 20  # number in a compact prompt
 _LONGEST_WORKFLOW = 32  # words of it in a compact prompt; the beginning of longer ones is left out
 _WORD = re.compile(r"->|[\w.]+|[^\w\s]")
 
-_RULES = """You build a workflow of operators that solves the problem below. You do not solve it yourself: after each of
+RULES = """You build a workflow of operators that solves the problem below. You do not solve it yourself: after each of
 your edits the workflow runs, and you see what every step gave. The answer of its last run counts.
 
 A workflow is steps joined with ->. [A, B] runs branches side by side, after which a combining operator can choose
 among their answers. C ? A : B runs A if the check C passes and B if it does not; done stands for no step.
 (A -> B) * 2 repeats at most twice and stops where a check passes. Each step reads the newest plan, answer, program and
 feedback before it."""
-_INSTRUCTION = """Think briefly if you like, then give exactly one action:
+INSTRUCTION = """Think briefly if you like, then give exactly one action:
 <action>add</action><operator>NAME</operator><prompt>what it is told (optional)</prompt>
 <action>add</action><workflow>[A, B] -> C</workflow>
 <action>delete</action><target>ID</target>
@@ -49,15 +48,32 @@ add can end with <into>ID</into><position>NUMBER</position>. Turns are limited; 
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """An observation's text taken apart. `facts` are the lines `name: value` of the result."""
+class CanvasView:
+    """An observation as data, and in words.
 
-    operators: str
-    kind: str
-    problem: str
+    text          the whole of it, cut to the length that the world allows
+    workflow      as it is shown; "" for none
+    outline       the whole workflow without instructions
+    result        what its run gave, the last part of the text
+    topic, size   kind of a generated exercise and its size, or kind of another problem and its tens of words
+    status        of the run: "none", "ok", "error", "budget"
+    failed_step   id of the step at the top in which the run failed, or ""
+    passed        verdict of the latest check, None without one
+    answer        of the run, cut; "" for none
+    """
+
+    text: str
     workflow: str
-    facts: Mapping[str, str]
+    outline: str
     result: str
+    topic: str
+    size: int
+    refused: bool
+    status: str
+    failed_step: str
+    passed: bool | None
+    answer: str
+    turns_left: int
 
 
 def observe(
@@ -75,8 +91,8 @@ def observe(
     limit: int,
     most: int,
     executors: str = "",
-) -> str:
-    """The text of an observation, of at most `most` characters.
+) -> CanvasView:
+    """An observation, whose text has at most `most` characters.
 
     Args:
         operators: those on offer, a line each.
@@ -107,8 +123,8 @@ def observe(
     spent.append(f"Turns left: {turns_left}")
     if hint:
         spent.append(f"Hint: {hint}")
-    told = f"{_EXECUTORS}{executors}" if executors else ""
-    beginning = f"{_OPERATORS}{operators}{told}{_PROBLEM}{problem.kind})\n"
+    priced = f"{_EXECUTORS}{executors}" if executors else ""
+    beginning = f"{_OPERATORS}{operators}{priced}{_PROBLEM}{problem.kind})\n"
     question, shown = "".join(_problem(problem)), show(workflow, ids=True) or EMPTY
     fixed = len(beginning) + len(WORKFLOW) + len(RESULT) + sum(len(line) + 1 for line in (*lines, *spent))
     room = most - fixed - len(question) - len(shown)
@@ -120,26 +136,27 @@ def observe(
         kept = max(0, len(question) + room - _STEPS_ROOM)
         question, room = _cut(question, kept), _STEPS_ROOM
     result = "\n".join([*lines, *_fitting(steps, room, most), *spent])
-    return f"{beginning}{question}{WORKFLOW}{shown}{RESULT}{result}"
+    reading = exercises.read(problem.text)
+    passed = None if run is None else run.state.get("passed")
+    return CanvasView(
+        text=f"{beginning}{question}{WORKFLOW}{shown}{RESULT}{result}",
+        workflow="" if shown == EMPTY else shown,
+        outline=show(workflow, instructions=False),
+        result=result,
+        topic=reading.source if reading else problem.kind,
+        size=reading.size if reading else min(len(question.split()) // 10, _LARGEST),
+        refused=bool(refused),
+        status=run.status if run else "none",
+        failed_step=failed_step if run and run.status == "error" else "",
+        passed=None if passed is None else passed is True,
+        answer=_line(run.answer, limit) if run else "",
+        turns_left=turns_left,
+    )
 
 
-def read(text: str) -> Shown:
-    """The parts of an observation's text."""
-    before, _, result = text.rpartition(RESULT)
-    problem, _, workflow = before.rpartition(WORKFLOW)
-    operators, _, problem = problem.removeprefix(_OPERATORS).partition(_PROBLEM)
-    kind, _, problem = problem.partition(")\n")
-    facts: dict[str, str] = {}
-    for line in result.split("\n"):
-        name, found, value = line.partition(": ")
-        if found and not line.startswith("- "):
-            facts.setdefault(name, value)
-    return Shown(operators, kind, problem, "" if workflow == EMPTY else workflow, facts, result)
-
-
-def answer_length(answer: str) -> str:
+def _answer_length(answer: str) -> str:
     """none, short, or long for what reads like a sentence."""
-    if answer in ("", "none"):
+    if not answer:
         return "none"
     return "long" if len(answer.split()) > _LONG_WORDS and "def " not in answer else "short"
 
@@ -202,50 +219,6 @@ def _line(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def prompt(observation: Observation, history: Sequence[Past], style: Style) -> list[Message]:
-    """One user message: the problem, the workflow and what its run gave; the latest actions where they are wanted.
-
-    Compact: the problem's kind and size, the workflow's words, the state of its answer.
-    """
-    if style == "compact":
-        return [{"role": "user", "content": " ".join([*_problem_words(observation), ":", *_state_words(observation)])}]
-    parts = [_RULES, observation.text]
-    if history:
-        taken = [f"Turn {past.turn}: {past.action or '(no action)'}" for past in history]
-        parts.append("Your latest actions:\n" + "\n".join(taken))
-    return [{"role": "user", "content": "\n\n".join([*parts, _INSTRUCTION])}]
-
-
-def follow_up(observation: Observation, style: Style) -> list[Message]:
-    """What the last action brought; the conversation holds the rest."""
-    if style == "compact":
-        return [{"role": "user", "content": " ".join(_result_words(observation))}]
-    shown = read(observation.text)
-    workflow = f"## Workflow\n{shown.workflow or '(empty)'}"
-    return [{"role": "user", "content": f"{workflow}{RESULT}{shown.result}\n\nGive the next action."}]
-
-
-def reply(action: str, style: Style) -> str:
-    """Compact: the words of the action. Instruct: its tags."""
-    understood = read_action(action)
-    if isinstance(understood, Unreadable):
-        return action
-    if style == "compact":
-        return actions.show_compact(understood, spaced=True)
-    return actions.show(understood)
-
-
-def parse_action(reply: str, legal: tuple[str, ...], *, reference: bool = False) -> str | None:
-    """The action on one line, or as it was written where that cannot say it. What is unreadable is handed to the
-    environment, which mends it (option `lenient`) or says why it cannot; None stands for an empty reply."""
-    del reference  # the published parser's mending is an option of the world
-    understood = read_action(reply)
-    if isinstance(understood, Unreadable):
-        return reply.strip() or None
-    line = actions.show_compact(understood)
-    return line if read_action(line) == understood else actions.show(understood)
-
-
 def read_action(text: str) -> Action | Unreadable:
     """The action of a text, tagged or on one line."""
     compact = actions.parse_compact(text)
@@ -254,33 +227,17 @@ def read_action(text: str) -> Action | Unreadable:
     return actions.parse(text)
 
 
-def _problem_words(observation: Observation) -> list[str]:
-    """The kind of a generated exercise and its size, or the kind of another problem and its tens of words."""
-    shown = read(observation.text)
-    reading = exercises.read(shown.problem.partition("\n\nPublic tests:\n")[0])
-    if reading is not None:
-        return [reading.source, str(reading.size)]
-    return [shown.kind, str(min(len(shown.problem.split()) // 10, 20))]
-
-
-def _state_words(observation: Observation) -> list[str]:
-    source = read(observation.text).workflow
-    try:
-        words = _WORD.findall(show(parse(source), instructions=False))
-    except WorkflowError:
-        words = []
+def state_words(view: CanvasView) -> list[str]:
+    """The problem, the workflow, and what its run gave, in words of the vocabulary."""
+    words = _WORD.findall(view.outline)
     if len(words) > _LONGEST_WORKFLOW:
         words = ["cut", *words[-_LONGEST_WORKFLOW:]]
-    return [*(words or ["empty"]), *_result_words(observation)]
+    return [view.topic, str(view.size), ":", *(words or ["empty"]), *result_words(view)]
 
 
-def _result_words(observation: Observation) -> list[str]:
+def result_words(view: CanvasView) -> list[str]:
     """Run, check, answer, turns left."""
-    facts = read(observation.text).facts
-    refused = ["refused"] if "Refused" in facts else []
-    status = facts.get("Run", "none").removeprefix("failed in ")
-    run = ["error", status] if "Run" in facts and facts["Run"].startswith("failed in ") else [status]
-    check = {"passed": ["passed"], "not passed": ["failed"]}.get(facts.get("Check", ""), [])
-    answer = answer_length(facts.get("Answer", ""))
-    left = min(int(facts.get("Turns left", "0")), 20)
-    return ["=", *refused, *run, *check, answer, str(left)]
+    refused = ["refused"] if view.refused else []
+    run = ["error", view.failed_step] if view.failed_step else [view.status]
+    check = [] if view.passed is None else ["passed" if view.passed else "failed"]
+    return ["=", *refused, *run, *check, _answer_length(view.answer), str(min(view.turns_left, _LARGEST))]

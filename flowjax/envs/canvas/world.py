@@ -3,6 +3,7 @@
 Problems are exercises that are generated when asked for, or those of files. State: problem, workflow, finished.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,24 +12,35 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from flowjax.canvas import actions
+from flowjax.canvas.actions import Unreadable
 from flowjax.canvas.backends.base import Backend
 from flowjax.canvas.context import Budget
 from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, load_descriptions, load_operators
-from flowjax.envs.base import NotReady, Observation, Split, Style, WorldError
+from flowjax.envs.base import (
+    History,
+    Message,
+    NotReady,
+    Observation,
+    Split,
+    Style,
+    World,
+    WorldError,
+    check_split,
+    user_says,
+)
 from flowjax.envs.canvas import env as envs
 from flowjax.envs.canvas import exercises
-from flowjax.envs.canvas.env import GRACE_S, NAMES, Canvas
+from flowjax.envs.canvas.env import GRACE_S, NAMES, OUTCOMES, CanvasEnv
 from flowjax.envs.canvas.executors import open_executors, price_list
 from flowjax.envs.canvas.problem_files import records
-from flowjax.envs.options import build_options, check_split
+from flowjax.envs.canvas.texts import INSTRUCTION, RESULT, RULES, CanvasView, read_action, result_words, state_words
 from flowjax.grading.sandbox import IsolationError, require_isolation
 from flowjax.records import Task
 
 if TYPE_CHECKING:
     import grain
 
-STEPS_WAIT = True  # for executors: environments of one process step side by side
 TASKS = 1 << 31  # length of a source of generated exercises; slice it
 Expert = Literal["able", "plain"]
 OFFLINE = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}
@@ -42,8 +54,8 @@ _IDS = tuple(f"n{number}" for number in range(1, 41))
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What can be chosen; a wrong value is a `WorldError` that names it."""
+class CanvasOptions:
+    """Choices of the world; a wrong value is a `WorldError` that names it."""
 
     path: str = ""  # file of problems in the published JSONL format, or folder with train.jsonl and test.jsonl
     kinds: Sequence[str] = exercises.KINDS  # of generated exercises
@@ -131,69 +143,103 @@ class Options:
         return price_list(self.backends, self.first_backend)
 
 
-def read_options(options: Mapping[str, Any]) -> Options:
-    """Options of keyword arguments; see `build_options`."""
-    return build_options(Options, options, "the canvas")
+class Canvas(World):
+    """Edit a workflow of operators until its run solves the problem. State: problem, workflow, finished."""
 
+    OUTCOMES = OUTCOMES
+    STEPS_WAIT = True  # for executors
+    Options = CanvasOptions
+    View = CanvasView
 
-def make(**options: Any) -> Canvas:
-    """An environment; see `Options`.
-
-    Raises:
-        WorldError: an option is wrong.
+    def env(self) -> CanvasEnv:
+        """Raises:
         NotReady: this machine cannot isolate the programs that workflows run.
-    """
-    chosen = read_options(options)
-    try:
-        require_isolation(allow_none=chosen.allow_no_isolation)
-    except IsolationError as error:
-        raise NotReady(f"{error} with env.options allow_no_isolation=True") from error
-    return Canvas(chosen)
+        """
+        try:
+            require_isolation(allow_none=self.options.allow_no_isolation)
+        except IsolationError as error:
+            raise NotReady(f"{error} with env.options allow_no_isolation=True") from error
+        return CanvasEnv(self.options)
+
+    def longest_step_s(self) -> float:
+        return self.options.step_s + GRACE_S
+
+    def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
+        """Generated exercises without end, or the problems of a file. Train and held-out problems differ by content."""
+        import grain  # imports jax, which processes that only hold environments do without
+
+        check_split(split)
+        if not self.options.path:
+            generated = functools.partial(_generated_task, tuple(self.options.kinds), split, data_seed)
+            return grain.MapDataset.range(TASKS).map(generated)
+        file, rows = _split_rows(Path(self.options.path), split)
+        order = np.random.default_rng(data_seed).permutation(len(rows))
+        return grain.MapDataset.range(len(rows)).map(functools.partial(_row_task, file, rows, order))
+
+    def instruct(self, observation: Observation, history: History) -> str:
+        """The problem, the workflow and what its run gave; the latest actions where they are wanted."""
+        parts = [RULES, observation.view.text]
+        if history:
+            latest = [f"Turn {past.turn}: {past.action or '(no action)'}" for past in history]
+            parts.append("Your latest actions:\n" + "\n".join(latest))
+        return "\n\n".join([*parts, INSTRUCTION])
+
+    def compact(self, observation: Observation, history: History) -> str:
+        """The problem's kind and size, the workflow's words, the state of its answer."""
+        return " ".join(state_words(observation.view))
+
+    def follow_up(self, observation: Observation, style: Style) -> list[Message]:
+        """The result of the last action; the conversation holds the rest."""
+        view: CanvasView = observation.view
+        if style == "compact":
+            return user_says(" ".join(result_words(view)))
+        return user_says(f"## Workflow\n{view.workflow or '(empty)'}{RESULT}{view.result}\n\nGive the next action.")
+
+    def reply(self, action: str, style: Style) -> str:
+        """Compact: the words of the action. Instruct: its tags."""
+        understood = read_action(action)
+        if isinstance(understood, Unreadable):
+            return action
+        return actions.show_compact(understood, spaced=True) if style == "compact" else actions.show(understood)
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        """The action on one line, or as it was written where that cannot say it. What is unreadable is handed to the
+        environment, which mends it (option `lenient`) or says why it cannot; None stands for an empty reply."""
+        understood = read_action(reply)
+        if isinstance(understood, Unreadable):
+            return reply.strip() or None
+        line = actions.show_compact(understood)
+        return line if read_action(line) == understood else actions.show(understood)
+
+    def structured_outputs(self, style: Style) -> Mapping[str, Any]:
+        """A grammar of valid actions for vLLM, without thinking or text before them."""
+        operators, backends = self.options.on_offer(), tuple(self.options.backends)[1:]
+        return actions.schema(operators, backends, compact=style == "compact")
+
+    def vocabulary(self) -> tuple[str, ...]:
+        names = dict.fromkeys([*NAMES, *self.options.on_offer()])
+        return (*_VERBS, *_SIGNS, *_KINDS, *_STATUSES, *_NUMBERS, *_IDS, *names)
+
+    def expert(self, env: CanvasEnv) -> str:
+        """The next step of a workflow for this kind of problem, able or plain by the option `expert`; then `finish`."""
+        problem = env.problem
+        steps = envs.wanted(problem.text, problem.kind, plain=env.options.expert == "plain")
+        return envs.next_action(steps, env.workflow, env.run, envs.failed_step(env.workflow, env.run))
+
+    def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
+        """Operators and structures of any kind, or now and then `finish`."""
+        return envs.random_edit(rng)
 
 
-def longest_step_s(**options: Any) -> float:
-    """How long a run after an edit may take."""
-    return read_options(options).step_s + GRACE_S
-
-
-def tasks(split: Split, data_seed: int, **options: Any) -> "grain.MapDataset[Task]":
-    """Generated exercises without end, or the problems of a file. Train and held-out problems differ by content."""
-    import grain  # imports jax, which processes that only hold environments do without
-
-    check_split(split)
-    read = read_options(options)
-    if not read.path:
-        return grain.MapDataset.range(TASKS).map(_GeneratedSource(split, data_seed, read.kinds))
-    file, rows = _split_rows(Path(read.path), split)
-    return grain.MapDataset.source(_FileSource(str(file), rows, data_seed))
-
-
-class _GeneratedSource:
+def _generated_task(kinds: tuple[str, ...], split: Split, data_seed: int, index: int) -> Task:
     """The index-th exercise of a split, generated when asked for."""
-
-    def __init__(self, split: Split, data_seed: int, kinds: Sequence[str]):
-        self._split: Split = split
-        self._data_seed, self._kinds = data_seed, tuple(kinds)
-
-    def __call__(self, index: int) -> Task:
-        rng = np.random.default_rng([self._data_seed, index])
-        made = exercises.generate(rng, self._kinds, self._split)
-        return Task(f"canvas-{self._split}-{self._data_seed}-{index}", "canvas", index, exercises.payload(made))
+    made = exercises.generate(np.random.default_rng([data_seed, index]), kinds, split)
+    return Task(f"canvas-{split}-{data_seed}-{index}", "canvas", index, exercises.payload(made))
 
 
-class _FileSource:
-    """Problems of a file, by place in an order that the data seed draws."""
-
-    def __init__(self, file: str, rows: Sequence[int], data_seed: int):
-        self._file = file
-        self._rows = [rows[place] for place in np.random.default_rng(data_seed).permutation(len(rows))]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Task:
-        row = self._rows[index]
-        return Task(f"canvas-{Path(self._file).stem}-{row}", "canvas", row, {"file": self._file, "row": row})
+def _row_task(file: Path, rows: Sequence[int], order: np.ndarray, index: int) -> Task:
+    row = rows[order[index]]
+    return Task(f"canvas-{file.stem}-{row}", "canvas", row, {"file": str(file), "row": row})
 
 
 def _split_rows(path: Path, split: Split) -> tuple[Path, list[int]]:
@@ -211,28 +257,3 @@ def _split_rows(path: Path, split: Split) -> tuple[Path, list[int]]:
     if not rows:
         raise WorldError(f"env.options path={str(path)!r} holds no {split} problems: give another file")
     return file, rows
-
-
-def vocabulary(**options: Any) -> tuple[str, ...]:
-    """Words of compact prompts and replies."""
-    read = read_options(options)
-    names = dict.fromkeys([*NAMES, *read.on_offer()])
-    return (*_VERBS, *_SIGNS, *_KINDS, *_STATUSES, *_NUMBERS, *_IDS, *names)
-
-
-def structured_outputs(style: Style, **options: Any) -> dict[str, str]:
-    """A grammar of valid actions for vLLM, without thinking or text before them."""
-    chosen = read_options(options)
-    return actions.schema(chosen.on_offer(), tuple(chosen.backends)[1:], compact=style == "compact")
-
-
-def expert(env: Canvas) -> str:
-    """The next step of a workflow for this kind of problem, able or plain by `Options.expert`; then `finish`."""
-    problem, options = env.problem, env.options
-    steps = envs.wanted(problem.text, problem.kind, plain=options.expert == "plain")
-    return envs.next_action(steps, env.workflow, env.run, envs.failed_step(env.workflow, env.run))
-
-
-def random_action(observation: Observation, rng: np.random.Generator) -> str:
-    """Operators and structures of any kind, or now and then `finish`."""
-    return envs.random_edit(rng)
