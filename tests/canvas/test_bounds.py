@@ -130,7 +130,7 @@ def test_executors_and_their_prices_are_told_where_there_is_a_choice():
         small = backends(server)["small"]
         large = {**small, "prices": {"prompt": 0.4, "sampled": 1.6}}
         env = Canvas(backends={"small": small, "large": large}).env()
-        text = env.reset(task(), 0).text
+        text = env.reset(task(), 0).view.text
         assert "small (unless one is named): free\nlarge: 0.4 read, 1.6 written" in text
         assert read(text).operators.startswith("Plan (planner)")
-        assert "Executors" not in Canvas(backends={"small": small}).env().reset(task(), 0).text
+        assert "Executors" not in Canvas(backends={"small": small}).env().reset(task(), 0).view.text
