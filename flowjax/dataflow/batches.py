@@ -14,7 +14,7 @@ import numpy as np
 from flowjax.broker import Superseded
 from flowjax.dataflow.algorithms.base import Candidate, Chain, Result
 from flowjax.dataflow.ledger import Ledger, PolicyGroup, Selection
-from flowjax.dataflow.policies import PolicyState
+from flowjax.dataflow.policies import PolicyStatus
 from flowjax.dataflow.rows import CreditedBatch, credit_batch
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.monitor.trouble import is_machine_fault
@@ -42,7 +42,7 @@ class Batches:
         self,
         ledger: Ledger,
         algorithms: Chain,
-        policies: Mapping[str, PolicyState],
+        policies: Mapping[str, PolicyStatus],
         metrics: MetricsWriter,
         run_dir: Path,
     ):
@@ -60,8 +60,8 @@ class Batches:
             StepError: a step is neither the next one nor still written down.
         """
         for policy, step in steps.items():
-            if taken := self.take(policy, step):
-                return policy, taken
+            if batch := self.take(policy, step):
+                return policy, batch
         return None
 
     def take(self, policy: str, step: int) -> Assigned | None:
@@ -79,7 +79,7 @@ class Batches:
             max_staleness=state.run.config.dataflow.max_staleness,
         )
         group_ids = self._ledger.assign(policy, step, chosen)
-        state.starved = group_ids is None
+        state.is_waiting = group_ids is None
         if group_ids is None:
             return None
         dropped = self._ledger.count_dropped(policy) - dropped_before
@@ -189,7 +189,7 @@ class Batches:
         )
         states = [(self._policies[policy], max(n, 0) + 1) for policy, n in lost.items()]
         most = max(
-            (n + own.run.config.dataflow.max_staleness) * own.settings.trainer.groups_per_step for own, n in states
+            (n + one.run.config.dataflow.max_staleness) * one.settings.trainer.groups_per_step for one, n in states
         )
         return max(known, self._ledger.count_groups()) + most
 
@@ -213,8 +213,8 @@ class Batches:
         state = self._policies[policy]
         if version > state.committed:
             self._algorithms.published(policy, version)
-            with self._algorithms.learnt() as learnt:
-                self._ledger.commit(policy, version, learnt=learnt)
+            with self._algorithms.state_changes() as changes:
+                self._ledger.commit(policy, version, changes=changes)
             state.committed = version
         kept_versions = max(state.settings.trainer.keep_checkpoints, self._algorithms.keeps_used_versions)
         self._ledger.close_batches(policy, version - kept_versions)

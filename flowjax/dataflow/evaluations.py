@@ -9,7 +9,7 @@ import grain
 import numpy as np
 
 from flowjax.dataflow.ledger import Ledger, trajectories_of
-from flowjax.dataflow.policies import PolicyState
+from flowjax.dataflow.policies import PolicyStatus
 from flowjax.dataflow.tasks import content_of, episode_seed, task_at
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
@@ -33,7 +33,7 @@ class Evaluations:
         ledger: Ledger,
         metrics: MetricsWriter,
         tasks: grain.MapDataset[Task],
-        policies: Mapping[str, PolicyState],
+        policies: Mapping[str, PolicyStatus],
         clock: Callable[[], float] = time.monotonic,
     ):
         config = run.config
@@ -176,8 +176,8 @@ class Evaluations:
                 sampled_tokens=sum(len(turn.sampled_ids) for turn in episode.turns),
                 outcome={outcome: float(value) for outcome, value in episode.outcome.items()},
                 rewards={
-                    policy: _mean(own[part.trajectory_id] for part in parts)
-                    for policy, own in rewards.items()
+                    policy: _mean(scores[part.trajectory_id] for part in parts)
+                    for policy, scores in rewards.items()
                     if (parts := trajectories_of([episode], policy))
                 },
             )

@@ -13,7 +13,7 @@ from flowjax.dataflow.evaluations import Evaluations
 from flowjax.dataflow.groups import Groups
 from flowjax.dataflow.leases import Leases
 from flowjax.dataflow.ledger import Ledger
-from flowjax.dataflow.policies import PolicyState
+from flowjax.dataflow.policies import PolicyStatus
 from flowjax.models.config import vocabulary_sizes
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.record_checks import Bounds
@@ -52,13 +52,13 @@ class Flow:
         )
         committed = self.ledger.commits()
         self.policies = {
-            name: PolicyState(run, policy, committed=committed.get(name, -1)) for name, policy in run.policies.items()
+            name: PolicyStatus(run, policy, committed=committed.get(name, -1)) for name, policy in run.policies.items()
         }
         # Models that speak in the run's episodes and are not trained: what they do is part of no group.
         self.frozen = set(config.agents.values()) - set(run.policies)
         self.bounds = Bounds.of_run(run, vocabulary_sizes(run))
         self.needed_outcomes = {  # by policy, for its reward
-            name: required_outcomes(own.reward.components.to_dict()) for name, own in run.policies.items()
+            name: required_outcomes(policy.reward.components.to_dict()) for name, policy in run.policies.items()
         }
         self.algorithms = Chain(build_algorithms(config), self.ledger.states())
         metrics = MetricsWriter(run.folder)
@@ -109,7 +109,7 @@ class Flow:
             "algorithms": self.algorithms.metrics(),
         }
 
-    def _policy_status(self, policy: PolicyState) -> dict[str, Any]:
+    def _policy_status(self, policy: PolicyStatus) -> dict[str, Any]:
         name, step = policy.name, self.ledger.batches(policy.name)
         by_state = self.ledger.count_by_state(name)
         ages = Counter(max(step - group.oldest_version, 0) for group in self.ledger.groups(name, "ready"))

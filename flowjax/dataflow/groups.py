@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from flowjax.dataflow.algorithms.base import Chain, Result
 from flowjax.dataflow.ledger import Ledger
-from flowjax.dataflow.policies import PolicyState
+from flowjax.dataflow.policies import PolicyStatus
 from flowjax.records import Episode
 
 Played = tuple[str, Episode]  # an episode, after the id of the lease that it was played under
@@ -17,16 +17,16 @@ class Groups:
     for the others than it can use.
     """
 
-    def __init__(self, ledger: Ledger, algorithms: Chain, policies: Mapping[str, PolicyState]):
+    def __init__(self, ledger: Ledger, algorithms: Chain, policies: Mapping[str, PolicyStatus]):
         self._ledger, self._algorithms, self._policies = ledger, algorithms, policies
 
     def accept_all(self, played: Sequence[Played], *, worker: str = "") -> list[bool]:
         """Take in episodes, all of them or none; `worker` is who sends them. Returns for each whether it counts: no
         duplicate does, and none of another run."""
         with self._ledger.transaction():
-            taken = [self._ledger.accept(lease_id, episode, worker) for lease_id, episode in played]
-        self._completed([group_id for _, complete in taken for group_id in complete])
-        return [counted for counted, _ in taken]
+            counts = [self._ledger.accept(lease_id, episode, worker) for lease_id, episode in played]
+        self._completed([group_id for _, complete in counts for group_id in complete])
+        return [counted for counted, _ in counts]
 
     def give_back(self, lease_ids: Sequence[str], error: str) -> None:
         """Let others play these episodes; one that was given back with an error has used up an attempt."""
@@ -42,7 +42,7 @@ class Groups:
             self._drop_overflow()
 
     def filter(self) -> None:
-        """Let the data algorithms decide on what has come in. All are told of it, also where one has refused.
+        """Let the data algorithms decide on what has come in. All see it, also where one has refused.
 
         Where a process died, or a disk was full, between the last episode of a group and this, the group is still
         complete and nothing else: whoever makes the next batch calls this first.
@@ -52,8 +52,8 @@ class Groups:
             if self._algorithms.by_name:
                 components = self._policies[policy].settings.reward.components.to_dict()
                 keep = self._algorithms.keep(Result.of(self._ledger.group(group_id, policy), policy, components))
-            with self._algorithms.learnt() as learnt:
-                self._ledger.filter(policy, group_id, keep=keep, learnt=learnt)
+            with self._algorithms.state_changes() as changes:
+                self._ledger.filter(policy, group_id, keep=keep, changes=changes)
 
     def _drop_overflow(self) -> None:
         for policy in self._policies.values() if len(self._policies) > 1 else ():
@@ -66,7 +66,7 @@ class Groups:
         """True while every policy that still learns has more groups than it may have, and no trainer waits for one."""
         learning = [policy for policy in self._policies.values() if policy.learns]
         return bool(learning) and not any(
-            policy.starved or self._ledger.count_by_state(policy.name).get("ready", 0) <= policy.most_ready
+            policy.is_waiting or self._ledger.count_by_state(policy.name).get("ready", 0) <= policy.most_ready
             for policy in learning
         )
 

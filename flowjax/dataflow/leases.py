@@ -8,7 +8,7 @@ import grain
 
 from flowjax.dataflow.algorithms.base import Candidate, Chain
 from flowjax.dataflow.ledger import Kind, Ledger
-from flowjax.dataflow.policies import PolicyState
+from flowjax.dataflow.policies import PolicyStatus
 from flowjax.dataflow.tasks import episode_seed, task_at
 from flowjax.records import Lease, Task
 from flowjax.run import Run
@@ -20,7 +20,7 @@ _SPREAD = 1.0  # standard deviations by which fewer groups may be kept than expe
 
 
 @dataclass(frozen=True, slots=True)
-class Can:
+class Capabilities:
     """Worlds, policies and kinds of episode that a rollout worker can play; None is any."""
 
     worlds: frozenset[str] | None = None
@@ -32,7 +32,7 @@ class Can:
         return self.policies is None or self.policies >= set(speaking)
 
 
-ANYTHING = Can()
+ANYTHING = Capabilities()
 
 
 class Leases:
@@ -56,33 +56,33 @@ class Leases:
         ledger: Ledger,
         algorithms: Chain,
         tasks: grain.MapDataset[Task],
-        policies: Mapping[str, PolicyState],
+        policies: Mapping[str, PolicyStatus],
     ):
         config = run.config
         self._config, self._ledger, self._algorithms = config, ledger, algorithms
         self._tasks, self._policies = tasks, policies
         self._speaking = (set(config.agents.values()) & set(policies)) or set(policies)
 
-    def lease(self, worker: str, slots: int, can: Can = ANYTHING) -> list[Lease]:
+    def lease(self, worker: str, slots: int, playable: Capabilities = ANYTHING) -> list[Lease]:
         """Up to `slots` episodes that the worker can play; none when nothing is admissible now.
 
         Evaluation gets its share of the worker's slots first, then training the rest; what either leaves idle is the
         other's.
         """
-        if any(policy.serving < 0 for policy in self._policies.values()) or not can.policies_fit(self._speaking):
+        if any(policy.serving < 0 for policy in self._policies.values()) or not playable.policies_fit(self._speaking):
             return []
         held = self._ledger.held(worker)
-        evaluation = self._evaluation_slots(slots + sum(held.values())) if "train" in can.kinds else slots
+        evaluation = self._evaluation_slots(slots + sum(held.values())) if "train" in playable.kinds else slots
         leases: list[Lease] = []
-        if "eval" in can.kinds:
+        if "eval" in playable.kinds:
             free = max(min(evaluation - held.get("eval", 0), slots), 0)
-            leases += self._ledger.lease(worker, free, "eval", can.worlds)
-        if "train" in can.kinds:
-            leases += self._ledger.lease(worker, slots - len(leases), "train", can.worlds)
+            leases += self._ledger.lease(worker, free, "eval", playable.worlds)
+        if "train" in playable.kinds:
+            leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds)
             while len(leases) < slots and self._open_group():
-                leases += self._ledger.lease(worker, slots - len(leases), "train", can.worlds)
-        if "eval" in can.kinds and len(leases) < slots:
-            leases += self._ledger.lease(worker, slots - len(leases), "eval", can.worlds)
+                leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds)
+        if "eval" in playable.kinds and len(leases) < slots:
+            leases += self._ledger.lease(worker, slots - len(leases), "eval", playable.worlds)
         return leases
 
     def _evaluation_slots(self, total: int) -> int:
@@ -99,7 +99,7 @@ class Leases:
         position, task, forced = self._choose()
         self._algorithms.chosen(task, position)
         seeds = [episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
-        with self._algorithms.learnt() as learnt:
+        with self._algorithms.state_changes() as changes:
             self._ledger.add_group(
                 f"train-{position:08d}",
                 task,
@@ -110,7 +110,7 @@ class Leases:
                 policies=[policy.name for policy in learning],
                 serving={policy.name: policy.serving for policy in learning},
                 forced=forced,
-                learnt=learnt,
+                changes=changes,
             )
         return True
 
@@ -125,7 +125,7 @@ class Leases:
             self._ledger.pass_over(f"train-{position:08d}", task, position=position)
         return start + MOST_PASSED_OVER, task_at(self._tasks, start + MOST_PASSED_OVER), True
 
-    def _admits(self, policy: PolicyState) -> bool:
+    def _admits(self, policy: PolicyStatus) -> bool:
         trainer, dataflow = policy.settings.trainer, self._config.dataflow
         made = self._ledger.batches(policy.name)
         ahead = min(policy.serving + dataflow.max_staleness + 1, trainer.steps) - made

@@ -59,7 +59,7 @@ from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Task, Traje
 Kind = Literal["train", "eval"]
 Failed = Literal["retry", "short", "drop"]  # what becomes of a training episode that its world or workflow broke
 Selection = tuple[list[str] | None, Mapping[str, Sequence[str]]]  # groups of a batch or None, and to drop, by cause
-# Of what a data algorithm has learnt: its name, a table of its state ("": what is in none), key, value (None: gone).
+# A change of a data algorithm's state: its name, a table of its state ("": what is in none), key, value (None: gone).
 StateRow = tuple[str, str, bytes, bytes | None]
 _EVALUATION = ""  # the policy of an evaluation's group
 _BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
@@ -396,16 +396,16 @@ class Ledger:
         versions: Mapping[str, int] | None = None,
         serving: Mapping[str, int] | None = None,
         forced: bool = False,
-        learnt: Sequence[StateRow] = (),
+        changes: Sequence[StateRow] = (),
     ) -> None:
         """Open a group with one waiting episode per seed, for each of `policies`.
 
         `serving` has the version that each is played with. A group that exists already is left as it is. One that is
-        `forced`, chosen by no data algorithm, is counted. What these have `learnt` is kept with it.
+        `forced`, chosen by no data algorithm, is counted. `changes` of the algorithms' state are kept with it.
         """
         with Transaction(self._db):
             # The next position is one more than the highest: who dies before this opens the same task again, under the
-            # same id; who dies after it goes on behind it. What the algorithms learnt by choosing it is in or out too.
+            # same id; who dies after it goes on behind it. What the algorithms learned by choosing it is in or out too.
             added = self._db.execute(
                 "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (group_id, kind, position, evaluation, pack(dict(versions or {})), temperature, task.world, pack(task)),
@@ -421,7 +421,7 @@ class Ledger:
                     [(policy, group_id, position, (serving or {}).get(policy, 0)) for policy in policies],
                 )
             self._count("forced", n=forced)
-            self._keep(learnt)
+            self._keep(changes)
 
     def pass_over(self, group_id: str, task: Task, *, position: int) -> None:
         """Note that a task is not played: it has its place in the order of tasks, and is counted."""
@@ -638,10 +638,10 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------ complete -> ready, or dropped
 
-    def filter(self, policy: str, group_id: str, *, keep: bool, learnt: Sequence[StateRow] = ()) -> None:
-        """Make a policy's complete group ready, or drop it, together with what the data algorithms learnt from it."""
+    def filter(self, policy: str, group_id: str, *, keep: bool, changes: Sequence[StateRow] = ()) -> None:
+        """Make a policy's complete group ready, or drop it, together with what the data algorithms learned from it."""
         with Transaction(self._db):
-            # Verdict and what was learnt in one: who dies in between would ask the algorithms about it twice, and they
+            # Verdict and what was learned in one: who dies in between would ask the algorithms about it twice, and they
             # would count it twice.
             self._db.execute(
                 "UPDATE policy_groups SET state = ? WHERE policy = ? AND group_id = ? AND state = 'complete'",
@@ -649,7 +649,7 @@ class Ledger:
             )
             self._count("dropped/not_kept", policy, not keep)
             self._weigh(policy, kept=keep)
-            self._keep(learnt)
+            self._keep(changes)
 
     def _weigh(self, policy: str, *, kept: bool) -> None:
         self._db.execute(
@@ -814,7 +814,7 @@ class Ledger:
 
     def _undo_after(self, policy: str, step: int) -> None:
         """Used -> ready, but for what a batch up to `step` has too: a trainer never saw the later ones, or died with
-        what it had learnt from them."""
+        what it had learned from them."""
         self._db.execute("DELETE FROM batches WHERE policy = ? AND step > ?", (policy, step))
         self._db.execute(
             "UPDATE policy_groups SET state = 'ready' WHERE policy = ? AND state = 'used' AND NOT EXISTS"
@@ -824,12 +824,12 @@ class Ledger:
 
     # ---------------------------------------------------------------------------------------- used -> closed -> deleted
 
-    def commit(self, policy: str, version: int, *, learnt: Sequence[StateRow] = ()) -> None:
+    def commit(self, policy: str, version: int, *, changes: Sequence[StateRow] = ()) -> None:
         """Note that the policy's trainer has committed `version`, and what the data algorithms make of it."""
         # Durable, and before any batch is closed for it: what is deleted must not be asked for again.
         with Transaction(self._db, durable=True):
             self._set_trainer(policy, committed=version)
-            self._keep(learnt)
+            self._keep(changes)
 
     def close_batches(self, policy: str, before_step: int) -> None:
         """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
@@ -887,8 +887,8 @@ class Ledger:
                 (name, policy, int(n), last[:500]),
             )
 
-    def _keep(self, learnt: Sequence[StateRow]) -> None:
-        for name, attribute, key, value in learnt:
+    def _keep(self, changes: Sequence[StateRow]) -> None:
+        for name, attribute, key, value in changes:
             if not attribute:
                 self._db.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, value))
             elif value is None:
@@ -955,7 +955,7 @@ class Ledger:
         return [(row["policy"], row["group_id"]) for row in rows]
 
     def states(self) -> list[StateRow]:
-        """Everything that the data algorithms had learnt when it was last written down."""
+        """Everything that the data algorithms had learned when it was last written down."""
         rows = self._db.execute(
             "SELECT name, '', x'', state FROM states UNION ALL SELECT name, attribute, key, value FROM state_rows"
         )

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from flowjax.dataflow.leases import KINDS, Can
+from flowjax.dataflow.leases import KINDS, Capabilities
 from flowjax.record_checks import Bounds, check_episode, check_outcomes
 from flowjax.records import Episode, WireError
 
@@ -47,7 +47,7 @@ def slots_of(message: Any) -> int:
     return slots
 
 
-def can_of(message: Any) -> Can:
+def capabilities_of(message: Any) -> Capabilities:
     """Capabilities of a worker: `can`, a map of lists with the names of worlds, policies and kinds, and `kind`."""
     said, kind = message.get("can") or {}, message.get("kind")
     if not isinstance(said, dict) or set(said) - {"worlds", "policies", "kinds"}:
@@ -61,7 +61,7 @@ def can_of(message: Any) -> Can:
     if kind not in (None, *KINDS):
         raise WireError(f"field kind is {str(kind)[:_LONGEST_NAME]!r}: it is train, eval or absent")
     worlds, policies = (frozenset(said[name]) if name in said else None for name in ("worlds", "policies"))
-    return Can(worlds, policies, kinds & {kind} if kind else kinds)
+    return Capabilities(worlds, policies, kinds & {kind} if kind else kinds)
 
 
 def steps_of(message: Any) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from flowjax.run import Policy, Run
 
 
 @dataclass(eq=False, slots=True)
-class PolicyState:
+class PolicyStatus:
     """State of a policy that leases, groups, batches and evaluations share."""
 
     run: Run
     settings: Policy
     serving: int = -1  # newest version that the engines serve; -1 before version 0
     committed: int = -1  # newest version that its trainer has made
-    starved: bool = False  # its trainer last asked in vain
+    is_waiting: bool = False  # its trainer last asked in vain
     _found: int = field(init=False)  # newest checkpoint when this process started
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""The dataflow's HTTP face: msgpack messages of `flowjax.records`, on loopback.
+"""The dataflow's HTTP server: msgpack messages of `flowjax.records`, on loopback.
 
     POST /<name>     a message to the dataflow (`flowjax.dataflow.service`) -> its answer
     GET  /status     -> JSON counts
@@ -78,7 +78,7 @@ class Server:
         return _refusal(401, f"{request.path}: show the run's token (runs/<name>/token) as a bearer token")
 
     async def _message(self, request: web.Request) -> web.Response:
-        """Answer a message; whatever goes wrong is told in words, and counted."""
+        """Answer a message; whatever goes wrong is answered in words, and counted."""
         name = request.match_info["name"]
         status, headers = 200, None
         try:
@@ -182,7 +182,7 @@ async def serve(flow: Flow, run_dir: Path, *, dataflow: ConfigDict, port: int, s
             if server.failure is not None:
                 broken = is_damage(server.failure)
                 raise damaged(run_dir / "dataflow.sqlite", str(server.failure)) if broken else server.failure
-            with contextlib.suppress(OSError):  # on a full disk messages are told to wait; who asks is not sent away
+            with contextlib.suppress(OSError):  # on a full disk messages are asked to wait; who asks is not sent away
                 write_status(run_dir, "dataflow", server.status())
             try:
                 await asyncio.wait_for(stop.wait(), timeout=1.0)

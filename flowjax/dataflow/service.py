@@ -28,7 +28,7 @@ from flowjax.dataflow.algorithms.base import AlgorithmError
 from flowjax.dataflow.batches import Assigned
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.groups import Played
-from flowjax.dataflow.leases import Can
+from flowjax.dataflow.leases import Capabilities
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
 from flowjax.record_checks import check_lease
@@ -54,7 +54,7 @@ class DataflowService:
 
     def __init__(self, flow: Flow):
         self._flow = flow
-        self._waiting: dict[Can, deque[_Waiting]] = {}  # by what they can play
+        self._waiting: dict[Capabilities, deque[_Waiting]] = {}  # by what they can play
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
         self.failure: Exception | None = None  # that the dataflow is to end of
@@ -111,22 +111,28 @@ class DataflowService:
         raise WireError(f"there is no message {name!r}: send one of {', '.join(NAMES)}")
 
     async def _lease(self, message: Any, hold_s: float) -> Answer:
-        worker, slots, can = messages.worker_of(message), messages.slots_of(message), messages.can_of(message)
+        worker, slots, playable = (
+            messages.worker_of(message),
+            messages.slots_of(message),
+            messages.capabilities_of(message),
+        )
 
         def attempt() -> list[Lease]:
             self._expire()
-            return self._flow.leases.lease(worker, slots, can)
+            return self._flow.leases.lease(worker, slots, playable)
 
         leases = attempt()  # whoever waits has been offered all that there was
         if not leases and not self._flow.finished:
-            leases = await self._wait_for_leases(can, attempt, hold_s)
+            leases = await self._wait_for_leases(playable, attempt, hold_s)
         state = "run" if leases else "done" if self._flow.finished else "wait"
         return {"leases": leases, "state": state, "retry_s": 1.0 if state == "done" else 0.0}
 
-    async def _wait_for_leases(self, can: Can, attempt: Callable[[], list[Lease]], hold_s: float) -> list[Lease]:
+    async def _wait_for_leases(
+        self, playable: Capabilities, attempt: Callable[[], list[Lease]], hold_s: float
+    ) -> list[Lease]:
         """Stand in the queue of those who can play the same, for a while."""
         asked = _Waiting(attempt, asyncio.get_running_loop().create_future())
-        queue = self._waiting.setdefault(can, deque())
+        queue = self._waiting.setdefault(playable, deque())
         queue.append(asked)
         try:
             await asyncio.wait([asked.leases], timeout=hold_s)
@@ -137,8 +143,8 @@ class DataflowService:
         finally:
             if not asked.leases.done():
                 queue.remove(asked)
-            if not queue and self._waiting.get(can) is queue:
-                del self._waiting[can]
+            if not queue and self._waiting.get(playable) is queue:
+                del self._waiting[playable]
         return asked.leases.result() if asked.leases.done() else []
 
     def _serve_waiting(self) -> None:
@@ -229,7 +235,7 @@ class DataflowService:
             newest = self._flow.newest_version(self._policy({"policy": policy}))
             messages.version_of({"step": step}, "step", oldest=self._flow.policies[policy].oldest_kept, newest=newest)
         until = time.monotonic() + hold_s
-        while (taken := self._take(steps, epoch)) is None and time.monotonic() < until:
+        while (batch := self._take(steps, epoch)) is None and time.monotonic() < until:
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
@@ -237,10 +243,10 @@ class DataflowService:
             except TimeoutError:
                 break
             await asyncio.sleep(_LATEST_S)
-        if taken is None:
+        if batch is None:
             return {"state": "wait"}
         self._notify()  # groups that are used or dropped make room for others
-        policy, (groups, dropped) = taken[0], (taken[1].groups, taken[1].dropped)
+        policy, (groups, dropped) = batch[0], (batch[1].groups, batch[1].dropped)
         try:
             async with self._crediting:
                 batch = await asyncio.to_thread(self._flow.batches.credit, policy, steps[policy], groups)
@@ -303,7 +309,9 @@ class DataflowService:
         """The newest version that each policy may have been played with; -1 of a model that is not trained.
 
         A trainer that goes back has lost versions that episodes under way were begun with, which is not their fault."""
-        trained = {name: max(self._flow.newest_version(name), own.serving) for name, own in self._flow.policies.items()}
+        trained = {
+            name: max(self._flow.newest_version(name), policy.serving) for name, policy in self._flow.policies.items()
+        }
         return trained | dict.fromkeys(self._flow.frozen, -1)
 
 

@@ -55,8 +55,8 @@ def _tasks(config: ConfigDict, split: Split) -> grain.MapDataset[Task]:
     if not config.env.sources:
         return _source(config, kind(**task_options(config, "")), split, config.env.train_tasks)
     sources, weights = [], []
-    for number, (name, own) in enumerate(config.env.sources.items()):
-        given = own.to_dict()
+    for number, (name, options) in enumerate(config.env.sources.items()):
+        given = options.to_dict()
         weight, count = given.pop("weight", 1.0), given.pop("train_tasks", config.env.train_tasks)
         given.pop("options", None)
         field = f"config.env.sources.{name}"

@@ -123,7 +123,7 @@ def _data(config: ConfigDict) -> Iterator[str]:
 def _data_algorithms(config: ConfigDict) -> Iterator[str]:
     from flowjax.dataflow.algorithms.base import Chain, build_algorithms
 
-    with Chain(build_algorithms(config)).learnt():  # what they learn must be of a kind that can be written down
+    with Chain(build_algorithms(config)).state_changes():  # their states must be writable
         yield from ()
 
 

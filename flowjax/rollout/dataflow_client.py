@@ -19,12 +19,12 @@ class DataflowClient:
     def __init__(self, broker: Broker, *, worker: str, away_s: float):
         self._broker, self._worker, self._away_s = broker, worker, away_s
 
-    async def lease(self, slots: int, can: Mapping[str, Sequence[str]] | None = None) -> tuple[list[Lease], float]:
+    async def lease(self, slots: int, playable: Mapping[str, Sequence[str]] | None = None) -> tuple[list[Lease], float]:
         """Up to `slots` episodes to play, and the seconds to wait before asking again.
 
         `can` says what this worker plays: `worlds` (of tasks), `policies`, `kinds`; what it leaves out is anything.
         """
-        answer = await self._call("lease", slots=slots, **({"can": dict(can)} if can else {}))
+        answer = await self._call("lease", slots=slots, **({"can": dict(playable)} if playable else {}))
         return answer["leases"], answer["retry_s"]
 
     async def renew(self, lease_ids: Sequence[str]) -> list[str]:

@@ -107,7 +107,7 @@ class RolloutService:
         config = run.config
         self._policies, self._most_slots = list(run.policies), config.rollout.max_concurrent_episodes
         self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
-        self._can = {"worlds": [_world_name(run)], "policies": self._policies, "kinds": ["train", "eval"]}
+        self._playable = {"worlds": [_world_name(run)], "policies": self._policies, "kinds": ["train", "eval"]}
         self._message_bytes = min(_MESSAGE_BYTES, config.dataflow.max_message_bytes // 2)
         self._renew_every_s = config.dataflow.lease_s / 3
         self._run_dir = run.folder
@@ -163,7 +163,7 @@ class RolloutService:
             free = self._admission.slots - len(self._playing)
             retry_s = 1.0
             if free > 0 and self._engines_up:
-                self._asking = asyncio.create_task(self._dataflow.lease(free, self._can))
+                self._asking = asyncio.create_task(self._dataflow.lease(free, self._playable))
                 leases, retry_s = await asyncio.shield(self._asking)
                 self._asking = None
                 for lease in leases:

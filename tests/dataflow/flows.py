@@ -2,16 +2,22 @@
 
 from flowjax.dataflow.batches import Assigned
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.leases import ANYTHING, Can
+from flowjax.dataflow.leases import ANYTHING, Capabilities
 from flowjax.dataflow.ledger import Kind
 from flowjax.dataflow.rows import CreditedBatch
 from flowjax.records import Episode, Lease
 
 
-def lease(flow: Flow, worker: str, slots: int, kind: Kind | None = None, can: Can = ANYTHING) -> list[Lease]:
+def lease(
+    flow: Flow, worker: str, slots: int, kind: Kind | None = None, playable: Capabilities = ANYTHING
+) -> list[Lease]:
     flow.groups.expire()
     flow.evaluations.write_finished()
-    return flow.leases.lease(worker, slots, Can(can.worlds, can.policies, can.kinds & {kind} if kind else can.kinds))
+    return flow.leases.lease(
+        worker,
+        slots,
+        Capabilities(playable.worlds, playable.policies, playable.kinds & {kind} if kind else playable.kinds),
+    )
 
 
 def accept_all(flow: Flow, played: list[tuple[str, Episode]], *, worker: str = "") -> list[bool]:

@@ -55,7 +55,7 @@ def test_an_algorithm_that_raises_is_named_and_so_for_ever(hook, args):
         getattr(chain, hook)(*args)
     with pytest.raises(AlgorithmError, match=message):
         chain.metrics()
-    with pytest.raises(AlgorithmError, match=message), chain.learnt():
+    with pytest.raises(AlgorithmError, match=message), chain.state_changes():
         pytest.fail("what others have learnt since is not to be written down")
 
 
@@ -76,7 +76,7 @@ def test_a_state_that_cannot_be_written_down_is_named():
     chain = Chain({"mine": failing("state", lambda: {"seen": set()})})
     with (
         pytest.raises(AlgorithmError, match=r"mine\.state raised TypeError: set .*: let it be numbers"),
-        chain.learnt(),
+        chain.state_changes(),
     ):
         pytest.fail("it cannot be written down")
 
@@ -168,29 +168,32 @@ def test_only_what_has_changed_is_written_down():
     algorithm = Remembers()
     chain = Chain({"mine": algorithm})
     algorithm.table.update({number: [number] for number in range(3)})
-    with chain.learnt() as learnt:
-        assert [attribute for _, attribute, _, _ in learnt] == ["", "table", "table", "table"]
+    with chain.state_changes() as changes:
+        assert [attribute for _, attribute, _, _ in changes] == ["", "table", "table", "table"]
     algorithm.table[7] = [7]
     del algorithm.table[0]
-    with chain.learnt() as learnt:
-        assert sorted((unpack(key), value and unpack(value)) for _, _, key, value in learnt) == [
+    with chain.state_changes() as changes:
+        assert sorted((unpack(key), value and unpack(value)) for _, _, key, value in changes) == [
             (0, None),
             (7, [7]),
         ]
-    with pytest.raises(OSError, match="full"), chain.learnt():
+    with pytest.raises(OSError, match="full"), chain.state_changes():
         algorithm.table[8] = [8]
         raise OSError("the disk is full")
     algorithm.small = 1
-    with chain.learnt() as learnt:
-        assert [(attribute, key and unpack(key)) for _, attribute, key, _ in learnt] == [("", b""), ("table", 8)]
+    with chain.state_changes() as changes:
+        assert [(attribute, key and unpack(key)) for _, attribute, key, _ in changes] == [("", b""), ("table", 8)]
 
 
 def test_a_table_is_not_to_be_replaced():
     algorithm = Remembers()
     chain = Chain({"mine": algorithm})
-    with chain.learnt():
+    with chain.state_changes():
         algorithm.table = Table()
-    with pytest.raises(AlgorithmError, match=r"mine\.state raised ValueError: table is another Table"), chain.learnt():
+    with (
+        pytest.raises(AlgorithmError, match=r"mine\.state raised ValueError: table is another Table"),
+        chain.state_changes(),
+    ):
         pytest.fail("rows of the first one would stay")
 
 
@@ -200,9 +203,9 @@ def test_what_is_written_for_a_group_does_not_grow_with_the_tasks(tmp_path, name
     (algorithm,) = population.flow.algorithms.by_name.values()
     keep, written = population.flow.ledger._keep, []
 
-    def measured(learnt):
-        written.append(sum(len(key) + len(value) for _, _, key, value in learnt))
-        keep(learnt)
+    def measured(changes):
+        written.append(sum(len(key) + len(value) for _, _, key, value in changes))
+        keep(changes)
 
     population.flow.ledger._keep = measured
     population.step()

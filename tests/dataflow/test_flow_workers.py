@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowjax.dataflow.leases import Can
+from flowjax.dataflow.leases import Capabilities
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Trajectory
 from tests.dataflow import flows
@@ -73,11 +73,11 @@ def test_training_goes_on_to_new_versions_while_an_old_one_is_evaluated(tmp_path
 
 def test_only_what_a_worker_can_play_is_leased(tmp_path):
     flow = flow_with(tmp_path, 0.5)
-    assert flows.lease(flow, "w", 10, can=Can(worlds=frozenset({"chess"}))) == []
-    assert flows.lease(flow, "w", 10, can=Can(policies=frozenset({"other"}))) == []
-    assert kinds(flows.lease(flow, "w", 4, can=Can(kinds=frozenset({"eval"})))) == (4, 0)
-    everything = Can(worlds=frozenset({"toy", "chess"}), policies=frozenset({"agent", "other"}))
-    assert kinds(flows.lease(flow, "v", 4, can=everything)) == (2, 2)
+    assert flows.lease(flow, "w", 10, playable=Capabilities(worlds=frozenset({"chess"}))) == []
+    assert flows.lease(flow, "w", 10, playable=Capabilities(policies=frozenset({"other"}))) == []
+    assert kinds(flows.lease(flow, "w", 4, playable=Capabilities(kinds=frozenset({"eval"})))) == (4, 0)
+    everything = Capabilities(worlds=frozenset({"toy", "chess"}), policies=frozenset({"agent", "other"}))
+    assert kinds(flows.lease(flow, "v", 4, playable=everything)) == (2, 2)
 
 
 def test_parts_of_a_frozen_model_belong_to_no_stream(tmp_path):
@@ -87,7 +87,7 @@ def test_parts_of_a_frozen_model_belong_to_no_stream(tmp_path):
     flow = make_flow(tmp_path, config)
     assert set(flow.frozen) == {"base"}
     flow.report_serving("agent", 0)
-    for lease in flows.lease(flow, "w", 1000, can=Can(policies=frozenset({"agent"}))):
+    for lease in flows.lease(flow, "w", 1000, playable=Capabilities(policies=frozenset({"agent"}))):
         episode = played(lease, version=0)
         (part,) = episode.trajectories
         names = f"{lease.episode_id}/judge", lease.group_id, lease.task.task_id, lease.seed

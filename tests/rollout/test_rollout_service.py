@@ -61,7 +61,7 @@ def test_says_what_it_can_play_and_is_leased_just_that(tmp_path):
             worker = DataflowClient(broker, worker="w", away_s=5.0)
             servers.engine.away = True  # so that the service takes nothing itself
             async with run.serving(servers) as serving:
-                can = serving.service._can
+                can = serving.service._playable
                 assert can == {"worlds": ["sokoban"], "policies": ["agent"], "kinds": ["train", "eval"]}
                 await worker.report_versions("agent", 0, [])
                 assert await worker.lease(1, {**can, "worlds": ["chess"]}) == ([], 0.0)

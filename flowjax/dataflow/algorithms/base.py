@@ -83,7 +83,7 @@ class Algorithm:
     """Decisions about data; an algorithm overrides those that are its own.
 
     Objects live in the dataflow's process and are asked from one thread. `state` and `restore` keep what they have
-    learnt over a restart; it is written down together with the results that it came from. A run that is restarted
+    learned over a restart; it is written down together with the results that it came from. A run that is restarted
     decides as if it had not been, as long as decisions come from that state and the arguments alone: chance from
     `share_of`, not from a generator.
     """
@@ -226,7 +226,7 @@ class Chain:
     again when the run goes on.
 
     Args:
-        written: what they had learnt before, as it was written down.
+        written: what they had learned before, as it was written down.
     """
 
     def __init__(self, algorithms: Mapping[str, Algorithm], written: Iterable[StateRow] = ()):
@@ -278,7 +278,7 @@ class Chain:
         return {name: self._ask(name, "metrics") for name in self.by_name}
 
     @contextlib.contextmanager
-    def learnt(self) -> Iterator[Sequence[StateRow]]:
+    def state_changes(self) -> Iterator[Sequence[StateRow]]:
         """Changes since the states were last written down; it counts as written when the body is through."""
         whole: dict[str, bytes] = {}
         rows: list[StateRow] = []
@@ -332,9 +332,9 @@ def _states(written: Iterable[StateRow]) -> dict[str, dict[str, Any]]:
     return states
 
 
-def _pack(learnt: Any) -> bytes:
+def _pack(state: Any) -> bytes:
     try:
-        return pack(learnt)
+        return pack(state)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{error}: let it be numbers, strings, lists, and maps of them") from error
 

@@ -1,6 +1,6 @@
 """Curricula: tasks are played or passed over by how earlier plays of them went.
 
-What is learnt about a task is kept for each policy apart: no policy's results stand for another's. A task is played
+What is learned about a task is kept for each policy apart: no policy's results stand for another's. A task is played
 when any of the policies that have spoken in it has a use for it.
 """
 
@@ -122,16 +122,16 @@ class Greso(Algorithm):
         self._start = start
         self._targets = {EASY: target_easy, HARD: target_hard}
         self._floors = {EASY: floor_easy, HARD: floor_hard}
-        self._told: Table[str, dict[str, list[Any]]] = Table()  # task -> policy -> [kind, z]
+        self._verdicts: Table[str, dict[str, list[Any]]] = Table()  # task -> policy -> [kind, z]
         self._streaks = 0  # tasks with z > 0 for some policy
         self._chances: dict[str, dict[str, float]] = {}  # policy -> kind -> p
         self._counts: dict[str, dict[str, int]] = {}  # policy -> kind -> groups of the window
 
     def choose(self, task: Task, position: int) -> bool:
-        told = self._told.get(task_name(task))
-        if not told:
+        verdicts = self._verdicts.get(task_name(task))
+        if not verdicts:
             return True
-        chance = max(self._chance(policy, kind, streak) for policy, (kind, streak) in told.items())
+        chance = max(self._chance(policy, kind, streak) for policy, (kind, streak) in verdicts.items())
         return share_of(self._seed, "greso", position) < chance
 
     def _chance(self, policy: str, kind: str, streak: int) -> float:
@@ -140,12 +140,12 @@ class Greso(Algorithm):
     def keep(self, result: Result) -> bool:
         self._chances.setdefault(result.policy, {EASY: self._start, HARD: self._start})
         name = task_name(result.task)
-        told = self._told.get(name, {})
-        before = told.get(result.policy)
+        verdicts = self._verdicts.get(name, {})
+        before = verdicts.get(result.policy)
         kind = EASY if np.mean(result.rewards) > self._easy_above else HARD
         longer = before[1] + 1 if before and before[0] == kind else 1
-        self._told[name] = told | {result.policy: [kind, 0 if result.informative else longer]}
-        self._streaks += _has_streak(self._told[name]) - _has_streak(told)
+        self._verdicts[name] = verdicts | {result.policy: [kind, 0 if result.informative else longer]}
+        self._streaks += _has_streak(self._verdicts[name]) - _has_streak(verdicts)
         if before:
             self._count(result.policy, None if result.informative else kind)
         return True
@@ -173,11 +173,11 @@ class Greso(Algorithm):
         return {**chances, "streaks": self._streaks}
 
     def state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_told", "_streaks", "_chances", "_counts")}
+        return {name: getattr(self, name) for name in ("_verdicts", "_streaks", "_chances", "_counts")}
 
 
-def _has_streak(told: Mapping[str, Sequence[Any]]) -> bool:
-    return any(streak for _, streak in told.values())
+def _has_streak(verdicts: Mapping[str, Sequence[Any]]) -> bool:
+    return any(streak for _, streak in verdicts.values())
 
 
 def _check_shares(**options: float) -> None:

@@ -168,9 +168,9 @@ class Replay(Algorithm):
         self.fresh_share, self.keeps_used_versions = 1 - ratio, max_age_versions
 
     def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
-        taken = {each.group_id for each in fresh}
+        first = {each.group_id for each in fresh}
         fit = [each for each in used if each.batches <= self._times and each.age_versions <= self._max_age]
-        fit = sorted((each for each in fit if each.group_id not in taken), key=_youngest)
+        fit = sorted((each for each in fit if each.group_id not in first), key=_youngest)
         newly_played = math.ceil(round(groups * self.fresh_share, 6))  # 0.7 of 10 groups are 7
         return [*fit[: groups - newly_played], *fresh]
 
