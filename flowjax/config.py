@@ -20,7 +20,7 @@ from flowjax.fields import (
     HOST_AND_PORT,
     NAME,
     URL,
-    Field,
+    Entry,
     Free,
     Section,
     table_rows,
@@ -36,39 +36,39 @@ class ConfigError(ValueError):
 
 FIELDS = Section(
     "A run. A recipe fills in what has no sensible default: `env`, `model.path`, `reward.components`, `name`.",
-    name=Field("", "name of the run; its folder is config.runs/name", form=FOLDER_NAME, resume=True),
-    runs=Field("runs", "folder that holds run folders", resume=True),
-    seed=Field(0, "fixes tasks, initial weights and shuffles", at_least=0, at_most=2**31 - 1),
-    elsewhere=Field(
+    name=Entry("", "name of the run; its folder is config.runs/name", form=FOLDER_NAME, resume=True),
+    runs=Entry("runs", "folder that holds run folders", resume=True),
+    seed=Entry(0, "fixes tasks, initial weights and shuffles", at_least=0, at_most=2**31 - 1),
+    elsewhere=Entry(
         (),
         'roles that are not started, because programs of one\'s own take their place (docs/dataflow.md): "rollout", '
         'with the engines that it plays with, and "trainer"',
         choices=("rollout", "trainer"),
         resume=True,
     ),
-    max_restarts=Field(
+    max_restarts=Entry(
         5, "of a role within an hour before the run gives up; engines have their own", at_least=0, resume=True
     ),
-    separate_trainers=Field(
+    separate_trainers=Entry(
         False, "a trainer process for each policy, with its share of the trainer's accelerators", resume=True
     ),
-    workflow=Field("flowjax.workflows.single.play", "dotted path of the episode function", form=DOTTED),
+    workflow=Entry("flowjax.workflows.single.play", "dotted path of the episode function", form=DOTTED),
     model=Section(
         "The base model of the policy.",
-        path=Field("", "Hugging Face folder with config.json, tokenizer.json and safetensors"),
-        dtype=Field(
+        path=Entry("", "Hugging Face folder with config.json, tokenizer.json and safetensors"),
+        dtype=Entry(
             "bfloat16", "of the base weights and activations in the trainer", choices=("float32", "bfloat16", "float16")
         ),
-        remat=Field(
+        remat=Entry(
             "layer", "what the backward pass computes again: nothing, little, most", choices=("none", "dots", "layer")
         ),
-        attention=Field(
+        attention=Entry(
             "auto",
             "auto is by platform and row length (docs/models.md)",
             choices=("auto", "xla", "cudnn", "splash"),
             resume=True,
         ),
-        quantize=Field(
+        quantize=Entry(
             "", "how the frozen base's matrices are stored in the trainer, with LoRA", choices=("", "int8", "nf4")
         ),
         nano=Free(
@@ -76,31 +76,31 @@ FIELDS = Section(
             default=None,
             known=Section(
                 "",
-                hidden_size=Field(128, "", at_least=1),
-                layers=Field(4, "", at_least=1, at_most=1000),
-                heads=Field(4, "", at_least=1),
-                kv_heads=Field(2, "", at_least=1),
-                head_dim=Field(32, "", at_least=2),
-                ffn_size=Field(384, "", at_least=1),
-                max_positions=Field(2048, "", at_least=1),
-                rope_theta=Field(1e4, "", above=1, at_most=1e9),
+                hidden_size=Entry(128, "", at_least=1),
+                layers=Entry(4, "", at_least=1, at_most=1000),
+                heads=Entry(4, "", at_least=1),
+                kv_heads=Entry(2, "", at_least=1),
+                head_dim=Entry(32, "", at_least=2),
+                ffn_size=Entry(384, "", at_least=1),
+                max_positions=Entry(2048, "", at_least=1),
+                rope_theta=Entry(1e4, "", above=1, at_most=1e9),
             ),
         ),
     ),
     policy=Section(
         "The policy that is trained on it.",
-        name=Field("agent", "a folder of checkpoints and models on the engine are called so", form=NAME),
-        base=Field(BASE_NAME, "base model that it is trained on: config.model, or one of config.bases", form=NAME),
-        train=Field("lora", "an adapter, or all weights", choices=("lora", "full")),
+        name=Entry("agent", "a folder of checkpoints and models on the engine are called so", form=NAME),
+        base=Entry(BASE_NAME, "base model that it is trained on: config.model, or one of config.bases", form=NAME),
+        train=Entry("lora", "an adapter, or all weights", choices=("lora", "full")),
         lora=Section(
             "The adapter.",
-            rank=Field(32, "columns of A", at_least=1, at_most=4096),
-            alpha=Field(32.0, "update is alpha / rank * B A (alpha / sqrt(rank) with rslora)", above=0, at_most=1e6),
-            rslora=Field(False, "scale by the square root of the rank"),
-            dropout=Field(
+            rank=Entry(32, "columns of A", at_least=1, at_most=4096),
+            alpha=Entry(32.0, "update is alpha / rank * B A (alpha / sqrt(rank) with rslora)", above=0, at_most=1e6),
+            rslora=Entry(False, "scale by the square root of the rank"),
+            dropout=Entry(
                 0.0, "probability that an input of the adapter is zeroed in a training pass", at_least=0, below=1
             ),
-            targets=Field(
+            targets=Entry(
                 ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
                 "matrices that have an adapter",
                 choices=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -124,22 +124,22 @@ FIELDS = Section(
     ),
     env=Section(
         "The world that episodes are played in.",
-        name=Field("", "package.module:Class of a world: one of docs/worlds, or one's own", form=DOTTED),
+        name=Entry("", "package.module:Class of a world: one of docs/worlds, or one's own", form=DOTTED),
         options=Free("those of the world: its page in docs/worlds"),
-        max_turns=Field(15, "of an episode", at_least=1, at_most=10**6),
-        prompt=Field("instruct", "how the workflow words an observation", choices=("instruct", "compact")),
-        context=Field(
+        max_turns=Entry(15, "of an episode", at_least=1, at_most=10**6),
+        prompt=Entry("instruct", "how the workflow words an observation", choices=("instruct", "compact")),
+        context=Entry(
             "window", "each turn its own prompt, or one conversation that grows", choices=("window", "append")
         ),
-        history=Field(
+        history=Entry(
             -1, "past turns that a window prompt shows; -1: 2 for instruct, 0 for compact", at_least=0, also=(-1,)
         ),
-        workers=Field(1, "processes that hold the environments", at_least=1, at_most=10_000, resume=True),
-        step_timeout_s=Field(10.0, "a step that takes longer loses its worker and its episode", resume=True),
-        data_seed=Field(
+        workers=Entry(1, "processes that hold the environments", at_least=1, at_most=10_000, resume=True),
+        step_timeout_s=Entry(10.0, "a step that takes longer loses its worker and its episode", resume=True),
+        data_seed=Entry(
             0, "fixes the training and held-out tasks, whatever config.seed is", at_least=0, at_most=2**31 - 1
         ),
-        train_tasks=Field(10_000, "number of different training tasks", at_least=1),
+        train_tasks=Entry(10_000, "number of different training tasks", at_least=1),
         sources=Free(
             "several sources of tasks, mixed: name -> weight (1.0), options (those in which it differs) and "
             'train_tasks, for example {"small": {"weight": 3.0}, "large": {"options": {"rows": 8}}}. Empty: one, with '
@@ -147,88 +147,88 @@ FIELDS = Section(
             form=NAME,
             each=Section(
                 "",
-                weight=Field(1.0, "", above=0, at_most=1e9),
+                weight=Entry(1.0, "", above=0, at_most=1e9),
                 options=Free(""),
-                train_tasks=Field(10_000, "", at_least=1),
+                train_tasks=Entry(10_000, "", at_least=1),
             ),
         ),
     ),
     rollout=Section(
         "Episodes.",
-        group_size=Field(8, "trajectories per task", at_least=1, at_most=4096),
-        max_concurrent_episodes=Field(
+        group_size=Entry(8, "trajectories per task", at_least=1, at_most=4096),
+        max_concurrent_episodes=Entry(
             128, "played at once by one rollout service", at_least=1, at_most=10**6, resume=True
         ),
-        min_concurrent_episodes=Field(
+        min_concurrent_episodes=Entry(
             0,
             "floor where their number follows the engines' load; 0: always the most",
             at_least=0,
             at_most=10**6,
             resume=True,
         ),
-        temperature=Field(1.0, "engines take less than 0.01 as greedy", at_least=0.01, at_most=100),
-        max_prompt_tokens=Field(1024, "of one turn; a longer prompt ends its episode"),
-        max_new_tokens=Field(256, "of one reply"),
-        max_episode_turns=Field(
+        temperature=Entry(1.0, "engines take less than 0.01 as greedy", at_least=0.01, at_most=100),
+        max_prompt_tokens=Entry(1024, "of one turn; a longer prompt ends its episode"),
+        max_new_tokens=Entry(256, "of one reply"),
+        max_episode_turns=Entry(
             0, "turns of all agents in one episode; 0: 4 x env.max_turns for each agent", at_least=0, at_most=10**6
         ),
-        structured_outputs=Field(False, "hold replies to the world's grammar of actions while they are sampled"),
-        episode_timeout_s=Field(300.0, "an episode that takes longer is ended", resume=True),
+        structured_outputs=Entry(False, "hold replies to the world's grammar of actions while they are sampled"),
+        episode_timeout_s=Entry(300.0, "an episode that takes longer is ended", resume=True),
     ),
     engine=Section(
         "The engines that answer them.",
         resume=True,
-        python=Field("", 'interpreter that has vLLM; "" is the one running flowjax'),
-        dtype=Field("bfloat16", "serving precision", choices=("float32", "bfloat16", "float16")),
-        port=Field(
+        python=Entry("", 'interpreter that has vLLM; "" is the one running flowjax'),
+        dtype=Entry("bfloat16", "serving precision", choices=("float32", "bfloat16", "float16")),
+        port=Entry(
             0, "0 picks a free port on loopback; further replicas take the ports after it", at_least=0, at_most=65535
         ),
-        replicas=Field(1, "engines that are started, each with tensor_parallel accelerators", at_least=1, at_most=1000),
-        urls=Field((), 'engines that run elsewhere, instead of any started here: "http://host:port" each', form=URL),
-        stream_partial=Field(False, "have replies streamed, so that one goes on elsewhere when its engine dies"),
-        tensor_parallel=Field(1, "accelerators of one engine", at_least=1, at_most=1024),
-        max_model_tokens=Field(2048, "longest prompt with its reply"),
-        max_concurrent_sequences=Field(256, "replies that one engine samples at once", at_least=1, at_most=10**6),
-        kv_cache_bytes=Field(0, "CPU: bytes of key-value cache; 0 leaves it to vLLM"),
-        gpu_memory_fraction=Field(
+        replicas=Entry(1, "engines that are started, each with tensor_parallel accelerators", at_least=1, at_most=1000),
+        urls=Entry((), 'engines that run elsewhere, instead of any started here: "http://host:port" each', form=URL),
+        stream_partial=Entry(False, "have replies streamed, so that one goes on elsewhere when its engine dies"),
+        tensor_parallel=Entry(1, "accelerators of one engine", at_least=1, at_most=1024),
+        max_model_tokens=Entry(2048, "longest prompt with its reply"),
+        max_concurrent_sequences=Entry(256, "replies that one engine samples at once", at_least=1, at_most=10**6),
+        kv_cache_bytes=Entry(0, "CPU: bytes of key-value cache; 0 leaves it to vLLM"),
+        gpu_memory_fraction=Entry(
             0.85, "of each accelerator's memory, for weights and key-value cache", above=0, at_most=1
         ),
-        threads=Field(1, "CPU: threads of the engine's worker", at_least=1, at_most=4096),
-        prompts_per_request=Field(64, "prompts sent in one HTTP request", at_least=1, at_most=10**5),
-        batch_window_s=Field(0.002, "longest wait for prompts to share a request", at_least=0, at_most=60),
-        request_timeout_s=Field(120.0, "longest wait for the answer to one request"),
-        start_timeout_s=Field(300.0, "longest wait for an engine to come up"),
-        max_restarts=Field(3, "restarts of an engine within an hour before the run gives up", at_least=0),
-        extra_args=Field((), "further arguments of vLLM's server"),
+        threads=Entry(1, "CPU: threads of the engine's worker", at_least=1, at_most=4096),
+        prompts_per_request=Entry(64, "prompts sent in one HTTP request", at_least=1, at_most=10**5),
+        batch_window_s=Entry(0.002, "longest wait for prompts to share a request", at_least=0, at_most=60),
+        request_timeout_s=Entry(120.0, "longest wait for the answer to one request"),
+        start_timeout_s=Entry(300.0, "longest wait for an engine to come up"),
+        max_restarts=Entry(3, "restarts of an engine within an hour before the run gives up", at_least=0),
+        extra_args=Entry((), "further arguments of vLLM's server"),
     ),
     dataflow=Section(
         "Tasks, groups, staleness.",
-        host=Field(
+        host=Entry(
             "127.0.0.1",
             "address to listen on; beyond loopback every request must show the run's token",
             form=HOST,
             resume=True,
         ),
-        port=Field(0, "0 picks a free port", at_least=0, at_most=65535, resume=True),
-        max_message_bytes=Field(256 * 1024**2, "larger requests are refused", at_least=1024, at_most=2**40),
-        max_staleness=Field(1, "versions a trained token may lag; 0 is synchronous", at_least=0, at_most=10**6),
-        lease_s=Field(120.0, "an episode not finished or renewed by then is leased again", at_least=1, resume=True),
-        max_attempts=Field(3, "leases of one episode before it is given up", at_least=1, resume=True),
-        failed_episodes=Field(
+        port=Entry(0, "0 picks a free port", at_least=0, at_most=65535, resume=True),
+        max_message_bytes=Entry(256 * 1024**2, "larger requests are refused", at_least=1024, at_most=2**40),
+        max_staleness=Entry(1, "versions a trained token may lag; 0 is synchronous", at_least=0, at_most=10**6),
+        lease_s=Entry(120.0, "an episode not finished or renewed by then is leased again", at_least=1, resume=True),
+        max_attempts=Entry(3, "leases of one episode before it is given up", at_least=1, resume=True),
+        failed_episodes=Entry(
             "retry", "what an episode that its world broke leads to", choices=("retry", "short", "drop"), resume=True
         ),
-        min_group_size=Field(
+        min_group_size=Entry(
             2,
             "a group with fewer episodes in is dropped, where group_size is not smaller",
             at_least=1,
             at_most=4096,
             resume=True,
         ),
-        max_ready_groups=Field(
+        max_ready_groups=Entry(
             0, "groups that wait for a policy's trainer; 0: twice what staleness admits", at_least=0, resume=True
         ),
         algorithms=Free("data algorithms by name, in order, each with its options"),
-        keep_trajectories=Field(True, "write trajectories/*.jsonl, a file for each step, for the report", resume=True),
+        keep_trajectories=Entry(True, "write trajectories/*.jsonl, a file for each step, for the report", resume=True),
     ),
     reward=Section(
         "Outcome -> reward.",
@@ -236,62 +236,62 @@ FIELDS = Section(
     ),
     credit=Section(
         "Reward -> advantage per turn.",
-        name=Field("grpo", "an estimator (docs/credit), or package.module:function"),
+        name=Entry("grpo", "an estimator (docs/credit), or package.module:function"),
         options=Free("those of the estimator; left out when another name is given on the command line"),
     ),
     loss=Section(
         "Advantage -> loss.",
-        kind=Field("ppo", "an objective (docs/losses.md)"),
+        kind=Entry("ppo", "an objective (docs/losses.md)"),
         options=Free(
             "those of the objective; back at their defaults when another kind is given on the command line",
             default={"clip_low": 0.2, "clip_high": 0.28},
         ),
-        kl_coefficient=Field(0.0, "of the KL to the base model (adapter off)", at_least=0, at_most=1e6),
-        entropy_coefficient=Field(0.0, "of the entropy that is added to the objective", at_least=0, at_most=1e6),
+        kl_coefficient=Entry(0.0, "of the KL to the base model (adapter off)", at_least=0, at_most=1e6),
+        entropy_coefficient=Entry(0.0, "of the entropy that is added to the objective", at_least=0, at_most=1e6),
     ),
     trainer=Section(
         "Training.",
-        steps=Field(100, "batches to train on = versions to publish", at_least=1, resume=True),
-        groups_per_step=Field(16, "groups in a batch", at_least=1, at_most=10**6),
-        updates_per_step=Field(1, "optimiser updates that one batch is split into", at_least=1, at_most=10**6),
-        row_tokens=Field(2048, "longest packed row; shorter buckets are halves of it"),
-        micro_batch_rows=Field(8, "rows per forward-backward pass, over all devices", at_least=1, at_most=10**6),
-        trim_micro_batches=Field(False, "fewer and shorter rows where tokens need no more; compiles more shapes"),
-        logprob_chunk_tokens=Field(1024, "trained tokens whose full-vocabulary logits exist at once", resume=True),
-        keep_checkpoints=Field(3, "newest checkpoints kept", at_least=1, resume=True),
-        keep_every_steps=Field(0, "also keep every n-th checkpoint; 0 keeps none", at_least=0, resume=True),
-        step_timeout_s=Field(1800.0, "longest wait for a batch before the trainer gives up", resume=True),
-        tensorboard=Field(False, "write TensorBoard files, too", resume=True),
-        steps_in_flight=Field(
+        steps=Entry(100, "batches to train on = versions to publish", at_least=1, resume=True),
+        groups_per_step=Entry(16, "groups in a batch", at_least=1, at_most=10**6),
+        updates_per_step=Entry(1, "optimiser updates that one batch is split into", at_least=1, at_most=10**6),
+        row_tokens=Entry(2048, "longest packed row; shorter buckets are halves of it"),
+        micro_batch_rows=Entry(8, "rows per forward-backward pass, over all devices", at_least=1, at_most=10**6),
+        trim_micro_batches=Entry(False, "fewer and shorter rows where tokens need no more; compiles more shapes"),
+        logprob_chunk_tokens=Entry(1024, "trained tokens whose full-vocabulary logits exist at once", resume=True),
+        keep_checkpoints=Entry(3, "newest checkpoints kept", at_least=1, resume=True),
+        keep_every_steps=Entry(0, "also keep every n-th checkpoint; 0 keeps none", at_least=0, resume=True),
+        step_timeout_s=Entry(1800.0, "longest wait for a batch before the trainer gives up", resume=True),
+        tensorboard=Entry(False, "write TensorBoard files, too", resume=True),
+        steps_in_flight=Entry(
             2,
             "steps dispatched ahead of their results, where no checkpoint waits for them",
             at_least=0,
             at_most=1000,
             resume=True,
         ),
-        offload_optimizer=Field(False, "keep the optimiser's state in host memory between updates", resume=True),
-        compile_cache=Field(
+        offload_optimizer=Entry(False, "keep the optimiser's state in host memory between updates", resume=True),
+        compile_cache=Entry(
             "auto", 'folder of compiled programs; auto is ~/.cache/flowjax/xla, "" is none', resume=True
         ),
-        processes=Field(
+        processes=Entry(
             1,
             "processes (hosts) of one trainer; each has its number in FLOWJAX_PROCESS",
             at_least=1,
             at_most=10_000,
             resume=True,
         ),
-        coordinator=Field("", "host:port of process 0, for several hosts", form=HOST_AND_PORT, resume=True),
+        coordinator=Entry("", "host:port of process 0, for several hosts", form=HOST_AND_PORT, resume=True),
     ),
     optimizer=Section(
         "What makes an update of a gradient.",
-        name=Field("adamw", "how an update is made of a gradient", choices=("adamw", "muon", "sgd")),
-        learning_rate=Field(1e-5, "highest of the schedule", above=0, at_most=100),
-        warmup_steps=Field(5, "optimiser updates of linear warm-up", at_least=0),
-        schedule=Field("constant", "over the run's updates", choices=("constant", "cosine", "linear")),
-        betas=Field((0.9, 0.95), "decay of Adam's moments", at_least=0, below=1, length=2),
-        weight_decay=Field(0.0, "pull of parameters towards zero, times the learning rate", at_least=0, at_most=100),
-        clip_norm=Field(1.0, "longest gradient; longer ones are scaled to it", above=0, at_most=1e9),
-        rules=Field(
+        name=Entry("adamw", "how an update is made of a gradient", choices=("adamw", "muon", "sgd")),
+        learning_rate=Entry(1e-5, "highest of the schedule", above=0, at_most=100),
+        warmup_steps=Entry(5, "optimiser updates of linear warm-up", at_least=0),
+        schedule=Entry("constant", "over the run's updates", choices=("constant", "cosine", "linear")),
+        betas=Entry((0.9, 0.95), "decay of Adam's moments", at_least=0, below=1, length=2),
+        weight_decay=Entry(0.0, "pull of parameters towards zero, times the learning rate", at_least=0, at_most=100),
+        clip_norm=Entry(1.0, "longest gradient; longer ones are scaled to it", above=0, at_most=1e9),
+        rules=Entry(
             (),
             "parameters that differ: (regular expression, settings) pairs, the first that finds a parameter's name "
             "counts, and every parameter needs one. Settings: learning_rate_scale, weight_decay, frozen. () treats all "
@@ -302,39 +302,39 @@ FIELDS = Section(
     mesh=Section(
         "Devices per axis; -1 takes the rest.",
         resume=True,
-        data=Field(1, "whole copies of the model", at_least=1, also=(-1,), at_most=10**6),
-        fsdp=Field(-1, "rows of a batch and parameters", at_least=1, also=(-1,), at_most=10**6),
-        tensor=Field(1, "heads, feed-forward maps and vocabulary", at_least=1, also=(-1,), at_most=10**6),
-        expert=Field(1, "experts, and rows; models with experts only", at_least=1, also=(-1,), at_most=10**6),
-        sequence=Field(1, "tokens of a row", at_least=1, also=(-1,), at_most=10**6),
+        data=Entry(1, "whole copies of the model", at_least=1, also=(-1,), at_most=10**6),
+        fsdp=Entry(-1, "rows of a batch and parameters", at_least=1, also=(-1,), at_most=10**6),
+        tensor=Entry(1, "heads, feed-forward maps and vocabulary", at_least=1, also=(-1,), at_most=10**6),
+        expert=Entry(1, "experts, and rows; models with experts only", at_least=1, also=(-1,), at_most=10**6),
+        sequence=Entry(1, "tokens of a row", at_least=1, also=(-1,), at_most=10**6),
     ),
     eval=Section(
         "Held-out evaluation.",
-        tasks=Field(512, "held-out tasks", at_least=0),
-        samples=Field(1, "episodes of each held-out task", at_least=1, at_most=1024),
-        temperature=Field(1.0, "0 is greedy", at_least=0, at_most=100),
-        every_steps=Field(
+        tasks=Entry(512, "held-out tasks", at_least=0),
+        samples=Entry(1, "episodes of each held-out task", at_least=1, at_most=1024),
+        temperature=Entry(1.0, "0 is greedy", at_least=0, at_most=100),
+        every_steps=Entry(
             0, "also evaluate during the run, every n steps; 0 only before and after", at_least=0, resume=True
         ),
-        slots=Field(
+        slots=Entry(
             0.25,
             "of a worker's slots, those evaluation takes before training: a share, or a number from 1",
             at_least=0,
             at_most=1e6,
             resume=True,
         ),
-        versions=Field((), "evaluate these versions and train nothing (set by flowjax.evaluate)", of=int, at_least=0),
+        versions=Entry((), "evaluate these versions and train nothing (set by flowjax.evaluate)", of=int, at_least=0),
     ),
     warm_start=Section(
         "Imitation of the world's scripted expert, which makes the nano base model.",
         resume=True,
-        states=Field(60_000, "demonstrated states", at_least=1),
-        steps=Field(600, "batches", at_least=1),
-        batch_rows=Field(128, "states per batch", at_least=1, at_most=10**6),
-        learning_rate=Field(2e-3, "highest, with warm-up and a cosine after it", above=0, at_most=100),
-        noisy_share=Field(0.25, "last share of the batches, whose labels are noisy", at_least=0, at_most=1),
-        label_noise=Field(0.6, "share of noisy labels that are a random legal action instead", at_least=0, at_most=1),
-        path_noise=Field(
+        states=Entry(60_000, "demonstrated states", at_least=1),
+        steps=Entry(600, "batches", at_least=1),
+        batch_rows=Entry(128, "states per batch", at_least=1, at_most=10**6),
+        learning_rate=Entry(2e-3, "highest, with warm-up and a cosine after it", above=0, at_most=100),
+        noisy_share=Entry(0.25, "last share of the batches, whose labels are noisy", at_least=0, at_most=1),
+        label_noise=Entry(0.6, "share of noisy labels that are a random legal action instead", at_least=0, at_most=1),
+        path_noise=Entry(
             0.2, "share of random moves on the expert's path, so that odd states are seen", at_least=0, at_most=1
         ),
     ),
@@ -349,7 +349,7 @@ def default_config() -> ConfigDict:
 def may_change(path: str) -> bool:
     """Allowance of another value in a resumed run, of a field at a dotted path; of a base's and policy's own, too."""
     declared = FIELDS.find(re.sub(r"^(bases|policies)\.[^.]+\.", "", path))
-    return isinstance(declared, Field | Free) and declared.resume
+    return isinstance(declared, Entry | Free) and declared.resume
 
 
 # What an open section's options belong to: another estimator, objective or world has options of its own.

@@ -246,9 +246,9 @@ def _table(title: str, results: Mapping[str, Any], policies: Mapping[str, Any]) 
         table.add_row(f"pass@{k}", f"{share:.1%}".replace("%", " %"))
     for source, success in results["sources"].items():
         table.add_row(f"success on {source}", _percent(success))
-    for policy, own in policies.items():
-        table.add_row(f"success of {policy}", interval({**own, "episodes": own.get("trajectories")}))
-        more = {name: mean for name, mean in own.get("outcomes", {}).items() if name not in _SHOWN_ANYHOW}
+    for policy, of_policy in policies.items():
+        table.add_row(f"success of {policy}", interval({**of_policy, "episodes": of_policy.get("trajectories")}))
+        more = {name: mean for name, mean in of_policy.get("outcomes", {}).items() if name not in _SHOWN_ANYHOW}
         table.add_row(f"outcomes of {policy}", ", ".join(f"{name} {mean:.3f}" for name, mean in more.items()))
     for name, found in results["metrics"].items():
         if name != "success":

@@ -1,6 +1,6 @@
 """Declared values: default, documentation, bounds and choices in one place, and what refuses every other value.
 
-`Field` declares a value of the config, `Section` those that belong together, `Free` a section whose names are looked up
+`Entry` declares a value of the config, `Section` those that belong together, `Free` a section whose names are looked up
 elsewhere. `type_problem` and `option_problem` do the same for options, which a function or dataclass declares by its
 annotations.
 """
@@ -91,7 +91,7 @@ Positive = Annotated[float, Interval(above=0)]
 
 
 @dataclass(frozen=True)
-class Field(Interval):
+class Entry(Interval):
     """One field of the config. Its type is that of the default.
 
     Ends, choices and form are those of the value, of a tuple those of each item. `of` is the type of the items of a
@@ -142,7 +142,7 @@ class Field(Interval):
             return None if self.form is None or self.form.fits(value) else self.form.remedy
         return None
 
-    def with_unit(self, name: str) -> "Field":
+    def with_unit(self, name: str) -> "Entry":
         """The field with the unit that its name ends in, and the bounds that follow from it."""
         unit = self.unit or (name.rpartition("_")[2] if name.rpartition("_")[2] in _UNITS else "")
         if self.kind not in (int, float) or self.choices:
@@ -167,7 +167,7 @@ _UNITS: dict[str, tuple[tuple[str, float], float]] = {
 class Section:
     """Fields that belong together, by name, in the order in which they are declared."""
 
-    def __init__(self, doc: str, /, *, resume: bool = False, **fields: "Field | Free | Section"):
+    def __init__(self, doc: str, /, *, resume: bool = False, **fields: "Entry | Free | Section"):
         self.doc = doc
         self.fields = {name: _completed(name, declared, resume) for name, declared in fields.items()}
 
@@ -192,7 +192,7 @@ class Section:
         if complete and (missing := [name for name in self.fields if name not in values]):
             yield f"{path} lacks {', '.join(missing)}: start from default_config() and set fields one by one"
 
-    def find(self, path: str) -> "Field | Free | Section | None":
+    def find(self, path: str) -> "Entry | Free | Section | None":
         """The declaration at a dotted path."""
         name, _, rest = path.partition(".")
         declared = self.fields.get(name)
@@ -239,8 +239,8 @@ class Free:
                 yield from _free_problems(f"{path}.{name}", value)
 
 
-def _completed(name: str, declared: "Field | Free | Section", resume: bool) -> "Field | Free | Section":
-    if isinstance(declared, Field):
+def _completed(name: str, declared: "Entry | Free | Section", resume: bool) -> "Entry | Free | Section":
+    if isinstance(declared, Entry):
         declared = declared.with_unit(name)
     return replace(declared, resume=True) if resume and not isinstance(declared, Section) else declared
 
@@ -359,7 +359,7 @@ def table_rows(section: Section, path: str = "config") -> Iterator[str]:
         yield from table_rows(declared, f"{path}.{name}")
 
 
-def _default(declared: Field | Free) -> str:
+def _default(declared: Entry | Free) -> str:
     default = declared.default
     if isinstance(default, Mapping):
         default = dict(default)
@@ -368,7 +368,7 @@ def _default(declared: Field | Free) -> str:
     return f"`{default!r}`"
 
 
-def _values(declared: Field | Free) -> str:
+def _values(declared: Entry | Free) -> str:
     if isinstance(declared, Free):
         names = (declared.known or declared.each or Section("")).fields
         return f"a dict{' of dicts' if declared.each else ''}" + (f": {', '.join(names)}" if names else "")

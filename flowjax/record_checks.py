@@ -126,8 +126,8 @@ def check_lease(episode: Episode, leased: Leased, *, where: str = "episode") -> 
     for name in ("group_id", "task_id", "seed"):
         found, wanted = getattr(episode, name), getattr(leased, name)
         if found != wanted:
-            told = f"field {where}.{name} is {_short(found)}, but its lease says {_short(wanted)}"
-            raise WireError(f"{told}: send what was leased")
+            fault = f"field {where}.{name} is {_short(found)}, but its lease says {_short(wanted)}"
+            raise WireError(f"{fault}: send what was leased")
     for index, trajectory in enumerate(episode.trajectories):
         for number, turn in enumerate(trajectory.turns):
             wanted = leased.versions.get(turn.policy, turn.version)
@@ -168,8 +168,8 @@ def _check_tokens(turn: Turn, bounds: Bounds, where: str) -> None:
             remedy = f"config.rollout.{field_name} is {most}: cut it, or raise that"
             raise WireError(f"field {where}.{name} has {len(ids)} tokens, but {remedy}")
         if vocabulary is not None and len(ids) and ids.max() >= vocabulary:
-            told = f"field {where}.{name} has token {ids.max()}, but the model of {turn.policy} has {vocabulary}"
-            raise WireError(f"{told}: send its own tokenizer's ids")
+            fault = f"field {where}.{name} has token {ids.max()}, but the model of {turn.policy} has {vocabulary}"
+            raise WireError(f"{fault}: send its own tokenizer's ids")
 
 
 def _check_turn(turn: Turn, newest: Mapping[str, int], where: str) -> None:

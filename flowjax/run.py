@@ -156,12 +156,12 @@ def _base(name: str, model: ConfigDict, engine: ConfigDict, *, started: bool) ->
 
 
 def _policy(name: str, sections: Mapping[str, ConfigDict], bases: Mapping[str, Base]) -> Policy:
-    own, rest = sections["policy"], {section: sections[section] for section in PER_POLICY[1:]}
-    if own.base not in bases:
+    trained, rest = sections["policy"], {section: sections[section] for section in PER_POLICY[1:]}
+    if trained.base not in bases:
         raise ConfigError(
-            f"policy {name} is to be trained on {own.base!r} (policy.base): use one of {', '.join(bases)}"
+            f"policy {name} is to be trained on {trained.base!r} (policy.base): use one of {', '.join(bases)}"
         )
-    return Policy(name, bases[own.base], own.train, own.lora, **rest)
+    return Policy(name, bases[trained.base], trained.train, trained.lora, **rest)
 
 
 def base_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
@@ -180,12 +180,12 @@ def base_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
     changes = config.bases[name]
     if not isinstance(changes, ConfigDict):
         raise ConfigError(f"config.bases.{name} is {shown(changes)}: give a dict such as {{'model': {{'path': ...}}}}")
-    own = _copies(config, PER_BASE)
-    own["engine"].update({"port": 0, "urls": ()})
+    sections = _copies(config, PER_BASE)
+    sections["engine"].update({"port": 0, "urls": ()})
     if "path" in changes.get("model", {}):
-        own["model"].nano = None
-    _change(own, f"config.bases.{name}", changes, config)
-    return own
+        sections["model"].nano = None
+    _change(sections, f"config.bases.{name}", changes, config)
+    return sections
 
 
 def policy_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
@@ -199,51 +199,51 @@ def policy_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
     changes = config.policies.get(name, ConfigDict())
     if not isinstance(changes, ConfigDict):
         raise ConfigError(f"config.policies.{name} is {shown(changes)}: give a dict such as {{'optimizer': {{...}}}}")
-    own = _copies(config, PER_POLICY)
-    own["policy"].name = name
-    _change(own, f"config.policies.{name}", changes, config)
-    if own["policy"].name != name:
+    sections = _copies(config, PER_POLICY)
+    sections["policy"].name = name
+    _change(sections, f"config.policies.{name}", changes, config)
+    if sections["policy"].name != name:
         raise ConfigError(
-            f"config.policies.{name}.policy.name is {shown(own['policy'].name)}, but the policy is named {name!r} by "
-            "its place in config.policies: leave it out, or rename that"
+            f"config.policies.{name}.policy.name is {shown(sections['policy'].name)}, but the policy is named {name!r} "
+            "by its place in config.policies: leave it out, or rename that"
         )
-    return own
+    return sections
 
 
 def _copies(config: ConfigDict, sections: Iterable[str]) -> dict[str, ConfigDict]:
     return {section: ConfigDict(config[section].to_dict()) for section in sections}
 
 
-def _change(own: Mapping[str, ConfigDict], field: str, changes: ConfigDict, config: ConfigDict) -> None:
+def _change(sections: Mapping[str, ConfigDict], field: str, changes: ConfigDict, config: ConfigDict) -> None:
     """Write into `own` sections what those under `field` say, and lock them.
 
     Raises:
         ConfigError: another section than these, an unknown field, or a value of another type.
     """
     for section, values in changes.items():
-        if section not in own:
+        if section not in sections:
             remedy = f"set config.{section} for all of them" if section in config else "use one of these"
-            allowed = ", ".join(own)
+            allowed = ", ".join(sections)
             raise ConfigError(f"{field}.{section} is set, but {field} may differ only in {allowed}: {remedy}")
         if not isinstance(values, ConfigDict | Mapping):
             raise ConfigError(f"{field}.{section} is {shown(values)}: give a dict of the fields that differ")
         for options, owner in OWNER_OF_OPTIONS.items():
             name = owner.removeprefix(f"{section}.")
-            if name in values and values[name] != own[section][name]:
-                own[section].options = default_options(options)
+            if name in values and values[name] != sections[section][name]:
+                sections[section].options = default_options(options)
         for name, value in values.items():
-            if name not in own[section]:
-                raise ConfigError(f"{field}.{section}.{name} is no field: use one of {', '.join(own[section])}")
+            if name not in sections[section]:
+                raise ConfigError(f"{field}.{section}.{name} is no field: use one of {', '.join(sections[section])}")
             try:
-                if isinstance(own[section][name], ConfigDict) and not isinstance(
+                if isinstance(sections[section][name], ConfigDict) and not isinstance(
                     FIELDS.find(f"{section}.{name}"), Free
                 ):
-                    own[section][name].update(value)
+                    sections[section][name].update(value)
                 else:
-                    own[section][name] = value
+                    sections[section][name] = value
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ConfigError(_misfit(f"{section}.{name}", f"{field}.{section}.{name}", value)) from error
-    for section in own.values():
+    for section in sections.values():
         section.lock()
 
 
@@ -265,11 +265,11 @@ def field_problems(config: ConfigDict) -> list[str]:
         resolve(config)
     except ConfigError as error:
         return [str(error)]
-    own = [(f"config.bases.{name}", base_sections(config, name)) for name in config.bases]
-    own += [(f"config.policies.{name}", policy_sections(config, name)) for name in config.policies]
+    parts = [(f"config.bases.{name}", base_sections(config, name)) for name in config.bases]
+    parts += [(f"config.policies.{name}", policy_sections(config, name)) for name in config.policies]
     return [
         text
-        for path, sections in own
+        for path, sections in parts
         for section, values in sections.items()
         for text in FIELDS.fields[section].problems(f"{path}.{section}", values)
     ]

@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from flowjax.config import FIELDS, default_config, may_change, page
-from flowjax.fields import Field, Free, Interval, NotNegative, Section, type_problem
+from flowjax.fields import Entry, Free, Interval, NotNegative, Section, type_problem
 from flowjax.launch.__main__ import main
 from flowjax.launch.checks import check_config
 from flowjax.run import field_problems, resolve
@@ -27,11 +27,11 @@ IMPOSSIBLE: dict[type, tuple[Any, ...]] = {
 HARMLESS = {(float, True): "ConfigDict stores the number 1.0"}
 
 
-def fields(section: Section = FIELDS, prefix: str = "") -> Iterator[tuple[str, Field]]:
+def fields(section: Section = FIELDS, prefix: str = "") -> Iterator[tuple[str, Entry]]:
     for name, declared in section.fields.items():
         if isinstance(declared, Section):
             yield from fields(declared, f"{prefix}{name}.")
-        elif isinstance(declared, Field):
+        elif isinstance(declared, Entry):
             yield f"{prefix}{name}", declared
         elif declared.known:
             yield from fields(declared.known, f"{prefix}{name}.")
@@ -58,12 +58,12 @@ def sound() -> ConfigDict:
     return config
 
 
-def field_kind(declared: Field) -> type:
+def field_kind(declared: Entry) -> type:
     return tuple if isinstance(declared.default, tuple) else declared.kind
 
 
 @pytest.mark.parametrize(("path", "declared"), fields(), ids=[path for path, _ in fields()])
-def test_every_field_refuses_what_it_cannot_be_with_its_value_and_a_remedy(path: str, declared: Field):
+def test_every_field_refuses_what_it_cannot_be_with_its_value_and_a_remedy(path: str, declared: Entry):
     for value in IMPOSSIBLE[field_kind(declared)]:
         if any(value is harmless for kind, harmless in HARMLESS if kind is field_kind(declared)):
             continue

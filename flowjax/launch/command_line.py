@@ -182,23 +182,23 @@ def _given(argv: Sequence[str]) -> dict[str, str]:
 def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
     """Set options back to their defaults where a command names another estimator, objective or world than the recipe,
     and say so: they were chosen for the one before, and most mean nothing to the next."""
-    policies = {f"policies.{name}.": own for name, own in config.policies.items() if isinstance(own, ConfigDict)}
+    policies = {f"policies.{name}.": part for name, part in config.policies.items() if isinstance(part, ConfigDict)}
     for options, owner in OWNER_OF_OPTIONS.items():
         section, _, name = owner.partition(".")
         before = config[section][name]
         for place, holder in {"": config, **policies}.items():
-            own = holder.get(section)
-            if not isinstance(own, ConfigDict):
+            part = holder.get(section)
+            if not isinstance(part, ConfigDict):
                 continue
-            now = own.get(name, before)
-            new = given.get(f"{place}{owner}", now if name in own else given.get(owner, now))
-            if new == now or "options" not in own or (section == "env" and _same_options(str(now), str(new))):
+            now = part.get(name, before)
+            new = given.get(f"{place}{owner}", now if name in part else given.get(owner, now))
+            if new == now or "options" not in part or (section == "env" and _same_options(str(now), str(new))):
                 continue
-            left_out = own.options.to_dict()
-            own.options = default_options(options) if holder is config else ConfigDict()
+            left_out = part.options.to_dict()
+            part.options = default_options(options) if holder is config else ConfigDict()
             if section == "env" and config.env.sources:
                 left_out["sources"], config.env.sources = config.env.sources.to_dict(), ConfigDict()
-            if left_out != own.options.to_dict():
+            if left_out != part.options.to_dict():
                 listed = ", ".join(f"{option}={value!r}" for option, value in left_out.items())
                 yield f"config.{place}{owner} is {new!r}: the options of {now!r} are left out ({listed})"
 

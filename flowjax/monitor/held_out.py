@@ -28,8 +28,8 @@ class HeldOutEpisode:
     def metrics(self) -> dict[str, float]:
         """Its numbers by name; `reward` is the mean over policies, where any spoke."""
         rewards = {"reward": sum(self.rewards.values()) / len(self.rewards)} if self.rewards else {}
-        own = {"success": self.success, "turns": self.turns, "sampled_tokens": self.sampled_tokens}
-        return {**self.outcome, **rewards, **own}
+        counted = {"success": self.success, "turns": self.turns, "sampled_tokens": self.sampled_tokens}
+        return {**self.outcome, **rewards, **counted}
 
 
 def write_held_out(run_dir: Path, name: str, episodes: Sequence[HeldOutEpisode]) -> None:

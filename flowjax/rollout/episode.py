@@ -22,7 +22,7 @@ from flowjax.rollout.bases import ServedBase
 from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions
 from flowjax.run import Run
 from flowjax.workflows.agent import UNVERSIONED, Agent, Generate, Played
-from flowjax.workflows.single import Options
+from flowjax.workflows.single import EpisodeOptions
 
 _LONGEST_ERROR = 2000  # characters of a world's fault that are passed on
 
@@ -31,7 +31,7 @@ class Play(Protocol):
     """An episode as an async function over named agents (`flowjax.workflows`)."""
 
     def __call__(
-        self, task: Any, *, seed: int, env: Any, agents: Mapping[str, Agent], options: Options
+        self, task: Any, *, seed: int, env: Any, agents: Mapping[str, Agent], options: EpisodeOptions
     ) -> Awaitable[Played]: ...
 
 
@@ -134,7 +134,7 @@ class EpisodePlayer:
 
     async def _play(self, lease: Lease) -> Played:
         env = self.config.env
-        options = Options(
+        options = EpisodeOptions(
             self.worlds[lease.task.source],
             max_turns=env.max_turns,
             prompt=env.prompt,

@@ -15,7 +15,7 @@ AGENT = "agent"  # its name among the agents
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EpisodeOptions:
     """Settings of an episode. `history` is the number of past turns that a window shows, -1 the style's default."""
 
     world: World
@@ -25,7 +25,9 @@ class Options:
     history: int = -1
 
 
-async def play(task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: Options) -> Played:
+async def play(
+    task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
+) -> Played:
     """Play `task` until it ends or `options.max_turns` actions are taken.
 
     A reply that names no legal action is a turn like any other: the world answers "" with `valid=False`. When the

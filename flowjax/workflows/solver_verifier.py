@@ -17,7 +17,7 @@ from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows.agent import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
-from flowjax.workflows.single import Options
+from flowjax.workflows.single import EpisodeOptions
 
 OUTCOMES = ("answer_right", "approved_right", "rejected_wrong")  # of verdicts, beside the world's
 SOLVER, VERIFIER = "solver", "verifier"
@@ -49,7 +49,9 @@ The review:
 Answer anew."""
 
 
-async def play(task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: Options) -> Played:
+async def play(
+    task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
+) -> Played:
     """One attempt, one verdict, and another attempt if the verdict is a rejection.
 
     The episode succeeds by its last attempt. Its outcomes besides: `attempts`, `approved`, `verdict_right`. Those of a
@@ -80,7 +82,7 @@ async def _attempt(
     seed: int,
     env: RemoteEnv,
     solver: Agent,
-    options: Options,
+    options: EpisodeOptions,
     rejected: str,
     parts: list[AgentTurns],
     review: str = "",
@@ -104,7 +106,7 @@ async def _judge(
     env: RemoteEnv,
     seed: int,
     verifier: Agent,
-    options: Options,
+    options: EpisodeOptions,
     answer: str,
     right: float,
     parts: list[AgentTurns],

@@ -96,14 +96,14 @@ def _imported(tree: ast.Module, known: set[str], *, at_top: bool) -> Iterator[st
 def too_small(sources: Sequence[Source]) -> Iterator[Complaint]:
     """Files of few lines that one file imports: a door more for the reader, without a thing behind it of its own.
 
-    What is found by its path, as `package.module:name`, may be small: the next of its kind lies beside it. `__init__`
-    of the whole package is imported by whatever imports a part of it.
+    What is found by its path, as `package.module:name`, may be small: the next of its kind lies beside it. A package
+    has an `__init__` anyway.
     """
     found = importers(sources)
     by_path = {path for source in sources for path in _paths(source.tree)}
     for source in sources:
         of = found[source.module]
-        if source.module in by_path | {"flowjax"} or source.path.name == "__main__.py" or not source.tree.body[1:]:
+        if source.module in by_path or source.path.name in ("__init__.py", "__main__.py"):
             continue
         if len(source.lines) < SMALL_LINES and len(of) == 1:
             text = f"{len(source.lines)} lines with one importer: belongs into {min(of)}"

@@ -19,7 +19,7 @@ from flowjax.published.worlds import PublishedSokoban
 from flowjax.records import Task, Trajectory
 from flowjax.workflows.agent import UNVERSIONED, Agent, Played, served_version
 from flowjax.workflows.codec import Codec
-from flowjax.workflows.single import OUTCOMES, Options, play
+from flowjax.workflows.single import OUTCOMES, EpisodeOptions, play
 
 WORLD = Sokoban()
 CORRIDOR = Task("corridor", "sokoban", 0, {"level": "#######\n#P_X_O#\n#######"})
@@ -82,7 +82,7 @@ def episode(folder: Path, replies: list[str], *, session: LocalSession | None = 
     codec = Codec(folder, max_prompt_tokens=changes.pop("max_prompt_tokens", None))
     left = iter(replies)
     agents = {"agent": scripted_agent(codec, lambda _: next(left))}
-    options = Options(WORLD, **({"max_turns": 5, "prompt": "compact"} | changes))
+    options = EpisodeOptions(WORLD, **({"max_turns": 5, "prompt": "compact"} | changes))
     return asyncio.run(play(CORRIDOR, seed=0, env=session or LocalSession(), agents=agents, options=options))
 
 
@@ -93,7 +93,9 @@ def test_the_expert_behind_real_tokens_solves_levels_in_the_pool(folder: Path):
     async def one(pool: EnvPool, task: Task) -> None:
         agents = {"agent": scripted_agent(codec, expert_reply)}
         async with pool.session("flowjax.envs.sokoban:Sokoban", {}) as env:
-            played = await play(task, seed=0, env=env, agents=agents, options=Options(WORLD, 20, "compact", history=2))
+            played = await play(
+                task, seed=0, env=env, agents=agents, options=EpisodeOptions(WORLD, 20, "compact", history=2)
+            )
         shortest = moves_to_go(*parse(task.payload["level"]))
         assert (played.outcome["success"], len(played.turns), played.status) == (1.0, shortest, "ok")
         assert played.outcome["env_return"] == pytest.approx(10 + 1 - 0.1 * len(played.turns))
@@ -142,7 +144,7 @@ def test_published_parsing_makes_the_move_of_a_reply_without_thoughts_and_counts
         async def generate(prompt_ids: list[int]) -> Scripted:
             return Scripted([number], [-0.5])
 
-        options = Options(PublishedSokoban() if reference else WORLD, 2)
+        options = EpisodeOptions(PublishedSokoban() if reference else WORLD, 2)
         agents = {"agent": Agent(Words(), generate)}  # pyright: ignore[reportArgumentType]
         found = asyncio.run(play(CORRIDOR, seed=0, env=LocalSession(), agents=agents, options=options))
         assert found.outcome["invalid_actions"] == sum(not turn.valid for turn in found.turns)

@@ -14,7 +14,7 @@ from flowjax.records import Task
 from flowjax.workflows import solver_verifier
 from flowjax.workflows.agent import Agent, Played
 from flowjax.workflows.codec import Codec
-from flowjax.workflows.single import Options
+from flowjax.workflows.single import EpisodeOptions
 from flowjax.workflows.solver_verifier import demonstrations, parse_verdict, play
 
 OPTIONS = {"answer": "whole", "digits": 2, "terms": 2, "operators": "+"}
@@ -63,7 +63,7 @@ def played(codec: Codec, replies: list[str]) -> tuple[Played, list[str]]:
         return Agent(codec, generate)
 
     agents = {name: agent(name) for name in ("solver", "verifier")}
-    options = Options(WORLD, max_turns=1, prompt="compact")
+    options = EpisodeOptions(WORLD, max_turns=1, prompt="compact")
     return asyncio.run(play(SUM, seed=0, env=LocalSession(), agents=agents, options=options)), prompts
 
 

@@ -43,7 +43,7 @@ REDUCTIONS: Mapping[str, Callable[[Sequence[int]], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
-    """What is asked, and how an answer to it is judged: a gold answer, or hidden assertions about a program.
+    """Question and how an answer to it is judged: a gold answer, or hidden assertions about a program.
 
     `size` is the number of terms, steps, people, or 3 for programs: the longer, the harder.
     """
@@ -74,7 +74,7 @@ class Specification:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an exercise's words say: its kind, its answer ("" for a program), and the program that is asked for."""
+    """Content of an exercise's words: its kind, its answer ("" for a program), and the program that is asked for."""
 
     source: str
     answer: str
@@ -83,7 +83,7 @@ class Reading:
 
 
 def split_of(text: str) -> Split:
-    """Which split an exercise belongs to, decided by its words alone."""
+    """Split of an exercise, decided by its words alone."""
     return "train" if state_key("canvas", " ".join(text.split())) % HELD_OUT_ONE_IN else "held_out"
 
 
@@ -241,7 +241,7 @@ def payload(exercise: Exercise) -> dict[str, Any]:
 
 
 def problem(task: Mapping[str, Any]) -> Problem:
-    """What a workflow may see of a task's payload."""
+    """Part of a task's payload that a workflow may see."""
     return Problem(
         task["text"],
         task["kind"],

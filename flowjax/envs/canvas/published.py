@@ -54,7 +54,7 @@ def canvas(
 
 
 def hint(workflow: Workflow, run: WorkflowRun, kind: ProblemKind, action: Action) -> str:
-    """What the published system would tell the policy to do next: a hand-written controller.
+    """Hint of the published system on what the policy is to do next: a hand-written controller.
 
     Rules for multiple choice with three revisions, and for confidences, are left out: choices are a kind of their own
     here, and checks state no confidence.

@@ -52,7 +52,7 @@ class QueueFull(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Queued:
     queries: Sequence[str]
     count: int
     answer: "asyncio.Future[list[Scored]]"
@@ -67,7 +67,7 @@ class Batcher:
     def __init__(self, index: Index, *, max_batch: int, window_s: float, max_waiting: int):
         self._index = index
         self._max_batch, self._window_s, self._max_waiting = max_batch, window_s, max_waiting
-        self._requests: deque[_Asked] = deque()
+        self._requests: deque[_Queued] = deque()
         self._waiting = 0  # queries
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "index")
@@ -81,7 +81,7 @@ class Batcher:
         """
         if self._waiting and self._waiting + len(queries) > self._max_waiting:
             raise QueueFull(f"{self._waiting} queries wait already")
-        request = _Asked(queries, count, asyncio.get_running_loop().create_future())
+        request = _Queued(queries, count, asyncio.get_running_loop().create_future())
         self._requests.append(request)
         self._waiting += len(queries)
         self._wake.set()
@@ -115,8 +115,8 @@ class Batcher:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self) -> list[_Asked]:
-        batch: list[_Asked] = []
+    def _take(self) -> list[_Queued]:
+        batch: list[_Queued] = []
         queries = 0
         while self._requests and (not batch or queries + len(self._requests[0].queries) <= self._max_batch):
             request = self._requests.popleft()
