@@ -1,5 +1,7 @@
 """Shapes in the signatures of the rooms named in conftest.py are checked, so that a wrong one cannot pass a test."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from flowjax.losses.policy import policy_loss
 from flowjax.rewards.components import zero_sum
 
 TWO, THREE = jnp.zeros(2), jnp.zeros(3)
+ON_HOST: dict[str, Any] = dict.fromkeys(TurnTable.__dataclass_fields__, np.zeros(3, np.int32))
 
 
 @pytest.mark.parametrize(
@@ -19,7 +22,7 @@ TWO, THREE = jnp.zeros(2), jnp.zeros(3)
         lambda: normalise(THREE, TWO, THREE, "mean"),
         lambda: policy_loss(THREE, THREE, TWO, jnp.ones(3, bool)),
         lambda: zero_sum(THREE, TWO),
-        lambda: TurnTable(**{name: np.zeros(3, np.int32) for name in TurnTable.__dataclass_fields__}),
+        lambda: TurnTable(**ON_HOST),
     ],
     ids=["credit", "losses", "rewards", "a table on the host"],
 )
