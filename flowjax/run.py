@@ -15,6 +15,7 @@ from flowjax.config import BASE_NAME, FIELDS, OWNER_OF_OPTIONS, ConfigError, def
 from flowjax.fields import NAME, Free, Section, shown
 from flowjax.files import replace_file
 
+_MOST_REPLICAS = 1000  # of a base model, as `engine.replicas` is declared
 PER_BASE = ("model", "engine")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
 ONLY_AGENT = "agent"  # of a workflow that has one
@@ -145,7 +146,8 @@ def resolve(config: ConfigDict, folder: Path = Path()) -> Run:
 
 def _base(name: str, model: ConfigDict, engine: ConfigDict, *, started: bool) -> Base:
     bare = Base(name, model, engine, ())
-    names = bare.engine_names(len(engine.urls) or engine.replicas) if started else ()
+    # A number that the config's declaration refuses is refused there; until then it fills no memory with engines.
+    names = bare.engine_names(len(engine.urls) or min(engine.replicas, _MOST_REPLICAS)) if started else ()
     urls = engine.urls or [""] * len(names)
     ports = [engine.port and engine.port + replica for replica in range(len(names))]
     engines = tuple(
