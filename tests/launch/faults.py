@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=60.0, help="seconds that a run has to end or go on")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run that is under way is ended, too
     verdicts = meet(options.count, seed=options.seed, patience_s=options.patience)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     slowest = max(verdict.after_s for verdict in verdicts)
