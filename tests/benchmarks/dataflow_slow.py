@@ -31,7 +31,7 @@ class _Late:
 
 
 async def play(
-    task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: single.Options, **more: Any
+    task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: single.EpisodeOptions, **more: Any
 ) -> Played:
     """`flowjax.workflows.single.play`, late."""
     return await single.play(task, seed=seed, env=_Late(env, seed), agents=agents, options=options, **more)
