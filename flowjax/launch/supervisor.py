@@ -161,8 +161,10 @@ class Supervisor:
         """Kill everything now; a `stop` under way ends at once."""
         self._hurried = True
         self._stopping.update(self._keepers)
-        for child in self._children.values():
-            child.kill()
+        for name, child in self._children.items():
+            if child.poll() is None:
+                self._on_event(name, "kill", "hurried")
+                child.kill()
 
     async def _stop_one(self, name: str, grace_s: float) -> None:
         self._stopping.add(name)
@@ -173,10 +175,10 @@ class Supervisor:
             until = time.monotonic() + grace_s
             while child.poll() is None and time.monotonic() < until and not self._hurried:
                 await asyncio.sleep(_POLL_S / 2)
-            if child.poll() is None:
-                self._on_event(name, "kill", f"did not stop within {grace_s:.0f} s" if not self._hurried else "hurried")
+            if child.poll() is None and not self._hurried:
+                self._on_event(name, "kill", f"did not stop within {grace_s:.0f} s")
                 child.kill()
-                await child.gone()
+            await child.gone()
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
         if state.phase not in ("done", "failed"):

@@ -230,7 +230,7 @@ def test_one_that_stops_waiting_does_not_stop_the_others():
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[1], asyncio.CancelledError)
         assert len(backend.asked) == 1
-        assert [type(result).__name__ for result in results] == ["Run", "CancelledError", "Run"]
+        assert [type(result).__name__ for result in results] == ["WorkflowRun", "CancelledError", "WorkflowRun"]
 
     asyncio.run(scenario())
 
