@@ -12,10 +12,9 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options, load_run
-from flowjax.fields import NAME, Free, Section, shown
+from flowjax.fields import NAME, Entry, Free, Section, shown
 from flowjax.files import replace_file
 
-_MOST_REPLICAS = 1000  # of a base model, as `engine.replicas` is declared
 PER_BASE = ("model", "engine")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
 ONLY_AGENT = "agent"  # of a workflow that has one
@@ -147,7 +146,10 @@ def resolve(config: ConfigDict, folder: Path = Path()) -> Run:
 def _base(name: str, model: ConfigDict, engine: ConfigDict, *, started: bool) -> Base:
     bare = Base(name, model, engine, ())
     # A number that the config's declaration refuses is refused there; until then it fills no memory with engines.
-    names = bare.engine_names(len(engine.urls) or min(engine.replicas, _MOST_REPLICAS)) if started else ()
+    declared = FIELDS.find("engine.replicas")
+    assert isinstance(declared, Entry) and declared.at_most is not None
+    count = len(engine.urls) or min(engine.replicas, int(declared.at_most))
+    names = bare.engine_names(count) if started else ()
     urls = engine.urls or [""] * len(names)
     ports = [engine.port and engine.port + replica for replica in range(len(names))]
     engines = tuple(
