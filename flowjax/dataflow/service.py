@@ -39,7 +39,7 @@ HOLD_S = 1.0
 _FAILING_S = 10.0  # of nothing but a broken disk, after which the dataflow says so and ends
 # A full disk is waited for. When it is full for this process alone (a quota, a folder of its own) nobody else would say
 # so: then it ends, too, and the launcher starts it again once the run's folder can be written.
-_UNWRITABLE_S = 45.0
+_UNWRITABLE_S = 30.0
 _PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
