@@ -73,6 +73,6 @@ def by_task(episodes: Sequence[HeldOutEpisode], metric: str) -> dict[str, list[f
     found: dict[str, list[float]] = {}
     for episode in episodes:
         if metric not in episode.metrics:
-            raise ConfigError(f"--metric={metric} is not known: use one of {', '.join(sorted(episode.metrics))}")
+            raise ConfigError(f"metric {metric!r} is not known: use one of {', '.join(sorted(episode.metrics))}")
         found.setdefault(episode.task, []).append(episode.metrics[metric])
     return found
