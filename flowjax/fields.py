@@ -324,7 +324,7 @@ def declared_types(owner: Any) -> dict[str, Any]:
 
 
 def _text_problem(text: str) -> str | None:
-    """What no file name, address or name can hold."""
+    """Reason for which a text can be no file name, address or name."""
     if len(text) > _LONGEST_CHARACTERS:
         return f"give at most {_LONGEST_CHARACTERS} characters"
     if any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in text):

@@ -173,7 +173,7 @@ def problem_digest(problem: Problem) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _fingerprint(operator: type[Operator]) -> str:
-    """What the operator is: the source of its modules and its plain attributes, so that changed code runs again."""
+    """Identity of an operator: the source of its modules and its plain attributes, so that changed code runs again."""
     parts: list[Any] = [operator.name]
     for base in operator.__mro__:
         if base in (Operator, ABC, object):

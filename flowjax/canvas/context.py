@@ -291,7 +291,7 @@ class CallContext:
     async def _sandboxed(
         self, longest_s: float, run: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Result:
-        """What became of a program. A machine that cannot start it, or has no processor for it, is away as a backend
+        """Outcome of a program. A machine that cannot start it, or has no processor for it, is away as a backend
         may be. `longest_s` is the longest that the program takes by itself: what exceeds it was waiting."""
         async with self._slots:
             started_s = time.monotonic()
@@ -311,7 +311,7 @@ def _longest_s(limits: Limits) -> float:
 
 
 def _is_cut(completion: Completion) -> bool:
-    """Whether the reply ends at the request's bound, or inside its thinking."""
+    """True if the reply ends at the request's bound, or inside its thinking."""
     return completion.finish_reason == "length" or in_thinking(completion.text)
 
 

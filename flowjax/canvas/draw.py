@@ -204,7 +204,7 @@ def _bypass() -> _Block:
 
 
 def _terminal(label: str) -> _Block:
-    """Where the work starts or ends."""
+    """A round end of the picture, at which the work starts or ends."""
     width = max(80.0, 6.4 * len(label) + 24)
 
     def draw(x: float, y: float) -> list[str]:

@@ -69,7 +69,7 @@ def parse(text: str, operators: Collection[str]) -> Action | Unreadable:
 
 
 def _needs_repair(action: Action, operators: Collection[str]) -> bool:
-    """Whether an action that keeps to the grammar names operators that do not exist, or a count out of bounds."""
+    """True if an action that keeps to the grammar names operators that do not exist, or a count out of bounds."""
     pieces = walk(action.piece) if isinstance(action, Add) else ()
     if isinstance(action, Modify) and action.operator:
         pieces = (Call(action.operator),)

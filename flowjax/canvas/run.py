@@ -119,7 +119,7 @@ class _Failed(Exception):
 
 @dataclass(slots=True)
 class _Scope:
-    """What the calls of one branch see and leave behind."""
+    """State that the calls of one branch see and leave behind."""
 
     state: dict[str, Value]
     outputs: dict[str, State]  # node id -> what its newest run gave

@@ -311,7 +311,7 @@ class _Printer:
         self.shown_ids, self.instructions, self.reference = shown_ids - {""}, instructions, reference
 
     def steps(self, node: Node) -> str:
-        """Where anything may stand: at the top, inside parentheses, as a branch of a parallel."""
+        """Text of a node where anything may stand: at the top, inside parentheses, as a branch of a parallel."""
         if isinstance(node, Sequence) and node.id not in self.shown_ids:
             one, *more = node.steps or (None,)
             return self.steps(one) if one and not more else " -> ".join(map(self.unit, node.steps))
@@ -320,7 +320,7 @@ class _Printer:
         return self.unit(node)
 
     def unit(self, node: Node) -> str:
-        """Where a single step stands, so that sequences and conditionals need parentheses."""
+        """Text of a node where a single step stands, so that sequences and conditionals need parentheses."""
         match node:
             case Call():
                 return self.call(node)

@@ -187,7 +187,7 @@ class Evaluations:
 
 
 def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mapping[str, float]) -> dict[str, Any]:
-    """How a policy did in the episodes of each task: success and reward with their 95 % intervals over tasks, the
+    """Results of a policy over the episodes of each task: success and reward with their 95 % intervals over tasks, the
     latter by the normal approximation, and the means of its outcomes."""
     groups = [parts for episodes in by_task if (parts := trajectories_of(episodes, policy))]
     if not groups:

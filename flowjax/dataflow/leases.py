@@ -149,7 +149,7 @@ class Leases:
         return min(len(self._algorithms.serve([], used, groups)), groups)
 
     def _kept_of(self, policy: str, groups: int) -> float:
-        """How many of these groups will be kept, all but surely."""
+        """Number of these groups that will be kept, all but surely."""
         share, known = self._ledger.keep_share(policy)
         share = max(share, _LEAST_KEPT)
         variance = share * (1 - share) * groups * (1 + groups / known)  # of the groups, and of the share itself

@@ -481,7 +481,7 @@ class Ledger:
         return leases
 
     def _alone(self, worker: str, now_s: float) -> bool:
-        """Whether no other worker has asked for episodes lately."""
+        """True if no other worker has asked for episodes lately."""
         self._asked_s.pop(worker, None)
         self._asked_s[worker] = now_s
         while self._asked_s[first := next(iter(self._asked_s))] < now_s - self._lease_s:

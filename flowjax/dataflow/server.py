@@ -160,7 +160,7 @@ async def _unknown(request: web.Request) -> web.Response:
 
 
 async def _healthy(request: web.Request) -> web.Response:
-    """Whoever asks, and without a token: tells nothing but that there is somebody."""
+    """Anybody may ask, without a token: the answer says that there is somebody, and nothing else."""
     return web.Response(text="ok\n")
 
 

@@ -116,7 +116,7 @@ def complete(program: str, suite: Suite) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What the judging of one program needs."""
+    """Program, suite and limits of one judgement."""
 
     program: str
     suite: Suite
@@ -251,7 +251,7 @@ def _read(line: bytes) -> list[Any]:
 
 
 def _ending(box: Box) -> str:
-    """Why a box answers no more.
+    """Reason for which a box answers no more.
 
     Raises:
         NoProcessorError: that is not known, as the machine had no processor for it.

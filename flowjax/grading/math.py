@@ -242,7 +242,7 @@ def _same(a: Fraction | float, b: Fraction | float) -> bool:
 
 
 def _explodes(text: str) -> bool:
-    """Whether reading the plain formulas in a text could take for ever: unlike LaTeX, those are computed as read."""
+    """True if reading the plain formulas in a text could take for ever: unlike LaTeX, those are computed as read."""
     if re.search(r"!\s*[)}]*\s*!|(?:\^|\*\*)[^,;=]{0,40}!|\d{31}", text):
         return True
     if any(int(n) > MAX_EXPONENT for n in re.findall(r"(?:\^|\*\*)\s*[{(]?\s*[-+]?(\d+)", text)):

@@ -118,7 +118,7 @@ def isolation() -> Isolation:
 
 
 def _failure(candidate: Isolation) -> str | None:
-    """Why a trial start did not succeed, None where it did."""
+    """Reason for which a trial start did not succeed, None where it did."""
     try:
         result = run(_PROBE, isolation=candidate, limits=Limits(idle_s=20.0))
     except (OSError, NoProcessorError) as error:
@@ -383,7 +383,7 @@ class Box:
         self._reap(block=True)
 
     def _reap(self, *, block: bool = False) -> bool:
-        """Whether the program has ended; takes note of how."""
+        """True once the program has ended; takes note of how."""
         if self._exit is None:
             pid, status, usage = os.wait4(self._process.pid, 0 if block else os.WNOHANG)
             if pid:
@@ -408,7 +408,7 @@ class Box:
 
 
 class _Watch:
-    """Which limit the processes of a box have broken, by what they have used while somebody waited for them.
+    """The limit that the processes of a box have broken, by what they have used while somebody waited for them.
 
     The time between two answers is taken apart into time on a processor, waiting for one, and asleep. Sleep is only
     counted where nothing has been answered and no process is awake: then all its waiting is known.
@@ -461,7 +461,7 @@ class _Watch:
         return None
 
     def _exceeds_memory(self, usage: ProcessUsage) -> bool:
-        """Whether the processes hold too much memory together; sets the time until the next look."""
+        """True if the processes hold too much memory together; sets the time until the next look."""
         memory_bytes = usage.memory_bytes
         if memory_bytes > self._limits.memory_bytes:
             memory_bytes = usage.proportional_bytes()

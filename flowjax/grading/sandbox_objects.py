@@ -163,7 +163,7 @@ class Peer:
         return value
 
     def _allowed(self, value, name):
-        """What is public about an object of this side may be used by the other."""
+        """True for what is public about an object of this side: the other may use it."""
         if not self.decides:
             return True
         if isinstance(value, types.ModuleType) or name.startswith(_HIDDEN):
@@ -219,7 +219,7 @@ class Peer:
         setattr(sys.modules["solution"], name, value)
 
     def _do_patch(self, module, owner, attribute, value):
-        """What `unittest.mock` patched in a library there is patched here."""
+        """Patch here what `unittest.mock` patched in a library there."""
         target = __import__(module, fromlist=["x"])
         for part in owner:
             target = getattr(target, part)

@@ -322,7 +322,7 @@ def _plain(name, *parts):
 
 
 def _small_values():
-    """How values of small classes are written: those of the modules that are loaded."""
+    """Writers of values of small classes: those of the modules that are loaded."""
     return {
         complex: lambda peer, v: ["complex", v.real.hex(), v.imag.hex()],
         bytes: lambda peer, v: ["bytes", v.hex()],

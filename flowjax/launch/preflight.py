@@ -48,7 +48,7 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
 
 
 def _engine_problems(run: Run) -> list[str]:
-    """What the engines' commands cannot express."""
+    """Settings that the engines' commands cannot express."""
     from flowjax.rollout.sidecar import engine_command
 
     try:

@@ -147,7 +147,7 @@ def _reward(components: ConfigDict, config: ConfigDict) -> Iterator[str]:
 
 
 def _workflow_outcomes(path: str) -> tuple[str, ...]:
-    """What the workflow's module says in its OUTCOMES that it adds to the world's."""
+    """Outcomes that the workflow's module adds to the world's, by its OUTCOMES."""
     origin = _origin(path.rpartition(".")[0])
     for node in ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else ():
         if isinstance(node, ast.Assign) and "OUTCOMES" in [ast.unparse(target) for target in node.targets]:

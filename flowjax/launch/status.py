@@ -82,7 +82,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
 
 
 def _state(role: Mapping[str, Any], launched: bool) -> str:
-    """What the launcher said of a role. With the launcher go all roles that it has started."""
+    """State of a role in the launcher's words. With the launcher go all roles that it has started."""
     if not role:
         return ""
     phase, restarts, why = role["phase"], role["restarts"], role["detail"]
@@ -149,7 +149,7 @@ def _put_aside(status: Mapping[str, Any]) -> int:
 
 
 def _dropped(counts: Mapping[str, Any]) -> str:
-    """How many groups, and why."""
+    """Number of dropped groups, and the causes."""
     causes = ", ".join(f"{n} {cause.replace('_', ' ')}" for cause, n in counts.get("dropped", {}).items())
     return f"{_shown(counts.get('dropped_groups'))}{f' ({causes})' if causes else ''}"
 

@@ -373,7 +373,7 @@ class _Child:
 
 
 async def _ask(health: Callable[[], Awaitable[bool]]) -> tuple[bool, str]:
-    """Whether a role is well, and what it answers where it is not; silence says nothing."""
+    """True if a role is well, and its answer where it is not; silence says nothing."""
     try:
         return await health(), ""
     except Unwell as error:
@@ -396,7 +396,7 @@ def _write_header(output: BinaryIO, role: Role) -> None:
 
 
 def _written_s(path: Path) -> float:
-    """When a file was last written, in seconds since the epoch; 0 where there is none."""
+    """Time at which a file was last written, in seconds since the epoch; 0 where there is none."""
     try:
         return path.stat().st_mtime
     except OSError:

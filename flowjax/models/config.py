@@ -242,7 +242,7 @@ def _window(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | 
 
 
 def _gemma(raw: Mapping[str, Any], hidden_size: int, source: str) -> dict[str, Any]:
-    """What only Gemma has."""
+    """Settings that only Gemma has."""
     switches = {
         "activation": "gelu_tanh",
         "embedding_scale": hidden_size**0.5,

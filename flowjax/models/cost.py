@@ -79,7 +79,7 @@ def estimate(
 
 
 def _layer_bytes(config: ModelConfig, rows: int, tokens: int, size: int, tensor: int, expert: int) -> int:
-    """What one layer's forward pass holds for its backward pass."""
+    """Bytes that one layer's forward pass holds for its backward pass."""
     attention = 3 * config.query_size + 2 * config.kv_size
     ffn = 3 * config.ffn_size if config.dense_layers else 0
     if experts := config.experts:  # every device has the tokens of its neighbours along `expert`, once per choice

@@ -182,7 +182,7 @@ class Decoder(nnx.Module):
         return alone and exact and x.ndim == 2 and x.shape[0] >= 2 * lora.rank
 
     def _stack(self, arrays: Mapping[str, Any], block: params.Block, member: int) -> dict[str, Any]:
-        """What the layers at place `member` of a block's periods have of stacked arrays, stacked over the periods."""
+        """Arrays of the layers at place `member` of a block's periods, stacked over the periods."""
         layers, stacked = block.layers[member :: len(block.sparse)], {}
         for name, array in arrays.items():
             owners = params.owners(name, self.config)

@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 
 def _torn(path: Path) -> bool:
-    """Whether the file ends in the middle of a line."""
+    """True if the file ends in the middle of a line."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False

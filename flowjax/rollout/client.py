@@ -445,7 +445,7 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
 
 
 def _reason(answer: Any) -> str:
-    """What an error answer says, on one line."""
+    """Words of an error answer, on one line."""
     if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
         answer = answer["error"].get("message", answer)
     return " ".join(str(answer).split())[:500]

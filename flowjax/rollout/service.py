@@ -261,7 +261,7 @@ class RolloutService:
 
     @property
     def _engines_up(self) -> bool:
-        """Whether each base model has an engine that is alive: an episode may call on all of them."""
+        """True if each base model has an engine that is alive: an episode may call on all of them."""
         return all(base.up for base in self._bases)
 
     async def _admit(self) -> None:

@@ -156,7 +156,7 @@ def _named(config: ConfigDict, updates: int, settings: Mapping[str, Any]) -> opt
 
 
 def _stacked_matrices(trained: Arrays) -> Arrays:
-    """Which axes Muon makes orthogonal: the last two, those before them (layers, experts) count matrices."""
+    """Axes that Muon makes orthogonal: the last two, those before them (layers, experts) count matrices."""
 
     def of(name: Any, leaf: Any) -> MuonDimensionNumbers | None:
         matrix = leaf is not None and jnp.ndim(leaf) > 2 and str(name).split("/")[-1] not in _NOT_MATRICES

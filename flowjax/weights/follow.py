@@ -45,7 +45,7 @@ def model_name(policy: str, version: int) -> str:
 
 
 class _Served:
-    """What one engine serves, and what it would not take."""
+    """Versions that one engine serves, and those that it would not take."""
 
     def __init__(self, engine: FollowedEngine):
         self.engine = engine
@@ -342,7 +342,7 @@ class Follower:
 
 
 class _Retry:
-    """When to try a failing version again: doubling waits from the first failure."""
+    """Time at which a failing version is tried again: doubling waits from the first failure."""
 
     def __init__(self):
         self.failures = 0

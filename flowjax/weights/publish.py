@@ -268,7 +268,7 @@ class Checkpoints:
 
 
 def _is_the_readers(error: BaseException) -> bool:
-    """Whether a checkpoint could not be read for a lack of the process that tried, and not for damage."""
+    """True if a checkpoint could not be read for a lack of the process that tried, and not for damage."""
     return bool(explain(error)) and os.strerror(errno.EIO) not in explain(error)
 
 

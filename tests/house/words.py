@@ -57,22 +57,14 @@ def class_names(sources: Sequence[Source]) -> Iterator[Complaint]:
 
 
 def openings(sources: Sequence[Source]) -> Iterator[Complaint]:
-    """Public docstrings that open with a question word."""
+    """Docstrings that open with a question word."""
     for source in sources:
-        for node, name in [(source.tree, "the module"), *_public(source.tree.body)]:
-            said = ast.get_docstring(node) or ""
+        for node in (each for each in ast.walk(source.tree) if isinstance(each, ast.Module | _Named)):
+            said, name = ast.get_docstring(node) or "", getattr(node, "name", "the module")
             if match := OPENINGS.match(said):
                 place = (str(source.path), getattr(node, "lineno", 1))
                 text = f"the docstring of {name} opens with {match[0]}: open with the noun or verb that says what it is"
                 yield Complaint((place,), text)
-
-
-def _public(body: Sequence[ast.stmt]) -> Iterator[tuple[_Named, str]]:
-    for node in body:
-        if isinstance(node, _Named) and not node.name.startswith("_"):
-            yield node, node.name
-            if isinstance(node, ast.ClassDef):
-                yield from _public(node.body)
 
 
 def retired(sources: Sequence[Source], words: Sequence[Retired]) -> Iterator[Complaint]:

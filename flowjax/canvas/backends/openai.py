@@ -75,7 +75,7 @@ class Limiter:
             yield grant
 
     def _wait_s(self, tokens: float) -> float:
-        """How long until the oldest request leaves the window, 0 if there is room. One alone always has room."""
+        """Seconds until the oldest request leaves the window, 0 if there is room. One alone always has room."""
         now_s = self._clock()
         while self._recent and self._recent[0].sent_s + self._window_s <= now_s:
             self._recent.popleft()
@@ -178,7 +178,7 @@ class Breaker:
 
 @dataclass(slots=True)
 class _Connections:
-    """What belongs to one event loop."""
+    """Connections and limits of one event loop."""
 
     session: aiohttp.ClientSession
     limiter: Limiter
@@ -373,7 +373,7 @@ class OpenAIBackend:
         return {"Content-Type": "application/json", **key}
 
     def _error_text(self, content: bytes) -> str:
-        """What the endpoint says, shortened."""
+        """The endpoint's own words, shortened."""
         text = content.decode(errors="replace")
         with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
             text = str(json.loads(text)["error"]["message"])

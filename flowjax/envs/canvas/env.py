@@ -202,7 +202,7 @@ class CanvasEnv:
         )
 
     def _gate(self) -> str:
-        """Why `finish` is refused, "" if it is not."""
+        """Reason for which `finish` is refused, "" if it is not."""
         calls = list(self._workflow.calls())
         roles = {self._roles.get(call.operator) for call in calls}
         options = self._options

@@ -190,5 +190,5 @@ def _keep(key: Any, result: Any) -> Any:
 
 
 def _cut_short(remarks: Iterable[str]) -> bool:
-    """Whether a time limit, or a grader that did not answer, had a part in it."""
+    """True if a time limit, or a grader that did not answer, had a part in it."""
     return any("time" in remark or "no verdict" in remark for remark in remarks)

@@ -185,7 +185,7 @@ class _Asked:
         return right[0] if right and self._happens(VOTED, "vote") else letters[self._pick(len(letters), "letter")]
 
     def _plurality(self) -> str:
-        """What most candidates say; on a tie the right one half of the time."""
+        """The answer of most candidates; on a tie the right one half of the time."""
         candidates = [_bare(text) for text in json.loads(self._given.get("candidates", "[]"))]
         if not candidates:
             return self._attempt()

@@ -73,7 +73,7 @@ def _human_eval(fields: Mapping[str, Any]) -> CodeProblem:
 
 
 def _before(prompt: str, entry: str) -> str:
-    """What a prompt defines besides the function to complete: imports and helpers."""
+    """Code that a prompt has besides the function to complete: imports and helpers."""
     module = parse_quietly(prompt + "\n    pass\n") or parse_quietly(prompt)
     if module is None:
         lines = prompt.splitlines()
@@ -174,7 +174,7 @@ def _deep_coder(fields: Mapping[str, Any]) -> CodeProblem:
 
 
 def _json_calls(pairs: list[tuple[Any, Any]]) -> tuple[CallCase, ...]:
-    """Where every output is a list of one, that list only wraps the result."""
+    """Calls and their results. A list of one as every output only wraps the result."""
     read = [tuple(json.loads(x) if isinstance(x, str) else x for x in pair) for pair in pairs]
     wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in read)
     return tuple(CallCase(tuple(given), wanted[0] if wrapped else wanted, json=True) for given, wanted in read)

@@ -303,7 +303,7 @@ def _processes(function: str) -> GraderProcesses:
 
 
 def _verdict(function: str, answer: str, gold: str) -> bool:
-    """Whether the answer is right. No verdict is wrong."""
+    """True if the answer is right. No verdict is wrong."""
     try:
         # math-verify ends what takes too long by a signal, which only a main thread gets: others ask a process.
         if threading.current_thread() is threading.main_thread():

@@ -146,7 +146,7 @@ def step(
 
 
 def _holds(cells: UInt32[Array, "words boards"], cell: Int[Array, "boards"]) -> Bool[Array, "boards"]:
-    """Whether each board's set of cells holds its cell."""
+    """True for each board whose set of cells holds its cell."""
     word, bit = cell // WORD_BITS, (cell % WORD_BITS).astype(jnp.uint32)
     chosen = functools.reduce(jnp.bitwise_or, (jnp.where(word == w, cells[w], 0) for w in range(len(cells))))
     return (chosen >> bit & 1).astype(bool)

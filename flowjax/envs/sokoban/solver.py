@@ -145,7 +145,7 @@ def _bound(room: Room, boxes: int) -> int:
 
 
 def _stuck(room: Room, boxes: int) -> bool:
-    """Whether four cells of a square are all wall or box, and a box among them is off target: it never moves again."""
+    """True if four cells of a square are all wall or box, and a box among them is off target: it never moves again."""
     filled = boxes | ~room.floor
     square = filled & filled >> 1 & filled >> room.columns & filled >> room.columns + 1
     off_target = boxes & ~room.targets

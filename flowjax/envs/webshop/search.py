@@ -174,7 +174,7 @@ def _is_consonant(word: str, i: int) -> bool:
 
 
 def _measure(base: str) -> int:
-    """How often a vowel is followed by a consonant."""
+    """Number of times that a vowel is followed by a consonant."""
     kinds = [_is_consonant(base, i) for i in range(len(base))]
     return sum(after and not before for before, after in pairwise(kinds))
 
