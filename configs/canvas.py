@@ -2,7 +2,8 @@
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, default_config
+from flowjax.config import default_config
+from flowjax.recipes import as_one_conversation, find_variant, nano_on_two_cores, one_node_8_gpus
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -22,9 +23,6 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   the executor is the run's own base model, on all its engines; for another model name one of
                   config.bases in config.env.options.backends.executor.base, for an endpoint give it kind openai
     """
-    recipes = {"nano": _nano, "nano_append": _nano_append, "nano_grpo": _nano_grpo, "qwen3_8b": _qwen3_8b}
-    if arg not in recipes:
-        raise ConfigError(f"configs/canvas.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
     config.env.name = "flowjax.envs.canvas:Canvas"
     config.env.max_turns = 20
@@ -44,32 +42,20 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.loss.options.clip_low = config.loss.options.clip_high = 0.2
     config.loss.options.aggregation = "trajectory_mean_token_mean"
     config.loss.kl_coefficient = 0.005
-    recipes[arg](config)
+    find_variant(VARIANTS, arg, __file__)(config)
     return config
 
 
 def _nano(config: ConfigDict) -> None:
-    config.name = "canvas-nano"
-    config.model.path = "models/nano-canvas"
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
-    config.env.prompt = "compact"
+    nano_on_two_cores(config, "canvas")
     config.env.max_turns = config.env.options.turns = 7
     config.env.options.expert = "plain"
-    config.engine.dtype = "float32"
     config.engine.max_model_tokens = 64
-    config.engine.kv_cache_bytes = 256 * 1024**2
     config.rollout.max_prompt_tokens = 52
     config.rollout.max_new_tokens = 12
-    config.rollout.group_size = 8
-    config.trainer.groups_per_step = 16
     config.trainer.steps = 45
-    config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 64  # most prompts are far shorter
-    config.trainer.micro_batch_rows = 128
     config.trainer.trim_micro_batches = True
-    config.optimizer.learning_rate = 1e-3
     config.warm_start.states = 3000  # their programs really run
     config.warm_start.steps = 300
     config.warm_start.batch_rows = 64
@@ -78,9 +64,7 @@ def _nano(config: ConfigDict) -> None:
 
 def _nano_append(config: ConfigDict) -> None:
     _nano(config)
-    config.name = "canvas-nano-append"
-    config.model.path = "models/nano-canvas-append"
-    config.env.context = "append"
+    as_one_conversation(config)
     episode_tokens = 144  # seven turns of at most twelve words said and seven heard
     config.engine.max_model_tokens = config.trainer.row_tokens = episode_tokens
     config.rollout.max_prompt_tokens = episode_tokens - config.rollout.max_new_tokens
@@ -95,8 +79,7 @@ def _nano_grpo(config: ConfigDict) -> None:
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
-    config.name = "canvas-qwen3-8b"
-    config.model.path = "models/Qwen3-8B"
+    one_node_8_gpus(config, "canvas")
     config.env.options.backends = ConfigDict({"executor": {"kind": "run", "base": "base"}})
     config.env.options.step_s = 550.0
     config.env.options.max_seconds = 3000.0
@@ -106,22 +89,18 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.env.workers = 4
     config.rollout.episode_timeout_s = 3600.0
     config.dataflow.lease_s = 3900.0
-    config.policy.lora.rank = 64
-    config.policy.lora.alpha = 64.0
     config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj")
-    config.engine.tensor_parallel = 4
-    config.engine.prompts_per_request = 1  # long replies: none waits for another
-    config.mesh.fsdp = 4
     config.engine.max_model_tokens = 16384
     config.rollout.max_prompt_tokens = 15872
     config.rollout.max_new_tokens = 512
     config.rollout.temperature = 0.6
-    config.rollout.max_concurrent_episodes = 256
     config.trainer.groups_per_step = 16
     config.trainer.steps = 300
     config.trainer.row_tokens = 16384
-    config.trainer.micro_batch_rows = 4
     config.optimizer.learning_rate = 1e-5
     config.optimizer.schedule = "cosine"
     config.optimizer.warmup_steps = 10
     config.optimizer.weight_decay = 0.01
+
+
+VARIANTS = {"nano": _nano, "nano_append": _nano_append, "nano_grpo": _nano_grpo, "qwen3_8b": _qwen3_8b}

@@ -2,7 +2,8 @@
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, default_config
+from flowjax.config import default_config
+from flowjax.recipes import find_variant, nano_on_two_cores, one_node_8_gpus
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -16,9 +17,6 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b   8 x A100 80 GB   python -m flowjax.launch --config=configs/code.py:qwen3_8b   (not run by us)
                problems in data/deepcoder.jsonl; held out: data/lcb_v5.jsonl
     """
-    recipes = {"nano": _nano, "qwen3_8b": _qwen3_8b}
-    if arg not in recipes:
-        raise ConfigError(f"configs/code.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
     config.env.name = "flowjax.envs.code:Code"
     config.env.max_turns = 1
@@ -27,38 +25,25 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.credit.name = "grpo"
     config.env.step_timeout_s = 245.0  # a program that waited for a processor too long is judged a second time
     config.dataflow.lease_s = 300.0
-    recipes[arg](config)
+    find_variant(VARIANTS, arg, __file__)(config)
     return config
 
 
 def _nano(config: ConfigDict) -> None:
-    config.name = "code-nano"
-    config.model.path = "models/nano-code"
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
+    nano_on_two_cores(config, "code")
     config.env.options = ConfigDict({"kinds": ("int",), "steps": 2})
-    config.env.prompt = "compact"
-    config.engine.dtype = "float32"
     config.engine.max_model_tokens = 40
-    config.engine.kv_cache_bytes = 256 * 1024**2
     config.rollout.max_prompt_tokens = 8
     config.rollout.max_new_tokens = 28
-    config.rollout.group_size = 8
-    config.trainer.groups_per_step = 16
     config.trainer.steps = 30
-    config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 36
-    config.trainer.micro_batch_rows = 128
-    config.optimizer.learning_rate = 1e-3
     config.eval.tasks = 256
     config.warm_start.states = 20_000
     config.warm_start.steps = 200
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
-    config.name = "code-qwen3-8b"
-    config.model.path = "models/Qwen3-8B"
+    one_node_8_gpus(config, "code")
     config.env.options = ConfigDict(
         {
             "path": "data/deepcoder.jsonl",
@@ -72,17 +57,12 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.env.step_timeout_s = 605.0
     config.dataflow.lease_s = 660.0
     config.rollout.episode_timeout_s = 1800.0
-    config.policy.lora.rank = 64
-    config.policy.lora.alpha = 64.0
-    config.engine.tensor_parallel = 4
-    config.engine.prompts_per_request = 1  # long replies: none waits for another
-    config.mesh.fsdp = 4
     config.engine.max_model_tokens = 22_528
     config.rollout.max_prompt_tokens = 6144
     config.rollout.max_new_tokens = 16_384
-    config.rollout.max_concurrent_episodes = 256
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
     config.trainer.row_tokens = 22_528
-    config.trainer.micro_batch_rows = 4
-    config.optimizer.learning_rate = 2e-5
+
+
+VARIANTS = {"nano": _nano, "qwen3_8b": _qwen3_8b}

@@ -2,7 +2,8 @@
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, default_config
+from flowjax.config import default_config
+from flowjax.recipes import find_variant, nano_on_two_cores, one_node_8_gpus
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -16,38 +17,23 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b         8 x A100 80 GB      python -m flowjax.launch --config=configs/math.py:qwen3_8b \\
                      --config.env.options.path=deepscaler.json                                   (not run by us)
     """
-    recipes = {"nano": _nano, "nano_calculator": _nano_calculator, "qwen3_8b": _qwen3_8b}
-    if arg not in recipes:
-        raise ConfigError(f"configs/math.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
     config.env.name = "flowjax.envs.math:Math"
     config.env.max_turns = 1
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "grpo"
-    recipes[arg](config)
+    find_variant(VARIANTS, arg, __file__)(config)
     return config
 
 
 def _nano(config: ConfigDict) -> None:
-    config.name = "math-nano"
-    config.model.path = "models/nano-math"
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
-    config.env.prompt = "compact"
+    nano_on_two_cores(config, "math")
     config.env.options = ConfigDict({"answer": "whole", "digits": 2, "terms": 2, "operators": "+"})
-    config.engine.dtype = "float32"
     config.engine.max_model_tokens = 32
-    config.engine.kv_cache_bytes = 256 * 1024**2
     config.rollout.max_prompt_tokens = 7
     config.rollout.max_new_tokens = 5
-    config.rollout.group_size = 8
-    config.trainer.groups_per_step = 16
     config.trainer.steps = 60
-    config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 16
-    config.trainer.micro_batch_rows = 128
-    config.optimizer.learning_rate = 1e-3
     config.warm_start.label_noise = 0.4
 
 
@@ -67,21 +53,15 @@ def _nano_calculator(config: ConfigDict) -> None:
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
-    config.name = "math-qwen3-8b"
-    config.model.path = "models/Qwen3-8B"
+    one_node_8_gpus(config, "math")
     config.env.options = ConfigDict({"path": "", "answer": "boxed"})
-    config.policy.lora.rank = 64
-    config.policy.lora.alpha = 64.0
-    config.engine.tensor_parallel = 4
-    config.engine.prompts_per_request = 1  # long replies: none waits for another
-    config.mesh.fsdp = 4
     config.engine.max_model_tokens = 16384
     config.rollout.max_prompt_tokens = 2048
     config.rollout.max_new_tokens = 14336
-    config.rollout.max_concurrent_episodes = 256
     config.rollout.episode_timeout_s = 1800.0
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
     config.trainer.row_tokens = 16384
-    config.trainer.micro_batch_rows = 4
-    config.optimizer.learning_rate = 2e-5
+
+
+VARIANTS = {"nano": _nano, "nano_calculator": _nano_calculator, "qwen3_8b": _qwen3_8b}

@@ -2,7 +2,8 @@
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, default_config
+from flowjax.config import default_config
+from flowjax.recipes import find_variant, nano_on_two_cores, one_node_8_gpus
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -17,9 +18,6 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_pair.py:qwen3_8b \\
                --config.env.options.path=deepscaler.json                                    (not run by us)
     """
-    recipes = {"nano": _nano, "nano_two_bases": _nano_two_bases, "qwen3_8b": _qwen3_8b}
-    if arg not in recipes:
-        raise ConfigError(f"configs/math_pair.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
     config.env.name = "flowjax.envs.math:Math"
     config.env.max_turns = 1
@@ -33,30 +31,18 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.policies.verifier = ConfigDict(
         {"reward": {"components": {"verdict": verdict}}, "credit": {"name": "dr_grpo"}}
     )
-    recipes[arg](config)
+    find_variant(VARIANTS, arg, __file__)(config)
     return config
 
 
 def _nano(config: ConfigDict) -> None:
-    config.name = "math-pair-nano"
-    config.model.path = "models/nano-math-pair"
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
-    config.env.prompt = "compact"
+    nano_on_two_cores(config, "math-pair")
     config.env.options = ConfigDict({"answer": "whole", "digits": 2, "terms": 2, "operators": "+"})
-    config.engine.dtype = "float32"
     config.engine.max_model_tokens = 32
-    config.engine.kv_cache_bytes = 256 * 1024**2
     config.rollout.max_prompt_tokens = 13  # a sum, the word before an answer, and an answer that may be too long
     config.rollout.max_new_tokens = 5
-    config.rollout.group_size = 8
-    config.trainer.groups_per_step = 16
     config.trainer.steps = 100
-    config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 18
-    config.trainer.micro_batch_rows = 128
-    config.optimizer.learning_rate = 1e-3
     config.optimizer.schedule = "linear"  # to 0: few answers are wrong in the end, and weigh much
     config.warm_start.steps = 1600  # sums are hard to learn: after 800 neither could tell right from wrong
     config.warm_start.noisy_share = 0.15
@@ -74,21 +60,15 @@ def _nano_two_bases(config: ConfigDict) -> None:
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
-    config.name = "math-pair-qwen3-8b"
-    config.model.path = "models/Qwen3-8B"
+    one_node_8_gpus(config, "math-pair")
     config.env.options = ConfigDict({"path": "", "answer": "boxed"})
-    config.policy.lora.rank = 64
-    config.policy.lora.alpha = 64.0
-    config.engine.tensor_parallel = 4
-    config.engine.prompts_per_request = 1  # long replies: none waits for another
-    config.mesh.fsdp = 4
     config.engine.max_model_tokens = 16384
     config.rollout.max_prompt_tokens = 8192
     config.rollout.max_new_tokens = 8192
-    config.rollout.max_concurrent_episodes = 256
     config.rollout.episode_timeout_s = 1800.0
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
     config.trainer.row_tokens = 16384
-    config.trainer.micro_batch_rows = 4
-    config.optimizer.learning_rate = 2e-5
+
+
+VARIANTS = {"nano": _nano, "nano_two_bases": _nano_two_bases, "qwen3_8b": _qwen3_8b}

@@ -2,7 +2,8 @@
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, default_config
+from flowjax.config import default_config
+from flowjax.recipes import as_one_conversation, find_variant, nano_on_two_cores, one_node_8_gpus
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -16,45 +17,28 @@ def get_config(arg: str = "nano") -> ConfigDict:
                as nano, but an episode is one conversation (no full run measured)
     qwen3_8b   8 x A100 80 GB       python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b   (not run by us)
     """
-    recipes = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
-    if arg not in recipes:
-        raise ConfigError(f"configs/sokoban.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
     config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 6, "columns": 6, "boxes": 1})
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"
-    recipes[arg](config)
+    find_variant(VARIANTS, arg, __file__)(config)
     return config
 
 
 def _nano(config: ConfigDict) -> None:
-    config.name = "sokoban-nano"
-    config.model.path = "models/nano-sokoban"
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
-    config.env.prompt = "compact"
+    nano_on_two_cores(config, "sokoban")
     config.env.max_turns = 12
-    config.engine.dtype = "float32"
     config.engine.max_model_tokens = 32
-    config.engine.kv_cache_bytes = 256 * 1024**2
     config.rollout.max_prompt_tokens = 16
     config.rollout.max_new_tokens = 2
-    config.rollout.group_size = 8
-    config.trainer.groups_per_step = 16
     config.trainer.steps = 60
-    config.trainer.updates_per_step = 2
     config.trainer.row_tokens = 18
-    config.trainer.micro_batch_rows = 128
-    config.optimizer.learning_rate = 1e-3
 
 
 def _nano_append(config: ConfigDict) -> None:
     _nano(config)
-    config.name = "sokoban-nano-append"
-    config.model.path = "models/nano-sokoban-append"
-    config.env.context = "append"
+    as_one_conversation(config)
     turn_tokens = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     episode_tokens = config.env.max_turns * turn_tokens
     config.engine.max_model_tokens = config.trainer.row_tokens = episode_tokens
@@ -65,20 +49,14 @@ def _nano_append(config: ConfigDict) -> None:
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
-    config.name = "sokoban-qwen3-8b"
-    config.model.path = "models/Qwen3-8B"
+    one_node_8_gpus(config, "sokoban")
     config.env.options.rows = config.env.options.columns = 8
-    config.policy.lora.rank = 64
-    config.policy.lora.alpha = 64.0
-    config.engine.tensor_parallel = 4
-    config.engine.prompts_per_request = 1  # long replies: none waits for another
-    config.mesh.fsdp = 4
     config.engine.max_model_tokens = 4096
     config.rollout.max_prompt_tokens = 2048
     config.rollout.max_new_tokens = 1024
-    config.rollout.max_concurrent_episodes = 256
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
     config.trainer.row_tokens = 8192
-    config.trainer.micro_batch_rows = 4
-    config.optimizer.learning_rate = 2e-5
+
+
+VARIANTS = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}

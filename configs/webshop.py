@@ -2,7 +2,8 @@
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError, default_config
+from flowjax.config import default_config
+from flowjax.recipes import as_one_conversation, find_variant, nano_on_two_cores, one_node_8_gpus
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -14,53 +15,40 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b      8 x A100 80 GB    python -m flowjax.launch --config=configs/webshop.py:qwen3_8b   (not run by us)
                   reads WebShop's own files (docs/worlds/webshop.md); --config.env.options.path says where from
     """
-    recipes = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
-    if arg not in recipes:
-        raise ConfigError(f"configs/webshop.py has no variant {arg!r}: use one of {', '.join(recipes)}")
     config = default_config()
     config.env.name = "flowjax.envs.webshop:WebShop"
     config.env.max_turns = 15
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "rewardflow"
-    recipes[arg](config)
+    find_variant(VARIANTS, arg, __file__)(config)
     return config
 
 
 def _nano(config: ConfigDict) -> None:
-    config.name = "webshop-nano"
-    config.model.path = "models/nano-webshop"
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
+    nano_on_two_cores(config, "webshop")
     config.env.options = ConfigDict({"path": "", "products": 40})
-    config.env.prompt = "compact"
     config.env.history = 2  # chosen options, two at most, are seen nowhere else
     config.env.max_turns = 8
-    config.engine.dtype = "float32"
     config.engine.max_model_tokens = 96
-    config.engine.kv_cache_bytes = 256 * 1024**2
     config.rollout.max_prompt_tokens = 88
     config.rollout.max_new_tokens = 8
-    config.rollout.group_size = 8
     config.warm_start.states = 10_000
     config.warm_start.steps = 120
     config.warm_start.batch_rows = 64
     config.warm_start.label_noise = 0.2
     config.warm_start.path_noise = 0.1
     config.trainer.groups_per_step = 8
+    config.trainer.updates_per_step = 1
     config.trainer.steps = 10
     config.trainer.row_tokens = 96
     config.trainer.micro_batch_rows = 32
-    config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 2
     config.eval.tasks = 24
 
 
 def _nano_append(config: ConfigDict) -> None:
     _nano(config)
-    config.name = "webshop-nano-append"
-    config.model.path = "models/nano-webshop-append"
-    config.env.context = "append"
+    as_one_conversation(config)
     config.engine.max_model_tokens = 512
     config.rollout.max_prompt_tokens = 496  # eight turns
     config.trainer.row_tokens = 504
@@ -69,22 +57,15 @@ def _nano_append(config: ConfigDict) -> None:
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
-    config.name = "webshop-qwen3-8b"
-    config.model.path = "models/Qwen3-8B"
+    one_node_8_gpus(config, "webshop")
     config.env.options = ConfigDict({"path": "data/webshop/real", "products": 1000, "goals": "synthetic"})
-    config.policy.lora.rank = 64
-    config.policy.lora.alpha = 64.0
-    config.engine.tensor_parallel = 4
-    config.engine.prompts_per_request = 1  # long replies: none waits for another
-    config.mesh.fsdp = 4
     config.engine.max_model_tokens = 5120
     config.rollout.max_prompt_tokens = 4096
     config.rollout.max_new_tokens = 1024
-    config.rollout.max_concurrent_episodes = 256
-    config.rollout.group_size = 8
     config.trainer.groups_per_step = 16
     config.trainer.steps = 150
     config.trainer.row_tokens = 8192
-    config.trainer.micro_batch_rows = 4
-    config.optimizer.learning_rate = 2e-5
     config.eval.tasks = 500
+
+
+VARIANTS = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}

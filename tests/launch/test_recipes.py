@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, default_config
 from flowjax.grading.sandbox import isolation
 from flowjax.launch.__main__ import read_request
 from flowjax.launch.checks import check_config, on_each_base
 from flowjax.launch.command_line import load_recipe
+from flowjax.launch.devices import engine_accelerators, mesh_count, share_out
 from flowjax.launch.machine import check_model
 from flowjax.launch.plan import render_plan
 from flowjax.launch.preflight import Findings
 from flowjax.launch.probe import inspect_run
 from flowjax.launch.roles import choose_ports, run_roles
+from flowjax.recipes import nano_on_two_cores, one_node_8_gpus
 from flowjax.run import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +62,27 @@ def test_every_recipe_can_be_planned_without_model_and_data(variant: str, elsewh
     if run.config.model.nano is None:
         assert "which does not exist" in plan
         assert (len(devices.trainer), len(devices.engine)) == (4, 4), "its docstring promises eight"
+
+
+def test_the_preset_for_two_cores_needs_no_accelerator_and_serves_what_is_trained():
+    config = default_config()
+    nano_on_two_cores(config, "world")
+    run = resolve(config)
+    assert share_out((), engine_accelerators(run)).trainer == ()
+    assert config.model.dtype == config.engine.dtype == "float32", "the mismatch of a nano run is that of one precision"
+    assert config.model.nano is not None and config.model.path.endswith("nano-world")
+    assert check_config(config) == [
+        "config.reward.components is empty: name at least one, for example {'success': 1.0}"
+    ]
+
+
+def test_the_preset_for_one_node_leaves_no_gpu_idle_or_shared():
+    config = default_config()
+    one_node_8_gpus(config, "world")
+    gpus = [str(number) for number in range(8)]
+    devices = share_out(gpus, engine_accelerators(resolve(config)), mesh_count(tuple(config.mesh.to_dict().values())))
+    assert not devices.shared and sorted(devices.trainer + devices.engine) == gpus
+    assert config.trainer.micro_batch_rows % len(devices.trainer) == 0
 
 
 @pytest.mark.slow
