@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grain
 import numpy as np
@@ -18,13 +18,15 @@ from flowjax.records import Episode, Group, Task, Trajectory
 from flowjax.rewards.scores import trajectory_scores
 from flowjax.run import Run
 
+_P = TypeVar("_P", Episode, Trajectory)
+
 
 class Evaluations:
     """Evaluations of the versions that are served, each pinned to them. Training goes on meanwhile.
 
     Every held-out task is played `config.eval.samples` times; of a set smaller than `config.eval.tasks` asks for, all,
-    and the log says so. A generated set may hold a task twice: its episodes are samples of one task, and intervals
-    count tasks.
+    and the log says so. A generated set may hold a task twice: its episodes are samples of one task, which weighs as
+    one in every mean and interval.
     """
 
     def __init__(
@@ -119,14 +121,15 @@ class Evaluations:
             for episode in self._ledger.episodes(group_id)
         ]
         by_task: dict[str, list[Episode]] = {}
-        by_source: dict[str, list[bool]] = {}
+        by_source: dict[str, dict[str, list[Episode]]] = {}
         for task, episode in played:
             by_task.setdefault(content_of(task), []).append(episode)
-            by_source.setdefault(task.source, []).append(_solved(episode))
+            by_source.setdefault(task.source, {}).setdefault(content_of(task), []).append(episode)
         rewards = {policy: self._rewards(policy, played) for policy in self._policies}
         # Before its line in the log: if the process dies between the two, both are written again.
         self._keep(name, played, rewards)
-        success_rate, low, high = _success(list(by_task.values()))
+        tasks = list(by_task.values())
+        success_rate, low, high = _success(tasks)
         version = min(versions.values())
         self._metrics.write(
             "eval",
@@ -140,10 +143,10 @@ class Evaluations:
             success_rate=success_rate,
             low=low,
             high=high,
-            turns_mean=_mean(len(episode.turns) for _, episode in played),
-            env_return_mean=_mean(episode.outcome.get("env_return", 0.0) for _, episode in played),
-            policies={policy: _of_policy(policy, by_task.values(), rewards[policy]) for policy in self._policies},
-            sources={name: sum(right) / len(right) for name, right in by_source.items() if name},
+            turns_mean=_mean_of_tasks(tasks, lambda episode: len(episode.turns)),
+            env_return_mean=_mean_of_tasks(tasks, lambda episode: episode.outcome.get("env_return", 0.0)),
+            policies={policy: _of_policy(policy, tasks, rewards[policy]) for policy in self._policies},
+            sources={name: _mean_of_tasks(list(found.values()), _solved) for name, found in by_source.items() if name},
             seconds=self._clock() - self._started_s.get(name, self._clock()),
         )
 
@@ -187,14 +190,14 @@ class Evaluations:
 
 
 def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mapping[str, float]) -> dict[str, Any]:
-    """Results of a policy over the episodes of each task: success and reward with their 95 % intervals over tasks, the
-    latter by the normal approximation, and the means of its outcomes."""
+    """Results of a policy over the episodes of each task, tasks weighing alike: success and reward with their 95 %
+    intervals over tasks, the latter by the normal approximation, and the means of its outcomes."""
     groups = [parts for episodes in by_task if (parts := trajectories_of(episodes, policy))]
     if not groups:
         return {"trajectories": 0}
     parts = [part for group in groups for part in group]
     means = [_mean(rewards[part.trajectory_id] for part in group) for group in groups]
-    mean, half = _mean(rewards.values()), 1.96 * float(np.std(means)) / math.sqrt(len(groups))
+    mean, half = _mean(means), 1.96 * float(np.std(means)) / math.sqrt(len(groups))
     success_rate, low, high = _success(groups)
     return {
         "tasks": len(groups),
@@ -205,12 +208,12 @@ def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mappi
         "reward_mean": mean,
         "reward_low": mean - half,
         "reward_high": mean + half,
-        "outcomes": _means(parts),
+        "outcomes": _means(groups),
     }
 
 
-def _solved(played: Episode | Trajectory) -> bool:
-    return played.outcome.get("success", 0.0) >= 1.0
+def _solved(played: Episode | Trajectory) -> float:
+    return float(played.outcome.get("success", 0.0) >= 1.0)
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -218,16 +221,25 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / max(len(found), 1)
 
 
-def _success(by_task: Sequence[Sequence[Episode | Trajectory]]) -> tuple[float, float, float]:
+def _mean_of_tasks(by_task: Sequence[Sequence[_P]], value: Callable[[_P], float]) -> float:
+    """Mean of the tasks' means: a task weighs as one, however many samples or draws of it were played."""
+    return _mean(_mean(map(value, samples)) for samples in by_task)
+
+
+def _success(by_task: Sequence[Sequence[_P]]) -> tuple[float, float, float]:
     """Share of successes, and its 95 % interval as of so many observations as there are tasks."""
-    share = _mean(_solved(one) for samples in by_task for one in samples)
+    share = _mean_of_tasks(by_task, _solved)
     return share, *wilson(share * len(by_task), len(by_task))
 
 
-def _means(parts: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean of each outcome over the trajectories that have it."""
-    values: dict[str, list[float]] = {}
-    for part in parts:
-        for name, value in part.outcome.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+def _means(by_task: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """Mean of each outcome over the tasks that have it."""
+    means: dict[str, list[float]] = {}
+    for parts in by_task:
+        values: dict[str, list[float]] = {}
+        for part in parts:
+            for name, value in part.outcome.items():
+                values.setdefault(name, []).append(value)
+        for name, found in values.items():
+            means.setdefault(name, []).append(_mean(found))
+    return {name: _mean(found) for name, found in means.items()}

@@ -12,6 +12,8 @@ from flowjax.compare import read_scores
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.tasks import content_of, episode_seed, held_out_tasks, task_at
+from flowjax.evaluate import summarise
+from flowjax.monitor.held_out import read_held_out
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.statistics import wilson
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
@@ -80,6 +82,17 @@ def test_a_task_that_is_drawn_twice_is_one_task(tmp_path):
     assert (agent["low"], agent["high"], agent["tasks"]) == pytest.approx((*wilson(4, 8), 8))
     half = 1.96 * np.std([0.0, 1.0] * 4) / np.sqrt(8)  # of the mean of eight rewards, not of 40
     assert agent["reward_high"] - agent["reward_mean"] == pytest.approx(half)
+
+
+def test_a_task_that_is_drawn_more_often_weighs_no_more(tmp_path):
+    """Of eight draws one task has six, all won, and another two, both lost; in the log line as in `results.json`."""
+    tasks = grain.MapDataset.range(8).map(lambda index: task_of(int(index > 5), 2))
+    evaluate(tmp_path, tasks, 8, lambda lease: float(lease.task.payload["number"] == 0))
+    line = told(tmp_path)
+    assert (line["tasks"], line["episodes"]) == (2, 8)
+    assert line["success_rate"] == line["policies"]["agent"]["success_rate"] == 0.5
+    assert line["policies"]["agent"]["reward_mean"] == line["policies"]["agent"]["outcomes"]["success"] == 0.5
+    assert summarise(read_held_out(tmp_path))["metrics"]["success"]["mean"] == line["success_rate"]
 
 
 def test_each_episode_is_kept_with_its_reward_and_outcome(tmp_path):
