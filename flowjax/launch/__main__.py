@@ -37,6 +37,7 @@ from flowjax.launch.devices import (
 )
 from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
+from flowjax.launch.provenance import recorded_start
 from flowjax.launch.roles import (
     choose_ports,
     publish_endpoints,
@@ -166,9 +167,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         save_run(request.run.config, run_dir)
         with hold(run_dir):
-            if request.fresh_ledger:
-                _start_ledger_anew(request.run, console)
-            return _run(request, console)
+            command = [sys.executable, "-m", "flowjax.launch", *argv]
+            with recorded_start(run_dir, command, engine_python=request.run.config.engine.python) as start:
+                if request.fresh_ledger:
+                    _start_ledger_anew(request.run, console)
+                start["exit_status"] = _run(request, console)
+                return start["exit_status"]
     except RunInUse as error:
         return _refuse([str(error)])
     except OSError as error:
