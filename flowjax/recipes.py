@@ -9,6 +9,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
+from flowjax.credit import ESTIMATORS
 
 Variant = Callable[[ConfigDict], None]
 
@@ -20,8 +21,9 @@ def find_variant(variants: Mapping[str, Variant], name: str, recipe: str) -> Var
         ConfigError: there is none.
     """
     if name not in variants:
-        path = "/".join(Path(recipe).parts[-2:])
-        raise ConfigError(f"{path} has no variant {name!r}: use one of {', '.join(variants)}")
+        path, meant = "/".join(Path(recipe).parts[-2:]), f"{next(iter(variants))},{name}"
+        hint = f" (an estimator comes after one: {meant})" if name in ESTIMATORS else ""
+        raise ConfigError(f"{path} has no variant {name!r}{hint}: use one of {', '.join(variants)}")
     return variants[name]
 
 

@@ -8,28 +8,11 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from flowjax.credit import ESTIMATORS
 from flowjax.credit.table import TurnTable
 from flowjax.fields import declared_types, nearest, option_problems
 
 Estimator = Callable[..., Float[Array, "turns"]]
-
-ESTIMATORS = {
-    "best_of_group": "flowjax.credit.episode:best_of_group",
-    "discounted_return": "flowjax.credit.returns:discounted_return",
-    "dr_grpo": "flowjax.credit.episode:dr_grpo",
-    "gae": "flowjax.credit.rewardflow:gae",
-    "gigpo": "flowjax.credit.returns:gigpo",
-    "grpo": "flowjax.credit.episode:grpo",
-    "maxrl": "flowjax.credit.episode:maxrl",
-    "pass_at_k": "flowjax.credit.episode:pass_at_k",
-    "published.gigpo": "flowjax.published.gigpo:gigpo",
-    "published.grpo": "flowjax.published.gigpo:grpo",
-    "published.rewardflow": "flowjax.published.rewardflow:rewardflow",
-    "reinforce_plus_plus": "flowjax.credit.returns:reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "flowjax.credit.episode:reinforce_plus_plus_baseline",
-    "rewardflow": "flowjax.credit.rewardflow:rewardflow",
-    "rloo": "flowjax.credit.episode:rloo",
-}
 
 
 class CreditError(ValueError):

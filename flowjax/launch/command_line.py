@@ -1,4 +1,5 @@
-"""`--config=path.py:arg --config.field=value ...` to a locked config; a mistake becomes one line, never a trace.
+"""`--config=path.py:arg,estimator --config.field=value ...` to a locked config; a mistake becomes one line, never a
+trace.
 
 Fields are read by absl, as what they are. What lies in an open section (options, policies, sources) is read as a Python
 literal or else as text, whether or not the recipe mentions it: what it configures says later if it has such an option.
@@ -17,7 +18,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from flowjax.config import FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options
-from flowjax.fields import Free, nearest, shown
+from flowjax.credit import ESTIMATORS
+from flowjax.fields import DOTTED, Free, nearest, shown
 from flowjax.launch.checks import check_config
 from flowjax.run import field_problems
 
@@ -63,10 +65,12 @@ def parse(
 
 
 def load_recipe(source: str) -> ConfigDict:
-    """The config of `path.py` or `path.py:arg`.
+    """The config of `path.py`, `path.py:arg` or `path.py:arg,estimator`.
+
+    Where `arg,estimator` is itself one of the recipe's VARIANTS, that variant is meant.
 
     Raises:
-        ConfigError: no such file, no `get_config` in it, or the file itself fails.
+        ConfigError: no such file, no `get_config` in it, or the file itself fails; an unknown estimator.
     """
     name, _, arg = source.partition(":")
     path = Path(name)
@@ -79,7 +83,12 @@ def load_recipe(source: str) -> ConfigDict:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        config = module.get_config(*([arg] if arg else []))
+        variant, comma, estimator = (arg, "", "") if arg in getattr(module, "VARIANTS", ()) else arg.partition(",")
+        if comma:
+            _check_estimator(source, estimator)
+        config = module.get_config(*([variant] if variant else []))
+    except ConfigError as error:
+        raise ConfigError(f"--config={source}: {error}") from error
     except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
         place = f"{path} line {frames[-1].lineno}" if frames else str(path)
@@ -88,7 +97,28 @@ def load_recipe(source: str) -> ConfigDict:
         raise ConfigError(f"--config={source}: {place}: {type(error).__name__}: {_one_line(error)}") from error
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"--config={source}: get_config() gave {type(config).__name__}: return a ConfigDict")
+    if comma:
+        _name_estimator(config, estimator)
     return config
+
+
+def _check_estimator(source: str, name: str) -> None:
+    """Refuse what can be no estimator; one at package.module:function is looked up with the rest of the config."""
+    if name not in ESTIMATORS and not (":" in name and DOTTED.fits(name)):
+        raise ConfigError(
+            f"--config={source} names the estimator {name!r}{nearest(name, ESTIMATORS)}: known are "
+            f"{', '.join(ESTIMATORS)}, or package.module:function for your own"
+        )
+
+
+def _name_estimator(config: ConfigDict, name: str) -> None:
+    """Have a recipe's config take another estimator, and a name that says so."""
+    before = config.credit.name
+    for line in _drop_options(config, {"credit.name": name}):
+        print(line, file=sys.stderr)
+    config.credit.name = name
+    if config.name and name != before:
+        config.name = f"{config.name}-{name.rpartition(':')[2]}"
 
 
 def field_paths(config: ConfigDict, prefix: str = "config") -> Iterator[str]:

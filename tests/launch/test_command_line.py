@@ -2,7 +2,7 @@ import pytest
 from absl import flags
 
 from flowjax.config import ConfigError, default_config
-from flowjax.launch.command_line import parse
+from flowjax.launch.command_line import load_recipe, parse
 from flowjax.run import resolve
 
 
@@ -159,6 +159,50 @@ def test_another_estimator_leaves_the_options_of_the_one_before(own, capsys):
         first == "config.credit.name is 'grpo': the options of 'rewardflow' are left out (gamma=0.8, step_norm='none')"
     )
     assert second.startswith("config.policies.verifier.credit.name is 'grpo'")
+
+
+def test_a_recipes_argument_names_the_estimator(own, recipe, capsys):
+    named, _ = parse([f"--config={own}:,gigpo"])
+    said = capsys.readouterr().err
+    asked, _ = parse([f"--config={own}", "--config.credit.name=gigpo"])
+    assert named == asked and named.credit.name == "gigpo" and named.credit.options.to_dict() == {}
+    assert said == capsys.readouterr().err and "gamma=0.8" in said
+    config, _ = parse([f"--config={recipe}:named,rloo"])
+    assert (config.name, config.credit.name) == ("given-rloo", "rloo"), "the folder's name says which"
+    config, _ = parse([f"--config={recipe}:named,grpo"])
+    assert config.name == "given", "the recipe's own"
+    config, _ = parse([f"--config={recipe}:named,own_credit:flat"])
+    assert (config.name, config.credit.name) == ("given-flat", "own_credit:flat")
+
+
+def test_fields_beside_a_recipes_estimator_count(own):
+    config, _ = parse([f"--config={own}:,gigpo", "--config.credit.options.gamma=0.5"])
+    assert (config.credit.name, config.credit.options.to_dict()) == ("gigpo", {"gamma": 0.5})
+    config, _ = parse([f"--config={own}:,rewardflow"])
+    assert config.credit.options.to_dict() == {"gamma": 0.8, "step_norm": "none"}, (
+        "that of the recipe keeps its options"
+    )
+    config, _ = parse([f"--config={own}:,gigpo", "--config.credit.name=grpo", "--config.credit.options.norm=mean"])
+    assert (config.credit.name, config.credit.options.to_dict()) == ("grpo", {"norm": "mean"})
+
+
+@pytest.mark.parametrize("name", ["gippo", "", "grpo,rloo", "no:such thing", "published"])
+def test_an_estimator_that_there_is_not_is_refused_with_those_that_there_are(recipe, name):
+    message = refuse([f"--config={recipe}:named,{name}"])
+    assert f"names the estimator {name!r}" in message and "known are best_of_group, " in message
+    assert ("did you mean 'gigpo'?" in message) == (name == "gippo")
+
+
+def test_a_variant_with_a_comma_in_its_name_is_no_estimator(tmp_path):
+    path = tmp_path / "whole.py"
+    path.write_text(
+        "from flowjax.config import default_config\nVARIANTS = {'published,gigpo': 3}\n\n"
+        "def get_config(arg):\n    config = default_config()\n    config.name = arg\n    return config\n"
+    )
+    config = load_recipe(f"{path}:published,gigpo")
+    assert (config.name, config.credit.name) == ("published,gigpo", "grpo")
+    config = load_recipe(f"{path}:published,rloo")
+    assert (config.name, config.credit.name) == ("published-rloo", "rloo")
 
 
 def test_options_given_with_another_estimator_stay(own, capsys):

@@ -85,6 +85,19 @@ def test_the_preset_for_one_node_leaves_no_gpu_idle_or_shared():
     assert config.trainer.micro_batch_rows % len(devices.trainer) == 0
 
 
+@pytest.mark.parametrize("variant", [name for name in variants() if "," not in name])
+def test_every_recipe_takes_another_estimator(variant: str):
+    before, after = load_recipe(str(ROOT / variant)), load_recipe(f"{ROOT / variant},maxrl")
+    assert (after.credit.name, after.credit.options.to_dict()) == ("maxrl", {})
+    assert after.name == f"{before.name}-maxrl" and after.env == before.env
+    assert check_config(after) == []
+
+
+def test_an_estimator_in_place_of_a_variant_is_refused_with_what_was_meant():
+    with pytest.raises(ConfigError, match="an estimator comes after one: nano,gigpo"):
+        load_recipe(f"{ROOT}/configs/math.py:gigpo")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants())
 def test_every_recipe_can_be_planned_by_the_command(variant: str, elsewhere: Path):
