@@ -22,6 +22,7 @@ from flowjax.weights.publish import committed_steps
 HERE = Path(__file__).parent
 ROLES = ("engine", "dataflow", "trainer", "rollout")
 GROUPS, MEMBERS, STALENESS = 3, 4, 2
+LATE_S = 5.0  # that a busy machine may take to see a lease as over
 
 
 class ChaosRun:
@@ -114,6 +115,7 @@ class ChaosRun:
         while not self.revive():
             assert time.monotonic() < until, f"stuck at version {self.version}: {self.logs()}"
             time.sleep(0.05)
+        self._trained_s = time.monotonic()
         time.sleep(1.5)  # for the observer
         for role in ("rollout", "dataflow"):
             self._processes[role].terminate()
@@ -156,10 +158,9 @@ class ChaosRun:
         with sqlite3.connect(self.folder / "dataflow.sqlite") as db:
             states = dict(db.execute("SELECT state, COUNT(*) FROM policy_groups GROUP BY state"))
             batches = db.execute("SELECT step, group_id FROM batches").fetchall()
-            unplayed = {
-                group_id
-                for (group_id,) in db.execute("SELECT group_id FROM episodes WHERE state IN ('waiting', 'leased')")
-            }
+            unplayed = db.execute(
+                "SELECT group_id, state, worker, deadline_s FROM episodes WHERE state IN ('waiting', 'leased')"
+            ).fetchall()
             still_open = {
                 group_id for (group_id,) in db.execute("SELECT group_id FROM policy_groups WHERE state = 'open'")
             }
@@ -173,7 +174,11 @@ class ChaosRun:
         # A group whose worker was killed is replaced when it would come too late. It may be played in time after all,
         # or the run may end before its lease does.
         assert states.get("ready", 0) + states.get("open", 0) <= GROUPS, states
-        assert unplayed <= still_open, "an episode that nobody has played belongs to a group that is said to be in"
+        live = str(self._processes["rollout"].pid)
+        for group_id, state, worker, deadline_s in unplayed:
+            assert group_id in still_open, "an episode that nobody has played belongs to a group that is said to be in"
+            assert state == "leased" and worker.rpartition("-")[2] != live, (state, worker, live)
+            assert deadline_s > self._trained_s - LATE_S, (deadline_s, self._trained_s)
         assert Counter(step for step, _ in batches) == dict.fromkeys(range(self.steps), GROUPS)
         assert len(batches) == len({group_id for _, group_id in batches}), "a group is in two batches"
         assert {group_id for _, group_id in batches} == trained
