@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 CORE = [
     "absl-py>=2.1",
-    "aiohttp>=3.10",
+    "aiohttp>=3.12",
     "flax>=0.12.8",
     "grain>=0.2.15",
     "jax>=0.10.2",

@@ -5,6 +5,8 @@ Messages and answers are maps as docs/dataflow.md lists them, packed as `flowjax
 
 import asyncio
 import contextlib
+import errno
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -82,8 +84,30 @@ async def connect(address: str | Callable[[], str], *, token: str = "") -> Async
         raise ConfigError(f"dataflow is {where()!r} in endpoints.json: give an address that begins with http://")
     headers = {"Content-Type": "application/msgpack", **bearer(token)}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(socket_factory=_socket)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
         yield HttpBroker(where, session)
+
+
+class _Socket(socket.socket):
+    """A socket that says when the system makes no connection for want of a port or memory.
+
+    asyncio takes EAGAIN of connect(2), which is that, for EINPROGRESS, and believes the connection to be made: a role
+    then waited for minutes, with nothing but broken pipes to tell of. As another class of error it comes through.
+    """
+
+    def connect(self, address: Any) -> None:
+        try:
+            super().connect(address)
+        except BlockingIOError as error:
+            if error.errno != errno.EAGAIN:
+                raise
+            raise ConnectionError(*error.args) from error
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    return _Socket(family, kind, protocol)
 
 
 class Address:

@@ -27,7 +27,7 @@ _REMEDIES = {
     errno.EADDRINUSE: "another process has its port: end that one",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "the whole machine has too many files open: close some",
-    errno.EAGAIN: "raise the limit of processes (ulimit -u), or end some",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), or end some that hold processes or ports",
     errno.ENOMEM: "the machine is out of memory: end something",
 }
 _OF_FOLDERS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

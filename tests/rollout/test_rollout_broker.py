@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import pytest
 from rollout_run import RolloutRun, until
 
-from flowjax.broker import Answer, Broker, DataflowError, until_answered
+import flowjax.broker
+from flowjax.broker import Answer, Broker, DataflowError, connect, until_answered
 from flowjax.dataflow.service import NAMES, DataflowService
 from flowjax.records import WireError, pack, unpack
 from flowjax.trainer.sources import DataflowSource
@@ -86,5 +89,22 @@ def test_a_message_that_there_is_not_is_refused(tmp_path):
         service = DataflowService(RolloutRun(tmp_path).flow())
         with pytest.raises(WireError, match="'lesae': send one of lease, renew"):
             await service.answer("lesae", {})
+
+    asyncio.run(scenario())
+
+
+def test_who_cannot_connect_at_all_says_so_soon(monkeypatch):
+    """asyncio takes EAGAIN of connect(2) for a connection under way, and then for one that is made."""
+
+    def out_of_ports(self, address):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(socket.socket, "connect", out_of_ports)
+    monkeypatch.setattr(flowjax.broker, "_LACKING_S", 0.1)
+
+    async def scenario():
+        async with connect("http://127.0.0.1:9") as broker:
+            with pytest.raises(DataflowError, match="cannot be asked: Resource temporarily unavailable"):
+                await broker.call("lease", {}, away_s=300.0)
 
     asyncio.run(scenario())
