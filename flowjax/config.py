@@ -19,6 +19,7 @@ from flowjax.fields import (
     HOST,
     HOST_AND_PORT,
     NAME,
+    NOT_EMPTY,
     URL,
     Entry,
     Free,
@@ -28,6 +29,10 @@ from flowjax.fields import (
 from flowjax.files import replace_file
 
 BASE_NAME = "base"  # of the run's own base model, also on its engines
+# Bounds of what training and evaluation each have of their own.
+TOP_P: dict[str, Any] = {"above": 0, "at_most": 1}
+TOP_K: dict[str, Any] = {"at_least": 0, "at_most": 10**7}
+MIN_P: dict[str, Any] = {"at_least": 0, "at_most": 1}
 
 
 class ConfigError(ValueError):
@@ -67,6 +72,10 @@ FIELDS = Section(
             "auto is by platform and row length (docs/models.md)",
             choices=("auto", "xla", "cudnn", "splash"),
             resume=True,
+        ),
+        template_options=Free(
+            "variables of the tokenizer's chat template, such as {'enable_thinking': False} for Qwen3; those that the "
+            "template does not read are refused"
         ),
         quantize=Entry(
             "", "how the frozen base's matrices are stored in the trainer, with LoRA", choices=("", "int8", "nf4")
@@ -167,6 +176,16 @@ FIELDS = Section(
             resume=True,
         ),
         temperature=Entry(1.0, "engines take less than 0.01 as greedy", at_least=0.01, at_most=100),
+        top_p=Entry(
+            1.0, "share of the probability that is sampled from, likeliest tokens first (docs/rollout.md)", **TOP_P
+        ),
+        top_k=Entry(0, "likeliest tokens that are sampled from; 0: all", **TOP_K),
+        min_p=Entry(0.0, "tokens under this share of the likeliest one's probability are not sampled", **MIN_P),
+        stop=Entry(
+            (),
+            "texts that end a reply, which keeps them; special tokens are no text. Of held-out episodes, too",
+            form=NOT_EMPTY,
+        ),
         max_prompt_tokens=Entry(1024, "of one turn; a longer prompt ends its episode"),
         max_new_tokens=Entry(256, "of one reply"),
         max_episode_turns=Entry(
@@ -313,6 +332,9 @@ FIELDS = Section(
         tasks=Entry(512, "held-out tasks", at_least=0),
         samples=Entry(1, "episodes of each held-out task", at_least=1, at_most=1024),
         temperature=Entry(1.0, "0 is greedy", at_least=0, at_most=100),
+        top_p=Entry(1.0, "as rollout.top_p, of held-out episodes alone", **TOP_P),
+        top_k=Entry(0, "as rollout.top_k", **TOP_K),
+        min_p=Entry(0.0, "as rollout.min_p", **MIN_P),
         every_steps=Entry(
             0, "also evaluate during the run, every n steps; 0 only before and after", at_least=0, resume=True
         ),

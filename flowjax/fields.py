@@ -55,6 +55,7 @@ FOLDER_NAME = Pattern(
 URL = Pattern(rf"https?://{_HOST}(:{_PORT})?(/\S*)?", "give addresses such as http://host:8000")
 HOST = Pattern(rf"{_HOST}|[0-9A-Fa-f:]{{2,45}}", "give a host's name or address, as in 127.0.0.1")
 HOST_AND_PORT = Pattern(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 65535")
+NOT_EMPTY = Pattern(r".+", "give texts that are not empty")
 DOTTED = Pattern(r"|\w+([.:]\w+)*", "give a dotted path such as package.module.name")
 
 

@@ -25,7 +25,7 @@ def check_config(config: ConfigDict) -> list[str]:
         run = resolve(config)
         rules = [
             *on_each_base(run, lambda base: [*_engines(base), *_served_lengths(run, base)]),
-            *on_each_policy(run, lambda policy: [*_batches(run, policy), *_training(run, policy)]),
+            *on_each_policy(run, lambda policy: [*_batches(run, policy), *_training(run, policy), *_cut(run, policy)]),
             *_episodes(run),
             *_bases(run),
             *_trainers(run),
@@ -165,6 +165,25 @@ def _training(run: Run, policy: Policy) -> Iterator[str]:
             f"config.policies.{policy.name} trains 'full' weights, but {len(sharing)} policies share the base: "
             "set policy.train to 'lora'"
         )
+
+
+def _cut(run: Run, policy: Policy) -> Iterator[str]:
+    """Sampling that leaves tokens out, where the loss does not weigh for it.
+
+    The engine's log-probs are of the distribution that is left, the trainer's of the whole vocabulary. Their ratio
+    begins at the kept share instead of 1, so that a clip at 0.8 would silence tokens that nothing has moved yet.
+    """
+    correction = policy.loss.options.get("correction", "none")
+    if run.config.eval.versions or (correction != "none" and not str(correction).endswith("mask")):
+        return
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if (value := run.config.rollout[name]) != off:
+            yield (
+                f"config.rollout.{name} is {value}, so that the engine's log-probs are of the tokens that are left and "
+                f"the trainer's of all, but config.loss.options.correction is {correction!r}: set it to "
+                f"'token_truncate', which weighs tokens by the share that was left, or set {name} back to {off} (of "
+                f"held-out episodes it is config.eval.{name})"
+            )
 
 
 def _episodes(run: Run) -> Iterator[str]:

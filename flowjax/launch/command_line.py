@@ -85,7 +85,7 @@ def load_recipe(source: str) -> ConfigDict:
         spec.loader.exec_module(module)
         variant, comma, estimator = (arg, "", "") if arg in getattr(module, "VARIANTS", ()) else arg.partition(",")
         if comma:
-            _check_estimator(source, estimator)
+            _check_estimator(estimator)
         config = module.get_config(*([variant] if variant else []))
     except ConfigError as error:
         raise ConfigError(f"--config={source}: {error}") from error
@@ -102,12 +102,12 @@ def load_recipe(source: str) -> ConfigDict:
     return config
 
 
-def _check_estimator(source: str, name: str) -> None:
+def _check_estimator(name: str) -> None:
     """Refuse what can be no estimator; one at package.module:function is looked up with the rest of the config."""
     if name not in ESTIMATORS and not (":" in name and DOTTED.fits(name)):
         raise ConfigError(
-            f"--config={source} names the estimator {name!r}{nearest(name, ESTIMATORS)}: known are "
-            f"{', '.join(ESTIMATORS)}, or package.module:function for your own"
+            f"there is no estimator {name!r}{nearest(name, ESTIMATORS)}: use one of {', '.join(ESTIMATORS)}, or "
+            "package.module:function for your own"
         )
 
 

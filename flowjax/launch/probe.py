@@ -36,6 +36,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[s
         for text in _messages(check, run.config, here=here)
     ]
     problems += [text for check in (_learning, _rules) for text in _messages(check, run, here=here)]
+    problems += _messages(_templates, run, here=here)
     problems += _messages(_mesh, run.config, device_count, plan, here=here)
     problems += _messages(_bases, run, device_count, plan, here=here)
     if checkpoints is not None:
@@ -125,6 +126,24 @@ def _data_algorithms(config: ConfigDict) -> Iterator[str]:
 
     with Chain(build_algorithms(config)).state_changes():  # their states must be writable
         yield from ()
+
+
+def _templates(run: Run) -> Iterator[str]:
+    """Options of the base models' chat templates, where the tokenizers are here."""
+    for name, base in run.bases.items():
+        options, folder = base.model.template_options.to_dict(), Path(base.model.path)
+        if not options:
+            continue
+        from flowjax.models.nano import CHAT_TEMPLATE
+        from flowjax.workflows.codec import Codec, CodecError, check_template_options
+
+        try:
+            if (folder / "tokenizer.json").exists():
+                Codec(folder, template_options=options)
+            elif base.model.nano is not None:
+                check_template_options(CHAT_TEMPLATE, options)
+        except CodecError as error:
+            yield in_base(name, str(error))
 
 
 def _learning(run: Run) -> Iterator[str]:

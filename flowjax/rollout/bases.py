@@ -132,7 +132,11 @@ async def bases_of_run(run: Run, urls: Mapping[str, Sequence[str]]) -> AsyncIter
                 max_staleness=run.config.dataflow.max_staleness,
                 logs=base.logs,
             )
-            codec = Codec(Path(base.model.path), max_prompt_tokens=run.config.rollout.max_prompt_tokens)
+            codec = Codec(
+                Path(base.model.path),
+                max_prompt_tokens=run.config.rollout.max_prompt_tokens,
+                template_options=base.model.template_options.to_dict(),
+            )
             parts: dict[str, Any] = {"engine": engine, "follower": follower, "codec": codec}
             bases.append(ServedBase(name, policies, **parts, patience_s=base.engine.start_timeout_s, logs=base.logs))
         yield bases

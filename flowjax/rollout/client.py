@@ -31,6 +31,9 @@ class SamplingOptions:
     temperature: float
     max_new_tokens: int
     top_p: float = 1.0
+    top_k: int = 0  # all
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     structured_outputs: str = ""  # JSON of what vLLM's parameter of that name takes; "" leaves replies free
 
@@ -39,8 +42,9 @@ class SamplingOptions:
 class EngineReply:
     """A sampled reply, the end-of-sequence token included if there was one.
 
-    `logprobs` are those of the distribution that was sampled from, at the sampling temperature. `finish_reason` is
-    "stop" or "length"; `model` is the name under which the engine says it served the request.
+    `logprobs` are those of the distribution that was sampled from: at the sampling temperature, of what top-p, top-k
+    and min-p leave. A stop text is part of the reply, with the whole of the token that completes it. `finish_reason`
+    is "stop" or "length"; `model` is the name under which the engine says it served the request.
     """
 
     sampled_ids: tuple[int, ...]
@@ -70,7 +74,11 @@ class Partial:
 
 
 def completion_body(model: str, sampling: SamplingOptions, prompts: list[list[int]], *, stream: bool) -> dict[str, Any]:
-    """A request to /v1/completions. Without a seed: with one, equal prompts would be answered equally."""
+    """A request to /v1/completions. Without a seed: with one, equal prompts would be answered equally.
+
+    Every parameter is named: an engine that was not started here may take what is missing from its model's own
+    generation_config.json.
+    """
     held = {"structured_outputs": json.loads(sampling.structured_outputs)} if sampling.structured_outputs else {}
     return {
         "model": model,
@@ -78,6 +86,9 @@ def completion_body(model: str, sampling: SamplingOptions, prompts: list[list[in
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
         "logprobs": 0,  # of the sampled token and no other
         "return_tokens_as_token_ids": True,

@@ -158,9 +158,14 @@ class EpisodePlayer:
         allowed = self.config.rollout.structured_outputs and self.worlds[lease.task.source].structured_outputs(
             self.config.env.prompt
         )
+        rollout, kind = self.config.rollout, self.config.eval if lease.kind == "eval" else self.config.rollout
         sampling = SamplingOptions(
             lease.temperature,
-            self.config.rollout.max_new_tokens,
+            rollout.max_new_tokens,
+            kind.top_p,
+            kind.top_k,
+            kind.min_p,
+            stop=tuple(rollout.stop),
             structured_outputs=json.dumps(allowed) if allowed else "",
         )
 

@@ -3,6 +3,7 @@
 Nothing here imports vLLM: it may live in another environment than flowjax, under `config.engine.python`.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -61,11 +62,14 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
         "--max-model-len": engine.max_model_tokens,
         "--max-num-seqs": engine.max_concurrent_sequences,
         "--tensor-parallel-size": engine.tensor_parallel,
-        "--logprobs-mode": "processed_logprobs",  # those of the distribution sampled from: after temperature and top-p
+        # Those of the distribution that is sampled from: after temperature, top-p, top-k and min-p.
+        "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",  # not the model's own top-k, top-p and penalties
         **(_lora_options(policies, run.config.dataflow.max_staleness) if "lora" in trained else {}),
         **(_FULL_OPTIONS if "full" in trained else {}),
     }
+    if base.model.template_options:  # for who asks for chat completions: the canvas's executors, agents of others
+        options["--default-chat-template-kwargs"] = json.dumps(base.model.template_options.to_dict())
     if engine.kv_cache_bytes:
         options["--kv-cache-memory-bytes"] = engine.kv_cache_bytes
     switches = ["--disable-uvicorn-access-log", *(["--enable-lora"] if "lora" in trained else [])]

@@ -52,7 +52,7 @@ def build_base(run: Run, base: Base) -> None:
     words = base_words(config.workflow, world)
     model = create_nano(words, partial, key=jax.random.key(config.seed), **nano.to_dict())
     imitation = _imitation(run, base)
-    batches = _batches(config, world, Codec(partial))
+    batches = _batches(config, world, Codec(partial, template_options=base.model.template_options.to_dict()))
     trained = train_one(
         imitation,
         model,

@@ -1,13 +1,21 @@
 """Messages to token ids and back, by the tokenizer and chat template of a model folder."""
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import AutoTokenizer
 
 from flowjax.envs.base import Message
+from flowjax.fields import nearest
+
+# Names that a template is given anyhow: by us, by transformers, and the special tokens.
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+_GIVEN |= {f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
+_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag around replies
 
 
 class CodecError(ValueError):
@@ -20,6 +28,30 @@ class PromptTooLong(Exception):
     def __init__(self, tokens: int, limit: int):
         super().__init__(f"prompt of {tokens} tokens is over rollout.max_prompt_tokens={limit}")
         self.tokens, self.limit = tokens, limit
+
+
+def check_template_options(template: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options that a chat template does not read: it would be rendered as if they were not there.
+
+    Raises:
+        CodecError: it does not read one of them.
+    """
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # which parses here and renders nothing
+    known: set[str] = set()
+    for source in template.values() if isinstance(template, dict) else (template,):
+        try:
+            known |= meta.find_undeclared_variables(environment.parse(_MARKS.sub("", source)))
+        except TemplateSyntaxError as error:
+            raise CodecError(
+                f"the model's chat_template cannot be read ({error}): download its tokenizer again"
+            ) from error
+    known -= {*_GIVEN, *environment.globals}
+    if unread := [name for name in options if name not in known]:
+        listed = ", ".join(sorted(known)) or "none"
+        raise CodecError(
+            f"config.model.template_options.{unread[0]} is set, but the model's chat template does not read it"
+            f"{nearest(unread[0], known)}: leave it out; it reads {listed}"
+        )
 
 
 class Codec:
@@ -46,6 +78,8 @@ class Codec:
             raise CodecError(f"the tokenizer in model.path {folder} has no chat_template: use a chat model's tokenizer")
         self._limit = max_prompt_tokens
         self._options = dict(template_options or {})
+        if self._options:
+            check_template_options(self._tokenizer.chat_template, self._options)
         self._frame = functools.lru_cache(maxsize=64)(self._make_frame)
         self._between = functools.lru_cache(maxsize=64)(self._make_between)
 

@@ -49,6 +49,32 @@ def test_each_conflict_names_field_value_and_remedy(config, field, value, parts)
         assert part in message
 
 
+@pytest.mark.parametrize(("name", "value", "off"), [("top_p", 0.9, 1.0), ("top_k", 20, 0), ("min_p", 0.05, 0.0)])
+def test_training_on_what_sampling_left_is_refused_unless_the_loss_weighs_it(config, name, value, off):
+    config.rollout[name] = value
+    (message,) = check_config(config)
+    assert message.startswith(f"config.rollout.{name} is {value}") and "correction is 'none'" in message
+    assert f"back to {off}" in message and f"config.eval.{name}" in message and "'token_truncate'" in message
+    config.loss.options = ConfigDict({"correction": "token_mask"})
+    assert len(check_config(config)) == 1, "a mask weighs nothing"
+    config.loss.options.correction = "token_truncate"
+    assert check_config(config) == []
+    config.rollout[name], config.eval[name], config.loss.options = off, value, ConfigDict()
+    assert check_config(config) == [], "an evaluation trains nothing"
+    config.rollout[name], config.eval.versions = value, (1,)
+    assert check_config(config) == [], "nor does the command"
+
+
+def test_each_policy_weighs_for_itself_what_sampling_left(config):
+    config.rollout.top_p = 0.9
+    config.policies = {
+        "one": {"loss": {"options": {"correction": "token_truncate"}}},
+        "two": {"loss": {"kind": "gspo"}},
+    }
+    (message,) = check_config(config)
+    assert "config.policies.two.loss.options.correction is 'none'" in message
+
+
 def test_full_training_has_no_reference_and_no_quantised_base(config):
     config.policy.train, config.loss.kl_coefficient, config.model.quantize = "full", 0.1, "nf4"
     reference, quantised = check_config(config)
@@ -71,6 +97,12 @@ def test_a_resumed_run_may_be_longer_but_not_another(config):
     longer.engine.port = 8000
     longer.name = "elsewhere"
     assert check_unchanged(config, longer) == []
+    longer.rollout.top_p, longer.eval.top_k = 0.9, 5
+    longer.rollout.stop, longer.model.template_options = ("</action>",), ConfigDict({"enable_thinking": False})
+    changed = check_unchanged(config, longer)
+    for field in ("eval.top_k", "model.template_options.enable_thinking", "rollout.stop", "rollout.top_p"):
+        assert any(text.startswith(f"config.{field} is ") for text in changed), field
+    longer.rollout, longer.eval, longer.model = config.rollout, config.eval, config.model
     longer.policy.lora.rank = 8
     longer.credit.options = ConfigDict({"gamma": 0.5})
     rank, gamma = sorted(check_unchanged(config, longer), key=lambda text: "gamma" in text)

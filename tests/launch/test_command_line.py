@@ -189,7 +189,7 @@ def test_fields_beside_a_recipes_estimator_count(own):
 @pytest.mark.parametrize("name", ["gippo", "", "grpo,rloo", "no:such thing", "published"])
 def test_an_estimator_that_there_is_not_is_refused_with_those_that_there_are(recipe, name):
     message = refuse([f"--config={recipe}:named,{name}"])
-    assert f"names the estimator {name!r}" in message and "known are best_of_group, " in message
+    assert f"there is no estimator {name!r}" in message and "use one of best_of_group, " in message
     assert ("did you mean 'gigpo'?" in message) == (name == "gippo")
 
 

@@ -5,6 +5,7 @@ It is for faults and for timing; what a real engine samples is tested with a rea
 
 import asyncio
 import random
+from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -25,6 +26,7 @@ class FakeEngine:
         self.hold.set()
         self.waiting = 0  # requests, by its own account
         self.prompts: dict[str, int] = {}  # by model
+        self.bodies: list[dict[str, Any]] = []  # of completions, without their prompts
         self.lora_loads: list[str] = []
         self._random = random.Random(0)
         app = web.Application(client_max_size=2**26)
@@ -79,6 +81,7 @@ class FakeEngine:
             return web.json_response({"error": {"message": "this engine refuses"}}, status=400)
         if body["model"] not in (self.base, *self.adapters):
             return web.json_response({"error": {"message": "no such model"}}, status=404)
+        self.bodies.append({name: value for name, value in body.items() if name != "prompt"})
         self.prompts[body["model"]] = self.prompts.get(body["model"], 0) + len(body["prompt"])
         choices = [
             {

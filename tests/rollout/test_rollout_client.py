@@ -114,6 +114,20 @@ def test_only_equal_models_and_samplings_share(script):
     assert [completion.model for completion in completions] == ["a@1", "a@2", "a@1", "a@1"]
 
 
+def test_a_request_names_every_parameter_of_sampling(script):
+    """An engine of somebody else fills in what is missing from its model's generation_config.json."""
+    cut = SamplingOptions(0.6, 8, top_p=0.95, top_k=20, min_p=0.1, stop=("</action>", "\n\n"), stop_token_ids=(7,))
+
+    async def ask(client):
+        return await asyncio.gather(client.generate("base", [1], SAMPLING), client.generate("base", [2], cut))
+
+    _run(ask, script)
+    names = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "stop", "stop_token_ids")
+    plain, asked = ([request[name] for name in names] for request in script.requests)
+    assert plain == [1.0, 2, 1.0, 0, 0.0, [], []]
+    assert asked == [0.6, 8, 0.95, 20, 0.1, ["</action>", "\n\n"], [7]]
+
+
 def test_requests_carry_no_seed(script):
     """vLLM would give equal prompts of one seeded request equal answers."""
     _run(lambda client: client.generate("base", [1], SAMPLING), script)

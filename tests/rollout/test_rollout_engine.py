@@ -201,6 +201,70 @@ def test_replies_are_held_to_a_grammar(server):
     assert sum(map(math.exp, shares.values())) == pytest.approx(1.0, abs=1e-3), "of the distribution that is left"
 
 
+@pytest.mark.parametrize(
+    ("cut", "name"),
+    [
+        ({"top_k": 3}, "base"),
+        ({"top_p": 0.5}, ADAPTERS[0]),
+        ({"min_p": 0.3}, "base"),
+        ({"top_k": 9, "top_p": 0.6}, "base"),
+    ],
+)
+def test_log_probs_of_a_cut_distribution_are_of_what_is_left(server, reference, cut, name):
+    """They exceed those of the whole vocabulary by the logarithm of the share that is left, at every position.
+
+    The trainer's are of the whole vocabulary: that difference is what config.loss.options.correction has to weigh.
+    """
+    temperature, prompt = 0.8, [5, 6, 7, 8]
+    completions = asyncio.run(_ask(server, [(name, prompt)] * 48, SamplingOptions(temperature, 1, **cut)))
+    every = [reference(name, prompt, (token,), temperature)[0] for token in range(64)]
+    likeliest = sorted(range(64), key=lambda token: -every[token])
+    left = _left(likeliest, [math.exp(every[token]) for token in likeliest], **cut)
+    share = sum(math.exp(every[token]) for token in left)
+    assert 0 < share < 0.9 and len(left) > 1
+    for completion in completions:
+        (token,), (logprob,) = completion.sampled_ids, completion.logprobs
+        assert token in left
+        assert logprob == pytest.approx(every[token] - math.log(share), abs=1e-3)
+
+
+def _left(
+    tokens: list[int], shares: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> set[int]:
+    """Tokens, likeliest first, that truncation leaves: top-p of what top-k has left."""
+    kept = top_k or len(tokens)
+    whole, before = sum(shares[:kept]), 0.0
+    left = set()
+    for token, share in zip(tokens[:kept], shares[:kept], strict=True):
+        if before < top_p * whole and share >= min_p * shares[0]:
+            left.add(token)
+        before += share
+    return left
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_texts_end_a_reply_and_stay_in_it(server, reference, stream):
+    words = AutoTokenizer.from_pretrained(server.folder / "base")
+    sampling = SamplingOptions(1.0, max_new_tokens=24, stop=("w7", "w11 ", "w2 w"))
+
+    async def ask():
+        async with server.client(stream=stream) as client:
+            return await asyncio.gather(*(client.generate("base", [5, 6, 7], sampling) for _ in range(32)))
+
+    stopped = 0
+    for completion in asyncio.run(ask()):
+        text = words.decode(completion.sampled_ids, skip_special_tokens=True)
+        assert len(completion.logprobs) == len(completion.sampled_ids)
+        expected = reference("base", [5, 6, 7], completion.sampled_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        before = words.decode(completion.sampled_ids[:-1], skip_special_tokens=True)
+        assert not any(stop in before for stop in sampling.stop), "it ends with the token that completes the text"
+        if any(stop in text for stop in sampling.stop):
+            stopped += 1
+            assert completion.finish_reason == "stop" and completion.sampled_ids[-1] != EOS
+    assert stopped > 8
+
+
 def test_stop_token_ends_a_completion_and_is_kept(server):
     sampling = SamplingOptions(1.0, max_new_tokens=16, stop_token_ids=tuple(range(3, 34)))
     completions = asyncio.run(_ask(server, [("base", [5, 6, 7])] * 16, sampling))

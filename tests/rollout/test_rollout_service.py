@@ -108,6 +108,24 @@ def test_an_evaluation_is_played_with_its_own_version_to_the_end(tmp_path):
     asyncio.run(scenario())
 
 
+def test_training_and_evaluation_sample_each_in_its_own_way(tmp_path):
+    training = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
+    evaluation = {"temperature": 0.6, "top_p": 0.95, "top_k": 3, "min_p": 0.1}
+
+    async def scenario():
+        fields = {f"rollout__{name}": value for name, value in training.items()}
+        fields |= {f"eval__{name}": value for name, value in evaluation.items()}
+        run = RolloutRun(tmp_path, eval__tasks=2, rollout__stop=("</action>", "\n"), **fields)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: len({episode.group_id.partition("-")[0] for episode in servers.counted}) == 2)
+        return servers.engine.bodies
+
+    bodies = asyncio.run(scenario())
+    sent = {body["temperature"]: {name: body[name] for name in training} for body in bodies}
+    assert sent == {0.7: training, 0.6: evaluation}
+    assert all(body["stop"] == ["</action>", "\n"] for body in bodies)
+
+
 def test_an_engine_that_comes_back_empty_costs_nothing(tmp_path):
     async def scenario():
         run = RolloutRun(tmp_path)

@@ -54,6 +54,44 @@ def test_ids_equal_those_of_the_tokenizer_itself(folder: Path, template: str | N
     assert codec.encode(messages) == codec.encode(messages) == expected
 
 
+THINKING = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} <eos> {% endfor %}{% if add_generation_prompt %}assistant "
+    "{% if enable_thinking is defined and enable_thinking is false %}one two {% endif %}{% endif %}"
+)
+
+
+def test_options_reach_the_chat_template_in_every_prompt(folder: Path):
+    with_template(folder, THINKING)
+    plain, thinking = Codec(folder), Codec(folder, template_options={"enable_thinking": True})
+    silent = Codec(folder, template_options={"enable_thinking": False})
+    said = plain.encode_reply("one two")[:-1]
+    for messages in ([user("one")], [user("one"), {"role": "assistant", "content": "two"}, user("three")]):
+        assert plain.encode(messages) == thinking.encode(messages)
+        assert silent.encode(messages) == [*plain.encode(messages), *said]
+    reply = plain.encode_reply("up")
+    assert silent.encode_after(reply, [user("three")]) == [*plain.encode_after(reply, [user("three")]), *said]
+
+
+@pytest.mark.parametrize(
+    ("template", "option", "parts"),
+    [
+        (THINKING, "enable_thinkng", ("did you mean 'enable_thinking'?", "it reads enable_thinking")),
+        (None, "enable_thinking", ("config.model.template_options.enable_thinking is set", "it reads none")),
+        (THINKING, "messages", ("config.model.template_options.messages is set",)),
+        (THINKING, "add_generation_prompt", ("does not read it",)),
+        (THINKING, "m", ("does not read it",)),
+        ("{% generation %}{{ effort }}{% endgeneration %}{% break %}", "efort", ("did you mean 'effort'?",)),
+    ],
+)
+def test_an_option_that_the_template_does_not_read_is_refused(folder: Path, template, option: str, parts: tuple):
+    if template is not None:
+        with_template(folder, template)
+    with pytest.raises(CodecError) as refused:
+        Codec(folder, template_options={option: False})
+    for part in parts:
+        assert part in str(refused.value)
+
+
 def test_replies_end_and_decode_without_special_tokens(folder: Path):
     codec = Codec(folder)
     ids = codec.encode_reply("up")
