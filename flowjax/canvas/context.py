@@ -14,7 +14,7 @@ from flowjax.canvas.operators.base import OperatorError
 from flowjax.canvas.values import Message, Problem, State, Usage, Value, in_thinking
 from flowjax.grading import code, sandbox
 from flowjax.grading.code import JUDGE_LIMITS, Suite, Verdict
-from flowjax.grading.sandbox import Isolation, Limits, NoProcessorError, ProgramResult
+from flowjax.grading.sandbox import Isolation, IsolationError, Limits, NoProcessorError, ProgramResult
 
 
 class BudgetSpent(Exception):
@@ -146,6 +146,15 @@ class Sandbox:
     isolation: Isolation | None = None
     allow_none: bool = False
     packages: tuple[str, ...] = ()
+
+    def require(self) -> None:
+        """Blocks for a trial start, the first time in a process.
+
+        Raises:
+            IsolationError: this machine cannot isolate programs.
+        """
+        if self.isolation is None:
+            sandbox.require_isolation(allow_none=self.allow_none)
 
     def run(self, program: str, stdin: bytes) -> ProgramResult:
         """Blocks until the program ends.
@@ -301,7 +310,7 @@ class CallContext:
                 waited_s = time.monotonic() - started_s - longest_s
                 self._meter.unanswered_s = max(self._meter.unanswered_s, waited_s)
                 raise
-            except (NoProcessorError, OSError) as error:
+            except (IsolationError, NoProcessorError, OSError) as error:
                 self.away = BackendUnavailable(f"sandbox: {error}")
                 raise self.away from error
 

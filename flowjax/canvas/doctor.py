@@ -123,6 +123,21 @@ def read_config(source: str) -> Mapping[str, Any]:
     return options
 
 
+def read_backends(source: str) -> Mapping[str, Any]:
+    """The backends of a config, or of a JSON file that has nothing else.
+
+    Raises:
+        DoctorError: it cannot be read, or is of a recipe that leaves them to its world.
+    """
+    options = read_config(source)
+    if "backends" in options or not source.partition(":")[0].endswith(".py"):
+        return options.get("backends", options)
+    raise DoctorError(
+        f"{source} names no env.options.backends, so that its world's own executor answers, which is for training: "
+        'give a JSON file {"backends": {...}}'
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m flowjax.canvas.doctor", description="What works here.")
     parser.add_argument("--config", default="", help="a recipe (path:arg) or a JSON file with backends")

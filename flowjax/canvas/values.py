@@ -11,9 +11,10 @@ Fields that operators share by name; an operator may add others of its own:
 Beside them, what a run leaves behind: its answer, and what every node was given, gave, cost and took.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Value = str | bool | tuple[str, ...]
 State = Mapping[str, Value]  # field name -> newest value
@@ -91,6 +92,20 @@ class NodeRun:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeEvent:
+    """Start or end of one call of a run, as it happens; `node_run` is what its end leaves in the trace.
+
+    Calls side by side start and end in whatever order they do. `seconds` are since the start of the run.
+    """
+
+    node_id: str
+    operator: str
+    turn: int
+    seconds: float
+    node_run: NodeRun | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkflowRun:
     """A run. `answer` is the state's newest answer (its newest code for a code problem), "" if there is none.
 
@@ -110,12 +125,18 @@ class WorkflowRun:
     error: str = ""
     unanswered_s: float = 0.0
 
+    def to_json(self) -> dict[str, Any]:
+        """Form of a run that `json.dumps` takes: its fields, those of its calls in `trace`, and `errors`."""
+        return {**dataclasses.asdict(self), "errors": self.errors}
+
     @property
     def errors(self) -> tuple[str, ...]:
-        """Messages of what went wrong in the run's calls, also in those that others stood in for."""
-        return tuple(f"{node.node_id} {node.operator}: {node.error}" for node in self.trace if node.error)
+        """Messages of what went wrong in the run's calls, also in those that others stood in for; and of a run that
+        ended before any call."""
+        found = tuple(f"{node.node_id} {node.operator}: {node.error}" for node in self.trace if node.error)
+        return found or ((self.error,) if self.error else ())
 
 
 def in_thinking(text: str) -> bool:
-    """True for a reply that ends before its thoughts do: there is no answer in it."""
-    return text.lstrip().startswith("<think>") and "</think>" not in text
+    """True for a reply that ends before its thoughts do, wherever they began: there is no answer in it."""
+    return text.rfind("<think>") > text.rfind("</think>")

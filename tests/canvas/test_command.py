@@ -1,4 +1,4 @@
-"""`python -m flowjax.canvas`: a workflow from its text or its JSON form, and what it says when something is wrong."""
+"""`python -m flowjax.canvas.run`: a workflow from its text or JSON form, and what it says when something is wrong."""
 
 import json
 import subprocess
@@ -9,7 +9,9 @@ import pytest
 from chat_server import chat, refusal
 from test_outage import endpoint
 
-from flowjax.canvas.__main__ import main
+from flowjax.canvas.run.__main__ import main
+from flowjax.grading import sandbox
+from flowjax.grading.sandbox import RLIMITS_ONLY, Isolation
 
 
 def backends(folder: Path, url: str) -> str:
@@ -25,14 +27,23 @@ def test_text_and_json_form_are_the_same_workflow(tmp_path: Path, capsys: pytest
     problem = ["--problem=What is 6 times 7?", "--kind=math"]
     with endpoint(lambda body: chat("Answer: 42")) as server:
         options = [backends(tmp_path, server.url), *problem]
-        assert main([*options, "--workflow=Custom -> Format", f"--json={saved}", f"--svg={drawn}"]) == 0
+        assert main([*options, "--workflow=Custom -> Format", f"--save={saved}", f"--svg={drawn}"]) == 0
         first = capsys.readouterr()
         assert (first.out, first.err) == ("42\n", "ok: 1 calls, 14 tokens, 0 cost\n")
         assert main([*options, f"--workflow={saved}"]) == 0
         assert capsys.readouterr().out == first.out
         assert server.bodies[0] == server.bodies[1]
-        command = [sys.executable, "-m", "flowjax.canvas", *options, "--workflow=Custom"]
+        command = [sys.executable, "-m", "flowjax.canvas.run", *options, "--workflow=Custom"]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "42\n"
+        record = tmp_path / "run.json"
+        assert main([*options, "--workflow=Custom -> Format", "--verbose", f"--json={record}"]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.split(maxsplit=2)[2] for line in lines[:4]] == [
+            "n1 Custom: starts", "n1 Custom: ok, 1 calls", "n2 Format: starts", "n2 Format: ok, 0 calls"
+        ]  # fmt: skip
+        found = json.loads(record.read_text())
+        assert (found["answer"], found["status"], found["errors"]) == ("42", "ok", [])
+        assert [(call["operator"], call["usage"]["calls"]) for call in found["trace"]] == [("Custom", 1), ("Format", 0)]
     assert drawn.read_text().startswith("<svg")
 
 
@@ -46,3 +57,21 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         assert main([*options, "--workflow=Custom"]) == 1
         told = capsys.readouterr()
         assert told.out == "" and told.err.startswith("executor_error: ") and "HTTP 401" in told.err
+
+
+def test_a_recipe_that_leaves_the_executor_to_its_world_is_refused(capsys: pytest.CaptureFixture[str]):
+    recipe = Path(__file__).parents[2] / "configs" / "canvas.py"
+    assert main([f"--backends={recipe}:nano", "--problem=?", "--workflow=Custom"]) == 2
+    assert "names no env.options.backends" in capsys.readouterr().err
+
+
+def test_programs_are_refused_before_anything_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    weak = Isolation(RLIMITS_ONLY, sandbox.isolation().interpreter, False, "bubblewrap is not installed")
+    monkeypatch.setattr(sandbox, "isolation", lambda: weak)
+    with endpoint(lambda body: chat("Answer: 42")) as server:
+        options = [backends(tmp_path, server.url), "--problem=?"]
+        assert main([*options, "--workflow=Custom -> Programmer"]) == 1
+        assert "apt-get install bubblewrap" in capsys.readouterr().err and server.bodies == []
+        assert main([*options, "--workflow=Custom"]) == 0

@@ -224,6 +224,8 @@ def cut(text: str | None, reason: str = "length") -> Any:
         ("<think>Answer: 7", "length"),
         (None, "length"),
         ("<think>Answer: 7", "stop"),
+        ("Let me see.\n<think>Answer: 7", "stop"),
+        ("<think>first</think>Answer: 7<think>or", "stop"),
     ],
 )
 def test_a_cut_reply_is_asked_for_once_more_with_more_room_and_then_fails_its_call(text: str | None, reason: str):

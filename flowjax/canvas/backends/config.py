@@ -67,6 +67,8 @@ async def open_backends(config: Mapping[str, Mapping[str, Any]]) -> AsyncIterato
 
 
 def _backend(where: str, options: Mapping[str, Any]) -> Backend:
+    if not isinstance(options, Mapping):
+        raise BackendConfigError(f'{where} is {options!r}: give an object such as {{"kind": "openai", ...}}')
     given = {name: value for name, value in options.items() if value is not None}
     kind = given.pop("kind", None)
     if kind == "openai":

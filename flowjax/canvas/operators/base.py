@@ -61,7 +61,8 @@ class Operator(ABC):
     """A kind of step. Subclasses say what they are in class attributes and implement `run`.
 
     The policy's prompt, the reward, the checks of a graph and the drawing read these attributes; nothing else has to
-    know of an operator. `cacheable` is False where equal inputs may give another result.
+    know of an operator. `cacheable` is False where equal inputs may give another result. `runs_programs` has a run
+    that cannot isolate programs refused before its first request.
     """
 
     name: ClassVar[str]
@@ -71,6 +72,7 @@ class Operator(ABC):
     outputs: ClassVar[tuple[Field, ...]]  # written to the state; a checker writes the flag `passed`
     instruction: ClassVar[str]  # for the backend where the call says nothing
     cacheable: ClassVar[bool] = True
+    runs_programs: ClassVar[bool] = False
 
     @abstractmethod
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:

@@ -34,6 +34,7 @@ class Programmer(Operator):
     inputs = (PROBLEM, *HINTS)
     outputs = (*SOLUTION, Field("feedback", "text", "why the program still fails, where it does", required=False))
     instruction = "Solve this problem with a program."
+    runs_programs = True
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
         """Up to `ROUNDS` programs, each after the failure of the one before."""
@@ -117,6 +118,7 @@ class Test(Operator):
     inputs = (PROBLEM, Field("code", "code", "the program to test"))
     outputs = VERDICT
     instruction = ""
+    runs_programs = True
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
         """Asks no backend. Expected results stay outside the sandbox, so a program cannot forge what it passes."""

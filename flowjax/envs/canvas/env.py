@@ -1,12 +1,8 @@
 """The environment of the canvas: a workflow that is edited and run, and scripted experts that edit it."""
 
-import asyncio
-import concurrent.futures
 import dataclasses
-import functools
-import threading
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +19,7 @@ from flowjax.canvas.text import parse, show
 from flowjax.canvas.values import Problem, Usage, WorkflowRun
 from flowjax.envs.base import EnvDied, Observation, Step
 from flowjax.envs.canvas import exercises
-from flowjax.envs.canvas.executors import RememberingSandbox, scored
+from flowjax.envs.canvas.executors import RememberingSandbox, scored, wait_for
 from flowjax.envs.canvas.problem_files import records
 from flowjax.envs.canvas.published import hint, structure_parts
 from flowjax.envs.canvas.structure import Structure, measure
@@ -43,7 +39,6 @@ OUTCOMES = (
 )  # fmt: skip
 GRACE_S = 1.0  # for what a run does after its deadline
 _STALLED_SHARE = 0.5  # of `step_s`: a request that alone waits longer has met an outage, not a long workflow
-_Result = TypeVar("_Result")
 NAMES = tuple(operator.name for operator in ADVERTISED)
 LOOP_COUNTS = (2, 3)
 FINISHING = 0.15  # share of random actions that finish
@@ -124,7 +119,7 @@ class CanvasEnv:
         for backend in self._backends.values():
             if (ready := getattr(backend, "ready", None)) is not None:
                 try:
-                    _await(ready(limit_s), limit_s + GRACE_S)
+                    wait_for(ready(limit_s), limit_s + GRACE_S)
                 except BackendUnavailable as away:
                     raise EnvDied(f"executor: {away}", "executor_error") from away
 
@@ -167,7 +162,7 @@ class CanvasEnv:
         if most and nodes > max(most, before):
             return f"The workflow would have {nodes} nodes; {most} is the most."
         self._workflow = edited
-        self._run = run = _await(self._execute(edited, problem), self._options.step_s + GRACE_S)
+        self._run = run = wait_for(self._execute(edited, problem), self._options.step_s + GRACE_S)
         if run.status == "executor_error" or run.unanswered_s > self._options.step_s * _STALLED_SHARE:
             raise EnvDied(f"executor: {run.error}", "executor_error")
         self._usage, self._seconds = self._usage + run.usage, self._seconds + run.seconds
@@ -261,23 +256,6 @@ class CanvasEnv:
 
 def _size(workflow: Workflow) -> int:
     return sum(1 for _ in workflow.nodes())
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process in which all workflows run: connections and rate limits belong to one loop."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="workflows", daemon=True).start()
-    return loop
-
-
-def _await(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
-    future = asyncio.run_coroutine_threadsafe(work, _loop())
-    try:
-        return future.result(timeout_s)
-    except concurrent.futures.TimeoutError:
-        future.cancel()
-        raise
 
 
 def load(payload: Mapping[str, Any]) -> tuple[Problem, tuple[str, ...] | Suite]:

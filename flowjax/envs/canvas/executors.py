@@ -3,14 +3,18 @@
 The rollouts of a group ask for much the same replies, and run and hand in much the same programs: each is made once.
 """
 
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowjax.canvas.backends.base import Backend, Completion, Prices, Request
 from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
@@ -30,6 +34,8 @@ _CACHE_FILE = "executor-replies.sqlite"
 _KEPT = 20_000
 _results: dict[Any, Any] = {}
 _writing = threading.Lock()
+_CLOSING_S = 5.0
+_Result = TypeVar("_Result")
 
 
 class RememberingBackend:
@@ -137,10 +143,49 @@ def _opened(config: str, run: str, engines: str) -> Mapping[str, Backend]:
     if not any(isinstance(backend, OpenAIBackend) for backend in backends.values()):
         return backends
     cache = Cache(path=Path(run) / _CACHE_FILE if run else None)
-    return {
+    opened = {
         name: RememberingBackend(backend, cache) if isinstance(backend, OpenAIBackend) else backend
         for name, backend in backends.items()
     }
+    _close_at_exit(opened)
+    return opened
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process in which all workflows run: connections and rate limits belong to one loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="workflows", daemon=True).start()
+    return loop
+
+
+def wait_for(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
+    """Result of work that is done in the workflows' event loop, cancelled when the time is over.
+
+    Raises:
+        TimeoutError: it takes longer.
+    """
+    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    try:
+        return future.result(timeout_s)
+    except concurrent.futures.TimeoutError:
+        future.cancel()
+        raise
+
+
+def _close_at_exit(backends: Mapping[str, Backend]) -> None:
+    """Have the connections of the backends closed when this process ends."""
+
+    async def close() -> None:
+        for backend in backends.values():
+            if isinstance(backend, RememberingBackend):
+                await backend.close()
+
+    def close_now() -> None:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            wait_for(close(), _CLOSING_S)
+
+    atexit.register(close_now)
 
 
 class RememberingSandbox(Sandbox):

@@ -1,12 +1,13 @@
-"""Runs a workflow on a problem: `python -m flowjax.canvas --workflow=... --problem=... --backends=backends.json`.
+"""Runs a workflow on a problem: `python -m flowjax.canvas.run --workflow=... --problem=... --backends=backends.json`.
 
-    python -m flowjax.canvas --workflow="Plan -> Custom -> Format" --problem="What is 6 times 7?" \\
+    python -m flowjax.canvas.run --workflow="Plan -> Custom -> Format" --problem="What is 6 times 7?" \\
         --backends=backends.json --svg=workflow.svg
-    python -m flowjax.canvas --workflow=workflow.json --problem=@problem.txt --kind=qa --backends=backends.json
+    python -m flowjax.canvas.run --workflow=workflow.json --problem=@problem.txt --kind=qa --backends=backends.json
 
 The workflow is its text, or a file of its JSON form; backends.json is as for `flowjax.canvas.doctor`. The answer goes
-to standard output; status, cost and what failed to standard error. Exit status: 0 with an answer, 1 without, 2 for
-what is wrong in the command.
+to standard output; status, cost and what failed to standard error, with --verbose each call as it starts and ends.
+--json writes the run (`WorkflowRun.to_json`), --save the workflow's JSON form, --svg a drawing. Exit status: 0 with an
+answer, 1 without, 2 for what is wrong in the command.
 """
 
 import argparse
@@ -19,14 +20,14 @@ from typing import get_args
 
 from flowjax.canvas.backends.config import BackendConfigError, open_backends
 from flowjax.canvas.checks import problems
-from flowjax.canvas.doctor import DoctorError, read_config
+from flowjax.canvas.doctor import DoctorError, read_backends
 from flowjax.canvas.draw import svg
 from flowjax.canvas.graph import Workflow, WorkflowError
 from flowjax.canvas.json_form import from_json, to_json
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
-from flowjax.canvas.values import Problem, ProblemKind, WorkflowRun
+from flowjax.canvas.values import NodeEvent, Problem, ProblemKind, WorkflowRun
 
 
 def read_workflow(source: str) -> Workflow:
@@ -46,32 +47,46 @@ def read_workflow(source: str) -> Workflow:
 async def _run(arguments: argparse.Namespace) -> WorkflowRun:
     workflow = read_workflow(arguments.workflow)
     operators = load_operators(arguments.operators)
-    options = read_config(arguments.backends)
     text = arguments.problem
     text = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
-    async with open_backends(options.get("backends", options)) as backends:
+    async with open_backends(read_backends(arguments.backends)) as backends:
         if faults := problems(workflow, operators, backends):
             raise WorkflowError(" ".join(faults))
         first = next(iter(backends))
         result = await run(
-            workflow, Problem(text, arguments.kind), operators=operators, backends=backends, default_backend=first
+            workflow,
+            Problem(text, arguments.kind),
+            operators=operators,
+            backends=backends,
+            default_backend=first,
+            on_event=_print_event if arguments.verbose else None,
         )
     if arguments.svg:
         Path(arguments.svg).write_text(svg(workflow, result, operators), encoding="utf-8")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(to_json(workflow), indent=1), encoding="utf-8")
+        Path(arguments.json).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+    if arguments.save:
+        Path(arguments.save).write_text(json.dumps(to_json(workflow), indent=1), encoding="utf-8")
     return result
 
 
+def _print_event(event: NodeEvent) -> None:
+    run = event.node_run
+    said = "starts" if run is None else f"{run.status}{' (cached)' if run.cached else ''}, {run.usage.calls} calls"
+    print(f"{event.seconds:7.2f} s  {event.node_id} {event.operator}: {said}", file=sys.stderr)
+
+
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flowjax.canvas", description="Run a workflow on a problem.")
+    parser = argparse.ArgumentParser(prog="python -m flowjax.canvas.run", description="Run a workflow on a problem.")
     parser.add_argument("--workflow", required=True, help="a workflow's text, or a file of its JSON form")
     parser.add_argument("--problem", required=True, help="the problem's text, or @file")
     parser.add_argument("--kind", default="general", choices=get_args(ProblemKind), help="of the problem")
     parser.add_argument("--backends", required=True, help="a JSON file, or a recipe; the first one answers")
     parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
     parser.add_argument("--svg", default="", help="where to draw the run")
-    parser.add_argument("--json", default="", help="where to write the workflow's JSON form")
+    parser.add_argument("--json", default="", help="where to write the run as JSON")
+    parser.add_argument("--save", default="", help="where to write the workflow's JSON form")
+    parser.add_argument("--verbose", action="store_true", help="print each call as it starts and ends")
     try:
         result = asyncio.run(_run(parser.parse_args(argv)))
     except (WorkflowError, BackendConfigError, DoctorError, OperatorRegistryError, OSError) as error:
@@ -80,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     usage = result.usage
     tokens = usage.prompt_tokens + usage.sampled_tokens
     print(f"{result.status}: {usage.calls} calls, {tokens} tokens, {usage.cost:g} cost", file=sys.stderr)
-    for line in dict.fromkeys([*result.errors, *([result.error] if result.error and not result.errors else [])]):
+    for line in dict.fromkeys(result.errors):
         print(line, file=sys.stderr)
     if result.answer:
         print(result.answer)

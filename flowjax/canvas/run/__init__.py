@@ -19,7 +19,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from flowjax.canvas.backends.base import Backend, BackendError, BackendUnavailable
@@ -38,10 +38,24 @@ from flowjax.canvas.graph import (
     with_children,
 )
 from flowjax.canvas.operators.base import Operator, OperatorError
-from flowjax.canvas.values import Field, Kind, NodeRun, NodeStatus, Problem, RunStatus, State, Usage, Value, WorkflowRun
+from flowjax.canvas.values import (
+    Field,
+    Kind,
+    NodeEvent,
+    NodeRun,
+    NodeStatus,
+    Problem,
+    RunStatus,
+    State,
+    Usage,
+    Value,
+    WorkflowRun,
+)
+from flowjax.grading.sandbox import IsolationError
 
 Outputs = Mapping[str, State]  # node id -> what its newest run gave
 Operators = Mapping[str, type[Operator]]
+OnEvent = Callable[[NodeEvent], None]
 _log = logging.getLogger(__name__)
 _SANDBOX = Sandbox()
 
@@ -62,17 +76,20 @@ async def run(
     max_new_tokens: int = 1024,
     retry_new_tokens: int = 4096,
     sandbox: Sandbox = _SANDBOX,
+    on_event: OnEvent | None = None,
 ) -> WorkflowRun:
     """Run the workflow; what goes wrong in it is in the result.
 
     Calls without an id are numbered as `Workflow.numbered` does. The same workflow on the same problem sends the same
-    requests, seeds included, whatever `max_concurrent` is.
+    requests, seeds included, whatever `max_concurrent` is. Where it runs programs and this machine cannot isolate them,
+    nothing is asked: the status is "executor_error".
 
     Args:
         cache: results of earlier runs; none are kept without one.
         max_concurrent: most operators at work at one time, and most requests and programs.
         retry_new_tokens: what a request may take that is sent again because its reply was cut at `max_new_tokens`.
         sandbox: where operators' programs run.
+        on_event: called in the event loop when a call starts and when it ends.
 
     Raises:
         ValueError: `default_backend` or `max_concurrent` makes no sense.
@@ -87,13 +104,17 @@ async def run(
     meter = Meter(budget)
     sampling = Sampling(temperature, top_p, max_new_tokens, retry_new_tokens)
     interpreter = _Interpreter(
-        problem, operators, backends, default_backend, cache, sampling, sandbox, meter, max_concurrent
+        problem, operators, backends, default_backend, cache, sampling, sandbox, meter, max_concurrent, on_event
     )
     scope = _Scope({"problem": problem.text}, {}, seed)
     status: RunStatus = "ok" if calls else "empty"
     error = ""
     try:
+        if any(call.operator in operators and operators[call.operator].runs_programs for call in calls):
+            await asyncio.to_thread(sandbox.require)
         await interpreter.run(workflow.root, scope)
+    except IsolationError as none:
+        status, error = "executor_error", str(none)
     except _Failed as failure:
         status, error = "error", str(failure)
     except BudgetSpent as spent:
@@ -156,6 +177,7 @@ class _Interpreter:
         sandbox: Sandbox,
         meter: Meter,
         max_concurrent: int,
+        on_event: OnEvent | None,
     ):
         self._problem, self._operators = problem, operators
         self._backends, self._default_backend = backends, default_backend
@@ -163,6 +185,7 @@ class _Interpreter:
         # Calls and requests take slots, the structures around them do not: nesting cannot use all of them up.
         self._call_slots = asyncio.Semaphore(max_concurrent)
         self._request_slots = asyncio.Semaphore(max_concurrent)
+        self._on_event = on_event
         self._turns: dict[str, int] = {}
         self._problem_key = problem_digest(problem) if cache is not None else ""
         self._sampling_key = repr((sampling, sandbox))
@@ -240,6 +263,7 @@ class _Interpreter:
     async def _call(self, call: Call, scope: _Scope) -> None:
         self._turns[call.id] = turn = self._turns.get(call.id, 0) + 1
         started_s = time.perf_counter()
+        self._tell(call, turn)
         inputs: State = {}
         context: CallContext | None = None
         cached = False
@@ -262,16 +286,20 @@ class _Interpreter:
         status: NodeStatus = _status(ending, outcome)
         usage = Usage() if context is None else context.usage
         seconds = time.perf_counter() - started_s
-        scope.trace.append(
-            NodeRun(
-                call.id, call.operator, status, turn, cached, inputs, outcome.outputs, usage, seconds, outcome.error
-            )
+        node_run = NodeRun(
+            call.id, call.operator, status, turn, cached, inputs, outcome.outputs, usage, seconds, outcome.error
         )
+        scope.trace.append(node_run)
+        self._tell(call, turn, node_run)
         if ending is not None:
             raise ending
         if outcome.error:
             raise _Failed(f"{call.id} {call.operator}: {outcome.error}")
         scope.write(call.id, outcome.outputs)
+
+    def _tell(self, call: Call, turn: int, node_run: NodeRun | None = None) -> None:
+        if self._on_event is not None:
+            self._on_event(NodeEvent(call.id, call.operator, turn, self._meter.seconds, node_run))
 
     def _operator(self, call: Call) -> type[Operator]:
         if (operator := self._operators.get(call.operator)) is None:
