@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from flowjax.monitor.trouble import explain
 from flowjax.weights.hand_over import EngineWeights, HandOver, remove_unfinished
 from flowjax.weights.publish import committed_steps, read_adapter
 from flowjax.workflows.agent import UNVERSIONED, served_version
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 _OBSERVE_EVERY_S = 2.0  # how long the engine's own list may be out of date when nothing hints at a change
 _FIRST_LOOK_S = 5.0  # for engines that hang when the others answer
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
+_LACKING_S = 20.0  # of nothing but faults of this machine, after which a new start is tried rather than the next file
 
 
 class WeightsError(RuntimeError):
@@ -184,7 +186,8 @@ class Follower:
         """Reconcile until cancelled.
 
         Raises:
-            WeightsError: living engines have refused the newest version for `stuck_s`, and none has it.
+            WeightsError: living engines have refused the newest version for `stuck_s`, or this machine could not write
+                it for _LACKING_S, and none has it.
         """
         await self._first_look()
         keepers = [asyncio.create_task(self._keep(served)) for served in self._served]
@@ -295,9 +298,10 @@ class Follower:
         if retry.failures == 0:
             _log.warning("%s is not on the engine yet: %s", name, error or "the engine took it and does not list it")
         retry.failed()
-        if version == newest and retry.failing_s() > self._stuck_s and not self._lists(name):
+        allowed_s = min(_LACKING_S, self._stuck_s) if error is not None and explain(error) else self._stuck_s
+        if version == newest and retry.failing_s() > allowed_s and not self._lists(name):
             raise WeightsError(
-                f"{name} has not reached the engine for {self._stuck_s:.0f} s ({error}): see {self._logs}, that engine "
+                f"{name} has not reached the engine for {allowed_s:.0f} s ({error}): see {self._logs}, that engine "
                 "and trainer have the same model.path and policy.lora, and that the disk is not full"
             )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from flowjax.run import resolve
 from flowjax.weights import follow
 from flowjax.weights.follow import Follower, WeightsError
 from flowjax.weights.hand_over import PeftHandOver, hand_over, write_peft_folder
-from flowjax.weights.publish import Checkpoints
+from flowjax.weights.publish import CheckpointError, Checkpoints
 
 
 class Engine:
@@ -227,6 +228,22 @@ def test_gives_up_on_a_version_that_stays_refused(tmp_path, engine):
         engine.refuse.add("agent@0")
         run.publish(0)
         with pytest.raises(WeightsError, match=r"agent@0 has not reached the engine .*max_lora_rank.*policy\.lora"):
+            await asyncio.wait_for(run.follower.run(), 120)
+
+    asyncio.run(scenario())
+
+
+def test_gives_up_sooner_where_this_machine_cannot_write(tmp_path, engine, monkeypatch):
+    def broken(directory, version):
+        raise CheckpointError("cannot be read") from OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(follow, "read_adapter", broken)
+    monkeypatch.setattr(follow, "_LACKING_S", 0.1)
+
+    async def scenario():
+        run = Run(tmp_path, engine, stuck_s=1000.0)
+        run.publish(0)
+        with pytest.raises(WeightsError, match="agent@0 has not reached the engine for 0 s"):
             await asyncio.wait_for(run.follower.run(), 120)
 
     asyncio.run(scenario())
