@@ -81,7 +81,7 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], bounds: Bounds
         WireError: a field is of another kind, no number that can be, beyond `bounds`, or names a policy or version
             that the run has not.
     """
-    _check_fields(episode, {"episode_id": _TEXT, **_NAMES}, where)
+    _check_fields(episode, {"episode_id": _TEXT, "answer": _TEXT, **_NAMES}, where)
     _check_status(episode.status, where)
     _check_outcome(episode.outcome, where)
     trajectories = _sequence(episode.trajectories, Trajectory, f"{where}.trajectories")

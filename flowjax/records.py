@@ -34,7 +34,8 @@ class WireError(ValueError):
 class Task:
     """One problem of a world. `seed` fixes everything about it that `payload` does not name.
 
-    `source` is that of `config.env.sources` which it came from; it is played with that one's options.
+    `source` is that of `config.env.sources` which it came from; it is played with that one's options. `kind` is that of
+    its world, where a world has several kinds of tasks: results are given for each.
     """
 
     task_id: str
@@ -42,6 +43,7 @@ class Task:
     seed: int
     payload: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +103,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """One play of a task, by one agent or several. `outcome` is that of the whole, which evaluation counts."""
+    """One play of a task, by one agent or several. `outcome` is that of the whole, which evaluation counts.
+
+    `answer` is what the episode answered, in the form in which its world compares answers; "" where it does not.
+    """
 
     episode_id: str
     group_id: str
@@ -111,6 +116,7 @@ class Episode:
     outcome: Mapping[str, float]
     status: Status = "ok"
     error: str = ""
+    answer: str = ""
 
     @property
     def turns(self) -> list[Turn]:

@@ -94,7 +94,9 @@ def test_mistakes_name_the_file_and_the_remedy(tmp_path: Path):
     other = evaluation(tmp_path / "b", {"z": [True], "w": [True]})
     with pytest.raises(ConfigError, match="share no two held-out tasks"):
         compare([one], [other], "success", Console())
-    with pytest.raises(ConfigError, match="metric 'speed' is not known: use one of reward, sampled_tokens, score"):
+    with pytest.raises(
+        ConfigError, match="metric 'speed' is not known: use one of prompt_tokens, reward, sampled_tokens"
+    ):
         read_scores(one, "speed")
     with pytest.raises(ConfigError, match="has no evaluation in held_out/"):
         read_scores(tmp_path / "nowhere", "success")

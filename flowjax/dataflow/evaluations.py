@@ -183,6 +183,9 @@ class Evaluations:
                     for policy, scores in rewards.items()
                     if (parts := trajectories_of([episode], policy))
                 },
+                prompt_tokens=sum(len(turn.prompt_ids) for turn in episode.turns),
+                kind=task.kind,
+                answer=episode.answer,
             )
             for task, episode in played
         ]

@@ -186,6 +186,13 @@ class World(ABC):
         """The action that a reply names, None where it is unreadable or not legal."""
         return tagged_action(reply, legal)
 
+    def answer(self, action: str) -> str:
+        """The answer that an action gives, in a form in which equal answers are equal texts; "" where it gives none.
+
+        Evaluations take the majority of several episodes' answers by it (maj@k).
+        """
+        return ""
+
     def well_formed(self, reply: str) -> bool:
         """False where a reply cannot count as valid. What it names is carried out all the same."""
         return True

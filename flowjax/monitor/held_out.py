@@ -23,12 +23,16 @@ class HeldOutEpisode:
     sampled_tokens: int
     outcome: Mapping[str, float]
     rewards: Mapping[str, float]  # by policy, mean over its trajectories
+    prompt_tokens: int = 0  # that were read, in every turn anew
+    kind: str = ""  # of task, within its world
+    answer: str = ""  # equal for equal answers, "" where the world compares none
 
     @property
     def metrics(self) -> dict[str, float]:
         """Its numbers by name; `reward` is the mean over policies, where any spoke."""
         rewards = {"reward": sum(self.rewards.values()) / len(self.rewards)} if self.rewards else {}
         counted = {"success": self.success, "turns": self.turns, "sampled_tokens": self.sampled_tokens}
+        counted["prompt_tokens"] = self.prompt_tokens
         return {**self.outcome, **rewards, **counted}
 
 

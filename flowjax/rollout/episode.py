@@ -130,6 +130,7 @@ class EpisodePlayer:
             outcome=played.outcome,
             status=played.status,
             error=played.error,
+            answer=played.answer,
         )
 
     async def _play(self, lease: Lease) -> Played:

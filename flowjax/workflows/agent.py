@@ -73,12 +73,13 @@ class AgentTurns:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode. `outcome` is that of the whole, of what was played, whatever the status."""
+    """An episode. `outcome` is that of the whole, of what was played, whatever the status; `answer` as in `Episode`."""
 
     parts: Sequence[AgentTurns]
     outcome: Mapping[str, float]
     status: Status
     error: str = ""
+    answer: str = ""
 
     @property
     def turns(self) -> list[Turn]:

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flowjax.envs.base import Context, EnvDied, Past, RemoteEnv, Style, World
-from flowjax.records import Status, Task, Turn
+from flowjax.records import Status, Task, Turn, state_key
 from flowjax.workflows.agent import Agent, AgentTurns, Played, Reply, record_turn
 from flowjax.workflows.codec import PromptTooLong
 
 OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own
 DEFAULT_HISTORY: Mapping[Style, int] = {"instruct": 2, "compact": 0}
 AGENT = "agent"  # its name among the agents
+_LONGEST_ANSWER = 200  # characters that are kept as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ async def play(
     reply: Reply | None = None
     outcome = dict.fromkeys(world.OUTCOMES, 0.0)
     status: Status = "ok"
-    error = ""
+    error = answer = ""
     try:
         observation = await env.reset(task, seed)
         for number in range(1, options.max_turns + 1):
@@ -57,6 +58,7 @@ async def play(
             step = replace(step, valid=step.valid and world.well_formed(reply.text))
             turns.append(record_turn(reply, observation, step, env_s=time.perf_counter() - started_s))
             past.append(Past(number, observation.view, action))
+            answer = world.answer(action) or answer
             observation = step.observation
             outcome.update(step.outcome)
             if step.terminal:
@@ -68,4 +70,6 @@ async def play(
     outcome["turns"] = float(len(turns))
     outcome["invalid_actions"] = float(sum(not turn.valid for turn in turns))
     outcome["env_return"] = float(sum(turn.env_reward for turn in turns))
-    return Played([AgentTurns(AGENT, turns, outcome)], outcome, status, error)
+    if len(answer) > _LONGEST_ANSWER:  # equal texts stay equal, which is all that they are for
+        answer = f"{state_key(answer):016x}"
+    return Played([AgentTurns(AGENT, turns, outcome)], outcome, status, error, answer)

@@ -305,6 +305,7 @@ def test_generated_tasks_come_from_any_index_in_any_order():
     forwards = [take(source, index) for index in range(12)]
     assert [take(source, index) for index in reversed(range(12))] == forwards[::-1]
     assert [task.payload["task_type"] for task in forwards[:6]] == list(TASK_TYPES)
+    assert [task.kind for task in forwards[:6]] == list(TASK_TYPES)
     assert take(Alfworld().tasks("train", 1), 0) != forwards[0]
     assert len(source[:500]) == 500
     assert take(source, 1_999_999_999).task_id != forwards[0].task_id

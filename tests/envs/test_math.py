@@ -336,3 +336,18 @@ def test_demonstrations_in_one_conversation():
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
         Math(**options).env()
+
+
+@pytest.mark.parametrize(
+    ("options", "same", "other"),
+    [
+        ({"answer": "boxed"}, (r"so \boxed{1/2}", r"\boxed{0.5}"), r"\boxed{2}"),
+        ({"answer": "last_number"}, ("I say 1,000", "1000."), "none"),
+        ({"calculator": 1}, ("answer[ 07 ]", "answer[7]"), "calculate[3+4]"),
+    ],
+)
+def test_equal_answers_are_equal_texts_for_a_majority(options, same, other):
+    world = Math(**options)
+    assert world.answer(same[0]) == world.answer(same[1]) != ""
+    assert world.answer(other) != world.answer(same[0])
+    assert world.answer("") == "" == Math(calculator=1).answer("calculate[3+4]")

@@ -393,3 +393,9 @@ def test_missing_questions_are_named(tmp_path: Path):
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
         Search(**options).env()
+
+
+def test_answers_are_compared_as_exact_match_does():
+    world = Search()
+    assert world.answer("answer[The  Eiffel Tower.]") == world.answer("answer[eiffel tower]") == "eiffel tower"
+    assert world.answer("search[eiffel tower]") == "" == world.answer("")

@@ -208,7 +208,7 @@ class GeneratedTasks:
         asked, target = pairs[rng.integers(len(pairs))]
         spec = Spec(scene, kind, asked, target, int(rng.integers(1 << 31)), self._options.clutter)
         name = f"{self._options.held_out}-{self._split}-{self._data_seed}-{index}"
-        return Task(f"{WORLD}-{name}-{spec.folder}", WORLD, index, spec.payload())
+        return Task(f"{WORLD}-{name}-{spec.folder}", WORLD, index, spec.payload(), kind=kind)
 
     def check(self) -> None:
         """Refuse options that leave a kind of task without a room."""
@@ -254,26 +254,31 @@ def data_tasks(root: Path, split: Split, data_seed: int, options: AlfworldOption
     """
     folder = root / options.folder_of(split)
     found = sorted(path.parent for path in folder.rglob(TRAJECTORY))
-    games, without_game, unsolvable = [], 0, 0
+    games: list[tuple[str, str]] = []  # with their kinds of task
+    without_game, unsolvable = 0, 0
     for game in found:
         name = game.relative_to(root).as_posix()
         if any(word in name for word in UNUSABLE):
             continue
-        if json.loads((game / TRAJECTORY).read_text())["task_type"] not in options.task_types:
+        kind = json.loads((game / TRAJECTORY).read_text())["task_type"]
+        if kind not in options.task_types:
             continue
         if not (game / GAME).is_file():
             without_game += 1
         elif not json.loads((game / GAME).read_text()).get("solvable"):
             unsolvable += 1
         else:
-            games.append(name)
+            games.append((name, kind))
     if not games:
         raise WorldError(
             f"{folder} holds no game to play: {len(found)} folders with traj_data.json, {without_game} of them without "
             f"game.tw-pddl, {unsolvable} not marked solvable, the others of no kind in task_types: {GET_DATA}"
         )
     order = np.random.default_rng(data_seed).permutation(len(games)).tolist()
-    return [Task(f"{WORLD}-{games[index]}", WORLD, place, {"game": games[index]}) for place, index in enumerate(order)]
+    ordered = [games[index] for index in order]
+    return [
+        Task(f"{WORLD}-{name}", WORLD, place, {"game": name}, kind=kind) for place, (name, kind) in enumerate(ordered)
+    ]
 
 
 def _choices(observation: Observation) -> str:

@@ -234,12 +234,14 @@ class Canvas(World):
 def _generated_task(kinds: tuple[str, ...], split: Split, data_seed: int, index: int) -> Task:
     """The index-th exercise of a split, generated when asked for."""
     made = exercises.generate(np.random.default_rng([data_seed, index]), kinds, split)
-    return Task(f"canvas-{split}-{data_seed}-{index}", "canvas", index, exercises.payload(made))
+    return Task(f"canvas-{split}-{data_seed}-{index}", "canvas", index, exercises.payload(made), kind=made.source)
 
 
 def _row_task(file: Path, rows: Sequence[int], order: np.ndarray, index: int) -> Task:
     row = rows[order[index]]
-    return Task(f"canvas-{file.stem}-{row}", "canvas", row, {"file": str(file), "row": row})
+    return Task(
+        f"canvas-{file.stem}-{row}", "canvas", row, {"file": str(file), "row": row}, kind=records(str(file))[row].source
+    )
 
 
 def _split_rows(path: Path, split: Split) -> tuple[Path, list[int]]:

@@ -252,7 +252,7 @@ def _generated_task(options: CodeOptions, split: Split, data_seed: int, index: i
     """The index-th problem of a split, generated when asked for."""
     recipe = draw(np.random.default_rng([data_seed, index]), options.kinds, options.steps, split)
     payload = {"kind": recipe.kind, "steps": [list(step) for step in recipe.steps]}
-    return Task(f"code-{split}-{data_seed}-{index}", "code", index, payload)
+    return Task(f"code-{split}-{data_seed}-{index}", "code", index, payload, kind=recipe.kind)
 
 
 def _row_task(file: str, offset: int) -> Task:

@@ -156,6 +156,15 @@ class Math(World):
             return None
         return f"{name}[{content}]"
 
+    def answer(self, action: str) -> str:
+        """The number or the text that the episode ends with, however it is written."""
+        if self.options.calculator:
+            name, said = read_action(action)
+            said = said if name == "answer" else ""
+        else:
+            said = answer_in(action, self.options.answer)
+        return grading.plain_form(said) if said else ""
+
     def expert(self, env: "MathEnv") -> str:
         """The calculation of a generated expression where one is left, then the right answer."""
         return env.best_action()
@@ -204,6 +213,13 @@ def read_action(action: str) -> tuple[str, str]:
     return (found.group(1).lower(), found.group(2).strip()) if found else ("", "")
 
 
+def answer_in(reply: str, rule: Rule) -> str:
+    """The answer in the reply of a single turn, "" where there is none."""
+    if rule == "boxed":
+        return grading.last_boxed(reply) or ""
+    return (grading.last_number(reply) or "") if rule == "last_number" else reply.strip()
+
+
 class MathEnv:
     """One problem at a time. A task carries its question and answer in `payload`."""
 
@@ -232,7 +248,9 @@ class MathEnv:
         if self._over:
             return Step(self._observe(), 0.0, True, False, self._outcome())
         calculator = self._options.calculator
-        valid = self._calculate_or_answer(action) if calculator else self._judge(self._answer_in(action))
+        valid = (
+            self._calculate_or_answer(action) if calculator else self._judge(answer_in(action, self._options.answer))
+        )
         return Step(self._observe(), float(self._right), self._over, valid, self._outcome())
 
     def best_action(self) -> str:
@@ -266,12 +284,6 @@ class MathEnv:
         self._results.pop(expression, None)
         self._results[expression] = value
         return True
-
-    def _answer_in(self, reply: str) -> str:
-        rule = self._options.answer
-        if rule == "boxed":
-            return grading.last_boxed(reply) or ""
-        return (grading.last_number(reply) or "") if rule == "last_number" else reply.strip()
 
     def _judge(self, answer: str) -> bool:
         if not answer:

@@ -213,6 +213,11 @@ class Search(World):
         unreadable."""
         return parse_compact(reply, legal) or parse_tags(reply, legal)
 
+    def answer(self, action: str) -> str:
+        """The words of an answer, as exact match compares them."""
+        verb, argument = read_action(action, ("answer[<text>]",)) or ("", "")
+        return normalise_answer(argument) if verb == "answer" else ""
+
     def vocabulary(self) -> tuple[str, ...]:
         """Words of compact prompts and replies; the same for an encyclopedia of any size."""
         return compact_vocabulary()
