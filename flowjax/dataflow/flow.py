@@ -14,6 +14,7 @@ from flowjax.dataflow.groups import Groups
 from flowjax.dataflow.leases import Leases
 from flowjax.dataflow.ledger import Ledger
 from flowjax.dataflow.policies import PolicyStatus
+from flowjax.dataflow.workers import RolloutWorkers
 from flowjax.models.config import vocabulary_sizes
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.record_checks import Bounds
@@ -62,11 +63,13 @@ class Flow:
         }
         self.algorithms = Chain(build_algorithms(config), self.ledger.states())
         metrics = MetricsWriter(run.folder)
-        self.leases = Leases(run, self.ledger, self.algorithms, train_tasks, self.policies)
+        self.workers = RolloutWorkers(max_staleness=config.dataflow.max_staleness, clock=clock)
+        self.leases = Leases(run, self.ledger, self.algorithms, train_tasks, self.policies, self.workers)
         self.groups = Groups(self.ledger, self.algorithms, self.policies)
         self.batches = Batches(self.ledger, self.algorithms, self.policies, metrics, run.folder)
         self.evaluations = Evaluations(run, self.ledger, metrics, held_out_tasks, self.policies, clock)
         self.evaluations.write_finished()  # what a process before this one had no time for
+        self._lease_s = config.dataflow.lease_s
         self._only_evaluates = bool(config.eval.versions)
 
     def close(self) -> None:
@@ -107,6 +110,7 @@ class Flow:
             "passed_over_tasks": counts.get("passed_over", 0),
             "forced_tasks": counts.get("forced", 0),
             "algorithms": self.algorithms.metrics(),
+            "workers": self.workers.status(within_s=self._lease_s),
         }
 
     def _policy_status(self, policy: PolicyStatus) -> dict[str, Any]:

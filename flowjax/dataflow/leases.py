@@ -10,6 +10,7 @@ from flowjax.dataflow.algorithms.base import Candidate, Chain
 from flowjax.dataflow.ledger import Kind, Ledger
 from flowjax.dataflow.policies import PolicyStatus
 from flowjax.dataflow.tasks import episode_seed, task_at
+from flowjax.dataflow.workers import RolloutWorkers
 from flowjax.records import Lease, Task
 from flowjax.run import Run
 
@@ -47,7 +48,8 @@ class Leases:
     once, divided by the share that is kept, not one round after the other (the adaptive batch of GRESO, arXiv
     2506.02177). Where all are kept, n count as n. Groups too old for the next batch are no longer usable.
 
-    No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone.
+    No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone. A worker
+    that serves a version more than `max_staleness` behind the newest plays evaluations only, until it has caught up.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class Leases:
         algorithms: Chain,
         tasks: grain.MapDataset[Task],
         policies: Mapping[str, PolicyStatus],
+        workers: RolloutWorkers,
     ):
         config = run.config
         self._config, self._ledger, self._algorithms = config, ledger, algorithms
-        self._tasks, self._policies = tasks, policies
+        self._tasks, self._policies, self._workers = tasks, policies, workers
         self._speaking = (set(config.agents.values()) & set(policies)) or set(policies)
 
     def lease(self, worker: str, slots: int, playable: Capabilities = ANYTHING) -> list[Lease]:
@@ -72,12 +75,14 @@ class Leases:
         if any(policy.serving < 0 for policy in self._policies.values()) or not playable.policies_fit(self._speaking):
             return []
         held = self._ledger.held(worker)
-        evaluation = self._evaluation_slots(slots + sum(held.values())) if "train" in playable.kinds else slots
+        newest = {policy.name: policy.serving for policy in self._policies.values()}
+        trains = "train" in playable.kinds and self._workers.may_train(worker, newest)
+        evaluation = self._evaluation_slots(slots + sum(held.values())) if trains else slots
         leases: list[Lease] = []
         if "eval" in playable.kinds:
             free = max(min(evaluation - held.get("eval", 0), slots), 0)
             leases += self._ledger.lease(worker, free, "eval", playable.worlds)
-        if "train" in playable.kinds:
+        if trains:
             leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds)
             while len(leases) < slots and self._open_group():
                 leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds)

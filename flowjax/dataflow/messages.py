@@ -35,7 +35,7 @@ def worker_of(message: Any) -> str:
 
 
 def sender_of(message: Any) -> str:
-    """Sender of a message, where it says so: for people, and nothing depends on it."""
+    """Sender of a message, "" where it does not say."""
     sender = message.get("worker")
     return sender[:_LONGEST_NAME] if isinstance(sender, str) else ""
 

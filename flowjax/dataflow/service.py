@@ -117,6 +117,8 @@ class DataflowService:
             messages.capabilities_of(message),
         )
 
+        self._flow.workers.heard(worker)
+
         def attempt() -> list[Lease]:
             self._expire()
             return self._flow.leases.lease(worker, slots, playable)
@@ -195,6 +197,7 @@ class DataflowService:
 
     def _accept(self, played: Sequence[Played], worker: str) -> list[bool]:
         counted = self._flow.groups.accept_all(played, worker=worker)
+        self._flow.workers.counted(worker, sum(counted))
         self._flow.evaluations.write_finished()
         return counted
 
@@ -214,8 +217,9 @@ class DataflowService:
         # An engine may serve what a trainer has gone back behind, until the newest version is that or later again.
         newest = max(self._flow.newest_version(policy), before)
         serving = messages.version_of(message, "serving", oldest=0, newest=newest)
+        is_news = self._flow.workers.report(messages.sender_of(message), policy, serving)
         oldest_needed = self._flow.report_serving(policy, serving)
-        if serving > before:
+        if is_news:  # a newer version admits further groups, and a worker that has caught up plays again
             self._notify()
         return {"oldest_needed": oldest_needed}
 

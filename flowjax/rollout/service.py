@@ -120,6 +120,7 @@ class RolloutService:
         self._unplayed: list[tuple[str, str]] = []  # lease, why
         self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
         self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
+        self._reported = {policy: asyncio.Event() for policy in self._policies}  # the dataflow, what is served of it
         self._fruitless = 0  # episodes in a row that came to nothing
         self._executor_left_s: float | None = None  # when the first of the latest executor errors came
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -157,7 +158,9 @@ class RolloutService:
         if self._left_behind:
             await self._dataflow.give_back(self._left_behind, "")
             self._left_behind = []
-        await asyncio.gather(*(base.follower.ready() for base in self._bases))
+        await asyncio.gather(
+            *(told.wait() for told in self._reported.values())
+        )  # else it could be given what it plays late
         while True:
             self._slot_freed.clear()
             free = self._admission.slots - len(self._playing)
@@ -249,6 +252,7 @@ class RolloutService:
             serving, _ = follower.current(policy)
             oldest = await self._dataflow.report_versions(policy, serving, follower.in_use(policy))
             follower.keep_from(policy, oldest)
+            self._reported[policy].set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_EVERY_S):
                     await follower.changed(policy, serving)

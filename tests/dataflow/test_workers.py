@@ -1,0 +1,62 @@
+"""What each worker serves decides what it is given to play."""
+
+import asyncio
+
+from flowjax.dataflow.service import DataflowService
+from flowjax.dataflow.workers import RolloutWorkers
+from tests.dataflow.test_flow import configuration, make_flow
+
+
+def test_a_worker_that_is_too_far_behind_is_given_no_training_until_it_has_caught_up(tmp_path):
+    config = configuration(max_staleness=1)
+    config.eval.update({"tasks": 4, "every_steps": 0})
+    flow = make_flow(tmp_path, config)
+    service = DataflowService(flow)
+
+    async def lease(worker):
+        answer = await service.answer("lease", {"worker": worker, "slots": 8}, hold_s=0.01)
+        return [lease.kind for lease in answer["leases"]]
+
+    async def serve(worker, version):
+        await service.answer("versions", {"worker": worker, "policy": "agent", "serving": version, "in_use": []})
+
+    async def scenario():
+        flow.policies["agent"].committed = 3
+        await serve("near", 3)
+        await serve("far", 1)
+        assert "train" not in await lease("far")
+        assert "train" in await lease("near")
+        assert "train" in await lease("never said what it serves")
+        waiting = asyncio.create_task(service.answer("lease", {"worker": "far", "slots": 1}, hold_s=60.0))
+        await asyncio.sleep(0)
+        await serve("far", 2)
+        answer = await asyncio.wait_for(waiting, 30)
+        assert [lease.kind for lease in answer["leases"]] == ["train"], "it waits no longer than it has to"
+        await serve("far", 1)
+        assert "train" not in await lease("far"), "its engine was restarted on an older version"
+
+    asyncio.run(scenario())
+    workers = flow.status()["workers"]
+    assert workers["near"]["serving"] == {"agent": 3} and workers["far"]["serving"] == {"agent": 1}
+
+
+def test_workers_are_shown_while_they_say_something():
+    now_s = [0.0]
+    workers = RolloutWorkers(max_staleness=1, clock=lambda: now_s[0])
+    assert workers.report("a", "agent", 0) and not workers.report("a", "agent", 0)
+    workers.counted("a", 3)
+    now_s[0] = 50.0
+    workers.heard("b")
+    assert workers.status(within_s=60.0) == {
+        "a": {"heard_s_ago": 50.0, "serving": {"agent": 0}, "episodes": 3},
+        "b": {"heard_s_ago": 0.0, "serving": {}, "episodes": 0},
+    }
+    assert set(workers.status(within_s=20.0)) == {"b"}
+
+
+def test_names_of_strangers_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("flowjax.dataflow.workers._MOST_KNOWN", 3)
+    workers = RolloutWorkers(max_staleness=1, clock=lambda: 0.0)
+    for name in "abcade":
+        workers.heard(name)
+    assert set(workers.status(within_s=1.0)) == {"a", "d", "e"}
