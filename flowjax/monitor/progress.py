@@ -5,16 +5,15 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from flowjax.files import replace_file
+from flowjax.monitor.diagnosis import RECENT_STEPS, Finding, diagnose, mean
 from flowjax.monitor.metrics import METRICS_FILE, parse_lines
 
-RECENT_STEPS = 10
-_FEWEST_STEPS = 5  # that are compared with as many: fewer say little
 _SUMMED = ("episodes", "turns", "trained_tokens", "row_tokens", "wait_s", "step_s", "save_s", "total_s")
 
 
@@ -113,23 +112,11 @@ class Progress:
 
     def share(self, name: str, *, first: bool = False) -> float | None:
         """Mean of a share of the turns over the last steps, or the first ones, each step by its turns."""
-        return _share(self.train[:RECENT_STEPS] if first else self.train[-RECENT_STEPS:], name)
+        return mean(self.train[:RECENT_STEPS] if first else self.train[-RECENT_STEPS:], name, by="turns")
 
-    def warnings(self) -> list[str]:
-        """Policies whose replies have become invalid more often than they were in the first steps, in words."""
-        found = []
-        for policy in self.newest:
-            text = [e for e in self.train if e.get("policy", "") == policy and "invalid_share" in e]
-            steps = min(RECENT_STEPS, len(text) // 2)
-            began, now = (_share(part, "invalid_share") for part in (text[:steps], text[-steps:]))
-            if steps < _FEWEST_STEPS or began is None or now is None or now <= began + max(0.05, began / 2):
-                continue
-            rise = f"{100 * began:.1f} % (first {steps} steps) to {100 * now:.1f} % (last {steps})"
-            found.append(
-                f"{policy or 'the policy'}: invalid replies have risen from {rise}: it may be learning not to act; "
-                "read trajectories/, and see config.credit"
-            )
-        return found
+    def warnings(self) -> list[Finding]:
+        """What is going wrong, in words: see `diagnose`."""
+        return diagnose(self.train)
 
     def remaining_s(self, steps: int) -> float | None:
         """Time to the last step at the pace of the last ones; the first, which compiles, tells little."""
@@ -159,10 +146,3 @@ def write_status(run_dir: Path, role: str, status: Mapping[str, Any]) -> None:
 def number(entry: Mapping[str, Any], name: str) -> float | None:
     value = entry.get(name)
     return value if isinstance(value, int | float) else None
-
-
-def _share(entries: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """A share of the turns over these steps."""
-    text = [e for e in entries if number(e, name) is not None]
-    turns = sum(e.get("turns", 1.0) for e in text)
-    return sum(e[name] * e.get("turns", 1.0) for e in text) / turns if turns else None

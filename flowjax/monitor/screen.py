@@ -43,7 +43,7 @@ class Screen:
         self.progress.update()  # what a resumed run did before is known, but not shown again
         self._warm.update()
         self._warm_shown = self._warm_tenths()
-        self._warned: set[str] = set()  # policies
+        self._warned: set[tuple[str, str]] = set()  # policies, and the rules that they broke
         if console.is_terminal:
             self._live = Live(self.render(), console=console, auto_refresh=False, transient=True)
             self._live.start(refresh=True)
@@ -54,10 +54,10 @@ class Screen:
             if shown and (line := plain_line(entry, self.progress, self._steps)):
                 self.say(line)
         self._warm.update()
-        for warning in self.progress.warnings():
-            if (policy := warning.partition(":")[0]) not in self._warned:
-                self._warned.add(policy)
-                self.say(f"warning: {warning}")
+        for finding in self.progress.warnings():
+            if (named := (finding.policy, finding.rule)) not in self._warned:
+                self._warned.add(named)
+                self.say(f"warning: {finding}")
         if self._live is not None:
             self._live.update(self.render(), refresh=True)
         elif (tenths := self._warm_tenths()) > self._warm_shown:
@@ -137,7 +137,7 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
     return [
         ("success", f"{percent(progress.success())}  {sparkline(history, 24)}"),
         ("reward", f"{fixed(progress.recent('reward_mean'))}, no signal in {percent(no_signal)} of groups"),
-        ("invalid replies", percent(progress.share("invalid_share"))),
+        ("replies", _replies(progress)),
         ("held out, before", interval(progress.eval_at(0))),
         ("held out, latest", interval(progress.eval_at(newest) if newest else None)),
         ("episodes/s", f"{fixed(number(rollout, 'episodes_per_s'), 1)}, {count(rollout, 'in_flight')} in flight"),
@@ -148,6 +148,13 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
         ("ready to train", f"{count(dataflow, 'ready_groups')} groups, engine at version {version}"),
         *(_policy(name, entry, dataflow) for name, entry in progress.newest.items() if progress.several),
     ]
+
+
+def _replies(progress: Progress) -> str:
+    """Share of invalid ones, their length and entropy, and the share that was cut."""
+    tokens, entropy = fixed(progress.recent("reply_tokens_mean"), 1), fixed(progress.recent("entropy"), 2)
+    invalid, cut = percent(progress.share("invalid_share")), percent(progress.share("cut_share"))
+    return f"{invalid} invalid, {cut} cut, {tokens} tokens, entropy {entropy}"
 
 
 def _policy(name: str, entry: Mapping[str, Any], dataflow: Mapping[str, Any]) -> tuple[str, str]:
@@ -213,7 +220,7 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
     first, newest = progress.share("invalid_share", first=True), progress.share("invalid_share")
     table.add_row("invalid replies", f"{percent(first)} in the first steps, {percent(newest)} in the last")
     for warning in progress.warnings():
-        table.add_row("warning", warning)
+        table.add_row("warning", str(warning))
     k3 = [value for entry in progress.train if (value := number(entry, "mismatch_kl")) is not None]
     table.add_row(
         "sampler-trainer mismatch, k3",

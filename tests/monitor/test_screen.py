@@ -313,7 +313,7 @@ def test_each_policy_is_warned_of_by_its_own_steps_and_turns(tmp_path):
     progress = Progress(tmp_path)
     progress.update()
     (warning,) = progress.warnings()
-    assert warning.startswith("verifier: ")
+    assert str(warning).startswith("verifier: ")
     MetricsWriter(tmp_path).write("train", **step_line(21, policy="solver", invalid_share=0.7, turns=60 * 9))
     progress.update()
     assert progress.share("invalid_share") == pytest.approx((9 * 0.5 * 60 + 0.7 * 540) / (9 * 60 + 540))

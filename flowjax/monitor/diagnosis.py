@@ -1,0 +1,132 @@
+"""Diagnosis in words: what is going wrong in a run, from the lines of its steps, and what to do about it.
+
+One table of rules, for the live screen, the summary and the report alike. A rule sees the lines of one policy, oldest
+first, and answers with a sentence or with nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+RECENT_STEPS = 10
+_FEWEST_STEPS = 5  # that anything is said of: fewer say little
+_NO_SIGNAL = 0.9  # of the groups
+_CUT = 0.1  # of the replies
+_COLLAPSED = 0.1  # of the entropy of the first steps
+_MASTERED = 0.95  # success that a policy without entropy has earned
+_MISMATCH_KL = 0.05  # per token; bfloat16 engines are at 1e-4 to 1e-2
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence about a policy; `rule` is the name of the rule that it broke."""
+
+    policy: str
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.policy or 'the policy'}: {self.text}"
+
+
+def diagnose(train: Lines) -> list[Finding]:
+    """Everything that is wrong in the newest steps of each policy.
+
+    Args:
+        train: lines of steps, of all policies, oldest first.
+    """
+    policies = dict.fromkeys(str(line.get("policy", "")) for line in train)
+    by_policy = {policy: [line for line in train if line.get("policy", "") == policy] for policy in policies}
+    return [
+        Finding(policy, rule, text)
+        for policy, lines in by_policy.items()
+        for rule, find in RULES.items()
+        if (text := find(lines))
+    ]
+
+
+def _no_signal(lines: Lines) -> str:
+    share = mean(_newest(lines, "no_signal_share"), "no_signal_share", by="episodes")
+    if share is None or share < _NO_SIGNAL:
+        return ""
+    success = mean(_newest(lines, "success_rate"), "success_rate", by="episodes") or 0.0
+    cause = "nearly all episodes are won" if success > 0.5 else "nearly all episodes are lost"
+    remedy = "harder tasks" if success > 0.5 else "easier tasks, a longer warm start"
+    return (
+        f"{100 * share:.0f} % of the groups of the last steps had no signal: {cause}, so that nothing tells one from another. "
+        f"Take {remedy}, a larger config.rollout.group_size, or the data algorithm dynamic_sampling"
+    )
+
+
+def _entropy(lines: Lines) -> str:
+    first, newest = _both_ends(lines, "entropy")
+    began, now = mean(first, "entropy", by="trained_tokens"), mean(newest, "entropy", by="trained_tokens")
+    success = mean(newest, "success_rate", by="episodes")
+    if began is None or now is None or now >= _COLLAPSED * began or (success or 0.0) >= _MASTERED:
+        return ""
+    return (
+        f"the entropy of replies has collapsed from {began:.3g} to {now:.3g} nats a token: the policy hardly tries "
+        "anything else any more. Raise config.loss.entropy_coefficient, or lower config.optimizer.learning_rate"
+    )
+
+
+def _cut(lines: Lines) -> str:
+    share = mean(_newest(lines, "cut_share"), "cut_share", by="turns")
+    if share is None or share < _CUT:
+        return ""
+    return (
+        f"{100 * share:.0f} % of the replies of the last steps were cut at config.rollout.max_new_tokens: what they were about "
+        "to say was lost. Raise it, or ask for shorter replies"
+    )
+
+
+def _invalid(lines: Lines) -> str:
+    first, newest = _both_ends(lines, "invalid_share")
+    began, now = mean(first, "invalid_share", by="turns"), mean(newest, "invalid_share", by="turns")
+    if began is None or now is None or now <= began + max(0.05, began / 2):
+        return ""
+    return (
+        f"invalid replies have risen from {100 * began:.1f} % (first {len(first)} steps) to {100 * now:.1f} % (last "
+        f"{len(newest)}): it may be learning not to act; read the report's episodes, and see config.credit"
+    )
+
+
+def _mismatch(lines: Lines) -> str:
+    found = mean(_newest(lines, "mismatch_kl"), "mismatch_kl")
+    if found is None or found < _MISMATCH_KL:
+        return ""
+    return (
+        f"the mismatch KL of engine and trainer is {found:.2g} a token: they compute different policies, and training "
+        "is off-policy by that much. Compare config.engine.dtype with config.model.dtype, and see docs/losses.md"
+    )
+
+
+RULES: Mapping[str, Callable[[Lines], str]] = {
+    "no signal": _no_signal,
+    "entropy": _entropy,
+    "cut replies": _cut,
+    "invalid replies": _invalid,
+    "mismatch": _mismatch,
+}
+
+
+def mean(lines: Lines, name: str, *, by: str = "") -> float | None:
+    """Mean of a metric over the lines that have it, each weighed by its metric `by`; None where none has it."""
+    found = [(line[name], line.get(by, 1.0)) for line in lines if isinstance(line.get(name), int | float)]
+    weights = sum(weight for _, weight in found)
+    return sum(value * weight for value, weight in found) / weights if weights else None
+
+
+def _newest(lines: Lines, name: str) -> Lines:
+    """The newest lines with a metric; none where they are too few."""
+    having = [line for line in lines if name in line]
+    return having[-RECENT_STEPS:] if len(having) >= _FEWEST_STEPS else ()
+
+
+def _both_ends(lines: Lines, name: str) -> tuple[Lines, Lines]:
+    """The first and the newest lines with a metric, as many of each and none in both; none where they are too few."""
+    having = [line for line in lines if name in line]
+    steps = min(RECENT_STEPS, len(having) // 2)
+    return (having[:steps], having[-steps:]) if steps >= _FEWEST_STEPS else ((), ())

@@ -1,0 +1,77 @@
+"""Diagnosis in words: every rule is triggered by what it is about, and by nothing that a healthy run does."""
+
+import re
+from typing import Any
+
+import pytest
+
+from flowjax.monitor.diagnosis import RULES, diagnose
+
+HEALTHY = {
+    "success_rate": 0.5,
+    "no_signal_share": 0.4,
+    "entropy": 0.3,
+    "cut_share": 0.01,
+    "invalid_share": 0.02,
+    "mismatch_kl": 1e-4,
+    "turns": 900,
+    "episodes": 128,
+}
+
+
+def lines(count: int = 100, **changes: tuple[float, float]) -> list[dict[str, Any]]:
+    """Steps of a run in which metrics go from a first to a last value."""
+    moved = [
+        {name: first + (last - first) * step / (count - 1) for name, (first, last) in changes.items()}
+        for step in range(count)
+    ]
+    return [{"policy": "agent", "step": step + 1, **HEALTHY, **each} for step, each in enumerate(moved)]
+
+
+WRONG: dict[str, tuple[dict[str, tuple[float, float]], str]] = {
+    "no signal": ({"no_signal_share": (0.97, 0.97), "success_rate": (0.0, 0.02)}, "97 % of the groups .* are lost"),
+    "entropy": ({"entropy": (0.5, 0.001)}, "collapsed from 0.4.* to 0.0"),
+    "cut replies": ({"cut_share": (0.0, 0.3)}, "29 % of the replies .* cut at config.rollout.max_new_tokens"),
+    "invalid replies": ({"invalid_share": (0.1, 0.84)}, "have risen from 13.4 % .* to 80.6 %"),
+    "mismatch": ({"mismatch_kl": (1e-4, 0.2)}, "mismatch KL of engine and trainer is 0.19"),
+}
+
+
+def test_a_healthy_run_has_nothing_wrong():
+    assert diagnose(lines()) == []
+
+
+def test_every_rule_has_a_case():
+    assert WRONG.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_a_rule_finds_what_it_is_about_and_no_other_rule_does(rule: str):
+    changes, sentence = WRONG[rule]
+    (finding,) = diagnose(lines(**changes))
+    assert (finding.policy, finding.rule) == ("agent", rule)
+    assert re.search(sentence, finding.text), finding.text
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_a_few_steps_say_nothing(rule: str):
+    assert diagnose(lines(4, **WRONG[rule][0])) == []
+
+
+def test_groups_that_are_all_won_want_harder_tasks():
+    (finding,) = diagnose(lines(no_signal_share=(0.99, 0.99), success_rate=(0.99, 1.0)))
+    assert "harder tasks" in finding.text
+
+
+def test_a_policy_that_has_mastered_its_tasks_may_have_no_entropy():
+    assert diagnose(lines(entropy=(0.5, 0.001), success_rate=(0.5, 1.0))) == []
+
+
+def test_every_policy_is_judged_alone():
+    other = [{**line, "policy": "judge"} for line in lines(cut_share=(0.5, 0.5))]
+    mixed = [line for pair in zip(lines(), other, strict=True) for line in pair]
+    assert [(finding.policy, finding.rule) for finding in diagnose(mixed)] == [("judge", "cut replies")]
+
+
+def test_values_that_are_no_numbers_are_passed_over():
+    assert diagnose([*lines(), {"policy": "agent", "mismatch_kl": "nan", "entropy": None}]) == []
