@@ -335,6 +335,9 @@ FIELDS = Section(
         top_p=Entry(1.0, "as rollout.top_p, of held-out episodes alone", **TOP_P),
         top_k=Entry(0, "as rollout.top_k", **TOP_K),
         min_p=Entry(0.0, "as rollout.min_p", **MIN_P),
+        transcripts=Entry(
+            512, "episodes of an evaluation that are kept turn by turn, spread over its tasks", at_least=0, resume=True
+        ),
         every_steps=Entry(
             0, "also evaluate during the run, every n steps; 0 only before and after", at_least=0, resume=True
         ),

@@ -48,7 +48,7 @@ def held(path: Path, *, wait_s: float) -> Iterator[None]:
         yield
 
 
-def replace_file(path: Path, text: str, *, mode: int = 0o644, durable: bool = True) -> None:
+def replace_file(path: Path, text: str | bytes, *, mode: int = 0o644, durable: bool = True) -> None:
     """Write `text` beside `path` and rename it into place.
 
     Args:
@@ -64,8 +64,8 @@ def replace_file(path: Path, text: str, *, mode: int = 0o644, durable: bool = Tr
         # Whatever a killed writer with the same number has left is not gone on with, nor is its mode.
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

@@ -11,7 +11,8 @@ from flowjax.records import COUNTED_STATUSES, Episode, Status, Trajectory, Turn,
 from flowjax.run import Run
 
 _LONGEST_NAME = 500  # characters
-_LONGEST_ERROR = 10_000
+LONGEST_SHOWN = 24 * 1024  # characters of what a turn shows to people, ASCII alone
+_LONGEST = {"error": 10_000, "shown": LONGEST_SHOWN}
 _MOST_OUTCOMES = 1000  # names in one outcome
 _LARGEST_NUMBER = 1e9  # of rewards and outcomes: their squares and sums stay finite in float32
 _LOGPROB_SLACK = 1e-3  # above 0, for a sampler's rounding
@@ -29,6 +30,7 @@ _TURN_FIELDS = {
     "terminal": _FLAG,
     "generate_s": _NUMBER,
     "env_s": _NUMBER,
+    "shown": _TEXT,
 }
 _NAMES = {"group_id": _TEXT, "task_id": _TEXT, "seed": _INTEGER, "status": _TEXT, "error": _TEXT}
 _SIZE = f"at most {_LARGEST_NUMBER:g} from 0"
@@ -89,7 +91,7 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], bounds: Bounds
     known_ids: set[str] = set()
     for index, trajectory in enumerate(trajectories):
         place = f"{where}.trajectories[{index}]"
-        _check_fields(trajectory, {"trajectory_id": _TEXT, "policy": _TEXT, **_NAMES}, place)
+        _check_fields(trajectory, {"trajectory_id": _TEXT, "policy": _TEXT, "shown": _TEXT, **_NAMES}, place)
         _check_status(trajectory.status, place)
         _check_outcome(trajectory.outcome, place)
         _check_policy(trajectory.policy, newest, place)
@@ -201,7 +203,7 @@ def _check_fields(record: Any, kinds: Mapping[str, Any], where: str) -> None:
         fits = isinstance(value, kind) and isinstance(value, _FLAG) == (kind is _FLAG)
         if not fits or (kind is _NUMBER and not _usable(value)):
             raise WireError(f"field {where}.{name} is {_short(value)}: it is {_KINDS[kind]}")
-        if kind is _TEXT and len(value) > (_LONGEST_ERROR if name == "error" else _LONGEST_NAME):
+        if kind is _TEXT and len(value) > _LONGEST.get(name, _LONGEST_NAME):
             raise WireError(f"field {where}.{name} has {len(value)} characters: cut it")
 
 

@@ -52,6 +52,8 @@ class Turn:
 
     `version` is the published step that the engine served, as the engine itself named it. `logprobs` are at the
     sampling temperature. State keys are 64-bit and come from the world's canonical state, never from the text shown.
+    `shown` is for people who read the episode, and for nothing else: `{"action", "view", "trace"}` as JSON, made by
+    `flowjax.workflows.agent.record_turn`.
     """
 
     policy: str
@@ -67,6 +69,7 @@ class Turn:
     terminal: bool
     generate_s: float = 0.0
     env_s: float = 0.0
+    shown: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class Lease:
 class Trajectory:
     """The turns of one agent in one episode. `outcome` holds the named numbers that rewards read, `success` among them.
 
-    `policy` is the one that spoke for the agent.
+    `policy` is the one that spoke for the agent. `shown` is as that of a turn, with the view that the last one led to.
     """
 
     trajectory_id: str
@@ -99,6 +102,7 @@ class Trajectory:
     status: Status = "ok"
     error: str = ""
     policy: str = "agent"
+    shown: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

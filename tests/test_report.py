@@ -1,13 +1,19 @@
-"""Pictures of a run, from the files that a run leaves."""
+"""The report of runs, from the files that their own writers leave."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flowjax.config import default_config, save_run
+from flowjax.dataflow.rows import credit_batch
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.report import curves, divided_group, draw_state_graph, learning_curves, main, moving_average
+from flowjax.monitor.transcripts import batch_path, transcript, write_lines
+from flowjax.records import Group, Task, Trajectory, Turn
+from flowjax.report.__main__ import main
+from flowjax.report.episodes import most_divided, read_batch
+from flowjax.report.pictures import curves, draw_state_graph, learning_curves, moving_average
 
 
 @pytest.fixture
@@ -20,28 +26,31 @@ def run(tmp_path: Path) -> Path:
     metrics.write("eval", step=0, success_rate=0.2, low=0.1, high=0.3)
     for step in range(1, 5):
         metrics.write("train", step=step, success_rate=step / 5)
-    (folder / "trajectories" / "agent").mkdir(parents=True)
-    lines = [*episodes("even", [1, 0, 1, 0]), *episodes("lost", [0, 0, 0, 0])]
-    (folder / "trajectories" / "agent" / "000003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    groups = [group("even", [1, 0, 1, 0]), group("lost", [0, 0, 0, 0])]
+    batch = credit_batch(groups, components={"success": 1.0}, estimator="grpo", options={}, with_parts=True)
+    played = [(each.task, trajectory) for each in groups for trajectory in each.trajectories]
+    lines = [transcript(*each, credit) for each, credit in zip(played, batch.credits, strict=True)]
+    write_lines(batch_path(folder, "agent", 3), lines)
     return folder
 
 
-def episodes(group: str, successes: list[int]) -> list[dict]:
-    def turn(state: int, following: int, terminal: bool) -> dict:
-        keys = {"state_key": f"{state:016x}", "next_state_key": f"{following:016x}"}
-        ids = {"prompt_ids": [1], "sampled_ids": [2], "logprobs": [-0.1]}
-        return {"version": 0, "reward": 0.0, "valid": True, "terminal": terminal, **keys, **ids}
+def group(name: str, successes: Sequence[int]) -> Group:
+    def turn(state: int, following: int, terminal: bool) -> Turn:
+        arrays = (np.array([1], np.int32), np.array([2], np.int32), np.array([-0.1], np.float32))
+        return Turn("agent", 0, *arrays, "stop", state, following, 0.0, True, terminal)
 
-    return [
-        {
-            "trajectory_id": f"{group}/{index:03d}",
-            "task_id": group,
-            "status": "ok",
-            "outcome": {"success": float(success)},
-            "turns": [turn(10, 11 + success, False), turn(11 + success, 20 + success, bool(success))],
-        }
+    trajectories = [
+        Trajectory(
+            f"{name}/{index:03d}",
+            name,
+            name,
+            0,
+            [turn(10, 11 + success, False), turn(11 + success, 20 + success, bool(success))],
+            {"success": float(success)},
+        )
         for index, success in enumerate(successes)
     ]
+    return Group(name, Task(name, "world", 0), trajectories)
 
 
 def test_moving_average_by_hand():
@@ -71,18 +80,18 @@ def test_every_policy_has_a_curve_of_its_own(tmp_path: Path):
 
 
 def test_the_group_drawn_is_the_divided_one(run: Path):
-    group = divided_group(run / "trajectories" / "agent" / "000003.jsonl")
-    assert (group.group_id, len(group.trajectories)) == ("even", 4)
+    divided = most_divided(read_batch(run, "agent", 3))
+    assert (divided.group_id, len(divided.lines)) == ("even", 4)
     picture = draw_state_graph(run)
     assert picture is not None
     assert picture.startswith("<svg")
 
 
 def test_the_command_writes_both_pictures(run: Path, capsys):
-    assert main([str(run)]) == 0
+    assert main([str(run), "--svg"]) == 0
     assert capsys.readouterr().out.split() == [str(run / "learning_curve.svg"), str(run / "state_graph.svg")]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys):
-    assert main([str(tmp_path)]) == 2
+    assert main([str(tmp_path), "--svg"]) == 2
     assert "no training steps" in capsys.readouterr().err

@@ -52,6 +52,15 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         raise CreditError(problem)
 
 
+def credit_parts(table: TurnTable, name: str, **options: Any) -> dict[str, Float[Array, "turns"]]:
+    """Parts of what `estimate` gives: those of the episode and of the step for an estimator that adds them up with a
+    `step_weight`, none for others."""
+    if "step_weight" not in inspect.signature(get_estimator(name)).parameters:
+        return {}
+    episode = estimate(table, name, **{**options, "step_weight": 0.0})
+    return {"episode": episode, "step": estimate(table, name, **options) - episode}
+
+
 def estimate(table: TurnTable, name: str, **options: Any) -> Float[Array, "turns"]:
     """Advantage of each row of `table`; zero on rows that do not count."""
     return get_estimator(name)(table, **options)

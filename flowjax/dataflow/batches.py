@@ -1,13 +1,11 @@
 """Batches out: which groups a trainer is given for a step, as rows with advantages; and who the trainer is."""
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +15,7 @@ from flowjax.dataflow.ledger import Ledger, PolicyGroup, Selection
 from flowjax.dataflow.policies import PolicyStatus
 from flowjax.dataflow.rows import CreditedBatch, credit_batch
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
+from flowjax.monitor.transcripts import batch_path, transcript, write_lines
 from flowjax.monitor.trouble import is_machine_fault
 from flowjax.records import Group
 
@@ -120,11 +119,15 @@ class Batches:
 
     def credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch:
         """The rows of a batch. Touches no state: it may run in a thread."""
-        if self._policies[policy].run.config.dataflow.keep_trajectories:
-            _write_transcripts(self._run_dir, policy, step, groups)
-        return self._credit(policy, groups)
+        keep = self._policies[policy].run.config.dataflow.keep_trajectories
+        batch = self._credit(policy, groups, with_parts=keep)
+        if keep:
+            played = [(group.task, trajectory) for group in groups for trajectory in group.trajectories]
+            lines = (transcript(*each, credit) for each, credit in zip(played, batch.credits, strict=True))
+            write_lines(batch_path(self._run_dir, policy, step), lines)
+        return batch
 
-    def _credit(self, policy: str, groups: Sequence[Group]) -> CreditedBatch:
+    def _credit(self, policy: str, groups: Sequence[Group], *, with_parts: bool = False) -> CreditedBatch:
         settings = self._policies[policy].settings
         components, trained = settings.reward.components.to_dict(), None
         if self._algorithms.by_name:
@@ -136,6 +139,7 @@ class Batches:
             estimator=settings.credit.name,
             options=settings.credit.options.to_dict(),
             trained=trained,
+            with_parts=with_parts,
         )
 
     def uncreditable(self, policy: str, groups: Sequence[Group]) -> dict[str, str]:
@@ -253,37 +257,3 @@ def _token_ages(groups: Sequence[Group], step: int) -> dict[str, int]:
             for turn in trajectory.turns:
                 ages[step - turn.version] += len(turn.sampled_ids)
     return {str(age): tokens for age, tokens in sorted(ages.items())}
-
-
-def _write_transcripts(run_dir: Path, policy: str, step: int, groups: Sequence[Group]) -> None:
-    """Write a batch's trajectories for the report to `trajectories/<policy>/<step>.jsonl`, one a line."""
-    path = run_dir / "trajectories" / policy / f"{step:06d}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for group in groups for line in _readable(group)))
-
-
-def _readable(group: Group) -> list[dict[str, Any]]:
-    """One JSON-able map per trajectory."""
-    return [
-        {
-            "trajectory_id": trajectory.trajectory_id,
-            "task_id": trajectory.task_id,
-            "status": trajectory.status,
-            "outcome": dict(trajectory.outcome),
-            "turns": [
-                {
-                    "version": turn.version,
-                    "state_key": f"{turn.state_key:016x}",
-                    "next_state_key": f"{turn.next_state_key:016x}",
-                    "reward": turn.env_reward,
-                    "valid": turn.valid,
-                    "terminal": turn.terminal,
-                    "prompt_ids": turn.prompt_ids.tolist(),
-                    "sampled_ids": turn.sampled_ids.tolist(),
-                    "logprobs": [round(float(value), 6) for value in turn.logprobs],
-                }
-                for turn in trajectory.turns
-            ],
-        }
-        for trajectory in group.trajectories
-    ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from flowjax.dataflow.messages import MOST_SLOTS
-from flowjax.record_checks import Bounds
+from flowjax.record_checks import LONGEST_SHOWN, Bounds
 
 _SMALL_BYTES = 128 * 1024
 _LEASE_BYTES = 40  # of a lease's id on the wire
@@ -42,7 +42,7 @@ def limits(bounds: Bounds, *, most_bytes: int) -> dict[str, Limit]:
         bounds: of the run's episodes, from which the limit of `episodes` follows.
         most_bytes: of any message (config.dataflow.max_message_bytes).
     """
-    turn_bytes = 4 * bounds.prompt_tokens + 8 * bounds.new_tokens + _NAMES_BYTES
+    turn_bytes = 4 * bounds.prompt_tokens + 8 * bounds.new_tokens + LONGEST_SHOWN + _NAMES_BYTES
     episodes = Limit(
         _EPISODES * (bounds.turns * turn_bytes + _EPISODE_BYTES),
         _EPISODES * (bounds.turns * _TURN_ELEMENTS + _EPISODE_ELEMENTS),

@@ -14,6 +14,7 @@ from flowjax.dataflow.tasks import content_of, episode_seed, task_at
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.statistics import wilson
+from flowjax.monitor.transcripts import Credit, held_out_path, transcript, write_lines
 from flowjax.records import Episode, Group, Task, Trajectory
 from flowjax.rewards.scores import trajectory_scores
 from flowjax.run import Run
@@ -125,7 +126,9 @@ class Evaluations:
         for task, episode in played:
             by_task.setdefault(content_of(task), []).append(episode)
             by_source.setdefault(task.source, {}).setdefault(content_of(task), []).append(episode)
-        rewards = {policy: self._rewards(policy, played) for policy in self._policies}
+        credits = {policy: self._credits(policy, played) for policy in self._policies}
+        rewards = {policy: {name: each.reward for name, each in of.items()} for policy, of in credits.items()}
+        self._keep_turns(name, played, credits)
         # Before its line in the log: if the process dies between the two, both are written again.
         self._keep(name, played, rewards)
         tasks = list(by_task.values())
@@ -150,7 +153,7 @@ class Evaluations:
             seconds=self._clock() - self._started_s.get(name, self._clock()),
         )
 
-    def _rewards(self, policy: str, played: Sequence[tuple[Task, Episode]]) -> dict[str, float]:
+    def _credits(self, policy: str, played: Sequence[tuple[Task, Episode]]) -> dict[str, Credit]:
         """Reward of each trajectory of a policy, by its id; all in one call, which compiles once."""
         groups = [
             Group("evaluation", task, parts)
@@ -159,9 +162,26 @@ class Evaluations:
         ]
         if not groups:
             return {}
-        scores, _ = trajectory_scores(groups, self._policies[policy].settings.reward.components.to_dict())
+        scores, parts = trajectory_scores(groups, self._policies[policy].settings.reward.components.to_dict())
         names = [part.trajectory_id for group in groups for part in group.trajectories]
-        return dict(zip(names, map(float, scores), strict=True))
+        return {
+            name: Credit(float(scores[index]), {part: float(values[index]) for part, values in parts.items()})
+            for index, name in enumerate(names)
+        }
+
+    def _keep_turns(
+        self, name: str, played: Sequence[tuple[Task, Episode]], credits: Mapping[str, Mapping[str, Credit]]
+    ) -> None:
+        """Keep `config.eval.transcripts` of the episodes turn by turn, evenly spread."""
+        most = self._config.eval.transcripts
+        chosen = played[:: -(-len(played) // most)] if most else []
+        lines = (
+            transcript(task, part, credits.get(part.policy, {}).get(part.trajectory_id))
+            for task, episode in chosen
+            for part in episode.trajectories
+        )
+        if chosen:
+            write_lines(held_out_path(self._run_dir, name), lines)
 
     def _keep(
         self, name: str, played: Sequence[tuple[Task, Episode]], rewards: Mapping[str, Mapping[str, float]]

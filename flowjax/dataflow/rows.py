@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.credit.estimators import estimate
+from flowjax.credit.estimators import credit_parts, estimate
 from flowjax.credit.table import build_table
+from flowjax.monitor.transcripts import Credit
 from flowjax.records import Group, TokenRow, Trajectory
 from flowjax.rewards.scores import trajectory_scores
 
@@ -18,11 +19,13 @@ class CreditedBatch:
     """The rows to train on, and sums over the batch for the log.
 
     `totals`: groups, groups_without_signal (all of whose rewards are equal), episodes, turns, invalid_turns, reward,
-    success, and one `reward/<component>` each.
+    success, sampled_tokens, cut_turns (whose reply reached the limit of tokens), and one `reward/<component>` each.
+    `credits` are those of all trajectories, in the order of the groups.
     """
 
     rows: Sequence[TokenRow]
     totals: Mapping[str, float]
+    credits: Sequence[Credit] = ()
 
 
 def credit_batch(
@@ -32,33 +35,45 @@ def credit_batch(
     estimator: str,
     options: Mapping[str, Any],
     trained: Sequence[bool] | np.ndarray | None = None,
+    with_parts: bool = False,
 ) -> CreditedBatch:
     """Reward and credit the groups of a batch in one call, and lay their turns out as token rows.
 
     One call for all of them, because some estimators take statistics over the batch (REINFORCE++). Trajectories that
-    are not `trained` count in the statistics and have no rows; by default all are.
+    are not `trained` count in the statistics and have no rows; by default all are. `with_parts`: the credits have the
+    parts of their advantages, for people.
     """
     scores, parts = trajectory_scores(groups, components)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    advantages = np.asarray(estimate(build_table(groups, scores), estimator, **options))
-    rows, start = [], 0
-    for trajectory, has_rows in zip(
-        trajectories, [True] * len(trajectories) if trained is None else trained, strict=True
+    table = build_table(groups, scores)
+    advantages = np.asarray(estimate(table, estimator, **options))
+    advantage_parts = credit_parts(table, estimator, **options) if with_parts else {}
+    advantage_parts = {name: np.asarray(part) for name, part in advantage_parts.items()}
+    rows, credits, start = [], [], 0
+    for index, (trajectory, has_rows) in enumerate(
+        zip(trajectories, [True] * len(trajectories) if trained is None else trained, strict=True)
     ):
+        span = slice(start, start + len(trajectory.turns))
         if has_rows:
-            rows += token_rows(trajectory, advantages[start : start + len(trajectory.turns)])
-        start += len(trajectory.turns)
+            rows += token_rows(trajectory, advantages[span])
+        paid = {name: float(values[index]) for name, values in parts.items()}
+        spans = {name: part[span] for name, part in advantage_parts.items()}
+        credits.append(Credit(float(scores[index]), paid, advantages[span], spans))
+        start = span.stop
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     totals = {
         "groups": len(groups),
         "groups_without_signal": _without_signal(groups, np.asarray(scores)),
         "episodes": len(trajectories),
         "turns": start,
-        "invalid_turns": sum(not turn.valid for trajectory in trajectories for turn in trajectory.turns),
+        "invalid_turns": sum(not turn.valid for turn in turns),
+        "sampled_tokens": sum(len(turn.sampled_ids) for turn in turns),
+        "cut_turns": sum(turn.finish_reason == "length" for turn in turns),
         "reward": float(scores.sum()),
         "success": sum(trajectory.outcome.get("success", 0.0) for trajectory in trajectories),
         **{f"reward/{name}": float(values.sum()) for name, values in parts.items()},
     }
-    return CreditedBatch(rows, totals)
+    return CreditedBatch(rows, totals, credits)
 
 
 def _without_signal(groups: Sequence[Group], scores: np.ndarray) -> int:

@@ -66,13 +66,17 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The environment's answer to one action. `outcome` names the world's `OUTCOMES`, up to date after every step."""
+    """The environment's answer to one action. `outcome` names the world's `OUTCOMES`, up to date after every step.
+
+    `trace` is kept for people who read the episode, and for `World.draw`: texts, numbers, lists and maps of them.
+    """
 
     observation: Observation
     reward: float
     terminal: bool
     valid: bool
     outcome: Mapping[str, float] = field(default_factory=dict)
+    trace: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,10 @@ class World(ABC):
         """False where a reply cannot count as valid. What it names is carried out all the same."""
         return True
 
+    def draw(self, view: Any, trace: Any = None) -> str:
+        """SVG of a view for people, "" where the world has no picture. `trace` is of the step that led to the view."""
+        return ""
+
     def structured_outputs(self, style: Style) -> Mapping[str, Any]:
         """Argument of vLLM's `structured_outputs` that makes it sample legal replies only; empty for none."""
         return {}
@@ -295,6 +303,13 @@ def view_reader(kind: Any) -> Callable[[Any], Any]:
         return tuple if read_item is _as_it_is else lambda values: tuple(map(read_item, values))
     readers = [view_reader(each) for each in arguments]
     return lambda values: tuple(read(value) for read, value in zip(readers, values, strict=True))
+
+
+def view_values(view: Any) -> Any:
+    """A view as plain data, dataclasses as lists of their fields' values: what `view_reader` reads."""
+    if dataclasses.is_dataclass(view):
+        return [view_values(getattr(view, part.name)) for part in dataclasses.fields(view)]
+    return [view_values(item) for item in view] if isinstance(view, list | tuple) else view
 
 
 def _as_it_is(value: Any) -> Any:

@@ -80,8 +80,8 @@ def unpack_observation(packed: list[Any], view_type: type) -> Observation:
 
 
 def unpack_step(packed: list[Any], view_type: type) -> Step:
-    observation, reward, terminal, valid, outcome = packed
-    return Step(unpack_observation(observation, view_type), reward, terminal, valid, outcome)
+    observation, reward, terminal, valid, outcome, trace = packed
+    return Step(unpack_observation(observation, view_type), reward, terminal, valid, outcome, trace)
 
 
 def _pack_observation(observation: Observation, view_type: type) -> list[Any]:
@@ -158,6 +158,7 @@ class Worker:
             step.terminal,
             step.valid,
             dict(step.outcome),
+            step.trace,
         ]
 
     def _close(self, session: int) -> None:

@@ -55,8 +55,8 @@ def _no_signal(lines: Lines) -> str:
     cause = "nearly all episodes are won" if success > 0.5 else "nearly all episodes are lost"
     remedy = "harder tasks" if success > 0.5 else "easier tasks, a longer warm start"
     return (
-        f"{100 * share:.0f} % of the groups of the last steps had no signal: {cause}, so that nothing tells one from another. "
-        f"Take {remedy}, a larger config.rollout.group_size, or the data algorithm dynamic_sampling"
+        f"{100 * share:.0f} % of the groups of the last steps had no signal: {cause}, so that nothing tells one from "
+        f"another. Take {remedy}, a larger config.rollout.group_size, or the data algorithm dynamic_sampling"
     )
 
 
@@ -77,8 +77,8 @@ def _cut(lines: Lines) -> str:
     if share is None or share < _CUT:
         return ""
     return (
-        f"{100 * share:.0f} % of the replies of the last steps were cut at config.rollout.max_new_tokens: what they were about "
-        "to say was lost. Raise it, or ask for shorter replies"
+        f"{100 * share:.0f} % of the replies of the last steps were cut at config.rollout.max_new_tokens. Raise it, "
+        "or ask for shorter replies"
     )
 
 

@@ -118,6 +118,7 @@ class EpisodePlayer:
                 status=played.status,
                 error=played.error,
                 policy=self.agents[part.agent],
+                shown=part.shown,
             )
             for i, part in enumerate(played.parts)
         ]

@@ -103,6 +103,26 @@ def pack(
     Raises:
         BatchError: a sequence is longer than `row_tokens` or begins with a sampled token, or none was sampled at all.
     """
+    plan = _plan(rows, row_tokens, micro_batch_rows, trim, rows_multiple)
+    return [_lay_out([[rows[i] for i in members] for members in bins], *shape) for bins, *shape in plan]
+
+
+def packing_order(
+    rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, trim: bool = False, rows_multiple: int = 1
+) -> list[list[int]]:
+    """Index in `rows` of every sequence of each micro-batch that `pack` makes of them, by `MicroBatch.sequences`."""
+    plan = _plan(rows, row_tokens, micro_batch_rows, trim, rows_multiple)
+    return [[index for members in bins for index in members] for bins, *_ in plan]
+
+
+def _plan(
+    rows: Sequence[TokenRow], row_tokens: int, micro_batch_rows: int, trim: bool, rows_multiple: int
+) -> list[tuple[list[list[int]], int, int, int]]:
+    """Of every micro-batch: the indices in each of its rows; the number of rows, their length, their sampled tokens.
+
+    Raises:
+        BatchError: see `pack`.
+    """
     longest = max((len(row.tokens) for row in rows), default=0)
     if longest > row_tokens:
         raise BatchError(f"a sequence has {longest} tokens, but config.trainer.row_tokens is {row_tokens}: raise it")
@@ -117,16 +137,14 @@ def pack(
         widths = [max(widths)] * len(widths)
     batches = []
     for tokens in sorted(set(widths), reverse=True):
-        alike = [
-            [rows[index] for index in members] for members, width in zip(bins, widths, strict=True) if width == tokens
-        ]
-        sampled = max(sum(int(row.sampled.sum()) for row in members) for members in alike)
+        alike = [members for members, width in zip(bins, widths, strict=True) if width == tokens]
+        sampled = max(sum(int(rows[index].sampled.sum()) for index in members) for members in alike)
         sampled = 1 << max(sampled - 1, 0).bit_length()
         most = micro_batch_rows * (row_tokens // tokens)
         for start in range(0, len(alike), most):
             part = alike[start : start + most]
             count = min(_row_count(len(part), rows_multiple), most) if trim else most
-            batches.append(_lay_out(part, count, tokens, sampled))
+            batches.append((part, count, tokens, sampled))
     return batches
 
 

@@ -17,6 +17,7 @@ from absl import logging
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.progress import write_status
 from flowjax.monitor.prometheus import MetricsEndpoint
+from flowjax.monitor.transcripts import write_lines
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch
 from flowjax.trainer.sources import Served
@@ -62,6 +63,7 @@ class StepResult:
     line: dict[str, float]  # what is known on the host
     started_s: float
     flops: float
+    keep: Callable[[], None]  # to be called once the results are there
 
 
 class StepLog:
@@ -92,6 +94,8 @@ class StepLog:
         result.counters.skipped_updates += skipped
         if skipped:
             logging.warning("%s, step %d: %d updates skipped, not finite", result.policy, result.step, skipped)
+        result.keep()
+        keep_s = time.perf_counter() - now_s
         line = {
             "policy": result.policy,
             "step": result.step,
@@ -100,7 +104,8 @@ class StepLog:
             "skipped_updates": result.counters.skipped_updates,
             "empty_updates": result.counters.empty_updates,
             "step_s": step_s,
-            "total_s": result.line["wait_s"] + step_s + result.line["save_s"],
+            "keep_s": keep_s,
+            "total_s": result.line["wait_s"] + step_s + keep_s + result.line["save_s"],
             "tokens_per_s": result.line["row_tokens"] / step_s,
             "flops_per_s": result.flops / step_s,
             **memory_metrics(),
@@ -108,6 +113,36 @@ class StepLog:
         if peak := peak_flops(jax.devices()[0].device_kind):
             line["flops_utilisation"] = line["flops_per_s"] / (peak * jax.device_count())
         return line
+
+
+def write_trained(
+    path: Path,
+    rows: Sequence[TokenRow],
+    order: Sequence[Sequence[int]],
+    micro_batches: Sequence[MicroBatch],
+    logprobs: Sequence[jax.Array],
+) -> None:
+    """Write the log-probs that each trajectory's sampled tokens had in the pass that was differentiated.
+
+    Args:
+        path: of the file.
+        rows: of the batch, in its order.
+        order: for each micro-batch, the place in `rows` of every sequence in it, by its number there.
+        logprobs: of each micro-batch.
+    """
+    found: dict[int, list[float]] = {}  # by place in `rows`
+    for places, batch, values in zip(order, micro_batches, jax.device_get(list(logprobs)), strict=True):
+        masked = np.asarray(batch.mask)
+        numbers = np.asarray(batch.sequences)[masked]
+        cuts = np.flatnonzero(np.diff(numbers)) + 1  # a sequence's tokens lie together
+        firsts = numbers[np.concatenate([[0], cuts])]
+        for number, part in zip(firsts, np.split(np.round(values[masked].astype(np.float64), 5), cuts), strict=True):
+            found[places[number]] = part.tolist()
+    by_trajectory: dict[str, list[float]] = {}
+    for place in sorted(found):
+        by_trajectory.setdefault(rows[place].trajectory_id, []).extend(found[place])
+    with contextlib.suppress(OSError):  # a full disk stops the next checkpoint, whose message is the better one
+        write_lines(path, ({"trajectory_id": name, "logprobs": values} for name, values in by_trajectory.items()))
 
 
 def _update_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -146,6 +181,8 @@ def episode_metrics(served: Served) -> dict[str, float]:
         "reward_mean": totals.pop("reward") / episodes,
         "success_rate": totals.pop("success") / episodes,
         "invalid_share": totals.pop("invalid_turns") / turns,
+        "cut_share": totals.pop("cut_turns", 0.0) / turns,
+        "reply_tokens_mean": totals.pop("sampled_tokens", 0.0) / turns,
         "turns_mean": turns / episodes,
         "no_signal_share": totals.pop("groups_without_signal", 0) / max(groups, 1),
     }

@@ -9,10 +9,11 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +36,20 @@ from flowjax.models.shape import ModelConfig
 from flowjax.models.sharding import ROW_AXES, make_mesh, on_mesh, place
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.token import known_token
+from flowjax.monitor.transcripts import trained_path
 from flowjax.records import TokenRow
 from flowjax.run import Policy, Run, read_run
-from flowjax.trainer.batch import MicroBatch, pack, unusable_rows
-from flowjax.trainer.log import OnStep, StepLog, StepResult, TrainerStatus, UpdateCounters, episode_metrics, row_metrics
+from flowjax.trainer.batch import MicroBatch, pack, packing_order, unusable_rows
+from flowjax.trainer.log import (
+    OnStep,
+    StepLog,
+    StepResult,
+    TrainerStatus,
+    UpdateCounters,
+    episode_metrics,
+    row_metrics,
+    write_trained,
+)
 from flowjax.trainer.optimizer import OptimizerMemory, learning_rate_schedule, make_optimizer
 from flowjax.trainer.sources import DataflowSource, Shared, Source, is_first
 from flowjax.trainer.update import (
@@ -394,7 +405,7 @@ def train(
         waited_s = time.perf_counter()
         trainer, step = learner.policy.trainer, learner.state.step
         updates = _split(served.rows, trainer.updates_per_step, seed=learner.run.config.seed, step=step)
-        packed = [_packed(rows, trainer, mesh) for rows in updates]
+        packed = [pack(rows, **_packing(trainer, mesh)) for rows in updates]
         on_devices = [[place(micro_batch, mesh) for micro_batch in micro_batches] for micro_batches in packed]
         packed_s = time.perf_counter()
 
@@ -406,6 +417,7 @@ def train(
 
         # update: add up the gradients of its micro-batches, divide once, take the optimiser's step
         results: list[Metrics] = []
+        trained: list[jax.Array] = []  # log-probs of every micro-batch in the pass that was differentiated
         for update, micro_batches in enumerate(on_devices):
             # With dropout the pass that is differentiated is not the policy that sampled, even in the first update.
             at_start = learner.recent[step] if update or learner.uses_dropout else None
@@ -413,11 +425,13 @@ def train(
             total = None
             for index, (micro_batch, found) in enumerate(zip(micro_batches, known, strict=True)):
                 seed = _dropout_seed(learner, update, index)
-                total = gradient_of(
+                total, logprobs = gradient_of(
                     learner.objective, learner.state, micro_batch, found, dropout_seed=seed, total=total
                 )
+                trained.append(logprobs)
             assert total is not None  # an update without rows was left out
             results.append(_apply_update(learner, total))
+        keep = _keeper(learner, served.rows, updates, packed, trained, mesh)
         learner.counters.empty_updates += trainer.updates_per_step - len(updates)
         if not updates:
             logging.warning("%s, step %d: no row has a sampled token, nothing is trained", learner.name, step)
@@ -438,7 +452,7 @@ def train(
             "save_s": learner.save_s,  # of the step before
         }
         flops = step_flops(learner.model, learner.lora, served.rows)
-        log.add(StepResult(learner.name, step + 1, learner.counters, results, line, waited_s, flops))
+        log.add(StepResult(learner.name, step + 1, learner.counters, results, line, waited_s, flops, keep))
         log.write(in_flight=0 if learner.checkpoints else trainer.steps_in_flight)
 
         # publish: the checkpoint's commit marker is the publication
@@ -477,7 +491,7 @@ def _compile(learner: Learner, batch: MicroBatch) -> None:
     total = None
     for index in range(2):  # the second pass adds to the first: another program
         seed = _dropout_seed(learner, 0, index)
-        total = gradient_of(objective, state, batch, known, dropout_seed=seed, total=total)
+        total, _ = gradient_of(objective, state, batch, known, dropout_seed=seed, total=total)
     assert total is not None
     optimizer_state = learner.memory.to_device(state.optimizer)
     # Copies, because the buffers that an update is given are donated.
@@ -505,14 +519,42 @@ def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> lis
     return [part for part in cut if any(row.sampled.any() for row in part)]
 
 
-def _packed(rows: Sequence[TokenRow], trainer: ConfigDict, mesh: Mesh) -> list[MicroBatch]:
-    return pack(
-        rows,
-        row_tokens=trainer.row_tokens,
-        micro_batch_rows=trainer.micro_batch_rows,
-        trim=trainer.trim_micro_batches,
-        rows_multiple=math.prod(mesh.shape[axis] for axis in ROW_AXES),
-    )
+def _packing(trainer: ConfigDict, mesh: Mesh) -> dict[str, Any]:
+    """Arguments of `pack`."""
+    return {
+        "row_tokens": trainer.row_tokens,
+        "micro_batch_rows": trainer.micro_batch_rows,
+        "trim": trainer.trim_micro_batches,
+        "rows_multiple": math.prod(mesh.shape[axis] for axis in ROW_AXES),
+    }
+
+
+def _keeper(
+    learner: Learner,
+    rows: Sequence[TokenRow],
+    updates: Sequence[Sequence[TokenRow]],
+    packed: Sequence[Sequence[MicroBatch]],
+    logprobs: Sequence[jax.Array],
+    mesh: Mesh,
+) -> Callable[[], None]:
+    """Writes the step's log-probs at training beside the transcripts of its batch; nothing where none are kept."""
+    run, step = learner.run, learner.state.step
+    kept = run.config.dataflow.keep_trajectories and learner.checkpoints is not None and run.folder != Path()
+    if not kept or not is_first() or jax.process_count() > 1:  # several processes hold a part of them each
+        return _no_more
+    place = {id(row): index for index, row in enumerate(rows)}
+    order = [
+        [place[id(part[index])] for index in indices]
+        for part in updates
+        for indices in packing_order(part, **_packing(learner.policy.trainer, mesh))
+    ]
+    micro_batches = [micro_batch for part in packed for micro_batch in part]
+    path = trained_path(run.folder, learner.name, step)
+    return partial(write_trained, path, rows, order, micro_batches, logprobs)
+
+
+def _no_more() -> None:
+    """Keep nothing."""
 
 
 def _mismatch(learner: Learner, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
     total = None
     for batch, known in zip(batches, first_pass(objective, state, batches, start=None)):
-        total = gradient_of(objective, state, batch, known, total=total)
+        total, _ = gradient_of(objective, state, batch, known, total=total)
     state, metrics = apply(optimizer, state, total)
 
 Everything that a step reads or writes is a `PolicyState`; everything static, which programs are compiled for, is an
@@ -193,8 +193,9 @@ def gradient_of(
     *,
     dropout_seed: DropoutSeed | None = None,
     total: GradientSum | None = None,
-) -> GradientSum:
-    """The gradient of a micro-batch's summed loss, added to `total`, whose buffers are donated.
+) -> tuple[GradientSum, Float[Array, "rows sampled"]]:
+    """The gradient of a micro-batch's summed loss, added to `total`, whose buffers are donated; and the log-probs of
+    its sampled tokens in this pass, which people read beside those of the engine.
 
     `dropout_seed`: numbers that the dropout of this pass follows from; None is no dropout.
     """
@@ -211,12 +212,12 @@ def _gradient_of(
     known: FirstPass,
     dropout_seed: DropoutSeed | None,
     total: GradientSum | None,
-) -> GradientSum:
+) -> tuple[GradientSum, Array]:
     differentiated = jax.value_and_grad(partial(_summed_loss, objective), has_aux=True)
-    (_, sums), gradient = differentiated(trained, frozen, batch, known, dropout_seed)
+    (_, (sums, logprobs)), gradient = differentiated(trained, frozen, batch, known, dropout_seed)
     # Micro-batches add up in float32: in bfloat16 the later ones would be rounded away.
     found = GradientSum(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), sums)
-    return found if total is None else jax.tree.map(jnp.add, total, found)
+    return found if total is None else jax.tree.map(jnp.add, total, found), logprobs
 
 
 # The arguments are those of `_gradient_of` above it in update.py: it differentiates this by the first of the arrays.
@@ -227,7 +228,7 @@ def _summed_loss(
     batch: MicroBatch,
     known: FirstPass,
     dropout_seed: DropoutSeed | None,
-) -> tuple[Float[Array, ""], Metrics]:
+) -> tuple[Float[Array, ""], tuple[Metrics, Float[Array, "rows sampled"]]]:
     """Loss summed over the micro-batch; divided only in `apply`, so that no split into micro-batches changes it."""
     options = objective.options
     logprobs, entropy = _model_logprobs(objective, trained, frozen, batch, dropout_key=_dropout_key(dropout_seed))
@@ -267,7 +268,7 @@ def _summed_loss(
         penalty = kl_penalty(logprobs, jax.lax.stop_gradient(reference), kind="k3")
         sums["reference_kl"] = jnp.sum(penalty, where=batch.mask)
         total = total + objective.kl_coefficient * aggregated(penalty)
-    return total, {**sums, "loss": loss, "denominator": denominator}
+    return total, ({**sums, "loss": loss, "denominator": denominator}, logprobs)
 
 
 def _dropout_key(seed: DropoutSeed | None) -> jax.Array | None:

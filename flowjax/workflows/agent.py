@@ -1,14 +1,16 @@
 """An agent: messages in, one reply of one policy out, with the exact tokens that made it."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from flowjax.envs.base import Message, Observation, Step
+from flowjax.envs.base import Message, Observation, Step, view_values
+from flowjax.record_checks import LONGEST_SHOWN
 from flowjax.records import Status, Turn
 
 UNVERSIONED = -1  # version of replies from a model that is not a published policy
@@ -69,6 +71,7 @@ class AgentTurns:
     agent: str
     turns: Sequence[Turn]
     outcome: Mapping[str, float]
+    shown: str = ""  # see `Trajectory.shown`
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,8 @@ class Agent:
         )
 
 
-def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float) -> Turn:
-    """A turn: the reply to what was seen `before`, and what the world made of it."""
+def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float, action: str = "") -> Turn:
+    """A turn: the reply to what was seen `before`, the `action` that it named, and what the world made of it."""
     return Turn(
         policy=reply.policy,
         version=reply.version,
@@ -142,4 +145,18 @@ def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float) 
         terminal=step.terminal,
         generate_s=reply.generate_s,
         env_s=env_s,
+        shown=shown_as(view=before.view, action=action, trace=step.trace),
     )
+
+
+def shown_as(**parts: Any) -> str:
+    """JSON of what is kept for people to read. What does not fit, or is no data, is left out: no episode ends of it."""
+    kept: dict[str, str] = {}
+    for name, part in parts.items():
+        try:
+            text = json.dumps(view_values(part))
+        except (TypeError, ValueError):
+            continue
+        if text not in ("null", '""') and sum(map(len, kept.values())) + len(text) + 100 < LONGEST_SHOWN:
+            kept[name] = text
+    return "{" + ", ".join(f'"{name}": {text}' for name, text in kept.items()) + "}" if kept else ""

@@ -4,9 +4,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flowjax.envs.base import Context, EnvDied, Past, RemoteEnv, Style, World
+from flowjax.envs.base import Context, EnvDied, Observation, Past, RemoteEnv, Style, World
 from flowjax.records import Status, Task, Turn, state_key
-from flowjax.workflows.agent import Agent, AgentTurns, Played, Reply, record_turn
+from flowjax.workflows.agent import Agent, AgentTurns, Played, Reply, record_turn, shown_as
 from flowjax.workflows.codec import PromptTooLong
 
 OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own
@@ -40,6 +40,7 @@ async def play(
     past: list[Past] = []
     turns: list[Turn] = []
     reply: Reply | None = None
+    observation: Observation | None = None
     outcome = dict.fromkeys(world.OUTCOMES, 0.0)
     status: Status = "ok"
     error = answer = ""
@@ -56,7 +57,7 @@ async def play(
             started_s = time.perf_counter()
             step = await env.step(action)
             step = replace(step, valid=step.valid and world.well_formed(reply.text))
-            turns.append(record_turn(reply, observation, step, env_s=time.perf_counter() - started_s))
+            turns.append(record_turn(reply, observation, step, env_s=time.perf_counter() - started_s, action=action))
             past.append(Past(number, observation.view, action))
             answer = world.answer(action) or answer
             observation = step.observation
@@ -72,4 +73,5 @@ async def play(
     outcome["env_return"] = float(sum(turn.env_reward for turn in turns))
     if len(answer) > _LONGEST_ANSWER:  # equal texts stay equal, which is all that they are for
         answer = f"{state_key(answer):016x}"
-    return Played([AgentTurns(AGENT, turns, outcome)], outcome, status, error, answer)
+    last = shown_as(view=observation.view) if observation is not None else ""
+    return Played([AgentTurns(AGENT, turns, outcome, last)], outcome, status, error, answer)

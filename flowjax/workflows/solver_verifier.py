@@ -95,7 +95,7 @@ async def _attempt(
     started_s = time.perf_counter()
     step = await env.step(action)
     step = replace(step, valid=step.valid and options.world.well_formed(reply.text))
-    turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s)
+    turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s, action=action)
     right = step.outcome.get("success", 0.0)
     parts.append(AgentTurns(SOLVER, [turn], {**step.outcome, **_counts(step.valid, step.reward)}))
     return reply.text, right
@@ -119,7 +119,7 @@ async def _judge(
     before = Observation("", (APPROVE, REJECT), state_key(problem.state_key, answer))
     after = Observation("", (), state_key(problem.state_key, answer, verdict))
     step = Step(after, agrees, True, bool(verdict))
-    turn = record_turn(reply, before, step, env_s=0.0)
+    turn = record_turn(reply, before, step, env_s=0.0, action=verdict)
     called_for = "approved_right" if right >= 1.0 else "rejected_wrong"
     outcome = {"success": agrees, "answer_right": float(right >= 1.0), called_for: agrees}
     parts.append(AgentTurns(VERIFIER, [turn], {**outcome, **_counts(step.valid, agrees)}))

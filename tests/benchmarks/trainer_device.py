@@ -114,7 +114,7 @@ def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]
         started_s = time.perf_counter()
         total = None
         for batch in batches:
-            total = gradient_of(objective, state, batch, total=total)
+            total, _ = gradient_of(objective, state, batch, total=total)
         assert total is not None
         state, metrics = apply(optimizer, state, total)
         jax.block_until_ready((state, metrics))

@@ -70,7 +70,7 @@ def make(folder: Path) -> Trainer:
         batches = pack(rows, row_tokens=max(case.lengths), micro_batch_rows=len(case.lengths), trim=True)
         batches = [jax.device_put(batch) for batch in batches]
         for batch, known in zip(batches, first_pass(objective, state, batches, start=None), strict=True):
-            total = gradient_of(objective, state, batch, known, total=total)
+            total, _ = gradient_of(objective, state, batch, known, total=total)
         assert total is not None
         state, metrics = apply(optimizer, state, total)
         jax.block_until_ready(state)

@@ -37,6 +37,7 @@ def episode(lease: Message, **changes: Any) -> Message:
         "terminal": True,
         "generate_s": 0.1,
         "env_s": 0.1,
+        "shown": "{}",
     }
     trajectory = {
         "__record__": "Trajectory",

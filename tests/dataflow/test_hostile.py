@@ -156,8 +156,8 @@ def test_every_field_missing_or_of_the_wrong_kind(tmp_path):
 
 
 def test_records_with_fields_missing_or_of_the_wrong_kind(tmp_path):
-    texts = {"error", "finish_reason", "trajectory_id", "lease_id", "episode_id"}
-    optional = {"status", "error", "generate_s", "env_s", "worker", "success"}
+    texts = {"error", "shown", "finish_reason", "trajectory_id", "lease_id", "episode_id"}
+    optional = {"status", "shown", "error", "generate_s", "env_s", "worker", "success"}
 
     async def scenario(dataflow: Dataflow) -> None:
         await dataflow.lease()

@@ -70,7 +70,7 @@ def gradient(split, *, row_tokens: int, micro_batch_rows: int, **changes):
     start = jax.tree.map(lambda leaf: leaf * 0.9, trained)
     batches = pack(rows(), row_tokens=row_tokens, micro_batch_rows=micro_batch_rows)
     for batch, known in zip(batches, first_pass(objective, state, batches, start=start), strict=True):
-        total = gradient_of(objective, state, batch, known, total=total)
+        total, _ = gradient_of(objective, state, batch, known, total=total)
     assert total is not None
     stepped, metrics = apply(SGD, state, total)
     moved = jax.tree.map(lambda before, after: before - after, trained, stepped.trained)
@@ -141,7 +141,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted(split):
     broken = rows(3)
     broken[0].advantages[broken[0].sampled] = np.nan
     state = state_of(trained, frozen)
-    total = gradient_of(objective_of(graph), state, pack(broken, row_tokens=16, micro_batch_rows=4)[0])
+    total, _ = gradient_of(objective_of(graph), state, pack(broken, row_tokens=16, micro_batch_rows=4)[0])
     stepped, metrics = apply(SGD, state, total)
     assert metrics["skipped"] == 1.0
     assert_close(stepped.trained, trained, atol=0)
@@ -153,7 +153,7 @@ def test_the_base_is_the_reference_policy(split):
     zeros = jax.tree.map(jnp.zeros_like, trained)
     batch = pack(rows(), row_tokens=16, micro_batch_rows=16)[0]
     kl = {
-        name: float(gradient_of(objective_of(graph), state_of(arrays, frozen), batch).sums["reference_kl"])
+        name: float(gradient_of(objective_of(graph), state_of(arrays, frozen), batch)[0].sums["reference_kl"])
         for name, arrays in (("base", zeros), ("noisy", trained))
     }
     assert kl["base"] == pytest.approx(0.0, abs=1e-6)
@@ -173,7 +173,7 @@ def test_the_entropy_term_is_the_gradient_of_a_full_softmax_entropy(split):
         return jnp.sum(-jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1), where=batch.mask)
 
     parts = [
-        gradient_of(objective_of(graph, kl_coefficient=0.0, entropy_coefficient=c), state_of(trained, frozen), batch)
+        gradient_of(objective_of(graph, kl_coefficient=0.0, entropy_coefficient=c), state_of(trained, frozen), batch)[0]
         for c in (0.5, 0.0)
     ]
     added = jax.tree.map(lambda with_term, without: with_term - without, parts[0].gradient, parts[1].gradient)

@@ -158,6 +158,43 @@ def picture_of(view: RoomView, tile_pixels: int = 16) -> UInt8[np.ndarray, "heig
     return pictures(numbers[None], tile_pixels)[0]
 
 
+def svg(view: RoomView, cell_pixels: int = 20) -> str:
+    """The picture of a view as SVG: one path for each kind of cell, so that thousands of them are small."""
+    rows, columns = len(view.rows), len(view.rows[0])
+    cells = [(symbol, x, y) for y, row in enumerate(view.rows) for x, symbol in enumerate(row)]
+
+    def squares(symbols: str, colour: str, inset: float) -> str:
+        side = 1 - 2 * inset
+        path = "".join(
+            f"M{x + inset:g} {y + inset:g}h{side:g}v{side:g}h-{side:g}z" for s, x, y in cells if s in symbols
+        )
+        return f'<path fill="{colour}" d="{path}"/>' if path else ""
+
+    def rounds(symbols: str, colour: str, radius: float, dx: float = 0.5, dy: float = 0.5) -> str:
+        arc = f"a{radius:g} {radius:g} 0 1 0 {2 * radius:g} 0a{radius:g} {radius:g} 0 1 0 -{2 * radius:g} 0"
+        path = "".join(f"M{x + dx - radius:g} {y + dy:g}{arc}" for s, x, y in cells if s in symbols)
+        return f'<path fill="{colour}" d="{path}"/>' if path else ""
+
+    floor, wall, target, wood, covered = (_hex(colour) for colour in (FLOOR, BRICK, TARGET, WOOD, COVERED))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns} {rows}" width="{columns * cell_pixels}" '
+        f'height="{rows * cell_pixels}"><path fill="{floor}" d="M0 0h{columns}v{rows}H0z"/>'
+        + squares("#", wall, 0.0)
+        + rounds("OS√", target, 0.42)
+        + rounds("OS√", floor, 0.26)
+        + squares("X√", _hex(EDGE), 0.12)
+        + squares("X", wood, 0.19)
+        + squares("√", covered, 0.19)
+        + rounds("PS", _hex(COAT), 0.24, dy=0.66)
+        + rounds("PS", _hex(SKIN), 0.18, dy=0.32)
+        + "</svg>"
+    )
+
+
+def _hex(colour: tuple[int, int, int]) -> str:
+    return "#" + "".join(f"{part:02x}" for part in colour)
+
+
 def pictures(
     symbols: Int[np.ndarray, "boards rows columns"], tile_pixels: int = 16
 ) -> UInt8[np.ndarray, "boards height width 3"]:

@@ -21,6 +21,7 @@ from flowjax.envs.sokoban.rooms import (
     parse,
     picture,
     solved,
+    svg,
     tiles,
 )
 from flowjax.envs.sokoban.solver import best_direction
@@ -82,6 +83,10 @@ class Sokoban(World):
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
         return user_says(_inside(observation.view) if style == "compact" else _now(observation.view))
+
+    def draw(self, view: RoomView, trace: Any = None) -> str:
+        del trace
+        return svg(view)
 
     def vocabulary(self) -> tuple[str, ...]:
         return (*SYMBOLS, *DIRECTIONS, "none")

@@ -1,28 +1,23 @@
-"""Draw runs: `python -m flowjax.report runs/<name> [runs/<other> ...] [--svg=curve.svg]`.
+"""Two pictures as SVG, for pages and papers: learning curves of runs, and the state graph of a group.
 
-`learning_curve.svg`, in the first run's folder unless `--svg` names another, has one line per run and policy: training
-success, averaged over the last ten steps, and the held-out evaluations with their 95 % intervals. `state_graph.svg`, in
-each run's folder, is the state graph of the group of the last batch whose episodes differed most in success, with the
-value of each state and the advantage of each move.
+The curve has one line per run and policy: training success, averaged over the last ten steps, and the held-out
+evaluations with their 95 % intervals. The graph is that of the group of the last batch whose episodes differed most in
+success, with the value of each state and the advantage of each move.
 """
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from flowjax.credit.estimators import estimate
 from flowjax.credit.graph import state_graph, to_svg
 from flowjax.credit.table import build_table
 from flowjax.monitor.metrics import read_metrics
-from flowjax.records import Group, Task, Trajectory, Turn
-from flowjax.rewards.scores import trajectory_scores
+from flowjax.report.episodes import batches_of, most_divided, read_batch
 from flowjax.run import read_run
 
 _WIDTH, _HEIGHT = 760, 380
@@ -31,52 +26,17 @@ _COLOURS = ("#1f6fb2", "#c4512d", "#3b8f4e", "#8458a6", "#8a6d1f", "#4a4a4a")
 _WINDOW = 10
 
 
-def divided_group(path: Path) -> Group:
-    """The group of a `trajectories/<policy>/<step>.jsonl` file whose share of successes is nearest to a half."""
-    groups: dict[str, list[Trajectory]] = {}
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
-        turns = [_turn(turn) for turn in entry["turns"]]
-        group_id = entry["trajectory_id"].rpartition("/")[0]
-        trajectory = Trajectory(
-            entry["trajectory_id"], group_id, entry["task_id"], 0, turns, entry["outcome"], entry["status"]
-        )
-        groups.setdefault(group_id, []).append(trajectory)
-
-    def evenness(trajectories: list[Trajectory]) -> float:
-        return abs(sum(t.outcome.get("success", 0.0) for t in trajectories) / len(trajectories) - 0.5)
-
-    group_id, members = min(groups.items(), key=lambda item: evenness(item[1]))
-    return Group(group_id, Task(members[0].task_id, "", 0), members)
-
-
 def draw_state_graph(run: Path) -> str | None:
     """State graph of a group of the run's last batch as SVG text; None where no trajectories were kept."""
-    files = sorted((run / "trajectories").glob("*/*.jsonl"), key=lambda path: path.name)
-    if not files:
+    newest = [(batches[-1], policy) for policy in read_run(run).policies if (batches := batches_of(run, policy))]
+    if not newest:
         return None
-    policy, group = read_run(run).policies[files[-1].parent.name], divided_group(files[-1])
-    scores, _ = trajectory_scores([group], policy.reward.components.to_dict())
-    table = build_table([group], scores)
+    step, name = max(newest)
+    policy, group = read_run(run).policies[name], most_divided(read_batch(run, name, step))
+    table = build_table([group.as_group()], np.array(group.rewards))
     options = policy.credit.options.to_dict()
     advantages = np.asarray(estimate(table, policy.credit.name, **options))
     return to_svg(state_graph(table, advantages, gamma=options.get("gamma", 0.9)))
-
-
-def _turn(turn: dict[str, Any]) -> Turn:
-    return Turn(
-        policy="",
-        version=turn["version"],
-        prompt_ids=np.array(turn["prompt_ids"], np.int32),
-        sampled_ids=np.array(turn["sampled_ids"], np.int32),
-        logprobs=np.array(turn["logprobs"], np.float32),
-        finish_reason="",
-        state_key=int(turn["state_key"], 16),
-        next_state_key=int(turn["next_state_key"], 16),
-        env_reward=turn["reward"],
-        valid=turn["valid"],
-        terminal=turn["terminal"],
-    )
 
 
 def moving_average(values: Sequence[float], window: int = _WINDOW) -> list[float]:
@@ -187,29 +147,3 @@ def _evaluations(entries: Sequence[Mapping[str, Any]], steps: int, colour: str, 
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{colour}"/>')
         parts.append(f'<circle cx="{x:.1f}" cy="{share:.1f}" r="4" fill="{colour}"/>')
     return parts
-
-
-def main(argv: Sequence[str]) -> int:
-    jax.config.update("jax_platforms", "cpu")  # drawing needs no accelerator
-    runs = [Path(argument) for argument in argv if not argument.startswith("--")]
-    options = [argument for argument in argv if argument.startswith("--")]
-    unknown = [option for option in options if not option.startswith("--svg=")]
-    if unknown or not runs:
-        print(__doc__ if not unknown else f"{unknown[0]} is not known: the only option is --svg=FILE", file=sys.stderr)
-        return 2
-    target = Path(options[-1].removeprefix("--svg=")) if options else runs[0] / "learning_curve.svg"
-    try:
-        target.write_text(learning_curves(runs))
-        print(target)
-        for run in runs:
-            if (graph := draw_state_graph(run)) is not None:
-                (run / "state_graph.svg").write_text(graph)
-                print(run / "state_graph.svg")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

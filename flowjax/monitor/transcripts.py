@@ -1,0 +1,165 @@
+"""Transcripts: what is kept of every turn for people, one trajectory a line, in files of compressed JSON lines.
+
+    trajectories/<policy>/<step>.jsonl.gz     the batch that takes the policy from version <step> to the next
+    trajectories/<policy>/<step>.trained.gz   log-probs of its sampled tokens as the trainer found them
+    held_out/<policy>@<version>.turns.gz      episodes of an evaluation
+
+Prompts and replies are kept as token ids, which are what was trained on. Their text is made by who reads them, with the
+tokenizer of the policy's base: it costs a run nothing then, and says exactly what the ids say. A prompt is kept without
+the beginning that it shares with the turn before, `prompt_shared` tokens of that turn's prompt and reply.
+"""
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from flowjax.files import replace_file
+from flowjax.records import Task, Trajectory, Turn
+
+_LEVEL = 4  # of compression: higher ones take twice the time for a twentieth of the size
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Reward and credit of one trajectory.
+
+    advantages: of each turn.
+    parts: of the advantages of an estimator that adds up several, such as that of the episode and that of the step.
+    components: of the reward, before weighting.
+    """
+
+    reward: float
+    components: Mapping[str, float]
+    advantages: Float[np.ndarray, "turns"] | Sequence[float] = ()
+    parts: Mapping[str, Float[np.ndarray, "turns"]] = field(default_factory=dict)
+
+
+def batch_path(run_dir: Path, policy: str, step: int) -> Path:
+    """File of the policy's batch `step`."""
+    return run_dir / "trajectories" / policy / f"{step:06d}.jsonl.gz"
+
+
+def trained_path(run_dir: Path, policy: str, step: int) -> Path:
+    """File of the log-probs of that batch at training."""
+    return run_dir / "trajectories" / policy / f"{step:06d}.trained.gz"
+
+
+def held_out_path(run_dir: Path, evaluation: str) -> Path:
+    """File of an evaluation's episodes, turn by turn."""
+    return run_dir / "held_out" / f"{evaluation}.turns.gz"
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write maps as a file of compressed JSON lines, all or none of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line, separators=(",", ":"), default=str) + "\n" for line in lines)
+    # No time in the header: equal lines are equal files.
+    replace_file(path, gzip.compress(text.encode(), _LEVEL, mtime=0), durable=False)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of such a file, as far as it is whole."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+    except (OSError, EOFError, ValueError):  # of a run that a power cut has ended: what there is is shown
+        return
+
+
+def transcript(task: Task, trajectory: Trajectory, credit: Credit | None = None) -> dict[str, Any]:
+    """A line: see docs/report.md for its fields."""
+    line: dict[str, Any] = {
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "policy": trajectory.policy,
+        "task_id": task.task_id,
+        "source": task.source,
+        "kind": task.kind,
+        "payload": dict(task.payload),
+        "seed": trajectory.seed,
+        "status": trajectory.status,
+        "error": trajectory.error,
+        "outcome": dict(trajectory.outcome),
+        "turns": _turns(trajectory.turns),
+    }
+    if trajectory.shown:
+        line["shown"] = _read(trajectory.shown)
+    if credit is not None:
+        line |= {"reward": _short(credit.reward), "rewards": _rounded(credit.components)}
+        for number, (turn, advantage) in enumerate(zip(line["turns"], credit.advantages, strict=False)):
+            turn["advantage"] = _short(advantage)
+            if credit.parts:
+                turn["advantage_parts"] = _rounded({name: part[number] for name, part in credit.parts.items()})
+    return line
+
+
+def _turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    before = np.zeros(0, np.int32)
+    for turn in turns:
+        shared = _common(before, turn.prompt_ids)
+        found.append(
+            {
+                "version": turn.version,
+                "state_key": f"{turn.state_key:016x}",
+                "next_state_key": f"{turn.next_state_key:016x}",
+                "reward": _short(turn.env_reward),
+                "valid": bool(turn.valid),
+                "terminal": bool(turn.terminal),
+                "finish_reason": turn.finish_reason,
+                "generate_s": round(float(turn.generate_s), 4),
+                "env_s": round(float(turn.env_s), 4),
+                "prompt_shared": shared,
+                "prompt_ids": turn.prompt_ids[shared:].tolist(),
+                "sampled_ids": turn.sampled_ids.tolist(),
+                "logprobs": [round(float(value), 5) for value in turn.logprobs],
+            }
+        )
+        if turn.shown:
+            found[-1]["shown"] = _read(turn.shown)
+        before = np.concatenate([turn.prompt_ids, turn.sampled_ids])
+    return found
+
+
+def _common(before: np.ndarray, ids: np.ndarray) -> int:
+    """Length of the beginning that both have."""
+    length = min(len(before), len(ids))
+    differing = np.flatnonzero(before[:length] != ids[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def whole_prompts(turns: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The token ids of every turn's prompt."""
+    found: list[list[int]] = []
+    before: list[int] = []
+    for turn in turns:
+        found.append([*before[: turn.get("prompt_shared", 0)], *turn["prompt_ids"]])
+        before = [*found[-1], *turn["sampled_ids"]]
+    return found
+
+
+def _read(shown: str) -> Any:
+    """Data of a `shown` text, or the text where it is another rollout's and no JSON."""
+    try:
+        return json.loads(shown)
+    except ValueError:
+        return {"text": shown}
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: _short(value) for name, value in values.items()}
+
+
+def _short(value: Any) -> float:
+    return round(float(value), 5)

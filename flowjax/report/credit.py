@@ -1,0 +1,246 @@
+"""Credit of a group as data for the page: its state graph, laid out, and a sentence on the credit of every move."""
+
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from flowjax.credit.estimators import get_estimator
+from flowjax.credit.rewardflow import StateValues, state_values
+from flowjax.credit.table import build_table
+from flowjax.records import COUNTED_STATUSES
+from flowjax.report.episodes import RecordedGroup
+
+_SAME = 1e-6  # advantages that differ by less are equal
+_SWEEPS = 6  # over the layers of a graph, to order the states in each
+
+
+def explain_credit(groups: Sequence[RecordedGroup], piece: dict[str, Any], credit: ConfigDict) -> None:
+    """Add to every group of a piece its graph, and to every turn the sentence on its credit.
+
+    Args:
+        groups: those that the piece was made of, of one batch.
+        piece: as `EpisodePages.piece` gives it.
+        credit: the policy's `config.credit`.
+    """
+    options = _value_options(credit)
+    for group, shown in zip(groups, piece["groups"], strict=True):
+        if any(line["turns"] for line in group.lines):
+            values = _values(group, options)
+            shown["graph"] = _graph(shown, values)
+            for place, episode in enumerate(shown["episodes"]):
+                for number, turn in enumerate(episode["turns"]):
+                    turn["why"] = _why(group, shown, values, (place, number), credit.name, options["gamma"])
+
+
+def _value_options(credit: ConfigDict) -> dict[str, Any]:
+    """Discount and kind of rewards, as the estimator has them: what the values of states are shown with."""
+    parameters = inspect.signature(get_estimator(credit.name)).parameters
+    defaults = {name: parameters[name].default for name in ("gamma", "rewards") if name in parameters}
+    chosen = {name: value for name, value in credit.options.to_dict().items() if name in ("gamma", "rewards")}
+    found = {"gamma": 0.9, "rewards": "score", **defaults, **chosen}
+    return found if found["rewards"] in ("score", "reward") else {**found, "rewards": "score"}
+
+
+def _values(group: RecordedGroup, options: Mapping[str, Any]) -> list[list[tuple[float, float, float]]]:
+    """Value before, value after and reward of every turn, by episode."""
+    table = build_table([group.as_group()], np.array(group.rewards, np.float64))
+    found: StateValues = state_values(table, **options)
+    columns = np.stack([np.asarray(column) for column in (found.before, found.after, found.earned)], axis=1)
+    rows, start = [], 0
+    for line in group.lines:
+        rows.append([(float(a), float(b), float(c)) for a, b, c in columns[start : start + len(line["turns"])]])
+        start += len(line["turns"])
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------- the graph
+
+
+def _graph(shown: Mapping[str, Any], values: Sequence[Sequence[tuple[float, float, float]]]) -> dict[str, Any]:
+    """States with their drawing, value and visits; moves with their advantage and the turns that made them."""
+    nodes: dict[str, dict[str, Any]] = {}
+    edges: dict[tuple[str, str], dict[str, Any]] = {}
+    for place, episode in enumerate(shown["episodes"]):
+        turns = episode["turns"]
+        for number, turn in enumerate(turns):
+            before, _, earned = values[place][number]
+            is_last = number == len(turns) - 1
+            seen = (turns[number + 1]["view"], turns[number + 1]["picture"]) if not is_last else _last_seen(episode)
+            source = _node(nodes, turn["state"], turn["view"], turn["picture"], before)
+            source["start"] |= number == 0
+            source["visits"] += 1
+            # An ending is a state of its own: the same position may be passed in one episode and end another.
+            won = bool(episode["outcome"].get("success", 0.0) >= 1.0)
+            target_id = turn["next"] if not is_last else f"{turn['next']}/{'won' if won else 'lost'}"
+            target = _node(nodes, target_id, *seen, earned if is_last else 0.0)
+            if is_last:
+                target["end"], target["visits"] = ("won" if won else "lost"), target["visits"] + 1
+            edge = edges.setdefault((turn["state"], target_id), {"moves": [], "actions": Counter(), "given": []})
+            edge["moves"].append([place, number])
+            edge["actions"][turn["action"] or "no legal action"] += 1
+            edge["given"].append(turn.get("advantage", 0.0))
+    _lay_out(nodes, list(edges))
+    return {
+        "nodes": [{"id": name, **node} for name, node in nodes.items()],
+        "edges": [
+            {
+                "source": source,
+                "target": target,
+                "moves": edge["moves"],
+                "action": edge["actions"].most_common(1)[0][0],
+                "advantage": round(float(np.mean(edge["given"])), 4),
+            }
+            for (source, target), edge in edges.items()
+        ],
+    }
+
+
+def _last_seen(episode: Mapping[str, Any]) -> tuple[int, int]:
+    return episode["view"], episode["picture"]
+
+
+def _node(nodes: dict[str, dict[str, Any]], name: str, view: int, picture: int, value: float) -> dict[str, Any]:
+    fresh = {"view": view, "picture": picture, "value": 0.0, "visits": 0, "start": False, "end": ""}
+    node = nodes.setdefault(name, fresh)
+    node["value"] = node["value"] or round(value, 4)
+    return node
+
+
+def _lay_out(nodes: dict[str, dict[str, Any]], edges: Sequence[tuple[str, str]]) -> None:
+    """Give every state a column, its distance from the start, and a row that keeps moves from crossing much."""
+    onward, back = defaultdict(list), defaultdict(list)
+    for source, target in edges:
+        onward[source].append(target)
+        back[target].append(source)
+    queue = [name for name, node in nodes.items() if node["start"]]
+    column = dict.fromkeys(queue, 0)
+    for name in queue:
+        for target in onward[name]:
+            if target not in column:
+                column[target] = column[name] + 1
+                queue.append(target)
+    layers: dict[int, list[str]] = defaultdict(list)
+    for name in nodes:
+        layers[column.get(name, 0)].append(name)
+    row = {name: float(place) for layer in layers.values() for place, name in enumerate(layer)}
+    for sweep in range(_SWEEPS):  # each state to the middle of its neighbours (Sugiyama et al. 1981)
+        neighbours = back if sweep % 2 == 0 else onward
+        for layer in layers.values():
+            middle = {
+                name: float(np.mean([row[each] for each in neighbours[name]])) if neighbours[name] else row[name]
+                for name in layer
+            }
+            for place, name in enumerate(sorted(layer, key=lambda name: middle[name])):
+                row[name] = float(place)
+    tallest = max(len(layer) for layer in layers.values())
+    for layer in layers.values():
+        for name in layer:
+            nodes[name]["column"] = column.get(name, 0)
+            nodes[name]["row"] = row[name] + (tallest - len(layer)) / 2
+
+
+# -------------------------------------------------------------------------------------------------------- in a sentence
+
+
+def _why(
+    group: RecordedGroup,
+    shown: Mapping[str, Any],
+    values: Sequence[Sequence[tuple[float, float, float]]],
+    at: tuple[int, int],
+    estimator: str,
+    gamma: float,
+) -> str:
+    """Words on the credit of turn `at`, which is an episode of the group and a turn of it."""
+    place, number = at
+    line, turn = group.lines[place], shown["episodes"][place]["turns"][number]
+    if line["status"] not in COUNTED_STATUSES:
+        return (
+            f"The episode ended as {line['status']}, which is not the policy's doing: it counts in nothing, credit 0."
+        )
+    if "advantage" not in turn:
+        return "No credit was given to this episode."
+    given, parts = turn["advantage"], turn.get("advantage_parts", {})
+    episode = _of_episode(group, place)
+    advantages = [each.get("advantage", 0.0) for each in shown["episodes"][place]["turns"]]
+    if parts:
+        step = _of_step(shown, values, at, gamma, has_values="rewardflow" in estimator)
+        return (
+            f"Advantage {given:+.2f} = {parts['episode']:+.2f} for the episode and {parts['step']:+.2f} for this move. "
+            f"The episode: {episode} This move: {step}"
+        )
+    if max(advantages) - min(advantages) < _SAME:
+        return f"Advantage {given:+.2f}, the same for every move of the episode ({estimator}). {episode}"
+    step = _of_step(shown, values, at, gamma, has_values=True)
+    return f"Advantage {given:+.2f} ({estimator}). The episode: {episode} This move: {step}"
+
+
+def _of_episode(group: RecordedGroup, place: int) -> str:
+    counted = [
+        reward for line, reward in zip(group.lines, group.rewards, strict=True) if line["status"] in COUNTED_STATUSES
+    ]
+    reward, mean = group.rewards[place], float(np.mean(counted))
+    if max(counted) - min(counted) < _SAME:
+        return f"all {len(counted)} of its group earned {reward:.3g}, so none is better than another (no signal)."
+    better = "more" if reward > mean else "less"
+    return f"it earned {reward:.3g}, {better} than its group of {len(counted)} on average ({mean:.2f})."
+
+
+def _of_step(
+    shown: Mapping[str, Any],
+    values: Sequence[Sequence[tuple[float, float, float]]],
+    at: tuple[int, int],
+    gamma: float,
+    *,
+    has_values: bool,
+) -> str:
+    place, number = at
+    episode = shown["episodes"][place]
+    turn, is_last = episode["turns"][number], number == len(episode["turns"]) - 1
+    before, after, earned = values[place][number]
+    said = "" if turn["valid"] else "the reply could not be used as an action. "
+    here = [
+        (i, each)
+        for i, other in enumerate(shown["episodes"])
+        for each in other["turns"]
+        if each["state"] == turn["state"]
+    ]
+    if not has_values:
+        return f"{said}it is compared with all {len(here)} moves from the same state. {_choices(here)}"
+    if is_last:
+        end = "ended the episode" if turn["terminal"] else "was the last before the limit of turns"
+        return (
+            f"{said}it {end} and earned {earned:.2f}, where {before:.2f} was to be expected from here. {_choices(here)}"
+        )
+    then = earned + gamma * after
+    verb = "gained" if then > before + _SAME else "lost" if then < before - _SAME else "changed nothing of"
+    path = f"V {before:.2f} before, {after:.2f} after, discounted by {gamma:g} to {then:.2f}"
+    stayed = "it changed nothing, and time costs. " if turn["state"] == turn["next"] and then < before else ""
+    return f"{said}{stayed}it {verb} what was to be expected ({path}). {_choices(here)}"
+
+
+def _choices(here: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    """Sentence on what was tried from a state, and with what credit."""
+    passed = len({place for place, _ in here})
+    by_action: dict[str, list[float]] = defaultdict(list)
+    for _, turn in here:
+        by_action[turn["action"] or "no legal action"].append(turn.get("advantage", 0.0))
+    if len(here) == 1:
+        return "Nobody else of the group was in this state."
+    ranked = sorted(by_action.items(), key=lambda item: -float(np.mean(item[1])))
+    tried = ", ".join(f"{_short(action)} {np.mean(given):+.2f} (×{len(given)})" for action, given in ranked[:4])
+    return f"{passed} episodes of the group were in this state; on average {tried}."
+
+
+def _short(action: str) -> str:
+    text = " ".join(action.split())
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def interest(group: RecordedGroup, graph: Mapping[str, Any] | None) -> tuple[float, int]:
+    """Rank of a group as the first to be shown: its episodes end differently, and part in some state."""
+    ways = Counter(edge["source"] for edge in graph["edges"]) if graph else Counter()
+    return group.evenness, sum(count > 1 for count in ways.values())

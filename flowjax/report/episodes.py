@@ -1,0 +1,295 @@
+"""Episodes of a run as data for the page: transcripts read back, with the text of their tokens and drawings of states.
+
+They go to the page in pieces, one for each batch and evaluation, which a browser unpacks when somebody looks at them.
+"""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from flowjax.config import ConfigError, task_options
+from flowjax.envs.base import World, WorldError, find_world, view_reader
+from flowjax.monitor.transcripts import batch_path, held_out_path, read_lines, trained_path, whole_prompts
+from flowjax.records import Group, Status, Task, Trajectory, Turn
+from flowjax.run import Run
+
+_CONTEXT_TOKENS = 4  # before a token, that its text may depend on
+_LONGEST_PAYLOAD = 4000  # characters of one of its fields
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """Transcripts of the trajectories of one group (of one task, in an evaluation), with whole prompts."""
+
+    group_id: str
+    lines: Sequence[dict[str, Any]]
+
+    @property
+    def success(self) -> float:
+        """Share of its episodes."""
+        return sum(line["outcome"].get("success", 0.0) for line in self.lines) / len(self.lines)
+
+    @property
+    def evenness(self) -> float:
+        """0.5 where as many episodes won as lost, 0 where all ended alike."""
+        return min(self.success, 1 - self.success)
+
+    def as_group(self) -> Group:
+        """The group as credit reads it."""
+        return Group(self.group_id, Task(self.lines[0]["task_id"], "", 0), [_trajectory(line) for line in self.lines])
+
+    @property
+    def rewards(self) -> list[float]:
+        return [line.get("reward", 0.0) for line in self.lines]
+
+
+def batches_of(run_dir: Path, policy: str) -> list[int]:
+    """Batches of a policy whose transcripts were kept, by the version that was trained."""
+    names = (path.name.partition(".")[0] for path in (run_dir / "trajectories" / policy).glob("*.jsonl.gz"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def evaluations_of(run_dir: Path) -> list[str]:
+    """Names of the evaluations whose episodes were kept turn by turn, oldest first."""
+    files = sorted((run_dir / "held_out").glob("*.turns.gz"), key=lambda path: path.stat().st_mtime)
+    return [path.name.removesuffix(".turns.gz") for path in files]
+
+
+def read_batch(run_dir: Path, policy: str, step: int) -> list[RecordedGroup]:
+    """The groups of a batch, with the log-probs that its tokens had at training where those were kept."""
+    trained = {line["trajectory_id"]: line["logprobs"] for line in read_lines(trained_path(run_dir, policy, step))}
+    groups = list(_grouped(read_lines(batch_path(run_dir, policy, step))))
+    for line in (line for group in groups for line in group.lines):
+        values = trained.get(line["trajectory_id"], [])
+        if len(values) == sum(len(turn["sampled_ids"]) for turn in line["turns"]):
+            start = 0
+            for turn in line["turns"]:
+                turn["trained_logprobs"] = values[start : start + len(turn["sampled_ids"])]
+                start += len(turn["sampled_ids"])
+    return groups
+
+
+def read_evaluation(run_dir: Path, name: str) -> list[RecordedGroup]:
+    """The episodes of an evaluation that were kept, by task."""
+    return list(_grouped(read_lines(held_out_path(run_dir, name))))
+
+
+def _grouped(lines: Iterator[dict[str, Any]]) -> Iterator[RecordedGroup]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        for turn, prompt in zip(line["turns"], whole_prompts(line["turns"]), strict=True):
+            turn["prompt_ids"] = prompt
+        groups.setdefault(line["group_id"], []).append(line)
+    for group_id, members in groups.items():
+        yield RecordedGroup(group_id, members)
+
+
+def most_divided(groups: Sequence[RecordedGroup]) -> RecordedGroup:
+    """The group whose share of successes is nearest to a half."""
+    return max(groups, key=lambda group: group.evenness)
+
+
+def _trajectory(line: Mapping[str, Any]) -> Trajectory:
+    turns = [_turn(turn, line["policy"]) for turn in line["turns"]]
+    status: Status = line["status"]
+    names = (line["trajectory_id"], line["group_id"], line["task_id"], line["seed"])
+    return Trajectory(*names, turns, line["outcome"], status, policy=line["policy"])
+
+
+def _turn(turn: Mapping[str, Any], policy: str) -> Turn:
+    return Turn(
+        policy=policy,
+        version=turn["version"],
+        prompt_ids=np.array(turn["prompt_ids"], np.int32),
+        sampled_ids=np.array(turn["sampled_ids"], np.int32),
+        logprobs=np.array(turn["logprobs"], np.float32),
+        finish_reason=turn["finish_reason"],
+        state_key=int(turn["state_key"], 16),
+        next_state_key=int(turn["next_state_key"], 16),
+        env_reward=turn["reward"],
+        valid=turn["valid"],
+        terminal=turn["terminal"],
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- text of tokens
+
+
+class Texts:
+    """The text of token ids, by the tokenizer of a base; their numbers where it has gone."""
+
+    def __init__(self, folder: Path):
+        self._tokenizer: Tokenizer | None = None
+        self.problem = ""
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # whatever the tokenizers library raises of a file
+            self.problem = (
+                f"{folder} has no readable tokenizer.json ({error}): token ids are shown in place of their text"
+            )
+        self._piece = functools.lru_cache(maxsize=1 << 16)(self._piece_after)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """All of it, special tokens too: it is what the model read."""
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each token adds to those before it."""
+        if self._tokenizer is None:
+            return [f"{number} " for number in ids]
+        return [self._piece(tuple(ids[max(0, at - _CONTEXT_TOKENS) : at]), number) for at, number in enumerate(ids)]
+
+    def _piece_after(self, before: tuple[int, ...], token: int) -> str:
+        started = self.text(before) if before else ""
+        whole = self.text([*before, token])
+        # A token may be a part of a character: what it adds is then known only with the next one.
+        return whole[len(started) :] if whole.startswith(started) else whole[-1:]
+
+
+# ----------------------------------------------------------------------------------------------------- pieces of a page
+
+
+@dataclass
+class _Table:
+    """Distinct texts, numbered: prompts and drawings come again and again."""
+
+    values: list[str] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)
+
+    def place(self, value: str) -> int:
+        if value not in self.places:
+            self.places[value] = len(self.values)
+            self.values.append(value)
+        return self.places[value]
+
+
+class EpisodePages:
+    """Makes the pieces of a run: `piece` of groups of episodes."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._texts = {name: Texts(Path(policy.base.model.path)) for name, policy in run.policies.items()}
+        self._worlds: dict[str, World | None] = {}
+        self.problems = list(dict.fromkeys(texts.problem for texts in self._texts.values() if texts.problem))
+
+    def piece(self, groups: Sequence[RecordedGroup]) -> dict[str, Any]:
+        """Everything that the page shows of these groups, but for their credit."""
+        prompts, pictures, views = _Table(), _Table(), _Table()
+        shown = [
+            {
+                "id": group.group_id,
+                "task": group.lines[0]["task_id"],
+                "kind": kind_of(group.lines[0]),
+                "payload": {name: _cut(value) for name, value in group.lines[0]["payload"].items()},
+                "episodes": [self._episode(line, prompts, pictures, views) for line in group.lines],
+            }
+            for group in groups
+        ]
+        return {"groups": shown, "prompts": prompts.values, "pictures": pictures.values, "views": views.values}
+
+    def _episode(self, line: Mapping[str, Any], prompts: _Table, pictures: _Table, views: _Table) -> dict[str, Any]:
+        texts, world = self._texts.get(line["policy"]), self._world(line["source"])
+        turns, trace = [], None
+        for turn in line["turns"]:
+            shown = turn.get("shown", {})
+            seen = _seen(world, shown.get("view"), trace)
+            made: dict[str, Any] = {
+                "prompt": prompts.place(texts.text(turn["prompt_ids"]) if texts else ""),
+                "reply": texts.pieces(turn["sampled_ids"]) if texts else [],
+                "logprobs": turn["logprobs"],
+                "action": shown.get("action", ""),
+                "view": views.place(seen[0]),
+                "picture": pictures.place(seen[1]),
+                "state": turn["state_key"],
+                "next": turn["next_state_key"],
+            }
+            for name in ("version", "reward", "valid", "terminal", "finish_reason", "generate_s", "env_s"):
+                made[name] = turn[name]
+            for name in ("trained_logprobs", "advantage", "advantage_parts"):
+                if name in turn:
+                    made[name] = turn[name]
+            if (trace := shown.get("trace")) is not None:
+                made["trace"] = trace
+            turns.append(made)
+        last = _seen(world, line.get("shown", {}).get("view"), trace)
+        kept = ("trajectory_id", "policy", "seed", "status", "error", "outcome", "reward", "rewards")
+        found = {name: line[name] for name in kept if name in line}
+        return {**found, "turns": turns, "view": views.place(last[0]), "picture": pictures.place(last[1])}
+
+    def _world(self, source: str) -> World | None:
+        """The world of a source; None where it cannot be had here, which costs the page its drawings."""
+        if source not in self._worlds:
+            try:
+                world = find_world(self._run.config.env.name)(**task_options(self._run.config, source))
+            except (WorldError, ConfigError, KeyError) as error:
+                world = None
+                self.problems.append(f"states are not drawn: {error}")
+            self._worlds[source] = world
+        return self._worlds[source]
+
+
+def _seen(world: World | None, view: Any, trace: Any) -> tuple[str, str]:
+    """A view in words, and drawn; "" for what there is none of."""
+    if view is None:
+        return "", ""
+    if world is None:
+        return _in_words(view), ""
+    try:
+        known = view_reader(world.View)(view)
+        return _in_words(view, world.View), world.draw(known, trace)
+    except Exception:  # of another version of the world, or another workflow's own observation
+        return _in_words(view), ""
+
+
+def _in_words(view: Any, kind: type = str) -> str:
+    if isinstance(view, str):
+        return view
+    names = getattr(kind, "__dataclass_fields__", {})
+    if isinstance(view, list) and len(names) == len(view):
+        return "\n".join(f"{name}: {_lines(value)}" for name, value in zip(names, view, strict=True))
+    return json.dumps(view)
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return "\n" + "\n".join(value)
+    return str(value)
+
+
+def kind_of(line: Mapping[str, Any]) -> str:
+    """Kind of an episode's task: its source and its kind within the world."""
+    return " ".join(filter(None, (line["source"], line.get("kind", ""))))
+
+
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_PAYLOAD else f"{text[:_LONGEST_PAYLOAD]} ..."
+
+
+def index_of(groups: Sequence[RecordedGroup]) -> list[dict[str, Any]]:
+    """What the page's list of episodes shows of each, without unpacking its piece."""
+    return [
+        {
+            "group": number,
+            "episode": place,
+            "id": line["trajectory_id"],
+            "kind": kind_of(line),
+            "success": line["outcome"].get("success"),
+            "reward": line.get("reward"),
+            "turns": len(line["turns"]),
+            "invalid": sum(not turn["valid"] for turn in line["turns"]),
+            "cut": sum(turn["finish_reason"] == "length" for turn in line["turns"]),
+            "status": line["status"],
+            "versions": sorted({turn["version"] for turn in line["turns"]}),
+        }
+        for number, group in enumerate(groups)
+        for place, line in enumerate(group.lines)
+    ]

@@ -1,0 +1,215 @@
+"""Overview of a run as data for the page: metrics by step, evaluations, where the time went, how runs differ."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flowjax.config import ConfigError, load_run
+from flowjax.launch.provenance import read_starts
+from flowjax.monitor.diagnosis import diagnose
+from flowjax.monitor.metrics import read_metrics
+
+_SEED_FIELDS = ("seed", "name", "runs")  # in which the seeds of one method differ, and nothing else
+_PHASES = {  # of a step, in their order; what is left of it is "other"
+    "wait_s": "waiting for episodes",
+    "pack_s": "packing rows",
+    "mismatch_s": "comparing log-probs",
+    "compute_s": "forward and backward passes",
+    "save_s": "saving checkpoints",
+    "keep_s": "keeping transcripts",
+}
+_SHOWN_EVENTS = ("restart", "down", "failed", "paused", "kill", "moved")
+
+
+def overview(run_dir: Path) -> dict[str, Any]:
+    """Everything about a run that the page shows at first sight.
+
+    Raises:
+        ConfigError: the folder is none of a run.
+    """
+    config, entries = load_run(run_dir), read_metrics(run_dir)
+    train = [entry for entry in entries if entry["kind"] == "train"]
+    evaluations = [entry for entry in entries if entry["kind"] == "eval"]
+    if not train and not evaluations:
+        raise ConfigError(f"{run_dir} has no step and no evaluation in metrics.jsonl yet: give the folder of a run")
+    events = [entry for entry in entries if entry["kind"] == "run"]
+    warm_start = _warm_start(run_dir)
+    starts = read_starts(run_dir)
+    return {
+        "name": run_dir.name,
+        "folder": str(run_dir),
+        "world": config.env.name.rpartition(":")[2],
+        "estimator": config.credit.name,
+        "steps": config.trainer.steps,
+        "config": dict(_flat(config.to_dict())),
+        "starts": starts,
+        "policies": _by_policy(train),
+        "evaluations": list(_evaluations(evaluations)),
+        "problems": [str(finding) for finding in diagnose(train)],
+        "timeline": timeline(train, evaluations, events, warm_start),
+        "spent": spent(train, evaluations, warm_start, starts),
+        "events": [
+            {name: event.get(name, "") for name in ("time_s", "role", "event", "text")}
+            for event in events
+            if event.get("event") in _SHOWN_EVENTS or "held-out" in str(event.get("event"))
+        ],
+    }
+
+
+def _by_policy(train: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Columns of numbers by policy and metric; None where a step has none."""
+    found: dict[str, Any] = {}
+    for policy in dict.fromkeys(str(entry.get("policy", "")) for entry in train):
+        lines = [entry for entry in train if str(entry.get("policy", "")) == policy]
+        names = dict.fromkeys(
+            name for line in lines for name, value in line.items() if isinstance(value, int | float) and name != "step"
+        )
+        columns = {name: [_number(line.get(name)) for line in lines] for name in names if name != "time_s"}
+        found[policy] = {"step": [line.get("step") for line in lines], "metrics": columns}
+    return found
+
+
+def _evaluations(entries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for entry in entries:
+        kept = (
+            "step",
+            "versions",
+            "success_rate",
+            "low",
+            "high",
+            "tasks",
+            "episodes",
+            "unfinished",
+            "seconds",
+            "asked",
+        )
+        yield {name: entry[name] for name in (*kept, "sources", "policies", "turns_mean") if name in entry}
+
+
+def _number(value: Any) -> float | None:
+    return float(f"{value:.5g}") if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _warm_start(run_dir: Path) -> tuple[float, float] | None:
+    """When the warm start began and ended; None for a run without."""
+    times = [entry["time_s"] for entry in read_metrics(run_dir / "warm_start") if "time_s" in entry]
+    return (min(times), max(times)) if len(times) > 1 else None
+
+
+# ------------------------------------------------------------------------------------------------- where the time went
+
+
+def timeline(
+    train: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    warm_start: tuple[float, float] | None,
+) -> list[dict[str, Any]]:
+    """Rows of spans, each of `[start, end, phase]` in seconds since the epoch: one a role, the trainer's by phases."""
+    rows: list[dict[str, Any]] = []
+    for role in dict.fromkeys(str(event.get("role", "")) for event in events):
+        spans = list(_role_spans([event for event in events if event.get("role") == role]))
+        if spans:
+            rows.append({"name": role, "spans": spans})
+    if warm_start is not None:
+        rows.insert(0, {"name": "warm start: steps", "spans": [[*warm_start, "warm start"]]})
+    for policy in dict.fromkeys(str(entry.get("policy", "")) for entry in train):
+        lines = [entry for entry in train if str(entry.get("policy", "")) == policy]
+        rows.append({"name": f"steps of {policy}".strip(), "spans": [span for line in lines for span in _phases(line)]})
+    spans = [[e["time_s"] - e["seconds"], e["time_s"], "evaluation"] for e in evaluations if e.get("seconds")]
+    return [*rows, {"name": "evaluations", "spans": spans}] if spans else rows
+
+
+def _role_spans(events: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
+    """Spans of starting, up and down of one role, from what its supervisor said."""
+    phases = {"start": "starting", "restart": "starting", "up": "up", "down": "down", "paused": "down"}
+    at, phase = 0.0, ""
+    for event in events:
+        name, time_s = str(event.get("event")), float(event.get("time_s", 0.0))
+        if phase and time_s > at:
+            yield [at, time_s, phase]
+        phase = "" if name in ("done", "stopped", "failed") else phases.get(name, phase)
+        at = time_s
+
+
+def _phases(line: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Phases of one step, laid end to end before its line was written; the checkpoint of the step before came first."""
+    seconds = phase_seconds(line)
+    at = float(line.get("time_s", 0.0)) - sum(seconds.values())
+    for name in ("save_s", *(name for name in _PHASES if name != "save_s")):
+        if seconds.get(name, 0.0) > 0:
+            yield [round(at, 3), round(at + seconds[name], 3), _PHASES[name]]
+            at += seconds[name]
+
+
+def phase_seconds(line: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of each phase of a step. `step_s` holds packing and comparing, too: what is left of it is computing."""
+    found = {name: float(line[name]) for name in _PHASES if isinstance(line.get(name), int | float)}
+    if isinstance(line.get("step_s"), int | float):
+        found["compute_s"] = max(line["step_s"] - found.get("pack_s", 0.0) - found.get("mismatch_s", 0.0), 0.0)
+    return found
+
+
+def spent(
+    train: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    warm_start: tuple[float, float] | None,
+    starts: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Seconds by phase over the whole run, with what they were spent on besides."""
+    phases: dict[str, float] = {}
+    if warm_start is not None:
+        phases["warm start"] = warm_start[1] - warm_start[0]
+    for line in train:
+        for name, seconds in phase_seconds(line).items():
+            phases[_PHASES[name]] = phases.get(_PHASES[name], 0.0) + seconds
+    wall_s = sum(start["ended_s"] - start["started_s"] for start in starts if "ended_s" in start)
+    if wall_s > sum(phases.values()):
+        phases["starting, stopping and evaluating alone"] = wall_s - sum(phases.values())
+    sums = {name: sum(line.get(name, 0) or 0 for line in train) for name in ("episodes", "turns", "trained_tokens")}
+    return {
+        "phases": phases,
+        "wall_s": wall_s or sum(phases.values()),
+        "evaluation_s": sum(entry.get("seconds", 0.0) for entry in evaluations),
+        **sums,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ how runs differ
+
+
+def differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Fields in which the configs of runs differ, with the value in each; the name of the run is left out."""
+    fields = dict.fromkeys(field for run in runs for field in run["config"])
+    found = []
+    for field in fields:
+        values = [run["config"].get(field, "") for run in runs]
+        if field != "name" and any(value != values[0] for value in values):
+            found.append({"field": field, "values": values})
+    return found
+
+
+def methods(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Runs that differ in nothing but their seed, by index: the seeds of one method."""
+    found: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        rest = {field: value for field, value in run["config"].items() if field not in _SEED_FIELDS}
+        for field, value in rest.items():  # folders of the run itself, such as that of its nano base
+            if isinstance(value, str):
+                rest[field] = value.replace(run["name"], "<run>")
+        found.setdefault(str(sorted(rest.items())), []).append(index)
+    return list(found.values())
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields of a config by dotted names, with values that JSON has."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        elif isinstance(value, str | int | float | bool | None):
+            yield f"{before}{name}", value
+        else:
+            yield f"{before}{name}", str(value.to_dict() if isinstance(value, ConfigDict) else value)
