@@ -37,7 +37,6 @@ from flowjax.launch.devices import (
 )
 from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
-from flowjax.launch.provenance import recorded_start
 from flowjax.launch.roles import (
     choose_ports,
     publish_endpoints,
@@ -49,6 +48,7 @@ from flowjax.launch.roles import (
 from flowjax.launch.session import OK, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.progress import Progress, read_status
+from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.screen import clock, summary
 from flowjax.run import Run, resolve
 

@@ -20,7 +20,7 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Symptom:
     """One sentence about a policy; `rule` is the name of the rule that it broke."""
 
     policy: str
@@ -31,7 +31,7 @@ class Finding:
         return f"{self.policy or 'the policy'}: {self.text}"
 
 
-def diagnose(train: Lines) -> list[Finding]:
+def diagnose(train: Lines) -> list[Symptom]:
     """Everything that is wrong in the newest steps of each policy.
 
     Args:
@@ -40,7 +40,7 @@ def diagnose(train: Lines) -> list[Finding]:
     policies = dict.fromkeys(str(line.get("policy", "")) for line in train)
     by_policy = {policy: [line for line in train if line.get("policy", "") == policy] for policy in policies}
     return [
-        Finding(policy, rule, text)
+        Symptom(policy, rule, text)
         for policy, lines in by_policy.items()
         for rule, find in RULES.items()
         if (text := find(lines))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flowjax.files import replace_file
-from flowjax.monitor.diagnosis import RECENT_STEPS, Finding, diagnose, mean
+from flowjax.monitor.diagnosis import RECENT_STEPS, Symptom, diagnose, mean
 from flowjax.monitor.metrics import METRICS_FILE, parse_lines
 
 _SUMMED = ("episodes", "turns", "trained_tokens", "row_tokens", "wait_s", "step_s", "save_s", "total_s")
@@ -114,8 +114,8 @@ class Progress:
         """Mean of a share of the turns over the last steps, or the first ones, each step by its turns."""
         return mean(self.train[:RECENT_STEPS] if first else self.train[-RECENT_STEPS:], name, by="turns")
 
-    def warnings(self) -> list[Finding]:
-        """What is going wrong, in words: see `diagnose`."""
+    def warnings(self) -> list[Symptom]:
+        """Symptoms of what is going wrong, in words: see `diagnose`."""
         return diagnose(self.train)
 
     def remaining_s(self, steps: int) -> float | None:

@@ -275,7 +275,7 @@ def _cut(value: Any) -> str:
 
 
 def index_of(groups: Sequence[RecordedGroup]) -> list[dict[str, Any]]:
-    """What the page's list of episodes shows of each, without unpacking its piece."""
+    """The lines of the page's list of episodes, which it shows without unpacking their piece."""
     return [
         {
             "group": number,

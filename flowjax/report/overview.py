@@ -8,9 +8,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, load_run
-from flowjax.launch.provenance import read_starts
 from flowjax.monitor.diagnosis import diagnose
 from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.provenance import read_starts
 
 _SEED_FIELDS = ("seed", "name", "runs")  # in which the seeds of one method differ, and nothing else
 _PHASES = {  # of a step, in their order; what is left of it is "other"
@@ -94,7 +94,7 @@ def _number(value: Any) -> float | None:
 
 
 def _warm_start(run_dir: Path) -> tuple[float, float] | None:
-    """When the warm start began and ended; None for a run without."""
+    """Times of the first and the last step of the warm start; None for a run without."""
     times = [entry["time_s"] for entry in read_metrics(run_dir / "warm_start") if "time_s" in entry]
     return (min(times), max(times)) if len(times) > 1 else None
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import flowjax
-from flowjax.launch import provenance
-from flowjax.launch.provenance import read_starts, recorded_start
+from flowjax.monitor import provenance
+from flowjax.monitor.provenance import read_starts, recorded_start
 
 
 @pytest.fixture

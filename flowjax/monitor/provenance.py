@@ -69,16 +69,16 @@ def _code() -> dict[str, Any]:
         return {
             "commit": "",
             "problem": f"{folder} is in no git checkout, or there is no git",
-            "version": _own_version(),
+            "version": _flowjax_version(),
         }
     commit, changed = _output(*git, "rev-parse", "HEAD"), _output(*git, "status", "--porcelain", "-uno")
     if commit is None or changed is None:
-        return {"commit": commit or "", "problem": "git does not answer", "version": _own_version()}
+        return {"commit": commit or "", "problem": "git does not answer", "version": _flowjax_version()}
     files = [line[3:] for line in changed.splitlines()]
-    return {"commit": commit.strip(), "dirty": bool(files), "changed_files": files, "version": _own_version()}
+    return {"commit": commit.strip(), "dirty": bool(files), "changed_files": files, "version": _flowjax_version()}
 
 
-def _own_version() -> str:
+def _flowjax_version() -> str:
     return _version("flowjax") or "not installed"
 
 
