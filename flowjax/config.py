@@ -60,7 +60,11 @@ FIELDS = Section(
     workflow=Entry("flowjax.workflows.single.play", "dotted path of the episode function", form=DOTTED),
     model=Section(
         "The base model of the policy.",
-        path=Entry("", "Hugging Face folder with config.json, tokenizer.json and safetensors"),
+        path=Entry(
+            "",
+            "Hugging Face folder with config.json, tokenizer.json and safetensors; or the id of such a model, which is "
+            'fetched before anything starts: "Qwen/Qwen3-8B", with "@<revision>" for one of its revisions',
+        ),
         dtype=Entry(
             "bfloat16", "of the base weights and activations in the trainer", choices=("float32", "bfloat16", "float16")
         ),

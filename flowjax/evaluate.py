@@ -39,6 +39,7 @@ from flowjax.config import ConfigError, load_run, save_run
 from flowjax.files import replace_file
 from flowjax.launch import command_line
 from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
+from flowjax.launch.hub import fetch_models, to_fetch
 from flowjax.launch.preflight import examine
 from flowjax.launch.roles import (
     choose_ports,
@@ -53,7 +54,7 @@ from flowjax.monitor.held_out import HeldOutEpisode, by_task, read_held_out
 from flowjax.monitor.progress import Progress
 from flowjax.monitor.screen import interval
 from flowjax.monitor.statistics import pass_at_k, task_interval
-from flowjax.run import Run, policy_sections, resolve
+from flowjax.run import Run, policy_sections, read_models, resolve, write_models
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
 # Between the command and the checkpoint's run:
@@ -148,14 +149,20 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def prepare(config: ConfigDict, checkpoints: Mapping[str, Path]) -> Run:
-    """The run that evaluates, in a fresh folder in `evaluations` beside theirs, with no checkpoints but these."""
+def prepare(
+    config: ConfigDict, checkpoints: Mapping[str, Path], models: Mapping[str, dict[str, str]] | None = None
+) -> Run:
+    """The run that evaluates, in a fresh folder in `evaluations` beside theirs, with no checkpoints but these.
+
+    `models` are base models that were fetched by their ids (`flowjax.run.write_models`).
+    """
     named = [path.name if len(checkpoints) == 1 else f"{policy}@{path.name}" for policy, path in checkpoints.items()]
     by_base = config.agents and not set(config.agents.values()) & set(checkpoints)
     name, evaluations = "base" if by_base else ",".join(named), _evaluations(checkpoints)
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     run_dir = next(evaluations / name for name in names if not (evaluations / name).exists())
     save_run(config, run_dir)
+    write_models(run_dir, models or {})
     for policy, checkpoint in checkpoints.items():
         published = run_dir / "checkpoints" / policy
         published.mkdir(parents=True)
@@ -174,8 +181,13 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
     try:
         config, checkpoints = read_request(argv)
-        run = resolve(config, _evaluations(checkpoints) / "new")
+        trained = _evaluations(checkpoints).parent
+        models = read_models(trained)
+        run = resolve(config, _evaluations(checkpoints) / "new", models)
         devices = _devices(run)
+        if to_fetch(run):
+            models = fetch_models(run, trained)
+            run = resolve(config, run.folder, models)
     except (CheckpointError, ConfigError) as error:
         print(error, file=sys.stderr)
         return USER_MISTAKE
@@ -183,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
     if problems := [*found.problems, *found.here]:
         print("\n".join(problems), file=sys.stderr)
         return USER_MISTAKE
-    return _evaluate(prepare(config, checkpoints), devices)
+    return _evaluate(prepare(config, checkpoints, models), devices)
 
 
 def _devices(run: Run) -> Devices:

@@ -19,6 +19,7 @@ PER_BASE = ("model", "engine")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
 ONLY_AGENT = "agent"  # of a workflow that has one
 _ENDPOINTS_FILE = "endpoints.json"
+_MODELS_FILE = "models.json"
 
 
 @dataclass(frozen=True)
@@ -124,23 +125,39 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def resolve(config: ConfigDict, folder: Path = Path()) -> Run:
+def resolve(config: ConfigDict, folder: Path = Path(), models: Mapping[str, Mapping[str, str]] | None = None) -> Run:
     """The run that a config means; later changes of `config` are not seen by it.
+
+    Args:
+        config: as a recipe or config.json has it.
+        folder: of the run, which need not be there yet.
+        models: base models that were fetched (`write_models`); None for those that the folder tells of.
 
     Raises:
         ConfigError: a name that no base or policy can have, a section that they share, a field that there is not; a
             policy's base is unknown.
     """
     config = ConfigDict(config.to_dict()).lock()
-    models = {BASE_NAME: {section: config[section] for section in PER_BASE}}
-    models |= {name: base_sections(config, name) for name in config.bases}
+    sections = {BASE_NAME: {section: config[section] for section in PER_BASE}}
+    sections |= {name: base_sections(config, name) for name in config.bases}
+    fetched = read_models(folder) if models is None else models
+    for name, parts in sections.items():
+        parts["model"] = _fetched(parts["model"], fetched.get(name, {}))
     started = "rollout" not in config.elsewhere
-    bases = {name: _base(name, **sections, started=started) for name, sections in models.items()}
+    bases = {name: _base(name, **parts, started=started) for name, parts in sections.items()}
     alone = {} if config.policies else {config.policy.name: {section: config[section] for section in PER_POLICY}}
     differing = {name: policy_sections(config, name) for name in config.policies}
     policies = {name: _policy(name, sections, bases) for name, sections in {**alone, **differing}.items()}
     agents = config.agents.to_dict() or {ONLY_AGENT: next(iter(policies))}
     return Run(config, folder, policies, bases, agents)
+
+
+def _fetched(model: ConfigDict, found: Mapping[str, str]) -> ConfigDict:
+    """The section with the folder of a model that was fetched by its id; as it is where that folder has gone, so that
+    the launcher fetches it again."""
+    if model.path != found.get("path") or not Path(found["folder"]).is_dir():
+        return model
+    return ConfigDict({**model.to_dict(), "path": found["folder"]}).lock()
 
 
 def _base(name: str, model: ConfigDict, engine: ConfigDict, *, started: bool) -> Base:
@@ -301,6 +318,25 @@ def check_agents(run: Run) -> None:
     if models.keys() <= run.bases.keys() and not run.config.eval.versions:  # an evaluation trains nothing anyhow
         spoken = ", ".join(map(repr, models))
         raise ConfigError(f"config.agents has {spoken} speak for every agent, so nothing is trained: name a policy")
+
+
+def read_models(folder: Path) -> dict[str, dict[str, str]]:
+    """Base models that a run's launcher fetched: name -> `path` (the field's value), `revision`, `folder`; none where
+    it fetched none."""
+    try:
+        return json.loads((folder / _MODELS_FILE).read_text()) if folder.parts else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / _MODELS_FILE} cannot be read ({error}): remove it, and models are fetched again"
+        ) from error
+
+
+def write_models(folder: Path, models: Mapping[str, Mapping[str, str]]) -> None:
+    """Note which revisions of which models a run was started with; nothing where all are folders."""
+    if models:
+        replace_file(folder / _MODELS_FILE, json.dumps(dict(models), indent=2) + "\n")
 
 
 def read_endpoints(folder: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from absl import flags
@@ -35,6 +35,7 @@ from flowjax.launch.devices import (
     share_out,
     visible_accelerators,
 )
+from flowjax.launch.hub import fetch_models, to_fetch
 from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
@@ -50,7 +51,7 @@ from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.progress import Progress, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.screen import clock, summary
-from flowjax.run import Run, resolve
+from flowjax.run import Run, resolve, write_models
 
 _PLAIN_WIDTH = 140  # columns where there is no terminal to ask
 
@@ -164,16 +165,24 @@ def main(argv: Sequence[str]) -> int:
     found = examine(request.run, request.devices, resume=request.resume)
     if problems := [*found.problems, *found.here]:
         return _refuse(problems)
+    models = {}
     try:
+        if to_fetch(request.run):
+            models = fetch_models(request.run, run_dir)
+            request = replace(request, run=resolve(request.run.config, run_dir, models))
+            found = examine(request.run, request.devices, resume=request.resume)
+            if problems := [*found.problems, *found.here]:
+                return _refuse(problems)
         save_run(request.run.config, run_dir)
         with hold(run_dir):
+            write_models(run_dir, models)
             command = [sys.executable, "-m", "flowjax.launch", *argv]
             with recorded_start(run_dir, command, engine_python=request.run.config.engine.python) as start:
                 if request.fresh_ledger:
                     _start_ledger_anew(request.run, console)
                 start["exit_status"] = _run(request, console)
                 return start["exit_status"]
-    except RunInUse as error:
+    except (RunInUse, ConfigError) as error:
         return _refuse([str(error)])
     except OSError as error:
         return _refuse([f"run folder {run_dir}: {error.strerror}: give another --config.runs=<folder>"])

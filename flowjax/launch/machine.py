@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from flowjax.launch.checks import in_base
 from flowjax.launch.devices import Devices, engine_accelerators, processes_here
+from flowjax.launch.hub import hub_id
 from flowjax.run import Base, Run
 
 _LOCK_FILE = "launch.lock"
@@ -33,7 +34,7 @@ def check_model(base: Base) -> list[str]:
         return ["config.model.path is empty: give the folder of a Hugging Face model"]
     folder, nano = Path(base.model.path), base.model.nano
     if not (folder / "config.json").exists():
-        if nano is not None:
+        if nano is not None or hub_id(base):
             return []
         found = "has no config.json" if folder.is_dir() else "does not exist"
         return [

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowjax.launch.devices import Devices
+from flowjax.launch.hub import to_fetch
 from flowjax.launch.preflight import Findings, disk_bytes
 from flowjax.launch.roles import fixed_ports, missing_bases
 from flowjax.launch.supervisor import Role
@@ -36,6 +37,9 @@ def render_plan(
         parts.append(_rows("disk", [("run folder", f"about {size(needed_bytes)}, and logs and trajectories")]))
     parts.append(_rows("ports on loopback", port_lines(run, ports)))
     parts.append(Text("roles", "bold"))
+    for base, model in to_fetch(run).items():
+        path = run.bases[base].model.path
+        parts.append(Text(f"  first: {model} is fetched from Hugging Face, as {path} is a folder which does not exist"))
     for base in missing_bases(run):
         parts.append(Text(f"  first: warm start of a nano base model into {run.bases[base].model.path}"))
     shared = dict(set.intersection(*(set(role.env.items()) for role in roles))) if roles else {}
