@@ -20,6 +20,7 @@ from flowjax.fields import (
     HOST_AND_PORT,
     NAME,
     NOT_EMPTY,
+    OPTIONAL_URL,
     URL,
     Entry,
     Free,
@@ -47,8 +48,8 @@ FIELDS = Section(
     elsewhere=Entry(
         (),
         'roles that are not started, because programs of one\'s own take their place (docs/dataflow.md): "rollout", '
-        'with the engines that it plays with, and "trainer"',
-        choices=("rollout", "trainer"),
+        'with the engines that it plays with, and "trainer"; "dataflow" as well on a node (--join sets it)',
+        choices=("rollout", "trainer", "dataflow"),
         resume=True,
     ),
     max_restarts=Entry(
@@ -233,6 +234,7 @@ FIELDS = Section(
             resume=True,
         ),
         port=Entry(0, "0 picks a free port", at_least=0, at_most=65535, resume=True),
+        url=Entry("", "where it listens on another machine (--join sets it)", form=OPTIONAL_URL, resume=True),
         max_message_bytes=Entry(256 * 1024**2, "larger requests are refused", at_least=1024, at_most=2**40),
         max_staleness=Entry(1, "versions a trained token may lag; 0 is synchronous", at_least=0, at_most=10**6),
         lease_s=Entry(120.0, "an episode not finished or renewed by then is leased again", at_least=1, resume=True),

@@ -53,6 +53,7 @@ FOLDER_NAME = Pattern(
     "give a name of at most 200 characters without slashes, and the folder as config.runs",
 )
 URL = Pattern(rf"https?://{_HOST}(:{_PORT})?(/\S*)?", "give addresses such as http://host:8000")
+OPTIONAL_URL = Pattern(rf"|{URL.expression}", URL.remedy)
 HOST = Pattern(rf"{_HOST}|[0-9A-Fa-f:]{{2,45}}", "give a host's name or address, as in 127.0.0.1")
 HOST_AND_PORT = Pattern(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 65535")
 NOT_EMPTY = Pattern(r".+", "give texts that are not empty")

@@ -3,6 +3,7 @@ crash; and files that one process holds."""
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import socket
 import threading
@@ -46,6 +47,12 @@ def held(path: Path, *, wait_s: float) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def digest_of(path: Path) -> str:
+    """BLAKE2b of a file's content, 16 bytes in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def replace_file(path: Path, text: str | bytes, *, mode: int = 0o644, durable: bool = True) -> None:

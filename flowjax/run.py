@@ -101,6 +101,11 @@ class Run:
     agents: Mapping[str, str]
 
     @property
+    def is_node(self) -> bool:
+        """True of a machine that plays for a run which another one has: dataflow and trainer are there."""
+        return "dataflow" in self.config.elsewhere
+
+    @property
     def engines(self) -> tuple[Engine, ...]:
         return tuple(engine for base in self.bases.values() for engine in base.engines)
 
@@ -166,7 +171,9 @@ def _base(name: str, model: ConfigDict, engine: ConfigDict, *, started: bool) ->
     declared = FIELDS.find("engine.replicas")
     assert isinstance(declared, Entry) and declared.at_most is not None
     count = len(engine.urls) or min(engine.replicas, int(declared.at_most))
-    names = bare.engine_names(count) if started else ()
+    if not started:  # whoever plays has engines of his own
+        return bare
+    names = bare.engine_names(count)
     urls = engine.urls or [""] * len(names)
     ports = [engine.port and engine.port + replica for replica in range(len(names))]
     engines = tuple(

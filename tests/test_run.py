@@ -123,7 +123,7 @@ def test_engines_have_the_ports_and_addresses_of_their_base():
         ("engine-judge-1", "judge", 0, "http://b:1"),
     ]
     config = bases().unlock()
-    config.elsewhere = ("rollout",)
+    config.elsewhere, config.engine.urls = ("rollout",), ("http://a:1",)
     assert resolve(config).engines == (), "a rollout service elsewhere has engines of its own"
 
 

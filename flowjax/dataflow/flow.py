@@ -42,7 +42,7 @@ class Flow:
         held_out_tasks: grain.MapDataset[Task],
         clock: Callable[[], float] = time.monotonic,
     ):
-        config = run.config
+        self.run, config = run, run.config
         self.ledger = Ledger(
             run.folder / "dataflow.sqlite",
             lease_s=config.dataflow.lease_s,
@@ -84,7 +84,12 @@ class Flow:
         state = self.policies[policy]
         state.serving = max(state.serving, version)
         self.evaluations.open()
-        return min([max(state.serving - state.run.config.dataflow.max_staleness, 0), *self.evaluations.pinned(policy)])
+        return self.oldest_needed(policy)
+
+    def oldest_needed(self, policy: str) -> int:
+        """The policy's oldest version that a worker may still be asked to play."""
+        newest_stale = self.policies[policy].serving - self.run.config.dataflow.max_staleness
+        return min([max(newest_stale, 0), *self.evaluations.pinned(policy)])
 
     @property
     def finished(self) -> bool:
@@ -110,6 +115,7 @@ class Flow:
             "passed_over_tasks": counts.get("passed_over", 0),
             "forced_tasks": counts.get("forced", 0),
             "algorithms": self.algorithms.metrics(),
+            "finished": self.finished,
             "workers": self.workers.status(within_s=self._lease_s),
         }
 

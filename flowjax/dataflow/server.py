@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 
 from flowjax.broker import Answer, Busy, Superseded
 from flowjax.dataflow.bodies import Bodies, BodyError, Limit, limits
+from flowjax.dataflow.files import RunFiles
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import damaged, is_damage
 from flowjax.dataflow.service import HOLD_S, NAMES, DataflowService
@@ -46,6 +47,7 @@ class Server:
 
     def __init__(self, flow: Flow, *, token: str = "", max_message_bytes: int = 256 * 1024**2):
         self._flow, self._service = flow, DataflowService(flow)
+        self._files = RunFiles(flow.run, flow.oldest_needed)
         self._token = token
         self._limits = limits(flow.bounds, most_bytes=max_message_bytes)
         self._bodies = Bodies(2 * self._limits["episodes"].size_bytes)
@@ -66,6 +68,8 @@ class Server:
         add("GET", "/status", self._status)
         add("GET", "/metrics", self._metrics)
         add("GET", "/health", _healthy)
+        for path, handler in self._files.routes().items():
+            add("GET", path, handler)
         add("*", "/{name:.*}", _unknown)
         return app
 

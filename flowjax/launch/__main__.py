@@ -2,6 +2,7 @@
 
 --name=NAME      the run folder is <config.runs>/NAME; by default a fresh name after the recipe's
 --resume=FOLDER  go on with the run in FOLDER, exactly where it stopped
+--join=URL       play for the run whose dataflow listens there; this machine may come and go
 --fresh_ledger   with --resume: set a damaged ledger aside, go on from the newest checkpoints with other tasks
 --dry_run        print the plan (roles, devices, batch, memory, ports) and the obstacles, start nothing
 --status=FOLDER  show what the run in FOLDER is doing: roles, queues, versions, ages
@@ -73,8 +74,14 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
     Raises:
         ConfigError: a mistake in it.
     """
-    config, values = command_line.parse(argv, _define, fallback=_saved_config)
-    if values["resume"].value:
+    config, values = command_line.parse(argv, _define, fallback=_known_config)
+    if url := values["join"].value:
+        from flowjax.launch import join
+
+        join.check_difference(join.config_of_run(url), config)
+        run_dir = Path(config.runs) / (values["name"].value or config.name)
+        config.name = run_dir.name
+    elif values["resume"].value:
         run_dir = Path(values["resume"].value)
         if changed := check_unchanged(load_run(run_dir), config):
             raise ConfigError("\n".join(changed))
@@ -91,12 +98,17 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
 def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("resume", "", "Run folder to go on with.", flag_values=values)
     flags.DEFINE_string("name", "", "Name of the run.", flag_values=values)
+    flags.DEFINE_string("join", "", "Dataflow of the run to play for.", flag_values=values)
     flags.DEFINE_bool("fresh_ledger", False, "Set the run's ledger aside and make a new one.", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "Print the plan and stop.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Accelerators to plan for.", lower_bound=0, flag_values=values)
 
 
-def _saved_config(values: flags.FlagValues) -> ConfigDict:
+def _known_config(values: flags.FlagValues) -> ConfigDict:
+    if values["join"].value:
+        from flowjax.launch import join
+
+        return join.config_of_run(values["join"].value)
     if not values["resume"].value:
         raise ConfigError("--config is missing: give a recipe, for example --config=configs/sokoban.py:nano")
     return load_run(Path(values["resume"].value))
@@ -162,6 +174,13 @@ def main(argv: Sequence[str]) -> int:
     run_dir = request.run.folder
     say = f"{'resuming' if request.resume else 'starting'} {run_dir}, logs in {run_dir / 'logs'}"
     console.print(say, highlight=False, soft_wrap=True)
+    if request.run.is_node:
+        from flowjax.launch import join
+
+        try:
+            join.fetch(request.run)
+        except ConfigError as error:
+            return _refuse([str(error)])
     found = examine(request.run, request.devices, resume=request.resume)
     if problems := [*found.problems, *found.here]:
         return _refuse(problems)
@@ -240,6 +259,11 @@ def _run(request: LaunchRequest, console: Console) -> int:
     )
 
     async def done(supervisor: Supervisor, progress: Progress) -> None:
+        if run.is_node:
+            from flowjax.launch.join import until_done
+
+            await until_done(run, console)
+            return
         for trainer in trainer_roles(run):
             await supervisor.ended(trainer)
         if "trainer" in run.config.elsewhere:
@@ -254,6 +278,9 @@ def _run(request: LaunchRequest, console: Console) -> int:
         )
     )
     if status == OK:
+        if run.is_node:
+            console.print("the run has ended", highlight=False)
+            return status
         screen, wall_s = session.screen, time.time() - session.started_s
         console.print(summary(screen.progress, wall_s=wall_s, states=screen.states))
     else:

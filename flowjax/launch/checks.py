@@ -29,6 +29,7 @@ def check_config(config: ConfigDict) -> list[str]:
             *_episodes(run),
             *_bases(run),
             *_trainers(run),
+            *_node(run),
         ]
     except ConfigError as error:
         rules = [str(error)]
@@ -37,6 +38,16 @@ def check_config(config: ConfigDict) -> list[str]:
             raise
         rules = []
     return list(dict.fromkeys([*problems, *rules]))
+
+
+def _node(run: Run) -> Iterator[str]:
+    """A run whose dataflow is on another machine trains there, too."""
+    url, remote = run.config.dataflow.url, set(run.config.elsewhere)
+    if run.is_node != bool(url) or (run.is_node and remote != {"dataflow", "trainer"}):
+        yield (
+            f"config.elsewhere is {tuple(run.config.elsewhere)} and config.dataflow.url {url!r}: leave both to "
+            "--join=<address>, which plays for a run on another machine"
+        )
 
 
 def on_each_base(run: Run, check: Callable[[Base], Iterable[str]]) -> list[str]:

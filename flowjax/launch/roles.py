@@ -47,13 +47,14 @@ def stop_order(run: Run) -> tuple[tuple[str, ...], ...]:
 def choose_ports(run: Run) -> dict[str, int]:
     """A port for each server that is started here, as configured or free; kept for the whole run, restarts included."""
     ports = {engine.name: engine.port or free_port() for engine in run.engines if not engine.url}
-    return {**ports, "dataflow": run.config.dataflow.port or free_port()}
+    return ports if run.is_node else {**ports, "dataflow": run.config.dataflow.port or free_port()}
 
 
 def publish_endpoints(run: Run, ports: Mapping[str, int]) -> None:
     """Say where roles find each other, and the engines that run elsewhere."""
     given = {engine.name: engine.url for engine in run.engines if engine.url}
     hosts = {"dataflow": reachable(run.config.dataflow.host)}
+    given |= {"dataflow": run.config.dataflow.url} if run.is_node else {}
     started = {name: f"http://{hosts.get(name, '127.0.0.1')}:{port}" for name, port in ports.items()}
     write_endpoints(run.folder, {**given, **started})
 
@@ -122,11 +123,18 @@ def _trainer_command(run: Run, policy: str, devices: Devices) -> Sequence[str]:
 
 
 def run_roles(run: Run, ports: dict[str, int], devices: Devices) -> list[Role]:
-    """Engines, dataflow, trainers and rollout, in the order in which they are started."""
+    """Engines, dataflow (on a node: the mirror of the run), trainers and rollout, in the order in which they start."""
     python = [sys.executable, "-m"]
     roles = [
         *engine_roles(run, ports, devices),
         Role(
+            "mirror",
+            [*python, "flowjax.weights.mirror", f"--run={run.folder}"],
+            env={**_OFFLINE, **_ON_CPU},
+            restarts=run.config.max_restarts,
+        )
+        if run.is_node
+        else Role(
             "dataflow",
             [*python, "flowjax.dataflow", f"--run={run.folder}"],
             env={**_OFFLINE, **_ON_CPU},

@@ -19,7 +19,7 @@ _ENDED = ("done", "stopped", "failed")  # phases that outlive the launcher
 
 
 def render_status(run_dir: Path, now_s: float | None = None) -> Group:
-    """Tables of the run's roles and of its policies.
+    """Tables of the run's roles, of its policies, and of who plays for it.
 
     Raises:
         ConfigError: the folder holds no run.
@@ -72,13 +72,19 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             percent(number(last, "success_rate")),
             percent(number(last, "invalid_share")),
         )
+    workers = Table()
+    for column in ("worker", "heard of", "serving", "episodes"):
+        workers.add_column(column)
+    for name, worker in dataflow.get("workers", {}).items():
+        serving = ", ".join(f"{policy}@{version}" for policy, version in worker["serving"].items())
+        workers.add_row(name, f"{clock(worker['heard_s_ago'])} ago", serving, str(worker["episodes"]))
     evaluations = Table(show_header=False)
     for entry in entries:
         if entry.get("kind") == "eval":
             versions = entry.get("versions", {})
             named = ", ".join(f"{policy}@{version}" for policy, version in versions.items())
             evaluations.add_row("evaluation", named or f"version {entry.get('version')}", interval(entry))
-    return Group(roles, policies, evaluations) if evaluations.row_count else Group(roles, policies)
+    return Group(roles, policies, *(table for table in (workers, evaluations) if table.row_count))
 
 
 def _state(role: Mapping[str, Any], launched: bool) -> str:

@@ -15,13 +15,15 @@ LABELS = {
     "policies": "policy",
     "bases": "base",
     "serving_versions": "policy",
+    "workers": "worker",
+    "serving": "policy",
     "failed": "cause",
     "dropped": "cause",
     "refused": "cause",
     "ages": "age",
     "trained_ages": "age",
 }
-_PREFIXES = {"policies": "policy", "bases": "base"}
+_PREFIXES = {"policies": "policy", "bases": "base", "workers": "worker"}
 LISTS = {"engines": ("engine", "url")}  # lists of maps: a label, and what in each map is its value
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 

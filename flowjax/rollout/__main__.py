@@ -80,7 +80,7 @@ def only_service(run_dir: Path) -> Iterator[None]:
             lock.enter_context(held(run_dir / "rollout.lock", wait_s=_HANDOVER_S))
         except FileHeldError as error:
             problem = f"another rollout service ({error}) plays the run {run_dir}"
-            raise ConfigError(f"{problem}: several on one run are not supported yet, stop that one") from error
+            raise ConfigError(f"{problem}: stop that one, or play from a folder of its own with --join") from error
         yield
 
 

@@ -158,9 +158,8 @@ class RolloutService:
         if self._left_behind:
             await self._dataflow.give_back(self._left_behind, "")
             self._left_behind = []
-        await asyncio.gather(
-            *(told.wait() for told in self._reported.values())
-        )  # else it could be given what it plays late
+        # Until the dataflow knows what is served here, it may give what would be played with too old a version.
+        await asyncio.gather(*(reported.wait() for reported in self._reported.values()))
         while True:
             self._slot_freed.clear()
             free = self._admission.slots - len(self._playing)

@@ -82,6 +82,14 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if (directory / name / _COMMIT_MARKER).exists())
 
 
+def committed_at_ns(directory: Path, step: int) -> int | None:
+    """Time at which a step was committed, by which one that is made anew is told apart; None where there is none."""
+    try:
+        return (directory / str(step) / _COMMIT_MARKER).stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
 def read_adapter(directory: Path, step: int) -> dict[str, Any]:
     """The adapter of a committed step as nested dicts of host arrays, whatever devices it was saved from.
 

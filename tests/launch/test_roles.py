@@ -111,7 +111,10 @@ def test_too_few_accelerators_for_all_replicas(config):
         ({"policy.name": "base"}, "a policy is named 'base'"),
         ({"agents": {"solver": "nobody"}}, "config.agents.solver is 'nobody'"),
         ({"agents": {"solver": "base"}}, "nothing is trained"),
-        ({"elsewhere": ("dataflow",)}, "config.elsewhere has 'dataflow': use one of rollout, trainer"),
+        ({"elsewhere": ("engine",)}, "config.elsewhere has 'engine': use one of rollout, trainer, dataflow"),
+        ({"elsewhere": ("dataflow", "trainer")}, "leave both to --join"),
+        ({"dataflow.url": "http://far:8000"}, "leave both to --join"),
+        ({"elsewhere": ("dataflow",), "dataflow.url": "http://far:8000"}, "leave both to --join"),
     ],
 )
 def test_what_cannot_be(config, changes, message):

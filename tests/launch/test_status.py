@@ -34,7 +34,8 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
         "serving_versions": {"solver": 6, "verifier": 3},
         "bases": {"base": {"up": True}},
     }
-    dataflow = {"time_s": 900.0, "leased": 12, "failed": {"env_error": 3}}
+    dataflow: dict = {"time_s": 900.0, "leased": 12, "failed": {"env_error": 3}}
+    dataflow["workers"] = {"node-7": {"heard_s_ago": 2.0, "serving": {"solver": 6, "verifier": 3}, "episodes": 41}}
     dataflow["policies"] = {
         "solver": {
             "committed": 7,
@@ -58,6 +59,8 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
         "solver", "7/100", "7", "6", "1", "4", "", "1 (1 too old)", "0: 75 %, 1: 25 %", "2", "25.0 %",
         "12.5 %",
     ]  # fmt: skip
+    (worker,) = [line for line in lines if "node-7" in line]
+    assert "solver@6, verifier@3" in worker and "41" in worker and "0:02 ago" in worker
     (verifier,) = [line for line in lines if line.startswith("│ verifier")]
     assert "3/40" in verifier and "75.0 %" in verifier
     assert any("rollout" in line and "12 episodes in flight" in line and "engine up" in line for line in lines)

@@ -1,0 +1,149 @@
+"""A node of a run: a machine of its own kind that plays for it, joins at any time and leaves at any time.
+
+    python -m flowjax.launch --join=http://host:port [--name=NAME] [--config.engine.<field>=value ...]
+
+The config comes from the run's dataflow; the node may differ in what its hardware asks for. It needs no part of the
+run's folder and nobody connects to it. What it was playing when it dies is played by others.
+"""
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import time
+from pathlib import Path
+
+import aiohttp
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from flowjax.config import ConfigError, default_config
+from flowjax.launch.supervisor import RoleFailed
+from flowjax.monitor.progress import read_status
+from flowjax.monitor.token import bearer, known_token
+from flowjax.run import Run
+from flowjax.weights.mirror import MirrorError, fetch_bases, source
+
+_MAY_DIFFER = ("engine.", "bases.", "env.workers", "rollout.max_concurrent_episodes", "rollout.min_concurrent_episodes",
+               "max_restarts", "model.path", "name", "runs")  # fmt: skip
+_LOOK_EVERY_S = 0.5
+_SAY_EVERY_S = 30.0
+
+
+def config_of_run(url: str, folder: Path = Path()) -> ConfigDict:
+    """The config of the run whose dataflow is at `url`, as a node of it begins with.
+
+    Raises:
+        ConfigError: nobody answers there, or no run that this version can join; the token is missing.
+    """
+
+    async def ask() -> dict:
+        async with source(url, known_token(folder)) as origin:
+            return await origin.ask("/run")
+
+    try:
+        described = asyncio.run(ask())
+        config = default_config()
+        config.update(json.loads(described["config"]))
+    except (aiohttp.ClientError, OSError) as error:
+        raise ConfigError(
+            f"--join={url}: no dataflow answers there ({error}): give host and port of the run's config.dataflow, "
+            "whose host has to be one that this machine reaches"
+        ) from error
+    except MirrorError as error:
+        raise ConfigError(f"--join={url}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--join={url}: the run's config is not understood here ({error}): install its version of flowjax"
+        ) from error
+    config.name = f"{described['name']}-{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())}"[:200]
+    config.update({"elsewhere": ("dataflow", "trainer"), "runs": default_config().runs})
+    config.dataflow.update({"url": url, "host": "127.0.0.1", "port": 0})
+    for section in (config, *config.bases.values()):  # engines of the run's own machine
+        if "engine" in section:
+            section.engine.update({"port": 0, "urls": ()})
+    return config
+
+
+def check_difference(joined: ConfigDict, config: ConfigDict) -> None:
+    """A node's own settings are of its hardware alone.
+
+    Raises:
+        ConfigError: `config` plays another run than `joined` does.
+    """
+    before, now = _flat(joined), _flat(config)
+    for field in sorted(before.keys() | now.keys()):
+        if before.get(field) != now.get(field) and not field.startswith(_MAY_DIFFER):
+            raise ConfigError(
+                f"config.{field} is {now.get(field)!r}, but the run has {before.get(field)!r}: a node may differ in "
+                f"{', '.join(name.rstrip('.') for name in _MAY_DIFFER)} only"
+            )
+
+
+def _flat(config: ConfigDict) -> dict[str, object]:
+    def leaves(prefix: str, values: dict):
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from leaves(f"{prefix}{name}.", value)
+            else:
+                yield f"{prefix}{name}", value
+
+    return dict(leaves("", json.loads(config.to_json())))
+
+
+def fetch(run: Run) -> None:
+    """Have the run's base models on this machine.
+
+    Raises:
+        ConfigError: one cannot be had.
+    """
+
+    async def copy() -> None:
+        async with source(run.config.dataflow.url, known_token(run.folder)) as origin:
+            await fetch_bases(run, origin)
+
+    try:
+        asyncio.run(copy())
+    except (MirrorError, aiohttp.ClientError, OSError) as error:
+        raise ConfigError(
+            f"the base models of {run.config.dataflow.url} cannot be fetched ({error}): start again to go on with "
+            "what has come, or put them at config.model.path"
+        ) from error
+
+
+async def until_done(run: Run, console: Console) -> None:
+    """Return when the run has ended.
+
+    Raises:
+        RoleFailed: its dataflow has been away for longer than a lease lasts.
+    """
+    url, patience_s = run.config.dataflow.url, 2 * run.config.dataflow.lease_s
+    heard_s = said_s = time.monotonic()
+    timeout = aiohttp.ClientTimeout(total=10.0)
+    async with aiohttp.ClientSession(headers=bearer(known_token(run.folder)), timeout=timeout) as session:
+        while True:
+            problem = ""
+            try:
+                async with session.get(f"{url}/status") as answer:
+                    if (await answer.json())["finished"]:
+                        console.print(f"played here: {_playing(run)}", highlight=False, soft_wrap=True)
+                        return
+                heard_s = time.monotonic()
+            except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() - heard_s > patience_s:
+                reason = f"the run at {url} has not answered for {patience_s:.0f} s ({problem})"
+                raise RoleFailed("mirror", 1, run.folder / "logs" / "mirror.log", reason)
+            if time.monotonic() - said_s > _SAY_EVERY_S:
+                said_s = time.monotonic()
+                with contextlib.suppress(OSError):
+                    console.print(_playing(run), highlight=False, soft_wrap=True)
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _playing(run: Run) -> str:
+    status = read_status(run.folder, "rollout")
+    serving = ", ".join(f"{policy}@{version}" for policy, version in status.get("serving_versions", {}).items())
+    rate = status.get("episodes_per_s", 0.0)
+    return f"{status.get('episodes', 0)} episodes, {rate:.1f}/s, serving {serving or 'nothing yet'}"

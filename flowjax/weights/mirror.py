@@ -1,0 +1,210 @@
+"""A node's copy of a run that another machine has: base models once, then every version that its engines may need.
+
+    python -m flowjax.weights.mirror --run=<run folder of the node>
+
+The copy has the layout of the run's own folder, so that all that follows reads it as if the trainer had written it
+(`flowjax.weights.follow`). Files come over HTTP from the dataflow (`flowjax.dataflow.files`), a few at a time, go on
+where a broken transfer has ended, and count only when their digests agree. A version is renamed into place when all of
+it is there.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from absl import app, flags, logging
+
+from flowjax.config import ConfigError
+from flowjax.files import digest_of, replace_file
+from flowjax.monitor.token import VARIABLE, bearer, known_token
+from flowjax.records import WireError, unpack
+from flowjax.run import Run, read_run
+from flowjax.weights.publish import committed_steps
+
+_RUN = flags.DEFINE_string("run", None, "Run folder of the node.", required=True)
+_LOOK_EVERY_S = 0.5  # at the versions of the run
+_LAST_RETRY_S = 10.0
+_AT_ONCE = 8  # files: over a slow link one connection alone does not fill it
+_SILENT_S = 60.0  # that a transfer may be, after which it is begun again where it was
+_CHUNK_BYTES = 256 * 1024
+_IDENTITY = ".identity"  # of the version as the run has it
+
+
+class MirrorError(RuntimeError):
+    """A file cannot be had from the run; the message names it, the cause and the remedy."""
+
+
+@contextlib.asynccontextmanager
+async def source(url: str, token: str) -> AsyncIterator["RunSource"]:
+    """The run whose dataflow is at `url`."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
+    async with aiohttp.ClientSession(headers=bearer(token), timeout=timeout) as session:
+        yield RunSource(url.rstrip("/"), session)
+
+
+class RunSource:
+    """Questions to a run, and files of it."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession):
+        self.url, self._session = url, session
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def ask(self, path: str) -> dict[str, Any]:
+        """The answer to a GET request.
+
+        Raises:
+            MirrorError: the run refuses, or whoever answers is none.
+            aiohttp.ClientError, OSError: nobody answers.
+        """
+        async with self._session.get(f"{self.url}{path}") as response:
+            body = await response.read()
+            if response.status == 401:
+                raise MirrorError(f"{self.url} wants the run's token: set {VARIABLE} to what its file `token` holds")
+            if response.status != 200:
+                reason = body.decode(errors="replace")[:200]
+                raise MirrorError(f"{self.url}{path} is refused (HTTP {response.status}): {reason}")
+        try:
+            return unpack(body)
+        except WireError as error:
+            raise MirrorError(f"whoever answers at {self.url} is no dataflow of this version: {error}") from error
+
+    async def copy(self, path: str, folder: Path) -> None:
+        """Have `folder` hold the files that are listed at `path`; those that it has already are kept.
+
+        Raises:
+            MirrorError, aiohttp.ClientError, OSError: a file did not come whole. What came stays for the next try.
+        """
+        files = (await self.ask(path))["files"]
+        for name, _, _ in files:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise MirrorError(f"{self.url}{path} lists {name[:200]!r}, which lies outside: it is no dataflow")
+        copies = [self._copy_file(f"{path}/{name}", folder / name, size, digest) for name, size, digest in files]
+        for result in await asyncio.gather(*copies, return_exceptions=True):
+            if isinstance(result, BaseException):  # the others have come as far as they could
+                raise result
+
+    async def _copy_file(self, path: str, target: Path, size_bytes: int, digest: str) -> None:
+        if target.exists():
+            return
+        async with self._slots:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_name(f".{target.name}.part")
+            have_bytes = part.stat().st_size if part.exists() else 0
+            if have_bytes < size_bytes:
+                await self._download(path, part, have_bytes)
+            part.touch()  # an empty file has nothing to download
+            if await asyncio.to_thread(digest_of, part) != digest:
+                part.unlink()  # what is wrong with it cannot be known: all of it comes again
+                raise MirrorError(f"{self.url}{path} did not come as it is there: it is fetched again")
+            part.rename(target)
+
+    async def _download(self, path: str, part: Path, have_bytes: int) -> None:
+        async with self._session.get(f"{self.url}{path}", headers={"Range": f"bytes={have_bytes}-"}) as response:
+            if response.status not in (200, 206):
+                raise MirrorError(f"{self.url}{path} cannot be had (HTTP {response.status})")
+            with part.open("ab" if response.status == 206 else "wb") as file:
+                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+                    file.write(chunk)
+
+
+async def fetch_bases(run: Run, origin: RunSource) -> None:
+    """Have every base model of the run on this machine.
+
+    Raises:
+        MirrorError: the run's machine does not have one either, or it does not come whole.
+        aiohttp.ClientError, OSError: the run does not answer any more.
+    """
+    for name, base in run.bases.items():
+        folder = Path(base.model.path)
+        if (folder / "config.json").exists():
+            continue
+        unfinished = folder.with_name(f".{folder.name}.part")
+        await origin.copy(f"/files/bases/{name}", unfinished)
+        unfinished.rename(folder)
+
+
+class WeightsMirror:
+    """Brings `checkpoints/` of a run folder to what the run has."""
+
+    def __init__(self, run_dir: Path, origin: RunSource):
+        self._checkpoints, self._origin = run_dir / "checkpoints", origin
+
+    async def follow(self) -> None:
+        """Do so until cancelled, however often the run is away."""
+        pause_s, said = _LOOK_EVERY_S, ""
+        while True:
+            try:
+                await self.update()
+                pause_s, said = _LOOK_EVERY_S, ""
+            except (MirrorError, aiohttp.ClientError, OSError) as error:
+                if (problem := f"{type(error).__name__}: {error}") != said:
+                    logging.warning("versions are not up to date: %s", problem)
+                pause_s, said = min(2 * pause_s, _LAST_RETRY_S), problem
+            await asyncio.sleep(pause_s)
+
+    async def update(self) -> None:
+        """Fetch what is missing, the newest version first, and forget what the run no longer has.
+
+        Raises:
+            MirrorError, aiohttp.ClientError, OSError: something did not come.
+        """
+        listed = (await self._origin.ask("/files/weights"))["policies"]
+        for policy, steps in listed.items():
+            self._forget(policy, steps)
+            for step in sorted(map(int, steps), reverse=True):
+                await self._fetch(policy, step, steps[str(step)])
+
+    def _forget(self, policy: str, steps: Mapping[str, str]) -> None:
+        """Delete versions that are gone at the run, or were made anew there."""
+        for step in committed_steps(self._checkpoints / policy):
+            folder = self._checkpoints / policy / str(step)
+            if steps.get(str(step)) != _read(folder / _IDENTITY):
+                gone = folder.with_name(f".gone-{step}")  # renamed first: half of a version is none
+                shutil.rmtree(gone, ignore_errors=True)
+                folder.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+    async def _fetch(self, policy: str, step: int, identity: str) -> None:
+        folder = self._checkpoints / policy / str(step)
+        if folder.exists():
+            return
+        unfinished = folder.with_name(f".part-{step}-{identity}")
+        for other in self._checkpoints.glob(f"{policy}/.part-*"):
+            if other != unfinished:
+                shutil.rmtree(other, ignore_errors=True)
+        unfinished.mkdir(parents=True, exist_ok=True)
+        await self._origin.copy(f"/files/weights/{policy}/{step}", unfinished)
+        replace_file(unfinished / _IDENTITY, identity, durable=False)
+        unfinished.rename(folder)
+        logging.info("%s %d is here", policy, step)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+async def _follow(run: Run) -> None:
+    async with source(run.config.dataflow.url, known_token(run.folder)) as origin:
+        await WeightsMirror(run.folder, origin).follow()
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.INFO)
+    try:
+        asyncio.run(_follow(read_run(Path(_RUN.value).absolute())))
+    except ConfigError as error:
+        print(f"mirror: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    app.run(main)

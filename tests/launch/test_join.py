@@ -1,0 +1,101 @@
+"""A node that joins a run: it has nothing of the run's folder, plays, dies, and another one goes on."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from light_run import LightRun, environment
+
+from flowjax.config import ConfigError
+from flowjax.launch import join
+from flowjax.launch.__main__ import read_request
+from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.progress import read_status
+from flowjax.run import read_endpoints
+
+
+def wait_for(condition: Callable[[], Any], say: Callable[[], str], timeout_s: float = 300.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, say()
+        time.sleep(0.1)
+
+
+class Node:
+    """A node in a folder of its own, with an engine of its own that runs already."""
+
+    def __init__(self, light: LightRun, url: str, name: str):
+        self.folder = light.folder / "far away" / name
+        self.folder.mkdir(parents=True)
+        self.output = self.folder / "output.txt"
+        command = [sys.executable, "-m", "flowjax.launch", f"--join={url}", "--name=node"]
+        command += [f"--config.engine.urls=('http://127.0.0.1:{light.engine_port}',)", "--config.model.path=model"]
+        with self.output.open("w") as out:
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, env=environment(), stdout=out, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def episodes(self) -> int:
+        return read_status(self.folder / "runs" / "node", "rollout").get("episodes", 0)
+
+    def logs(self) -> str:
+        logs = (self.folder / "runs" / "node" / "logs").glob("*.log")
+        return "\n".join([self.output.read_text(), *(f"== {log.name}\n{log.read_text()[-2000:]}" for log in logs)])
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(900)
+def test_nodes_play_a_run_whose_own_machine_plays_nothing(tmp_path):
+    with LightRun(tmp_path, trainer__steps=12, dataflow__lease_s=12.0, elsewhere=("rollout",)) as light:
+        run = light.launch()
+        wait_for(lambda: (light.run_dir / "endpoints.json").exists() or run.poll() is not None, light.logs)
+        assert run.poll() is None, light.logs()
+        url = read_endpoints(light.run_dir)["dataflow"]
+
+        def answers() -> bool:
+            try:
+                return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+            except OSError:
+                assert run.poll() is None, light.logs()
+                return False
+
+        wait_for(answers, light.logs)
+        first = Node(light, url, "first")
+        wait_for(lambda: first.episodes > 8 or first.process.poll() is not None, first.logs)
+        assert (first.folder / "model" / "config.json").exists(), "the base model came over the network"
+        with urllib.request.urlopen(f"{url}/status", timeout=5) as answer:
+            (worker,) = json.load(answer)["workers"].values()
+        assert worker["serving"].keys() == {"agent"} and worker["episodes"] > 0
+        first.process.send_signal(signal.SIGKILL)  # its guards end the roles
+        second = Node(light, url, "second")
+        wait_for(lambda: run.poll() is not None, lambda: light.logs() + second.logs(), 600.0)
+        assert run.returncode == 0, light.logs() + second.logs()
+        assert second.process.wait(timeout=120) == 0, second.logs()
+        assert "the run has ended" in second.output.read_text()
+        train = [line["step"] for line in read_metrics(light.run_dir) if line["kind"] == "train"]
+        assert train == list(range(1, 13)), "every version once"
+
+
+def test_joining_nothing_says_so():
+    with pytest.raises(ConfigError, match=r"--join=http://127\.0\.0\.1:9: no dataflow answers there"):
+        join.config_of_run("http://127.0.0.1:9")
+
+
+def test_a_node_differs_in_its_hardware_alone(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(join, "config_of_run", lambda url: config.copy_and_resolve_references())
+    monkeypatch.chdir(tmp_path)
+    config.elsewhere, config.dataflow.url = ("dataflow", "trainer"), "http://far:8000"
+    argv = ["--join=http://far:8000", "--name=node", "--config.engine.max_concurrent_sequences=7"]
+    request = read_request(argv)
+    assert request.run.is_node and request.run.config.engine.max_concurrent_sequences == 7
+    assert request.run.folder == Path(config.runs) / "node"
+    with pytest.raises(ConfigError, match=r"config\.rollout\.temperature is 0\.5, but the run has 1\.0: a node may"):
+        read_request([*argv, "--config.rollout.temperature=0.5"])

@@ -1,0 +1,211 @@
+"""A node's copy of a run: real files from a real dataflow server, and what may happen to them on the way."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiohttp import web
+from rollout_run import RolloutRun
+
+from flowjax.run import resolve
+from flowjax.weights import mirror
+from flowjax.weights.mirror import MirrorError, WeightsMirror, fetch_bases, source
+from flowjax.weights.publish import committed_steps, read_adapter
+
+
+def level(folder: Path, step: int) -> float:
+    return float(np.asarray(read_adapter(folder / "checkpoints" / "agent", step)["q_proj"]["b"]).mean())
+
+
+def test_a_node_has_the_versions_that_the_run_has(tmp_path):
+    run, node = RolloutRun(tmp_path), tmp_path / "node"
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            copy = WeightsMirror(node, origin)
+            await copy.update()
+            assert committed_steps(node / "checkpoints" / "agent") == [0]
+            for step in (1, 2, 3):
+                run.publish(step)
+            servers.flow.report_serving("agent", 3)
+            await copy.update()
+            assert committed_steps(node / "checkpoints" / "agent") == [2, 3], "within max_staleness of what is served"
+            assert [level(node, step) for step in (2, 3)] == [2.0, 3.0]
+            kept = {path.name for path in (node / "checkpoints" / "agent" / "3").iterdir()}
+            assert "adapter" in kept and not kept & {"optimizer", "data"}
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_is_made_anew_is_fetched_anew(tmp_path):
+    run, node = RolloutRun(tmp_path), tmp_path / "node"
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            copy = WeightsMirror(node, origin)
+            run.publish(1)
+            await copy.update()
+            run.checkpoints.close()
+            import shutil
+
+            shutil.rmtree(run.folder / "checkpoints" / "agent" / "1")
+            again = RolloutRun(tmp_path / "again")
+            again.publish(5)
+            shutil.copytree(again.folder / "checkpoints/agent/5", run.folder / "checkpoints/agent/1")
+            marker = run.folder / "checkpoints/agent/1/commit_success.txt"
+            marker.touch()
+            await copy.update()
+            assert level(node, 1) == 5.0
+
+    asyncio.run(scenario())
+
+
+class Cut:
+    """A middlebox before a dataflow: of one file it passes on half, then hangs up, once."""
+
+    def __init__(self, url: str, name: str):
+        self.url, self.name, self.asked = url, name, []
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        import aiohttp
+
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self.url}{request.path}", headers=request.headers) as got,
+        ):
+            body = await got.read()
+        if not request.path.endswith(self.name):
+            return web.Response(body=body, status=got.status, content_type="application/msgpack")
+        self.asked.append(request.headers["Range"])
+        response = web.StreamResponse(status=got.status, headers={"Content-Length": str(len(body))})
+        await response.prepare(request)
+        if len(self.asked) == 1:
+            await response.write(body[: len(body) // 2])
+            assert request.transport is not None
+            request.transport.close()
+        else:
+            await response.write(body)
+        return response
+
+
+def test_a_transfer_that_is_cut_goes_on_where_it_was(tmp_path):
+    run = RolloutRun(tmp_path)
+    (run.model / "weights.bin").write_bytes(bytes(range(256)) * 4096)
+
+    async def scenario():
+        async with run.servers() as servers:
+            cut = Cut(servers.dataflow_url, "weights.bin")
+            app = web.Application()
+            app.router.add_get("/{path:.*}", cut.answer)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+            config = run.config.copy_and_resolve_references()
+            config.model.path = str(tmp_path / "elsewhere" / "model")
+            node = resolve(config)
+            async with source(f"http://127.0.0.1:{port}", "") as origin:
+                with pytest.raises(Exception, match=r"payload|closed|reset|Connection"):
+                    await fetch_bases(node, origin)
+                assert not Path(config.model.path).exists(), "half a model is none"
+                await fetch_bases(node, origin)
+            await runner.cleanup()
+            assert cut.asked[0] == "bytes=0-" and cut.asked[1] != "bytes=0-"
+            assert (Path(config.model.path) / "weights.bin").read_bytes() == bytes(range(256)) * 4096
+            assert (Path(config.model.path) / "config.json").read_text() == (run.model / "config.json").read_text()
+
+    asyncio.run(scenario())
+
+
+def test_a_flipped_bit_is_found_and_that_file_comes_again(tmp_path, monkeypatch):
+    run, node = RolloutRun(tmp_path), tmp_path / "node"
+    flipped = []
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            download = origin._download
+
+            async def flip(path, part, have_bytes):
+                await download(path, part, have_bytes)
+                if not flipped and part.stat().st_size > 10:
+                    flipped.append(path)
+                    data = bytearray(part.read_bytes())
+                    data[5] ^= 1
+                    part.write_bytes(data)
+
+            monkeypatch.setattr(origin, "_download", flip)
+            copy = WeightsMirror(node, origin)
+            with pytest.raises(MirrorError, match=r"did not come as it is there"):
+                await copy.update()
+            assert committed_steps(node / "checkpoints" / "agent") == []
+            await copy.update()
+            assert level(node, 0) == 0.0
+
+    asyncio.run(scenario())
+
+
+def test_nothing_but_what_is_listed_can_be_had(tmp_path):
+    run = RolloutRun(tmp_path)
+    (tmp_path / "secret").write_text("x")
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            for path in (
+                "/files/bases/base/../../secret", "/files/bases/base/%2e%2e/secret", "/files/bases/other",
+                "/files/weights/agent/7", "/files/weights/agent/0/optimizer/_METADATA", "/files/weights/../x",
+                "/files/bases/base/%2Fetc%2Fpasswd", "/files/weights/agent/-1", "/files/weights/agent/0x1",
+            ):  # fmt: skip
+                with pytest.raises(MirrorError, match=r"HTTP 4\d\d"):
+                    await origin.ask(path)
+
+    asyncio.run(scenario())
+
+
+def test_a_list_that_names_files_elsewhere_is_refused(tmp_path, monkeypatch):
+    async def scenario():
+        async with source("http://127.0.0.1:9", "") as origin:
+
+            async def ask(path):
+                return {"files": [["../../outside", 3, "00"]]}
+
+            monkeypatch.setattr(origin, "ask", ask)
+            with pytest.raises(MirrorError, match="lies outside"):
+                await origin.copy("/files/bases/base", tmp_path / "model")
+
+    asyncio.run(scenario())
+
+
+def test_the_copy_goes_on_while_the_run_is_away(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(mirror, "_LOOK_EVERY_S", 0.02)
+    run, node = RolloutRun(tmp_path), tmp_path / "node"
+
+    async def scenario():
+        async with source("http://127.0.0.1:9", "") as origin:
+            following = asyncio.create_task(WeightsMirror(node, origin).follow())
+            await asyncio.sleep(0.2)
+            assert not following.done()
+            async with run.servers() as servers:
+                origin.url = servers.dataflow_url
+                async with asyncio.timeout(60):
+                    while committed_steps(node / "checkpoints" / "agent") != [0]:
+                        await asyncio.sleep(0.02)
+            following.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_what_answers_there_may_be_something_else(tmp_path):
+    run = RolloutRun(tmp_path)
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.engine.url, "") as origin:
+            with pytest.raises(MirrorError, match=r"refused|no dataflow"):
+                await origin.ask("/run")
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            described = await origin.ask("/run")
+            assert json.loads(described["config"])["seed"] == run.config.seed and described["bases"] == ["base"]
+
+    asyncio.run(scenario())
