@@ -1,9 +1,20 @@
 """ALFWorld with state-graph credit."""
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config
-from flowjax.recipes import as_one_conversation, find_variant, nano_on_two_cores, one_node_8_gpus
+from flowjax.recipes import (
+    PublishedRun,
+    as_one_conversation,
+    find_variant,
+    lengths,
+    nano_on_two_cores,
+    one_gpu_16_gb,
+    one_node_8_gpus,
+    published_variants,
+)
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -15,6 +26,10 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b      8 x A100 80 GB, the real games   (not run by us)
                   alfworld-download && export ALFWORLD_DATA=~/.cache/alfworld
                   python -m flowjax.launch --config=configs/alfworld.py:qwen3_8b
+    qwen3_0_6b    1 GPU of 16 GB, the real games, without thinking   (never run)
+    published,rewardflow | published,gigpo | published,grpo | published,rloo
+                  2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
+                  (`flowjax.recipes.published_on_two_gpus`)   (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.alfworld:Alfworld"
@@ -65,17 +80,62 @@ def _nano_append(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "alfworld")
-    config.env.max_turns = 25
-    config.env.workers = 8
-    config.env.train_tasks = 3553
+    _real_games(config)
     config.engine.max_model_tokens = 4096
     config.rollout.max_prompt_tokens = 3072
     config.rollout.max_new_tokens = 512
-    config.reward.components.invalid_actions = 0.1
     config.trainer.groups_per_step = 16
     config.trainer.steps = 150
     config.trainer.row_tokens = 8192
     config.eval.tasks = 134
 
 
-VARIANTS = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
+def _qwen3_0_6b(config: ConfigDict) -> None:
+    one_gpu_16_gb(config, "alfworld")
+    _real_games(config)
+    lengths(config, prompt_tokens=2560, reply_tokens=512)
+    config.eval.tasks = 134
+
+
+def _real_games(config: ConfigDict) -> None:
+    config.env.max_turns = 25
+    config.env.workers = 8
+    config.env.train_tasks = 3553
+    config.reward.components.invalid_actions = 0.1
+
+
+# GiGPO's scripts and those beside it ask for 50 turns, of which every second one asks for the inventory.
+_BESIDE: dict[str, Any] = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "turns": 50, "steps": 150}
+_COMMON: dict[str, Any] = {"tasks": 16, "prompt_tokens": 2048, "mini_batch_turns": 256}
+PUBLISHED = {
+    "rewardflow": PublishedRun(
+        "rewardflow",
+        "Qwen/Qwen2.5-3B-Instruct",
+        turns=25,
+        steps=200,
+        options={"gamma": 0.9, "invalid_penalty": 0.1},
+        held_out_every=10,
+        **_COMMON,
+    ),
+    "gigpo": PublishedRun(
+        "gigpo", options={"gamma": 0.95, "norm": "mean_std", "invalid_penalty": 0.1}, **_BESIDE, **_COMMON
+    ),
+    "grpo": PublishedRun("grpo", options={"norm": "mean_std", "invalid_penalty": 0.1}, **_BESIDE, **_COMMON),
+    "rloo": PublishedRun("rloo", options={"invalid_penalty": 0.1}, **_BESIDE, **_COMMON),
+}
+
+
+def _published(config: ConfigDict, name: str) -> None:
+    config.env.name = "flowjax.published.worlds:PublishedAlfworld"
+    config.env.options = ConfigDict({"held_out": "seen"})
+    config.env.workers = 8
+    config.env.train_tasks = 3553
+
+
+VARIANTS = {
+    "nano": _nano,
+    "nano_append": _nano_append,
+    "qwen3_8b": _qwen3_8b,
+    "qwen3_0_6b": _qwen3_0_6b,
+    **published_variants("alfworld", PUBLISHED, _published),
+}

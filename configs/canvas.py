@@ -3,7 +3,14 @@
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config
-from flowjax.recipes import as_one_conversation, find_variant, nano_on_two_cores, one_node_8_gpus
+from flowjax.recipes import (
+    as_one_conversation,
+    find_variant,
+    lengths,
+    nano_on_two_cores,
+    one_gpu_16_gb,
+    one_node_8_gpus,
+)
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -22,6 +29,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   python -m flowjax.launch --config=configs/canvas.py:qwen3_8b --config.env.options.path=FOLDER
                   the executor is the run's own base model, on all its engines; for another model name one of
                   config.bases in config.env.options.backends.executor.base, for an endpoint give it kind openai
+    qwen3_0_6b    1 GPU of 16 GB, its model the executor as well, without thinking   (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.canvas:Canvas"
@@ -80,15 +88,7 @@ def _nano_grpo(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "canvas")
-    config.env.options.backends = ConfigDict({"executor": {"kind": "run", "base": "base"}})
-    config.env.options.step_s = 550.0
-    config.env.options.max_seconds = 3000.0
-    config.env.options.max_tokens = 2_000_000
-    config.env.context = "append"
-    config.env.step_timeout_s = 600.0
-    config.env.workers = 4
-    config.rollout.episode_timeout_s = 3600.0
-    config.dataflow.lease_s = 3900.0
+    _executor_of_the_run(config)
     config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     config.engine.max_model_tokens = 16384
     config.rollout.max_prompt_tokens = 15872
@@ -103,4 +103,29 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.optimizer.weight_decay = 0.01
 
 
-VARIANTS = {"nano": _nano, "nano_append": _nano_append, "nano_grpo": _nano_grpo, "qwen3_8b": _qwen3_8b}
+def _qwen3_0_6b(config: ConfigDict) -> None:
+    one_gpu_16_gb(config, "canvas")
+    _executor_of_the_run(config)
+    lengths(config, prompt_tokens=7680, reply_tokens=512)
+    config.rollout.temperature = 0.6
+
+
+def _executor_of_the_run(config: ConfigDict) -> None:
+    config.env.options.backends = ConfigDict({"executor": {"kind": "run", "base": "base"}})
+    config.env.options.step_s = 550.0
+    config.env.options.max_seconds = 3000.0
+    config.env.options.max_tokens = 2_000_000
+    config.env.context = "append"
+    config.env.step_timeout_s = 600.0
+    config.env.workers = 4
+    config.rollout.episode_timeout_s = 3600.0
+    config.dataflow.lease_s = 3900.0
+
+
+VARIANTS = {
+    "nano": _nano,
+    "nano_append": _nano_append,
+    "nano_grpo": _nano_grpo,
+    "qwen3_8b": _qwen3_8b,
+    "qwen3_0_6b": _qwen3_0_6b,
+}

@@ -3,7 +3,7 @@
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config
-from flowjax.recipes import find_variant, nano_on_two_cores, one_node_8_gpus
+from flowjax.recipes import find_variant, lengths, nano_on_two_cores, one_gpu_16_gb, one_node_8_gpus
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -16,6 +16,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
                held-out success of greedy play 0.508 -> 0.984 (README)
     qwen3_8b   8 x A100 80 GB   python -m flowjax.launch --config=configs/code.py:qwen3_8b   (not run by us)
                problems in data/deepcoder.jsonl; held out: data/lcb_v5.jsonl
+    qwen3_0_6b 1 GPU of 16 GB, the same problems, without thinking   (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.code:Code"
@@ -44,6 +45,24 @@ def _nano(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "code")
+    _real_problems(config)
+    config.env.workers = 16
+    config.engine.max_model_tokens = 22_528
+    config.rollout.max_prompt_tokens = 6144
+    config.rollout.max_new_tokens = 16_384
+    config.trainer.groups_per_step = 32
+    config.trainer.steps = 200
+    config.trainer.row_tokens = 22_528
+
+
+def _qwen3_0_6b(config: ConfigDict) -> None:
+    one_gpu_16_gb(config, "code")
+    _real_problems(config)
+    config.env.workers = 4
+    lengths(config, prompt_tokens=3072, reply_tokens=2048)
+
+
+def _real_problems(config: ConfigDict) -> None:
     config.env.options = ConfigDict(
         {
             "path": "data/deepcoder.jsonl",
@@ -53,16 +72,9 @@ def _qwen3_8b(config: ConfigDict) -> None:
             "wall_guard_s": 300.0,
         }
     )
-    config.env.workers = 16
     config.env.step_timeout_s = 605.0
     config.dataflow.lease_s = 660.0
     config.rollout.episode_timeout_s = 1800.0
-    config.engine.max_model_tokens = 22_528
-    config.rollout.max_prompt_tokens = 6144
-    config.rollout.max_new_tokens = 16_384
-    config.trainer.groups_per_step = 32
-    config.trainer.steps = 200
-    config.trainer.row_tokens = 22_528
 
 
-VARIANTS = {"nano": _nano, "qwen3_8b": _qwen3_8b}
+VARIANTS = {"nano": _nano, "qwen3_8b": _qwen3_8b, "qwen3_0_6b": _qwen3_0_6b}

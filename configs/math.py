@@ -3,7 +3,7 @@
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config
-from flowjax.recipes import find_variant, nano_on_two_cores, one_node_8_gpus
+from flowjax.recipes import find_variant, lengths, nano_on_two_cores, one_gpu_16_gb, one_node_8_gpus
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -16,6 +16,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
                      three digits, + and -, one conversation with a calculator
     qwen3_8b         8 x A100 80 GB      python -m flowjax.launch --config=configs/math.py:qwen3_8b \\
                      --config.env.options.path=deepscaler.json                                   (not run by us)
+    qwen3_0_6b       1 GPU of 16 GB, the same problems, without thinking                         (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.math:Math"
@@ -64,4 +65,11 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.trainer.row_tokens = 16384
 
 
-VARIANTS = {"nano": _nano, "nano_calculator": _nano_calculator, "qwen3_8b": _qwen3_8b}
+def _qwen3_0_6b(config: ConfigDict) -> None:
+    one_gpu_16_gb(config, "math")
+    config.env.options = ConfigDict({"path": "", "answer": "boxed"})
+    lengths(config, prompt_tokens=1024, reply_tokens=3072)
+    config.rollout.episode_timeout_s = 900.0
+
+
+VARIANTS = {"nano": _nano, "nano_calculator": _nano_calculator, "qwen3_8b": _qwen3_8b, "qwen3_0_6b": _qwen3_0_6b}

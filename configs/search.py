@@ -1,9 +1,20 @@
 """Search with state-graph credit."""
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config
-from flowjax.recipes import as_one_conversation, find_variant, nano_on_two_cores, one_node_8_gpus
+from flowjax.recipes import (
+    PublishedRun,
+    as_one_conversation,
+    find_variant,
+    lengths,
+    nano_on_two_cores,
+    one_gpu_16_gb,
+    one_node_8_gpus,
+    published_variants,
+)
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -15,6 +26,11 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b      8 x A100 80 GB, and a retrieval server   (not run by us)
                   python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
                   python -m flowjax.launch --config=configs/search.py:qwen3_8b
+    qwen3_0_6b    1 GPU of 16 GB, the same server, without thinking   (never run)
+    published,rewardflow | published,gigpo | published,grpo | published,rloo
+                  2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
+                  (`flowjax.recipes.published_on_two_gpus`), and states told apart exactly. There is no script for
+                  RLOO: it has GRPO's constants   (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.search:Search"
@@ -51,11 +67,7 @@ def _nano_append(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "search")
-    config.env.options = ConfigDict({"path": "data/nq", "retriever": "http://127.0.0.1:8000", "topk": 3})
-    config.env.max_turns = 4
-    config.env.history = 4
-    config.env.workers = 8
-    config.env.train_tasks = 170_000
+    _real_questions(config)
     config.engine.max_model_tokens = 5120
     config.rollout.max_prompt_tokens = 4096
     config.rollout.max_new_tokens = 512
@@ -65,4 +77,65 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.trainer.row_tokens = 8192
 
 
-VARIANTS = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
+def _qwen3_0_6b(config: ConfigDict) -> None:
+    one_gpu_16_gb(config, "search")
+    _real_questions(config)
+    lengths(config, prompt_tokens=3584, reply_tokens=512)
+
+
+def _real_questions(config: ConfigDict) -> None:
+    config.env.options = ConfigDict({"path": "data/nq", "retriever": "http://127.0.0.1:8000", "topk": 3})
+    config.env.max_turns = 4
+    config.env.history = 4
+    config.env.workers = 8
+    config.env.train_tasks = 170_000
+
+
+_BESIDE: dict[str, Any] = {"tasks": 64, "steps": 202, "held_out": 128}
+_COMMON: dict[str, Any] = {
+    "model": "Qwen/Qwen2.5-3B-Instruct",
+    "copies": 5,
+    "turns": 4,
+    "prompt_tokens": 4096,
+    "mini_batch_turns": 512,
+    "history": 4,
+    "kl": 0.001,
+    "entropy": 0.0,
+    "warmup": 0.1,
+    "held_out_temperature": 0.0,
+}
+PUBLISHED = {
+    "rewardflow": PublishedRun(
+        "rewardflow",
+        tasks=256,
+        steps=200,
+        options={"gamma": 0.95, "invalid_penalty": 0.01},
+        held_out=512,
+        held_out_every=10,
+        **_COMMON,
+    ),
+    "gigpo": PublishedRun(
+        "gigpo",
+        tasks=256,
+        steps=200,
+        options={"gamma": 0.95, "norm": "mean_std", "invalid_penalty": 0.01},
+        held_out=512,
+        **_COMMON,
+    ),
+    "grpo": PublishedRun("grpo", options={"norm": "mean_std", "invalid_penalty": 0.01}, **_BESIDE, **_COMMON),
+    "rloo": PublishedRun("rloo", options={"invalid_penalty": 0.01}, **_BESIDE, **_COMMON),
+}
+
+
+def _published(config: ConfigDict, name: str) -> None:
+    _real_questions(config)
+    config.env.name = "flowjax.published.worlds:PublishedSearch"
+
+
+VARIANTS = {
+    "nano": _nano,
+    "nano_append": _nano_append,
+    "qwen3_8b": _qwen3_8b,
+    "qwen3_0_6b": _qwen3_0_6b,
+    **published_variants("search", PUBLISHED, _published),
+}

@@ -1,9 +1,20 @@
 """Sokoban with state-graph credit."""
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config
-from flowjax.recipes import as_one_conversation, find_variant, nano_on_two_cores, one_node_8_gpus
+from flowjax.recipes import (
+    PublishedRun,
+    as_one_conversation,
+    find_variant,
+    lengths,
+    nano_on_two_cores,
+    one_gpu_16_gb,
+    one_node_8_gpus,
+    published_variants,
+)
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -16,6 +27,11 @@ def get_config(arg: str = "nano") -> ConfigDict:
     nano_append  2 CPU cores        python -m flowjax.launch --config=configs/sokoban.py:nano_append
                as nano, but an episode is one conversation (no full run measured)
     qwen3_8b   8 x A100 80 GB       python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b   (not run by us)
+    qwen3_0_6b 1 GPU of 16 GB       6 x 6, without thinking   (never run)
+    published,rewardflow | published,gigpo | published,grpo | published,rloo
+               2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
+               (`flowjax.recipes.published_on_two_gpus`), and text and Qwen2.5-3B-Instruct in place of pictures and
+               Qwen2.5-VL-3B. There is no script for RLOO: it has GRPO's constants   (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.sokoban:Sokoban"
@@ -59,4 +75,40 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.trainer.row_tokens = 8192
 
 
-VARIANTS = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
+def _qwen3_0_6b(config: ConfigDict) -> None:
+    one_gpu_16_gb(config, "sokoban")
+    lengths(config, prompt_tokens=1536, reply_tokens=512)
+
+
+_BESIDE: dict[str, Any] = {"tasks": 32, "steps": 150, "mini_batch_turns": 64}
+_COMMON: dict[str, Any] = {"model": "Qwen/Qwen2.5-3B-Instruct", "turns": 15, "prompt_tokens": 1024}
+PUBLISHED = {
+    "rewardflow": PublishedRun(
+        "rewardflow",
+        tasks=16,
+        steps=200,
+        mini_batch_turns=256,
+        options={"gamma": 0.9, "invalid_penalty": 0.1},
+        held_out_every=10,
+        **_COMMON,
+    ),
+    "gigpo": PublishedRun(
+        "gigpo", options={"gamma": 0.95, "norm": "mean", "invalid_penalty": 0.1}, **_BESIDE, **_COMMON
+    ),
+    "grpo": PublishedRun("grpo", options={"norm": "mean_std", "invalid_penalty": 0.1}, **_BESIDE, **_COMMON),
+    "rloo": PublishedRun("rloo", options={"invalid_penalty": 0.1}, **_BESIDE, **_COMMON),
+}
+
+
+def _published(config: ConfigDict, name: str) -> None:
+    config.env.name = "flowjax.published.worlds:PublishedSokoban"
+    config.env.options.rows = config.env.options.columns = 8 if name == "rewardflow" else 6
+
+
+VARIANTS = {
+    "nano": _nano,
+    "nano_append": _nano_append,
+    "qwen3_8b": _qwen3_8b,
+    "qwen3_0_6b": _qwen3_0_6b,
+    **published_variants("sokoban", PUBLISHED, _published),
+}

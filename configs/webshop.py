@@ -1,9 +1,20 @@
 """WebShop with state-graph credit."""
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config
-from flowjax.recipes import as_one_conversation, find_variant, nano_on_two_cores, one_node_8_gpus
+from flowjax.recipes import (
+    PublishedRun,
+    as_one_conversation,
+    find_variant,
+    lengths,
+    nano_on_two_cores,
+    one_gpu_16_gb,
+    one_node_8_gpus,
+    published_variants,
+)
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -14,6 +25,10 @@ def get_config(arg: str = "nano") -> ConfigDict:
     nano_append   the same, an episode being one growing conversation
     qwen3_8b      8 x A100 80 GB    python -m flowjax.launch --config=configs/webshop.py:qwen3_8b   (not run by us)
                   reads WebShop's own files (docs/worlds/webshop.md); --config.env.options.path says where from
+    qwen3_0_6b    1 GPU of 16 GB, the same files, without thinking   (never run)
+    published,rewardflow | published,gigpo | published,grpo | published,rloo
+                  2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
+                  (`flowjax.recipes.published_on_two_gpus`)   (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.webshop:WebShop"
@@ -58,7 +73,7 @@ def _nano_append(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "webshop")
-    config.env.options = ConfigDict({"path": "data/webshop/real", "products": 1000, "goals": "synthetic"})
+    config.env.options = ConfigDict(REAL_SHOP)
     config.engine.max_model_tokens = 5120
     config.rollout.max_prompt_tokens = 4096
     config.rollout.max_new_tokens = 1024
@@ -68,4 +83,41 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.eval.tasks = 500
 
 
-VARIANTS = {"nano": _nano, "nano_append": _nano_append, "qwen3_8b": _qwen3_8b}
+def _qwen3_0_6b(config: ConfigDict) -> None:
+    one_gpu_16_gb(config, "webshop")
+    config.env.options = ConfigDict(REAL_SHOP)
+    lengths(config, prompt_tokens=3072, reply_tokens=512)
+
+
+_BESIDE: dict[str, Any] = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "steps": 150}
+_COMMON: dict[str, Any] = {"tasks": 16, "turns": 15, "prompt_tokens": 4096, "mini_batch_turns": 64}
+PUBLISHED = {
+    "rewardflow": PublishedRun(
+        "rewardflow",
+        "Qwen/Qwen2.5-3B-Instruct",
+        steps=100,
+        options={"gamma": 0.9, "invalid_penalty": 0.1},
+        held_out_every=10,
+        **_COMMON,
+    ),
+    "gigpo": PublishedRun(
+        "gigpo", options={"gamma": 0.95, "norm": "mean", "invalid_penalty": 0.1}, **_BESIDE, **_COMMON
+    ),
+    "grpo": PublishedRun("grpo", options={"norm": "mean_std", "invalid_penalty": 0.1}, **_BESIDE, **_COMMON),
+    "rloo": PublishedRun("rloo", options={"invalid_penalty": 0.1}, **_BESIDE, **_COMMON),
+}
+
+
+def _published(config: ConfigDict, name: str) -> None:
+    config.env.name = "flowjax.published.worlds:PublishedWebShop"
+    config.env.options = ConfigDict({**REAL_SHOP, "split_by": "index"})
+
+
+REAL_SHOP = {"path": "data/webshop/real", "products": 1000, "goals": "synthetic"}
+VARIANTS = {
+    "nano": _nano,
+    "nano_append": _nano_append,
+    "qwen3_8b": _qwen3_8b,
+    "qwen3_0_6b": _qwen3_0_6b,
+    **published_variants("webshop", PUBLISHED, _published),
+}

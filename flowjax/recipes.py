@@ -3,7 +3,10 @@
 A recipe calls one first and then sets what is its own; what it sets after the preset counts.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -54,7 +57,7 @@ def as_one_conversation(config: ConfigDict) -> None:
 def one_node_8_gpus(config: ConfigDict, world: str) -> None:
     """Qwen3-8B with an adapter of rank 64 on eight GPUs of 80 GB: the engine on four, the trainer on the other four."""
     config.name = f"{world}-qwen3-8b"
-    config.model.path = "models/Qwen3-8B"
+    config.model.path = "Qwen/Qwen3-8B"
     config.policy.lora.rank = 64
     config.policy.lora.alpha = 64.0
     config.engine.tensor_parallel = 4
@@ -63,3 +66,109 @@ def one_node_8_gpus(config: ConfigDict, world: str) -> None:
     config.rollout.max_concurrent_episodes = 256
     config.trainer.micro_batch_rows = 4
     config.optimizer.learning_rate = 2e-5
+
+
+def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
+    """Qwen3-0.6B with an adapter of rank 32 on one GPU of 16 GB, which engine and trainer share; without thinking, for
+    which replies would have to be several times as long."""
+    config.name = f"{world}-qwen3-0-6b"
+    config.model.path = "Qwen/Qwen3-0.6B"
+    config.model.template_options = ConfigDict({"enable_thinking": False})
+    config.engine.gpu_memory_fraction = 0.45
+    config.engine.max_concurrent_sequences = config.rollout.max_concurrent_episodes = 64
+    config.engine.prompts_per_request = 1  # long replies: none waits for another
+    config.mesh.fsdp = 1
+    config.trainer.groups_per_step = 8
+    config.trainer.steps = 100
+    config.trainer.micro_batch_rows = 1
+    config.trainer.logprob_chunk_tokens = 512
+    config.optimizer.learning_rate = 1e-4
+    config.eval.tasks = 128
+
+
+def lengths(config: ConfigDict, *, prompt_tokens: int, reply_tokens: int) -> None:
+    """Longest prompt and reply of a turn, and what has to hold both: the engine's context and the trainer's rows."""
+    config.rollout.max_prompt_tokens = prompt_tokens
+    config.rollout.max_new_tokens = reply_tokens
+    config.engine.max_model_tokens = config.trainer.row_tokens = prompt_tokens + reply_tokens
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """Constants of one of verl-agent's example scripts, those of RewardFlow and GiGPO among them.
+
+    tasks, copies: of a batch.
+    turns: most of an episode (`env.max_steps`).
+    steps: batches.
+    mini_batch_turns: turns of an optimiser update (`ppo_mini_batch_size`).
+    options: of the estimator, `published.<estimator>`.
+    warmup: share of the run.
+    """
+
+    estimator: str
+    model: str
+    tasks: int
+    turns: int
+    steps: int
+    mini_batch_turns: int
+    prompt_tokens: int
+    options: Mapping[str, float | str]
+    copies: int = 8
+    reply_tokens: int = 512
+    history: int = 2
+    kl: float = 0.01
+    entropy: float = 0.001
+    warmup: float = 0.0
+    held_out: int = 128
+    held_out_temperature: float = 0.4
+    held_out_every: int = 5
+
+
+def published_variants(
+    world: str, runs: Mapping[str, PublishedRun], choose: Callable[[ConfigDict, str], None]
+) -> dict[str, Variant]:
+    """Variants `published,<estimator>` of a recipe; `choose` sets what is the world's own."""
+
+    def build(config: ConfigDict, name: str) -> None:
+        published_on_two_gpus(config, world, runs[name])
+        choose(config, name)
+
+    return {f"published,{name}": partial(build, name=name) for name in runs}
+
+
+def published_on_two_gpus(config: ConfigDict, world: str, run: PublishedRun) -> None:
+    """A published run on two GPUs of 80 GB, one for the engine and one for the trainer.
+
+    What differs from its script: an adapter of rank 64 is trained instead of all weights, at the rate that the scripts
+    have for adapters (3e-6; 1e-6 for all weights), since the KL is to a base that has to be kept. A batch is split into
+    as many updates as the script makes of one in which every episode takes all its turns.
+    """
+    config.name = f"{world}-published-{run.estimator}"
+    config.model.path = run.model
+    config.policy.lora.rank = 64
+    config.policy.lora.alpha = 64.0
+    config.mesh.fsdp = 1
+    config.engine.prompts_per_request = 1  # long replies: none waits for another
+    lengths(config, prompt_tokens=run.prompt_tokens, reply_tokens=run.reply_tokens)
+    config.env.max_turns = run.turns
+    config.env.history = run.history
+    config.rollout.group_size = run.copies
+    config.reward.components = ConfigDict({"env_return": 1.0})  # which the published estimators read by themselves
+    config.credit.name = f"published.{run.estimator}"
+    config.credit.options = ConfigDict(dict(run.options))
+    config.loss.options = ConfigDict({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token_mean"})
+    config.loss.kl_coefficient = run.kl
+    config.loss.entropy_coefficient = run.entropy
+    config.dataflow.max_staleness = 0  # each batch is played by the policy that it trains
+    config.trainer.groups_per_step = run.tasks
+    config.trainer.updates_per_step = math.ceil(run.tasks * run.copies * run.turns / run.mini_batch_turns)
+    config.trainer.steps = run.steps
+    config.trainer.micro_batch_rows = 8
+    config.optimizer.learning_rate = 3e-6
+    config.optimizer.warmup_steps = round(run.warmup * run.steps * config.trainer.updates_per_step)
+    config.optimizer.betas = (0.9, 0.999)
+    config.optimizer.weight_decay = 0.01
+    config.optimizer.clip_norm = 1.0
+    config.eval.tasks = run.held_out
+    config.eval.temperature = run.held_out_temperature
+    config.eval.every_steps = run.held_out_every

@@ -16,6 +16,7 @@ ESTIMATORS = {
     "published.gigpo": "flowjax.published.gigpo:gigpo",
     "published.grpo": "flowjax.published.gigpo:grpo",
     "published.rewardflow": "flowjax.published.rewardflow:rewardflow",
+    "published.rloo": "flowjax.published.gigpo:rloo",
     "reinforce_plus_plus": "flowjax.credit.returns:reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "flowjax.credit.episode:reinforce_plus_plus_baseline",
     "rewardflow": "flowjax.credit.rewardflow:rewardflow",

@@ -1,5 +1,5 @@
-"""GRPO and GiGPO (arXiv 2505.10978) as verl-agent computes them, faults included. `config.credit.name`:
-"published.grpo", "published.gigpo"."""
+"""GRPO, RLOO and GiGPO (arXiv 2505.10978) as verl-agent computes them, faults included. `config.credit.name`:
+"published.grpo", "published.rloo", "published.gigpo"."""
 
 from functools import partial
 
@@ -27,12 +27,29 @@ def grpo(table: TurnTable, *, norm: Norm = "mean_std", invalid_penalty: Weight =
     that differs, and is scaled up to 1. A group of one turn keeps its x: 0 is taken for its mean and 1 for its
     deviation.
     """
-    returns = segment_total(jnp.where(table.mask, table.reward, 0.0), table.trajectory)
-    returns = returns - invalid_penalty * ~table.valid
+    returns = _penalised(table, invalid_penalty)
     count, mean, deviation = segment_statistics(returns, table.group, table.mask)
     compared = normalise(returns, mean, deviation, norm)
     alone = normalise(returns, jnp.zeros_like(mean), jnp.ones_like(deviation), norm)
     return jnp.where(table.mask, jnp.where(count == 1, alone, compared), 0.0)
+
+
+@jax.jit
+def rloo(table: TurnTable, *, invalid_penalty: Weight = 0.1) -> Float[Array, "turns"]:
+    """A = n / (n - 1) (x - mean), n the turns of the group and x as in `grpo`; a group of one turn keeps its x.
+
+    The others that a turn is compared with are mostly turns of its own episode, which share its return.
+    """
+    returns = _penalised(table, invalid_penalty)
+    count, mean, _ = segment_statistics(returns, table.group, table.mask)
+    compared = count / jnp.maximum(count - 1, 1) * (returns - mean)
+    return jnp.where(table.mask, jnp.where(count == 1, returns, compared), 0.0)
+
+
+def _penalised(table: TurnTable, invalid_penalty: Weight) -> Float[Array, "turns"]:
+    """Return of each turn's episode, less the penalty of the turn."""
+    returns = segment_total(jnp.where(table.mask, table.reward, 0.0), table.trajectory)
+    return returns - invalid_penalty * ~table.valid
 
 
 @partial(jax.jit, static_argnames=("norm",))

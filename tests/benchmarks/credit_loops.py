@@ -189,6 +189,17 @@ def grpo_published(turns: list[Turn], invalid_penalty: float = 0.1, norm: str = 
     return [(score - centre[t.group][0]) / scale[t.group] for t, score in zip(turns, scores, strict=True)]
 
 
+def rloo_published(turns: list[Turn], invalid_penalty: float = 0.1) -> list[float]:
+    """The mean of all other turns of the group, those of the same episode among them."""
+    earned = {turns[path[0]].trajectory: sum(turns[row].reward for row in path) for path in paths(turns)}
+    scores = [earned[turn.trajectory] - invalid_penalty * (not turn.valid) for turn in turns]
+    result = []
+    for row, turn in enumerate(turns):
+        others = [scores[other] for other, each in enumerate(turns) if each.group == turn.group and other != row]
+        result.append(scores[row] - (statistics.fmean(others) if others else 0.0))
+    return result
+
+
 def gigpo_published(turns: list[Turn], gamma: float = 0.95, invalid_penalty: float = 0.1) -> list[float]:
     values = returns(turns, gamma, "reward")
     values = [value - invalid_penalty * (not turn.valid) for turn, value in zip(turns, values, strict=True)]
@@ -259,6 +270,7 @@ LOOPS = {
     "published.gigpo": gigpo_published,
     "published.grpo": grpo_published,
     "published.rewardflow": rewardflow_published,
+    "published.rloo": rloo_published,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "rewardflow": rewardflow,

@@ -104,7 +104,13 @@ def test_groups_sum_to_zero(paths):
     group, state = np.asarray(table.group), np.asarray(table.state)
     mask = np.asarray(table.mask)
     once = mask & (np.asarray(table.step) == 0)
-    for name, rows in (("grpo", once), ("dr_grpo", once), ("rloo", once), ("published.grpo", mask)):
+    for name, rows in (
+        ("grpo", once),
+        ("dr_grpo", once),
+        ("rloo", once),
+        ("published.grpo", mask),
+        ("published.rloo", mask),
+    ):
         advantage = np.asarray(estimate(table, name, **({"invalid_penalty": 0.0} if rows is mask else {})))
         for index in np.unique(group):
             alone = rows is mask and (mask & (group == index)).sum() == 1  # the published form keeps its score

@@ -184,7 +184,7 @@ def test_gae_between_the_temporal_difference_and_the_return():
     np.testing.assert_allclose(whole[:8], returns - values[:8], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["rewardflow", "gigpo", "grpo"])
+@pytest.mark.parametrize("name", ["rewardflow", "gigpo", "grpo", "rloo"])
 def test_a_group_of_one_keeps_its_score_in_the_published_form_alone(name):
     table = paths_table([Path([0, 1], [3.0])])
     assert float(estimate(table, name)[0]) == pytest.approx(0.0, abs=1e-6)

@@ -61,7 +61,8 @@ def test_every_recipe_can_be_planned_without_model_and_data(variant: str, elsewh
     assert "cannot run" not in plan and "parameters" in plan and "trainer memory per device" in plan
     if run.config.model.nano is None:
         assert "which does not exist" in plan
-        assert (len(devices.trainer), len(devices.engine)) == (4, 4), "its docstring promises eight"
+        each = 4 if variant.endswith("_8b") else 1
+        assert (len(devices.trainer), len(devices.engine)) == (each, each), "its docstring promises as many"
 
 
 def test_the_preset_for_two_cores_needs_no_accelerator_and_serves_what_is_trained():
@@ -83,6 +84,21 @@ def test_the_preset_for_one_node_leaves_no_gpu_idle_or_shared():
     devices = share_out(gpus, engine_accelerators(resolve(config)), mesh_count(tuple(config.mesh.to_dict().values())))
     assert not devices.shared and sorted(devices.trainer + devices.engine) == gpus
     assert config.trainer.micro_batch_rows % len(devices.trainer) == 0
+
+
+@pytest.mark.parametrize("variant", [name for name in variants() if name.endswith(":qwen3_0_6b")])
+def test_a_small_recipe_fits_one_gpu_that_engine_and_trainer_share(variant: str, elsewhere: Path):
+    request = read_request([f"--config={ROOT / variant}", "--dry_run", "--devices=1"])
+    run, devices = request.run, request.devices
+    assert devices.shared and devices.trainer == devices.engine == ("0",)
+    assert devices.trainer_env()["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    (base,) = inspect_run(run, devices.trainer_count, None)["plan"]["bases"].values()
+    gpu_bytes = 16e9
+    engine_bytes = run.config.engine.gpu_memory_fraction * gpu_bytes
+    longest = base["model"]["kv_bytes_per_token"] * run.config.engine.max_model_tokens
+    assert base["model"]["served_bytes"] + 2 * longest < engine_bytes - 1e9, "weights, two long replies, activations"
+    assert sum(base["memory"].values()) + engine_bytes < gpu_bytes - 0.5e9, base["memory"]
+    assert run.config.model.template_options.to_dict() == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("variant", [name for name in variants() if "," not in name])
