@@ -344,6 +344,15 @@ FIELDS = Section(
         transcripts=Entry(
             512, "episodes of an evaluation that are kept turn by turn, spread over its tasks", at_least=0, resume=True
         ),
+        seed=Entry(
+            -1,
+            "replies are sampled by seeds made of this one, so that an evaluation is the same twice; each is then a "
+            "request of its own. -1: by the engine's own seed; flowjax.evaluate takes 0 then",
+            at_least=0,
+            also=(-1,),
+            at_most=2**31 - 1,
+            resume=True,
+        ),
         every_steps=Entry(
             0, "also evaluate during the run, every n steps; 0 only before and after", at_least=0, resume=True
         ),

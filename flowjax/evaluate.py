@@ -1,101 +1,281 @@
-"""Play the held-out tasks with a checkpoint's policy:
+"""Play the held-out tasks:
 
-    python -m flowjax.evaluate --config=configs/sokoban.py:nano --checkpoint=runs/<name>/checkpoints/<policy>/<step>
+    python -m flowjax.evaluate runs/<name>                                 # its newest checkpoint, with its own config
+    python -m flowjax.evaluate runs/<name> --steps=20,40                   # those of these steps, or --steps=all
+    python -m flowjax.evaluate runs/<name> --base                          # the base model as it is
+    python -m flowjax.evaluate --config=<recipe> --checkpoint=runs/<name>/checkpoints/<policy>/<step>
+    python -m flowjax.evaluate --config=<recipe> --model=<Hugging Face folder>
+    python -m flowjax.evaluate --config=<recipe> --endpoint=https://host/v1 --model_name=<its name there>
 
-Restores the adapter from Orbax, serves it, plays `config.eval.tasks` held-out tasks (all there are, where those are
-fewer) `config.eval.samples` times each and prints success, reward, turns, tokens and the world's outcomes with 95 %
-intervals over tasks, and pass@k of several samples. `evaluations/<step>` beside the run's checkpoints keeps the same in
-`results.json`, and every episode in `held_out/` (docs/evaluation.md).
+`config.eval.tasks` held-out tasks (all there are, where those are fewer) are played `config.eval.samples` times each.
+`results.json`, `results.md` and every episode are kept in `<run>/evaluations/<step>`, or in `--out` where there is no
+run (docs/evaluation.md). The same command again plays what is missing, and nothing that is there. Replies are seeded
+(`config.eval.seed`), or the likeliest each time with `--config.eval.temperature=0`.
 
-Of several policies, name a checkpoint each, with commas between them; `--config.agents` may bind agents otherwise than
-in the run, such as to "base" as a fixed partner.
+Several run folders are evaluated one after the other. Of several policies `--checkpoint` names one each, with commas
+between them; `--config.agents` may bind agents otherwise than in the run, such as to "base" as a fixed partner.
 
-With `--base` the base model plays in place of its policies: what the run began with, also where version 0 is no longer
-kept. `--config.eval.temperature=0` plays the likeliest reply each time. Both together tell what training adds to what
-the base can already do:
+An endpoint is any that speaks OpenAI's chat completions. `--api_key_env` names the environment variable that holds its
+key, `--price_prompt` and `--price_sampled` are what a million tokens cost, `--endpoint_body` are further fields of each
+request as JSON (null leaves one out that it would refuse, such as seed).
 
-    python -m flowjax.evaluate ... --config.eval.temperature=0
-    python -m flowjax.evaluate ... --config.eval.temperature=0 --base
-
-Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to correct in what was asked for.
+Exit status: 0 done, 1 what answers is away or a role failed for good, 2 something to correct in what was asked for.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
+import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from flowjax.config import ConfigError, load_run, save_run
+from flowjax.canvas.backends.base import BackendError, Prices, Request
+from flowjax.canvas.backends.config import BackendConfigError, open_backends
+from flowjax.config import BASE_NAME, ConfigError, load_run, save_run, task_options
+from flowjax.dataflow.evaluations import keep_evaluation
+from flowjax.dataflow.tasks import episode_seed, held_out_tasks, task_at
+from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError, find_world
+from flowjax.envs.pool import EnvPool
 from flowjax.files import replace_file
 from flowjax.launch import command_line
+from flowjax.launch.checks import check_config, check_unchanged
 from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
 from flowjax.launch.hub import fetch_models, to_fetch
+from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import examine
-from flowjax.launch.roles import (
-    choose_ports,
-    publish_endpoints,
-    run_roles,
-    stop_order,
-    trainer_roles,
-)
-from flowjax.launch.session import OK, RunSession
+from flowjax.launch.roles import choose_ports, engine_roles, publish_endpoints
+from flowjax.launch.session import OK, ROLE_FAILED, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
-from flowjax.monitor.held_out import HeldOutEpisode, by_task, read_held_out
+from flowjax.models.shape import ModelError
+from flowjax.monitor.held_out import markdown, rows, summarise
 from flowjax.monitor.progress import Progress
-from flowjax.monitor.screen import interval
-from flowjax.monitor.statistics import pass_at_k, task_interval
-from flowjax.run import Run, policy_sections, read_models, resolve, write_models
+from flowjax.records import Lease
+from flowjax.rollout.bases import bases_of_run
+from flowjax.rollout.client import EngineError
+from flowjax.rollout.episode import EpisodePlayer
+from flowjax.rollout.held_out import EpisodeFile, EvaluationStopped, play_missing
+from flowjax.run import Run, policy_sections, read_endpoints, read_models, resolve, write_models
+from flowjax.weights.follow import WeightsError
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
+from flowjax.workflows.codec import CodecError
 
 # Between the command and the checkpoint's run:
 _MUST_AGREE = ("model.path", "policy", "workflow", "env.name", "env.options")
-# Outcomes with rows of their own, or that every world has:
-_SHOWN_ANYHOW = ("success", "turns", "invalid_actions", "env_return")
+_WHAT = "give a run folder, or --config with one of --checkpoint, --model and --endpoint"
+_PLAYED = "evaluation.json"  # what plays, in the folder of an evaluation
+_SAY_EVERY_S = 30.0
+_HEALTHY_EVERY_S = 0.2
 
 
-def read_request(argv: Sequence[str]) -> tuple[ConfigDict, dict[str, Path]]:
-    """The config to evaluate with and the checkpoint's folder of each policy.
+@dataclass(frozen=True)
+class Evaluation:
+    """One model or set of checkpoints to be evaluated, in a folder of its own.
+
+    name: of its file in `held_out/`.
+    run: its config, and its folder.
+    checkpoints: by policy; none where a base model or an endpoint plays.
+    played: what plays, in words, as it is kept with the results.
+    trained_in: folder of the run that it is of, if any.
+    models: base models that were fetched by their ids (`flowjax.run.write_models`).
+    """
+
+    name: str
+    run: Run
+    checkpoints: Mapping[str, Path]
+    played: Mapping[str, Any]
+    trained_in: Path | None
+    models: Mapping[str, dict[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Evaluations that one set of engines, or one endpoint, can play; `endpoint` is the config of that."""
+
+    evaluations: Sequence[Evaluation]
+    endpoint: Mapping[str, Any]
+    prices: Prices
+
+
+def read_requests(argv: Sequence[str]) -> list[EvaluationRequest]:
+    """Understand the command line: a request for each run folder, or one.
 
     Raises:
-        ConfigError: a mistake in the command line, or a folder that is no committed checkpoint.
+        ConfigError: a mistake in it, or a folder that is no run or no committed checkpoint.
         CheckpointError: a checkpoint is there but cannot be read.
     """
-    config, values = command_line.parse(argv, _define)
-    if not values["checkpoint"].value:
-        raise ConfigError("--checkpoint is missing: give runs/<name>/checkpoints/<policy>/<step>")
+    folders = list(itertools.takewhile(lambda argument: not argument.startswith("-"), argv))
+    rest = argv[len(folders) :]
+    return [_read_request(rest, Path(folder)) for folder in folders] or [_read_request(rest, None)]
+
+
+def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest:
+    def saved(_: flags.FlagValues) -> ConfigDict:
+        if folder is None:
+            raise ConfigError(f"--config is missing: {_WHAT}")
+        return load_run(folder)
+
+    config, values = command_line.parse(argv, _define, fallback=saved)
+    given: dict[str, Any] = {name: values[name].value for name in _FLAGS}
+    _check_sources(given, folder)
+    if not config.eval.tasks:
+        raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
+    config = ConfigDict(config.to_dict())
+    config.eval.seed = max(config.eval.seed, 0)
+    if folder is not None and (
+        conflicts := list(_conflicts(load_run(folder), config, other_model=bool(given["endpoint"] or given["model"])))
+    ):
+        raise ConfigError("\n".join(conflicts))
+    if given["endpoint"] or given["model"]:
+        evaluations = [_of_model(config, folder, given)]
+    else:
+        evaluations = _of_checkpoints(config, folder, given)
+    endpoint = _endpoint(given) if given["endpoint"] else {}
+    return EvaluationRequest(evaluations, endpoint, Prices(float(given["price_prompt"]), float(given["price_sampled"])))
+
+
+def _check_sources(given: Mapping[str, Any], folder: Path | None) -> None:
+    """Refuse a command that says too little or too much of what plays."""
+    named = [name for name in ("checkpoint", "model", "endpoint") if given[name]]
+    if len(named) > 1:
+        raise ConfigError(f"--{' and --'.join(named)} are given: {_WHAT}")
+    if folder is None and not named:
+        raise ConfigError(f"it is not said what is to be evaluated: {_WHAT}")
+    if folder is not None and given["checkpoint"]:
+        raise ConfigError(f"--checkpoint={given['checkpoint']} is given besides the run folder {folder}: {_WHAT}")
+    if given["steps"] and (folder is None or named or given["base"]):
+        raise ConfigError(f"--steps={given['steps']} is for checkpoints of a run folder: give that and no other source")
+
+
+_FLAGS = {
+    "checkpoint": ("", "Folder of a committed checkpoint; of several policies one each."),
+    "steps": ("", "Checkpoints of the run folder: steps with commas between them, or all."),
+    "base": (False, "Play with the base model in place of a checkpoint."),
+    "model": ("", "Hugging Face folder of a model to play."),
+    "endpoint": ("", "Address of an OpenAI-style endpoint, up to /v1."),
+    "model_name": ("", "The model's name at the endpoint."),
+    "api_key_env": ("", "Environment variable that holds the endpoint's key."),
+    "endpoint_body": ("{}", "Further fields of each request, as JSON."),
+    "price_prompt": (0.0, "Of a million tokens read."),
+    "price_sampled": (0.0, "Of a million tokens sampled."),
+    "out": ("", "Folder of the evaluation, where there is no run."),
+}
+
+
+def _define(values: flags.FlagValues) -> None:
+    define = {bool: flags.DEFINE_bool, float: flags.DEFINE_float, str: flags.DEFINE_string}
+    for name, (default, text) in _FLAGS.items():
+        define[type(default)](name, default, text, flag_values=values)
+
+
+def _endpoint(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the backend that speaks, by the names that `flowjax.canvas.backends.config` has for them."""
+    if not given["model_name"]:
+        raise ConfigError("--model_name is missing: give the model's name at the endpoint")
+    try:
+        body = json.loads(given["endpoint_body"])
+    except ValueError as error:
+        raise ConfigError(f"--endpoint_body={given['endpoint_body']} is no JSON ({error}): give an object") from error
+    if not isinstance(body, dict):
+        raise ConfigError(f"--endpoint_body={given['endpoint_body']} is no JSON object: give one such as {{}}")
+    options: dict[str, Any] = {"kind": "openai", "base_url": given["endpoint"], "model": given["model_name"]}
+    return {**options, "extra_body": body, "api_key_env": given["api_key_env"] or None}
+
+
+def _of_model(config: ConfigDict, folder: Path | None, given: Mapping[str, Any]) -> Evaluation:
+    """The evaluation of a Hugging Face folder, or of an endpoint."""
+    if given["endpoint"]:
+        played = {"name": given["model_name"], "endpoint": given["endpoint"], "request": given["endpoint_body"]}
+        return _evaluation(config, folder, given["out"], {}, played)
+    model = Path(given["model"])
+    config.model.path, config.model.nano = str(model), None
+    _play_bases(config)
+    return _evaluation(config, folder, given["out"], {}, {"name": model.name, "model": str(model)}, weights=model)
+
+
+def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str, Any]) -> list[Evaluation]:
+    """The evaluations of a run's checkpoints, or of its base model, which may have none."""
+    policies = list(config.policies) or [config.policy.name]
+    if folder is None:
+        checkpoints = [_named(given["checkpoint"], config)]
+        folder = next(iter(checkpoints[0].values())).parent.parent.parent
+        if (folder / "config.json").exists() and (conflicts := list(_conflicts(load_run(folder), config))):
+            raise ConfigError("\n".join(conflicts))
+    elif given["base"]:
+        checkpoints = []
+    else:
+        checkpoints = _of_steps(folder / "checkpoints", policies, given["steps"])
+    if given["base"]:
+        _play_bases(config)
+        played = {"name": BASE_NAME, "model": config.model.path}
+        return [_evaluation(config, folder, given["out"], {}, played, weights=Path(config.model.path))]
+    found = []
+    for each in checkpoints:
+        for checkpoint in each.values():
+            _check_committed(checkpoint)
+        steps = {policy: int(checkpoint.name) for policy, checkpoint in each.items()}
+        of_one = ConfigDict(config.to_dict())
+        of_one.eval.versions = tuple(sorted(set(steps.values())))
+        name = ",".join(f"{policy}@{step}" for policy, step in steps.items())
+        played = {"name": name, "checkpoints": {policy: str(path) for policy, path in each.items()}}
+        short = next(iter(each.values())).name if len(each) == 1 else name
+        found.append(
+            _evaluation(of_one, folder, given["out"], each, played, called=short, weights=next(iter(each.values())))
+        )
+    if given["out"] and len(found) > 1:
+        raise ConfigError(f"--out={given['out']} is one folder, but there are {len(found)} evaluations: leave it out")
+    return found
+
+
+def _named(given: str, config: ConfigDict) -> dict[str, Path]:
+    """The checkpoints that a command names, by policy."""
     checkpoints: dict[str, Path] = {}
-    for given in values["checkpoint"].value.split(","):
-        _check_committed(checkpoint := Path(given))
-        checkpoints[checkpoint.parent.name] = checkpoint
+    for checkpoint in map(Path, given.split(",")):
+        policy = checkpoint.absolute().parent.name
+        if policy in checkpoints:
+            raise ConfigError(
+                f"--checkpoint names {policy} twice: for several checkpoints of a policy give its run folder and "
+                f"--steps={checkpoints[policy].name},{checkpoint.name}"
+            )
+        _check_committed(checkpoint)
+        checkpoints[policy] = checkpoint
     if not config.policies and len(checkpoints) == 1:
         config.policy.name = next(iter(checkpoints))
-    run = resolve(config)
-    expected = list(run.policies)
+    expected = list(resolve(config).policies)
     if set(checkpoints) != set(expected):
         raise ConfigError(
             f"--checkpoint names {', '.join(checkpoints)}, but the config has {', '.join(expected)}: give one "
             "checkpoint of each policy, with commas between them"
         )
-    run_dir = next(iter(checkpoints.values())).parent.parent.parent
-    if (run_dir / "config.json").exists() and (conflicts := list(_conflicts(load_run(run_dir), config))):
-        raise ConfigError("\n".join(conflicts))
-    if not config.eval.tasks:
-        raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
-    config.eval.versions = tuple(sorted({int(checkpoint.name) for checkpoint in checkpoints.values()}))
-    if values["base"].value:
-        bases = {name: policy.base.name for name, policy in run.policies.items()}
-        config.agents = {agent: bases.get(model, model) for agent, model in run.agents.items()}
-    return config, checkpoints
+    return checkpoints
+
+
+def _of_steps(folder: Path, policies: Sequence[str], asked: str) -> list[dict[str, Path]]:
+    """The checkpoints of these steps, or the newest of each policy; in the order of the steps."""
+    there = {policy: committed_steps(folder / policy) for policy in policies}
+    if lacking := [policy for policy, steps in there.items() if not steps]:
+        raise ConfigError(f"{folder / lacking[0]} has no committed checkpoint: nothing can be evaluated yet but --base")
+    shared = sorted(set.intersection(*map(set, there.values())))
+    if not asked:
+        return [{policy: folder / policy / str(max(steps)) for policy, steps in there.items()}]
+    steps = shared if asked == "all" else asked.split(",")
+    for step in steps:
+        if str(step) not in map(str, shared):
+            raise ConfigError(
+                f"--steps={asked}: step {step} is not in {folder}, which has {shared}: give some of these, or all"
+            )
+    return [{policy: folder / policy / str(step) for policy in policies} for step in sorted(set(map(int, steps)))]
 
 
 def _check_committed(checkpoint: Path) -> None:
@@ -107,15 +287,71 @@ def _check_committed(checkpoint: Path) -> None:
     read_adapter(policy_folder, int(step))
 
 
-def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string(
-        "checkpoint", "", "Folder of a committed checkpoint; of several policies one each.", flag_values=values
-    )
-    flags.DEFINE_bool("base", False, "Play with the base model in place of the checkpoint.", flag_values=values)
+def _play_bases(config: ConfigDict) -> None:
+    """Have base models speak for every agent in place of the policies that are trained on them."""
+    run = resolve(config)
+    bases = {name: policy.base.name for name, policy in run.policies.items()}
+    config.agents = {agent: bases.get(model, model) for agent, model in run.agents.items()}
+    config.eval.versions = (0,)  # nothing is trained
+    # Engines of policies with all weights have no copy of the base as it was: here none of them is loaded.
+    config.policy.train = "lora"
+    for changes in config.policies.values():
+        if "train" in changes.get("policy", {}):
+            del changes.policy["train"]
 
 
-def _conflicts(trained: ConfigDict, config: ConfigDict) -> Iterator[str]:
-    compared = [(f"config.{field}", _at(trained, field), _at(config, field)) for field in _MUST_AGREE]
+def _evaluation(
+    config: ConfigDict,
+    run_dir: Path | None,
+    out: str,
+    checkpoints: Mapping[str, Path],
+    played: dict[str, Any],
+    *,
+    called: str = "",
+    weights: Path | None = None,
+) -> Evaluation:
+    """The evaluation in its folder: that of an earlier start of the same one, or a fresh one."""
+    config.eval.versions = config.eval.versions or (0,)
+    name = re.sub(r"[^\w@,.=-]+", "-", called or played["name"])
+    if weights is not None:
+        played["changed_s"] = _changed_s(weights)
+    if out:
+        folder = Path(out)
+        if folder.exists() and not _same(folder, config, played):
+            raise ConfigError(f"--out={out} holds another evaluation, or something else: name a new folder")
+    else:
+        parent = run_dir or Path(config.runs)
+        name = name if run_dir else f"{config.name or 'run'}-{name}"
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        folders = (parent / "evaluations" / each for each in names)
+        folder = next(each for each in folders if not each.exists() or _same(each, config, played))
+    kept = re.sub(r"[^\w@,.=-]+", "-", played["name"])
+    models = read_models(run_dir) if run_dir else {}
+    return Evaluation(kept, resolve(config, folder, models), checkpoints, played, run_dir, models)
+
+
+def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
+    """True if the folder holds an earlier start of this evaluation, of fewer or more tasks and samples perhaps."""
+    try:
+        saved, of = load_run(folder), json.loads((folder / _PLAYED).read_text())
+    except (ConfigError, OSError, ValueError):
+        return False
+    saved = ConfigDict(saved.to_dict())
+    saved.eval.tasks, saved.eval.samples = config.eval.tasks, config.eval.samples
+    for section, name in (("eval", "seed"), ("engine", "dtype")):  # may differ in a run that is resumed, not here
+        if saved[section][name] != config[section][name]:
+            return False
+    return of == played and not check_unchanged(saved, config)
+
+
+def _changed_s(folder: Path) -> float:
+    """The latest change of a folder's files: other weights at the same place are another evaluation."""
+    return max((path.stat().st_mtime for path in folder.rglob("*") if path.is_file()), default=0.0)
+
+
+def _conflicts(trained: ConfigDict, config: ConfigDict, *, other_model: bool = False) -> Iterator[str]:
+    fields = [name for name in _MUST_AGREE if not (other_model and name in ("model.path", "policy"))]
+    compared = [(f"config.{name}", _at(trained, name), _at(config, name)) for name in fields]
     runs = resolve(trained), resolve(config)
     compared += [
         (
@@ -129,9 +365,9 @@ def _conflicts(trained: ConfigDict, config: ConfigDict) -> Iterator[str]:
         for name in config.policies
         if name in runs[0].policies
     ]
-    for field, was, now in ((field, _plain(was), _plain(now)) for field, was, now in compared):
+    for name, was, now in ((name, _plain(was), _plain(now)) for name, was, now in compared):
         if was != now:
-            yield f"{field} is {now}, but the checkpoint was trained with {was}: give the run's own"
+            yield f"{name} is {now}, but the checkpoint was trained with {was}: give the run's own"
 
 
 def _at(config: ConfigDict, field: str) -> object:
@@ -149,29 +385,7 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def prepare(
-    config: ConfigDict, checkpoints: Mapping[str, Path], models: Mapping[str, dict[str, str]] | None = None
-) -> Run:
-    """The run that evaluates, in a fresh folder in `evaluations` beside theirs, with no checkpoints but these.
-
-    `models` are base models that were fetched by their ids (`flowjax.run.write_models`).
-    """
-    named = [path.name if len(checkpoints) == 1 else f"{policy}@{path.name}" for policy, path in checkpoints.items()]
-    by_base = config.agents and not set(config.agents.values()) & set(checkpoints)
-    name, evaluations = "base" if by_base else ",".join(named), _evaluations(checkpoints)
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    run_dir = next(evaluations / name for name in names if not (evaluations / name).exists())
-    save_run(config, run_dir)
-    write_models(run_dir, models or {})
-    for policy, checkpoint in checkpoints.items():
-        published = run_dir / "checkpoints" / policy
-        published.mkdir(parents=True)
-        (published / checkpoint.name).symlink_to(checkpoint.absolute())
-    return resolve(config, run_dir)
-
-
-def _evaluations(checkpoints: Mapping[str, Path]) -> Path:
-    return next(iter(checkpoints.values())).parent.parent.parent / "evaluations"
+# -------------------------------------------------------------------------------------------------------------- playing
 
 
 def main(argv: Sequence[str]) -> int:
@@ -179,23 +393,58 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return OK
     jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     try:
-        config, checkpoints = read_request(argv)
-        trained = _evaluations(checkpoints).parent
-        models = read_models(trained)
-        run = resolve(config, _evaluations(checkpoints) / "new", models)
-        devices = _devices(run)
-        if to_fetch(run):
-            models = fetch_models(run, trained)
-            run = resolve(config, run.folder, models)
-    except (CheckpointError, ConfigError) as error:
+        requests = [_with_models(request) for request in read_requests(argv)]
+        for request in requests:  # all of them before the first is played
+            if problems := _problems(request):
+                print("\n".join(dict.fromkeys(problems)), file=sys.stderr)
+                return USER_MISTAKE
+        for request in requests:
+            if status := _evaluate(request, console):
+                return status
+    except (BackendConfigError, CheckpointError, CodecError, ConfigError, ModelError, RunInUse, WorldError) as error:
         print(error, file=sys.stderr)
         return USER_MISTAKE
-    found = examine(run, devices)
-    if problems := [*found.problems, *found.here]:
-        print("\n".join(problems), file=sys.stderr)
-        return USER_MISTAKE
-    return _evaluate(prepare(config, checkpoints, models), devices)
+    return OK
+
+
+def _with_models(request: EvaluationRequest) -> EvaluationRequest:
+    """The request, with base models fetched that are named by their ids."""
+    if request.endpoint or not to_fetch(request.evaluations[0].run):
+        return request
+    found = []
+    for evaluation in request.evaluations:
+        run = evaluation.run
+        models = fetch_models(run, evaluation.trained_in or run.folder)
+        found.append(replace(evaluation, run=resolve(run.config, run.folder, models), models=models))
+    return replace(request, evaluations=found)
+
+
+def _problems(request: EvaluationRequest) -> list[str]:
+    """Problems of the config, and of this machine or the endpoint as they are now."""
+    run = request.evaluations[0].run
+    if all(_is_complete(evaluation) for evaluation in request.evaluations):
+        return []
+    if not request.endpoint:
+        found = examine(run, _devices(run))
+        return [*found.problems, *found.here]
+    if problems := check_config(run.config):
+        return problems
+    world = find_world(run.config.env.name)
+    for source in run.config.env.sources or ("",):
+        world(**task_options(run.config, source)).env()
+    return asyncio.run(_unanswered(request.endpoint))
+
+
+async def _unanswered(endpoint: Mapping[str, Any]) -> list[str]:
+    """The endpoint's refusal of a first request: a key that is not known, say, or another model's name."""
+    async with open_backends({"endpoint": endpoint}) as backends:
+        try:
+            await backends["endpoint"].complete(Request([{"role": "user", "content": "Say yes."}], max_new_tokens=16))
+        except BackendError as error:
+            return [f"--endpoint={endpoint['base_url']} does not answer: {error}"]
+    return []
 
 
 def _devices(run: Run) -> Devices:
@@ -203,73 +452,194 @@ def _devices(run: Run) -> Devices:
     return share_out(visible_accelerators(), engine_accelerators(run), mesh_count(sizes))
 
 
-def _evaluate(run: Run, devices: Devices) -> int:
-    ports, version = choose_ports(run), min(run.config.eval.versions)
-    publish_endpoints(run, ports)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
-    session = RunSession(run.folder, steps=0, stop_order=stop_order(run), console=console)
+def leases_of(evaluation: Evaluation) -> list[Lease]:
+    """The episodes that an evaluation consists of, in order: each held-out task, so many times."""
+    config = evaluation.run.config
+    tasks = held_out_tasks(config)
+    speaking = set(evaluation.run.agents.values())
+    versions = {policy: int(path.name) for policy, path in evaluation.checkpoints.items() if policy in speaking}
+    names = [f"eval-{index:06d}" for index in range(min(config.eval.tasks, len(tasks)))]
+    return [
+        Lease(
+            lease_id=f"{name}-{sample:04d}",
+            task=task,
+            group_id=name,
+            episode_id=f"{name}-{sample:04d}",
+            seed=episode_seed(0, index, sample),
+            kind="eval",
+            temperature=config.eval.temperature,
+            versions=versions,
+        )
+        for index, name in enumerate(names)
+        for task in [task_at(tasks, index)]
+        for sample in range(config.eval.samples)
+    ]
 
-    async def done(supervisor: Supervisor, progress: Progress) -> None:
-        while progress.eval_at(version) is None:
-            await asyncio.sleep(0.1)
 
-    roles = [role for role in run_roles(run, ports, devices) if role.name not in trainer_roles(run)]
-    status = asyncio.run(session.run(lambda: roles, done))
+def _file(evaluation: Evaluation) -> EpisodeFile:
+    return EpisodeFile(evaluation.run.folder / "episodes.msgpack")
+
+
+def _is_complete(evaluation: Evaluation) -> bool:
+    return {lease.episode_id for lease in leases_of(evaluation)} <= _file(evaluation).read().keys()
+
+
+def _evaluate(request: EvaluationRequest, console: Console) -> int:
+    """Play what is missing of each evaluation, and write and print its results. Returns the exit status."""
+    missing = [evaluation for evaluation in request.evaluations if not _is_complete(evaluation)]
+    with contextlib.ExitStack() as held:
+        for evaluation in missing:
+            begin(evaluation)
+            held.enter_context(hold(evaluation.run.folder))
+        try:
+            status = _play(missing, request, console) if missing else OK
+        except (EngineError, EvaluationStopped, WeightsError) as error:
+            print(f"evaluate: {error}; the same command goes on from here", file=sys.stderr)
+            return ROLE_FAILED
     if status == OK:
-        results = summarise(read_held_out(run.folder))
-        replace_file(run.folder / "results.json", json.dumps(results, indent=2) + "\n")
-        entry = session.screen.progress.eval_at(version) or {}
-        console.print(_table(str(run.folder), results, entry.get("policies", {}) if run.config.policies else {}))
+        for evaluation in request.evaluations:
+            results = write_results(evaluation, request.prices)
+            console.print(_table(f"{evaluation.name}, {evaluation.run.folder}", results))
     return status
 
 
-def summarise(episodes: Sequence[HeldOutEpisode]) -> dict[str, Any]:
-    """Results of an evaluation, as in `results.json`: means with intervals over tasks, and pass@k.
+def begin(evaluation: Evaluation) -> None:
+    """Make the folder: the config, what plays and the checkpoints in their places."""
+    folder = evaluation.run.folder
+    save_run(evaluation.run.config, folder)
+    write_models(folder, evaluation.models)
+    replace_file(folder / _PLAYED, json.dumps(dict(evaluation.played), indent=2) + "\n")
+    for policy, checkpoint in evaluation.checkpoints.items():
+        published = folder / "checkpoints" / policy / checkpoint.name
+        published.parent.mkdir(parents=True, exist_ok=True)
+        if not published.is_symlink():
+            published.symlink_to(checkpoint.absolute())
 
-    pass@k is there for k = 1, 2, 4 ... up to the samples that every task has.
+
+def _play(evaluations: Sequence[Evaluation], request: EvaluationRequest, console: Console) -> int:
+    """Start the engines, play one evaluation after the other, and stop them."""
+    run = evaluations[0].run
+    session = RunSession(run.folder, steps=0, console=console)
+
+    async def with_engines(supervisor: Supervisor, progress: Progress) -> None:
+        for evaluation in evaluations:
+            await _play_served(evaluation, read_endpoints(run.folder), session)
+
+    async def with_endpoint(supervisor: Supervisor, progress: Progress) -> None:
+        async with open_backends({"endpoint": request.endpoint}) as backends:
+            for evaluation in evaluations:
+                _tell_environments(evaluation.run.folder, {})
+                async with _pool(evaluation.run) as pool:
+                    player = EpisodePlayer.of_run(evaluation.run, pool=pool, backend=backends["endpoint"])
+                    await _play_with(evaluation, player, session)
+
+    if request.endpoint:
+        return asyncio.run(session.run(list, with_endpoint))
+    devices, ports = _devices(run), choose_ports(run)
+    publish_endpoints(run, ports)
+    return asyncio.run(session.run(lambda: engine_roles(run, ports, devices), with_engines))
+
+
+async def _play_served(evaluation: Evaluation, endpoints: Mapping[str, str], session: RunSession) -> None:
+    """Play an evaluation against engines, whose followers bring them its checkpoints."""
+    run = evaluation.run
+    urls = {name: [endpoints[engine.name] for engine in base.engines] for name, base in run.bases.items()}
+    _tell_environments(run.folder, urls)
+    async with bases_of_run(run, urls) as bases, _pool(run) as pool:
+        for base in bases:
+            while not await base.engine.healthy():
+                await base.watch()
+                await asyncio.sleep(_HEALTHY_EVERY_S)
+        player = EpisodePlayer.of_run(run, pool=pool, bases=bases)
+        work = asyncio.create_task(_play_with(evaluation, player, session))
+        tasks = [work, *(asyncio.create_task(base.follower.run()) for base in bases)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _play_with(evaluation: Evaluation, player: EpisodePlayer, session: RunSession) -> None:
+    config, said_s, said = evaluation.run.config, time.monotonic(), -1
+
+    def report(done: int, of: int) -> None:
+        nonlocal said_s, said
+        if 10 * done // of > said or time.monotonic() - said_s > _SAY_EVERY_S:
+            said_s, said = time.monotonic(), 10 * done // of
+            session.screen.say(f"{evaluation.name}: {done} of {of} episodes")
+
+    started = evaluation.run.bases.values() if player.backend is None else ()
+    await play_missing(
+        leases_of(evaluation),
+        _file(evaluation),
+        player.play,
+        slots=config.rollout.max_concurrent_episodes,
+        attempts=config.dataflow.max_attempts,
+        # An engine that died is started again meanwhile; an endpoint is nobody's to start.
+        patience_s=max([config.engine.request_timeout_s, *(base.engine.start_timeout_s for base in started)]),
+        report=report,
+    )
+
+
+def _pool(run: Run) -> EnvPool:
+    return EnvPool(workers=run.config.env.workers, step_timeout_s=run.config.env.step_timeout_s)
+
+
+def _tell_environments(run_dir: Path, urls: Mapping[str, Sequence[str]]) -> None:
+    os.environ[RUN_VARIABLE] = str(run_dir)
+    os.environ[ENGINES_VARIABLE] = json.dumps(dict(urls))
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
+    """Write `held_out/`, `results.json` and `results.md` of what has been played, and return the results.
+
+    Raises:
+        ConfigError: no episode came to its end.
     """
-    solved = by_task(episodes, "success")
-    fewest = min(map(len, solved.values()))
-    ks = [1 << power for power in range(fewest.bit_length())] if fewest > 1 else []
-    names = [name for name in episodes[0].metrics if all(name in episode.metrics for episode in episodes)]
-    sources = {episode.source for episode in episodes} - {""}
-    return {
-        "tasks": len(solved),
-        "episodes": len(episodes),
-        "metrics": {name: _interval(by_task(episodes, name)) for name in names},
-        "pass_at": {k: float(np.mean([pass_at_k(len(won), int(sum(won)), k) for won in solved.values()])) for k in ks},
-        "sources": {
-            source: _interval(by_task([episode for episode in episodes if episode.source == source], "success"))
-            for source in sorted(sources)
-        },
+    run, episodes = evaluation.run, _file(evaluation).read()
+    leases = leases_of(evaluation)
+    played = [(lease.task, episodes[lease.episode_id]) for lease in leases if lease.episode_id in episodes]
+    if not played:
+        raise ConfigError(f"{run.folder}: no episode of this evaluation came to its end, see the lines above")
+    # A base model is rewarded as the policy whose place it takes; beside policies it may be paid for something else.
+    alone = len(run.agents) == 1
+    components = {
+        model: (run.policies[model].reward if model in run.policies else run.config.reward).components.to_dict()
+        for model in dict.fromkeys(run.agents.values())
+        if model in run.policies or alone
     }
+    transcripts = run.config.eval.transcripts
+    held_out, _ = keep_evaluation(run.folder, evaluation.name, played, components, transcripts=transcripts)
+    results = summarise(held_out)
+    results |= {"asked": run.config.eval.tasks, "unfinished": len(leases) - len(played)}
+    if cost := prices.cost(results["tokens"]["prompt"], results["tokens"]["sampled"]):
+        results["cost"] = cost
+    settings = run.config.eval
+    results["played"] = {
+        **{name: value for name, value in evaluation.played.items() if name != "changed_s"},
+        "world": run.config.env.name,
+        "data_seed": run.config.env.data_seed,
+        "samples": settings.samples,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+    }
+    replace_file(run.folder / "results.json", json.dumps(results, indent=2) + "\n")
+    replace_file(run.folder / "results.md", markdown(results))
+    return results
 
 
-def _interval(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    mean, low, high = task_interval(np.array([np.mean(values) for values in samples.values()]))
-    return {"mean": mean, "low": low, "high": high}
-
-
-def _table(title: str, results: Mapping[str, Any], policies: Mapping[str, Any]) -> Table:
+def _table(title: str, results: Mapping[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
-    counts = f"of {results['tasks']} tasks, {results['episodes']} episodes"
-    table.add_row("held-out success", f"{_percent(results['metrics']['success'])} {counts}")
-    for k, share in results["pass_at"].items():
-        table.add_row(f"pass@{k}", f"{share:.1%}".replace("%", " %"))
-    for source, success in results["sources"].items():
-        table.add_row(f"success on {source}", _percent(success))
-    for policy, of_policy in policies.items():
-        table.add_row(f"success of {policy}", interval({**of_policy, "episodes": of_policy.get("trajectories")}))
-        more = {name: mean for name, mean in of_policy.get("outcomes", {}).items() if name not in _SHOWN_ANYHOW}
-        table.add_row(f"outcomes of {policy}", ", ".join(f"{name} {mean:.3f}" for name, mean in more.items()))
-    for name, found in results["metrics"].items():
-        if name != "success":
-            table.add_row(name, f"{found['mean']:.3g} [{found['low']:.3g}, {found['high']:.3g}]")
+    for name, value in rows(results):
+        table.add_row(name, value)
     return table
-
-
-def _percent(found: Mapping[str, float]) -> str:
-    return f"{100 * found['mean']:.1f} % [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
 
 
 if __name__ == "__main__":

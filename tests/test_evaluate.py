@@ -1,5 +1,10 @@
-"""What is evaluated: one checkpoint, or one of each of several policies."""
+"""What is evaluated, in which folder, and what is made of its episodes."""
 
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -7,9 +12,10 @@ import numpy as np
 import pytest
 
 from flowjax.config import ConfigError, save_run
-from flowjax.evaluate import prepare, read_request, summarise
+from flowjax.evaluate import Evaluation, begin, read_requests
 from flowjax.launch.checks import check_config
-from flowjax.monitor.held_out import HeldOutEpisode
+from flowjax.launch.command_line import load_recipe
+from flowjax.monitor.held_out import HeldOutEpisode, markdown, rows, summarise
 from flowjax.monitor.statistics import pass_at_k, task_interval
 from flowjax.weights.publish import Checkpoints
 
@@ -31,6 +37,7 @@ def get_config(arg="one"):
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
+    """A run folder of two policies; that of a run with one alone is made by `request`."""
     (tmp_path / "recipe.py").write_text(RECIPE)
     for policy, last in (("solver", 2), ("verifier", 1)):
         with Checkpoints(tmp_path / "run" / "checkpoints" / policy, keep=5) as checkpoints:
@@ -40,44 +47,95 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def request(run: Path, recipe: str, *named: str):
+def request(run: Path, recipe: str, *named: str, more: Sequence[str] = ()) -> Evaluation:
     checkpoints = ",".join(str(run / "checkpoints" / name) for name in named)
-    return read_request([f"--config={run.parent / 'recipe.py'}:{recipe}", f"--checkpoint={checkpoints}"])
+    return only([f"--config={run.parent / 'recipe.py'}:{recipe}", f"--checkpoint={checkpoints}", *more])
+
+
+def only(argv: Sequence[str]) -> Evaluation:
+    [found] = read_requests(argv)
+    [evaluation] = found.evaluations
+    return evaluation
 
 
 def test_one_checkpoint_is_that_of_the_only_policy(run):
-    config, checkpoints = request(run, "one", "solver/2")
-    assert (config.policy.name, config.eval.versions) == ("solver", (2,))
-    folder = prepare(config, checkpoints).folder
-    assert folder == run / "evaluations" / "2"
-    assert [path.name for path in (folder / "checkpoints" / "solver").iterdir()] == ["2"]
-    assert prepare(config, checkpoints).folder.name == "2-2"
+    evaluation = request(run, "one", "solver/2")
+    assert (evaluation.run.config.policy.name, evaluation.run.config.eval.versions) == ("solver", (2,))
+    assert evaluation.run.folder == run / "evaluations" / "2" and evaluation.name == "solver@2"
+    begin(evaluation)
+    assert [path.name for path in (evaluation.run.folder / "checkpoints" / "solver").iterdir()] == ["2"]
+
+
+def test_the_same_evaluation_goes_on_in_its_folder_and_another_one_gets_its_own(run):
+    begin(request(run, "one", "solver/2"))
+    assert request(run, "one", "solver/2").run.folder.name == "2"
+    assert (
+        request(run, "one", "solver/2", more=["--config.eval.samples=4", "--config.eval.tasks=9"]).run.folder.name
+        == "2"
+    )
+    greedy = request(run, "one", "solver/2", more=["--config.eval.temperature=0"])
+    begin(greedy)
+    assert greedy.run.folder.name == "2-2"
+    assert request(run, "one", "solver/2", more=["--config.eval.seed=7"]).run.folder.name == "2-3"
+    written = run / "checkpoints" / "solver" / "2" / "later"
+    written.touch()  # other weights at the same place
+    os.utime(written, (time.time() + 9, time.time() + 9))
+    assert request(run, "one", "solver/2").run.folder.name == "2-3"
 
 
 def test_the_base_model_plays_in_place_of_the_checkpoint_and_greedily_if_asked(run):
-    where = [f"--config={run.parent / 'recipe.py'}:one", f"--checkpoint={run / 'checkpoints' / 'solver' / '2'}"]
-    config, checkpoints = read_request([*where, "--base", "--config.eval.temperature=0"])
-    assert config.agents.to_dict() == {"agent": "base"}
-    assert (config.eval.temperature, config.eval.versions) == (0.0, (2,))
+    evaluation = request(run, "one", "solver/2", more=["--base", "--config.eval.temperature=0"])
+    config = evaluation.run.config
+    assert config.agents.to_dict() == {"agent": "base"} and not evaluation.checkpoints
+    assert (config.eval.temperature, evaluation.run.folder) == (0.0, run / "evaluations" / "base")
     assert not [problem for problem in check_config(config) if "agents" in problem or "temperature" in problem]
-    assert [prepare(config, checkpoints).folder.name for _ in range(2)] == ["base", "base-2"]
-    named = ",".join(str(run / "checkpoints" / name) for name in ("solver/2", "verifier/1"))
-    bases = [f"--config={run.parent / 'recipe.py'}:bases", f"--checkpoint={named}", "--base"]
-    config, _ = read_request([*bases, "--config.agents={'first': 'solver', 'second': 'verifier'}"])
+    more = ["--base", "--config.agents={'first': 'solver', 'second': 'verifier'}"]
+    config = request(run, "bases", "solver/2", "verifier/1", more=more).run.config
     assert config.agents.to_dict() == {"first": "base", "second": "large"}
 
 
 def test_policies_are_evaluated_together_each_at_its_own_version(run):
-    config, checkpoints = request(run, "two", "solver/2", "verifier/1")
-    assert config.eval.versions == (1, 2)
-    folder = prepare(config, checkpoints).folder
-    assert folder.name == "solver@2,verifier@1"
-    assert (folder / "checkpoints" / "verifier" / "1").resolve() == run / "checkpoints" / "verifier" / "1"
+    evaluation = request(run, "two", "solver/2", "verifier/1")
+    assert evaluation.run.config.eval.versions == (1, 2)
+    assert evaluation.run.folder.name == evaluation.name == "solver@2,verifier@1"
+    begin(evaluation)
+    verifier = evaluation.run.folder / "checkpoints" / "verifier" / "1"
+    assert verifier.resolve() == run / "checkpoints" / "verifier" / "1"
+
+
+def saved(run: Path, recipe: str, **eval_fields) -> None:
+    config = load_recipe(f"{run.parent / 'recipe.py'}:{recipe}")
+    if recipe == "one":
+        config.policy.name = "solver"
+    config.eval.update(eval_fields)
+    save_run(config, run)
+
+
+def test_a_run_folder_says_all_itself(run):
+    saved(run, "one", samples=3)
+    evaluation = only([str(run)])
+    assert (evaluation.name, evaluation.run.folder) == ("solver@2", run / "evaluations" / "2")
+    assert (evaluation.run.config.eval.samples, evaluation.run.config.eval.seed) == (3, 0)
+    [several] = read_requests([str(run), "--steps=2,0", "--config.eval.samples=1"])
+    assert [each.name for each in several.evaluations] == ["solver@0", "solver@2"]
+    assert len(read_requests([str(run), "--steps=all"])[0].evaluations) == 3
+    assert only([str(run), "--base"]).run.folder.name == "base"
+    assert len(read_requests([str(run), str(run)])) == 2
+
+
+def test_a_folder_of_weights_or_an_endpoint_needs_no_run(run):
+    recipe = f"--config={run.parent / 'recipe.py'}:one"
+    evaluation = only([recipe, "--model=models/Qwen3-8B", "--config.name=sokoban"])
+    assert evaluation.run.folder == Path("runs/evaluations/sokoban-Qwen3-8B")
+    assert evaluation.run.config.model.path == "models/Qwen3-8B" and evaluation.run.agents == {"agent": "base"}
+    out = run.parent / "here"
+    [found] = read_requests([recipe, "--endpoint=http://127.0.0.1:9/v1", "--model_name=a/b", f"--out={out}"])
+    assert (found.evaluations[0].run.folder, found.evaluations[0].name) == (out, "a-b")
+    assert found.endpoint["model"] == "a/b"
 
 
 def test_a_checkpoint_belongs_to_its_base(run):
-    config, _ = request(run, "bases", "solver/2", "verifier/1")
-    save_run(config, run)
+    save_run(request(run, "bases", "solver/2", "verifier/1").run.config, run)
     request(run, "bases", "solver/2", "verifier/1")
     with pytest.raises(ConfigError) as refused:
         request(run, "two", "solver/2", "verifier/1")
@@ -91,6 +149,7 @@ def test_a_checkpoint_belongs_to_its_base(run):
     [
         ("two", ["solver/2"], "--checkpoint names solver, but the config has solver, verifier: give one checkpoint of"),
         ("one", ["solver/2", "verifier/1"], "--checkpoint names solver, verifier, but the config has agent"),
+        ("one", ["solver/1", "solver/2"], "--checkpoint names solver twice: .* give its run folder and --steps=1,2"),
         (
             "two",
             ["solver/2", "verifier/2"],
@@ -98,9 +157,45 @@ def test_a_checkpoint_belongs_to_its_base(run):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(run, recipe, named, message):
+def test_checkpoints_that_do_not_fit_are_refused(run, recipe, named, message):
     with pytest.raises(ConfigError, match=message):
         request(run, recipe, *named)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--config is missing: give a run folder, or --config with one of"),
+        (["nowhere"], "nowhere/config.json cannot be read"),
+        (["RUN", "--steps=7"], r"--steps=7: step 7 is not in .*checkpoints, which has \[0, 1, 2\]"),
+        (["RUN", "--base", "--steps=1"], "--steps=1 is for checkpoints of a run folder"),
+        (["RUN", "--checkpoint=a/b/1"], "--checkpoint=a/b/1 is given besides the run folder"),
+        (["RUN", "--model=a", "--endpoint=b"], "--model and --endpoint are given"),
+        (["RECIPE"], "it is not said what is to be evaluated"),
+        (["RECIPE", "--endpoint=http://a/v1"], "--model_name is missing"),
+        (
+            ["RECIPE", "--endpoint=http://a/v1", "--model_name=m", "--endpoint_body=3"],
+            "--endpoint_body=3 is no JSON obj",
+        ),
+        (["RUN", "--config.eval.tasks=0"], "config.eval.tasks is 0"),
+        (["RUN", "--config.env.options.rows=9"], "config.env.options is .* give the run's own"),
+        (["RUN", "--out=OUT"], "--out=.* holds another evaluation, or something else"),
+        (["RUN", "--out=new", "--steps=all"], "--out=new is one folder, but there are 3 evaluations"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_is_refused(run, argv, message):
+    saved(run, "one")
+    places = {"RUN": str(run), "RECIPE": f"--config={run.parent / 'recipe.py'}:one", "--out=OUT": f"--out={run.parent}"}
+    with pytest.raises(ConfigError, match=message):
+        read_requests([str(places.get(each, each)) for each in argv])
+
+
+def test_a_run_without_a_checkpoint_has_its_base_alone(run):
+    saved(run, "one")
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ConfigError, match="has no committed checkpoint: nothing can be evaluated yet but --base"):
+        read_requests([str(run)])
+    assert only([str(run), "--base"]).played["name"] == "base"
 
 
 def played(task: str, won: bool, *, source: str = "", **outcome: float) -> HeldOutEpisode:
@@ -118,7 +213,8 @@ def test_results_count_tasks_and_not_samples():
     )
     assert results["metrics"]["reward"]["mean"] == 3 * 0.75 and results["metrics"]["sampled_tokens"]["mean"] == 8
     at_2 = (pass_at_k(4, 2, 2) + 1.0) / 2
-    assert results["pass_at"] == pytest.approx({1: 0.75, 2: at_2, 4: 1.0})
+    assert {k: found["mean"] for k, found in results["pass_at"].items()} == pytest.approx({1: 0.75, 2: at_2, 4: 1.0})
+    assert results["majority_at"] == {} and results["tokens"] == {"prompt": 0, "sampled": 64}
 
 
 def test_each_source_has_its_success_and_an_outcome_that_some_lack_is_left_out():
@@ -126,3 +222,25 @@ def test_each_source_has_its_success_and_an_outcome_that_some_lack_is_left_out()
     results = summarise(episodes)
     assert {name: found["mean"] for name, found in results["sources"].items()} == {"large": 0.0, "small": 1.0}
     assert "score" not in results["metrics"] and results["pass_at"] == {}
+
+
+def test_the_majority_of_a_task_and_the_success_of_each_kind():
+    """Of four samples of x two say 1, which is right, one says 2 and one nothing; y is of another kind, and wrong."""
+    said = [("1", True), ("1", True), ("2", False), ("", False)]
+    episodes = [replace(played("x", won), answer=answer, kind="sum") for answer, won in said]
+    episodes += [replace(played("y", False), answer="3", kind="product") for _ in range(4)]
+    results = summarise(episodes)
+    # Pairs of x: 11 right; 12 twice over, a tie; 1 with nothing twice, right; 2 with nothing, wrong.
+    at_2 = (1 + 2 * 0.5 + 2 * 1 + 0) / 6
+    assert [results["majority_at"][k]["mean"] for k in (1, 2, 4)] == pytest.approx([0.25, at_2 / 2, 0.5])
+    assert {kind: found["mean"] for kind, found in results["kinds"].items()} == {"product": 0.0, "sum": 0.5}
+    page = markdown({**results, "unfinished": 1, "cost": 0.25, "played": {"name": "agent@2", "seed": 0}})
+    assert (
+        page.startswith("# agent@2\n\n- seed: 0\n")
+        and "| maj@4 | 50.0 % [" in page
+        and "| cost in all | 0.25 |" in page
+    )
+    assert (
+        "2 tasks, 8 episodes (1 came to nothing and are left out)"
+        in dict(rows({**results, "unfinished": 1}))["held-out success"]
+    )

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grain
@@ -16,7 +17,7 @@ from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.statistics import wilson
 from flowjax.monitor.transcripts import Credit, held_out_path, transcript, write_lines
 from flowjax.records import Episode, Group, Task, Trajectory
-from flowjax.rewards.scores import trajectory_scores
+from flowjax.rewards.scores import Components, trajectory_scores
 from flowjax.run import Run
 
 _P = TypeVar("_P", Episode, Trajectory)
@@ -126,11 +127,9 @@ class Evaluations:
         for task, episode in played:
             by_task.setdefault(content_of(task), []).append(episode)
             by_source.setdefault(task.source, {}).setdefault(content_of(task), []).append(episode)
-        credits = {policy: self._credits(policy, played) for policy in self._policies}
-        rewards = {policy: {name: each.reward for name, each in of.items()} for policy, of in credits.items()}
-        self._keep_turns(name, played, credits)
+        components = {policy: of.settings.reward.components.to_dict() for policy, of in self._policies.items()}
         # Before its line in the log: if the process dies between the two, both are written again.
-        self._keep(name, played, rewards)
+        _, rewards = keep_evaluation(self._run_dir, name, played, components, transcripts=self._config.eval.transcripts)
         tasks = list(by_task.values())
         success_rate, low, high = _success(tasks)
         version = min(versions.values())
@@ -153,63 +152,76 @@ class Evaluations:
             seconds=self._clock() - self._started_s.get(name, self._clock()),
         )
 
-    def _credits(self, policy: str, played: Sequence[tuple[Task, Episode]]) -> dict[str, Credit]:
-        """Reward of each trajectory of a policy, by its id; all in one call, which compiles once."""
-        groups = [
-            Group("evaluation", task, parts)
-            for task, episode in played
+
+def keep_evaluation(
+    run_dir: Path,
+    name: str,
+    played: Sequence[tuple[Task, Episode]],
+    components: Mapping[str, Components],
+    *,
+    transcripts: int,
+) -> tuple[list[HeldOutEpisode], dict[str, dict[str, float]]]:
+    """Keep every episode of an evaluation, for `flowjax.compare` and readers of one's own, and some turn by turn.
+
+    Args:
+        name: of the evaluation, and of its files in `held_out/`.
+        components: of the reward, by policy.
+        transcripts: most episodes that are kept turn by turn, evenly spread.
+
+    Returns:
+        The episodes as they are kept, and the reward of each trajectory by policy and id.
+    """
+    credits = {policy: _credits(policy, played, of) for policy, of in components.items()}
+    rewards = {policy: {name: each.reward for name, each in of.items()} for policy, of in credits.items()}
+    chosen = played[:: -(-len(played) // transcripts)] if transcripts else []
+    lines = (
+        transcript(task, part, credits.get(part.policy, {}).get(part.trajectory_id))
+        for task, episode in chosen
+        for part in episode.trajectories
+    )
+    if chosen:
+        write_lines(held_out_path(run_dir, name), lines)
+    episodes = [_held_out_episode(task, episode, rewards) for task, episode in played]
+    write_held_out(run_dir, name, episodes)
+    return episodes, rewards
+
+
+def _credits(policy: str, played: Sequence[tuple[Task, Episode]], components: Components) -> dict[str, Credit]:
+    """Reward of each trajectory of a policy, by its id; all in one call, which compiles once."""
+    groups = [
+        Group("evaluation", task, parts) for task, episode in played if (parts := trajectories_of([episode], policy))
+    ]
+    if not groups:
+        return {}
+    scores, parts = trajectory_scores(groups, components)
+    names = [part.trajectory_id for group in groups for part in group.trajectories]
+    return {
+        name: Credit(float(scores[index]), {part: float(values[index]) for part, values in parts.items()})
+        for index, name in enumerate(names)
+    }
+
+
+def _held_out_episode(task: Task, episode: Episode, rewards: Mapping[str, Mapping[str, float]]) -> HeldOutEpisode:
+    """An episode as evaluations keep it; `rewards` by policy and trajectory."""
+    return HeldOutEpisode(
+        task=content_of(task),
+        task_id=task.task_id,
+        source=task.source,
+        seed=episode.seed,
+        status=episode.status,
+        success=_solved(episode),
+        turns=len(episode.turns),
+        sampled_tokens=sum(len(turn.sampled_ids) for turn in episode.turns),
+        outcome={outcome: float(value) for outcome, value in episode.outcome.items()},
+        rewards={
+            policy: _mean(scores[part.trajectory_id] for part in parts)
+            for policy, scores in rewards.items()
             if (parts := trajectories_of([episode], policy))
-        ]
-        if not groups:
-            return {}
-        scores, parts = trajectory_scores(groups, self._policies[policy].settings.reward.components.to_dict())
-        names = [part.trajectory_id for group in groups for part in group.trajectories]
-        return {
-            name: Credit(float(scores[index]), {part: float(values[index]) for part, values in parts.items()})
-            for index, name in enumerate(names)
-        }
-
-    def _keep_turns(
-        self, name: str, played: Sequence[tuple[Task, Episode]], credits: Mapping[str, Mapping[str, Credit]]
-    ) -> None:
-        """Keep `config.eval.transcripts` of the episodes turn by turn, evenly spread."""
-        most = self._config.eval.transcripts
-        chosen = played[:: -(-len(played) // most)] if most else []
-        lines = (
-            transcript(task, part, credits.get(part.policy, {}).get(part.trajectory_id))
-            for task, episode in chosen
-            for part in episode.trajectories
-        )
-        if chosen:
-            write_lines(held_out_path(self._run_dir, name), lines)
-
-    def _keep(
-        self, name: str, played: Sequence[tuple[Task, Episode]], rewards: Mapping[str, Mapping[str, float]]
-    ) -> None:
-        """Keep every episode, for `flowjax.evaluate`, `flowjax.compare` and readers of one's own."""
-        episodes = [
-            HeldOutEpisode(
-                task=content_of(task),
-                task_id=task.task_id,
-                source=task.source,
-                seed=episode.seed,
-                status=episode.status,
-                success=float(_solved(episode)),
-                turns=len(episode.turns),
-                sampled_tokens=sum(len(turn.sampled_ids) for turn in episode.turns),
-                outcome={outcome: float(value) for outcome, value in episode.outcome.items()},
-                rewards={
-                    policy: _mean(scores[part.trajectory_id] for part in parts)
-                    for policy, scores in rewards.items()
-                    if (parts := trajectories_of([episode], policy))
-                },
-                prompt_tokens=sum(len(turn.prompt_ids) for turn in episode.turns),
-                kind=task.kind,
-                answer=episode.answer,
-            )
-            for task, episode in played
-        ]
-        write_held_out(self._run_dir, name, episodes)
+        },
+        prompt_tokens=sum(len(turn.prompt_ids) for turn in episode.turns),
+        kind=task.kind,
+        answer=episode.answer,
+    )
 
 
 def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mapping[str, float]) -> dict[str, Any]:

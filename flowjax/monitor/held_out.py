@@ -1,12 +1,20 @@
-"""Held-out episodes of a run: `held_out/<policy>@<version>.jsonl`, one a line."""
+"""Held-out episodes of a run, `held_out/<policy>@<version>.jsonl`, one a line; and the results of an evaluation, which
+are made of them: means with intervals over tasks, pass@k, maj@k, as JSON and Markdown."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from flowjax.config import ConfigError
 from flowjax.files import replace_file
+from flowjax.monitor.statistics import majority_at_k, pass_at_k, task_interval
+
+Interval = dict[str, float]
+_FIRST = ("success", "reward")  # of the metrics, in tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +88,93 @@ def by_task(episodes: Sequence[HeldOutEpisode], metric: str) -> dict[str, list[f
             raise ConfigError(f"metric {metric!r} is not known: use one of {', '.join(sorted(episode.metrics))}")
         found.setdefault(episode.task, []).append(episode.metrics[metric])
     return found
+
+
+def summarise(episodes: Sequence[HeldOutEpisode]) -> dict[str, Any]:
+    """Results as in `results.json`: means with intervals over tasks, pass@k and maj@k.
+
+    These are there for k = 1, 2, 4 ... up to the samples that every task has; maj@k where the world compares answers.
+    """
+    tasks: dict[str, list[HeldOutEpisode]] = {}
+    for episode in episodes:
+        tasks.setdefault(episode.task, []).append(episode)
+    fewest = min(map(len, tasks.values()))
+    ks = [1 << power for power in range(fewest.bit_length())] if fewest > 1 else []
+    names = [name for name in episodes[0].metrics if all(name in episode.metrics for episode in episodes)]
+    compared = ks if any(episode.answer for episode in episodes) else []
+    return {
+        "tasks": len(tasks),
+        "episodes": len(episodes),
+        "metrics": {name: _interval(by_task(episodes, name)) for name in names},
+        "pass_at": {k: _over_tasks(tasks, lambda played, k=k: _pass_at(played, k)) for k in ks},
+        "majority_at": {k: _over_tasks(tasks, lambda played, k=k: _majority_at(played, k)) for k in compared},
+        "sources": _success_by(episodes, lambda episode: episode.source),
+        "kinds": _success_by(episodes, lambda episode: episode.kind),
+        "tokens": {
+            "prompt": sum(episode.prompt_tokens for episode in episodes),
+            "sampled": sum(episode.sampled_tokens for episode in episodes),
+        },
+    }
+
+
+def _pass_at(played: Sequence[HeldOutEpisode], k: int) -> float:
+    return pass_at_k(len(played), int(sum(episode.success for episode in played)), k)
+
+
+def _majority_at(played: Sequence[HeldOutEpisode], k: int) -> float:
+    return majority_at_k([episode.answer for episode in played], [episode.success for episode in played], k)
+
+
+def _success_by(episodes: Sequence[HeldOutEpisode], part: Callable[[HeldOutEpisode], str]) -> dict[str, Interval]:
+    """Success on each part of the tasks that has a name."""
+    return {
+        name: _interval(by_task([episode for episode in episodes if part(episode) == name], "success"))
+        for name in sorted({part(episode) for episode in episodes} - {""})
+    }
+
+
+def _over_tasks(
+    tasks: Mapping[str, Sequence[HeldOutEpisode]], value: Callable[[Sequence[HeldOutEpisode]], float]
+) -> Interval:
+    return _interval({task: [value(played)] for task, played in tasks.items()})
+
+
+def _interval(samples: Mapping[str, Sequence[float]]) -> Interval:
+    mean, low, high = task_interval(np.array([np.mean(values) for values in samples.values()]))
+    return {"mean": mean, "low": low, "high": high}
+
+
+def rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of a table of results; shares of tasks in per cent."""
+    counts = f"of {results['tasks']} tasks, {results['episodes']} episodes"
+    if results.get("unfinished"):
+        counts += f" ({results['unfinished']} came to nothing and are left out)"
+    found = [("held-out success", f"{percent(results['metrics']['success'])} {counts}")]
+    for name, label in (("pass_at", "pass"), ("majority_at", "maj")):
+        found += [(f"{label}@{k}", percent(share)) for k, share in results[name].items()]
+    for name, label in (("sources", "source"), ("kinds", "kind")):
+        found += [(f"success, {label} {part}", percent(share)) for part, share in results[name].items()]
+    ordered = sorted(results["metrics"], key=lambda name: (name not in _FIRST, name))
+    for name in ordered:
+        if name != "success":
+            value = results["metrics"][name]
+            found.append((name, f"{value['mean']:.3g} [{value['low']:.3g}, {value['high']:.3g}]"))
+    found.append(("tokens in all", "{prompt:,} read, {sampled:,} sampled".format(**results["tokens"])))
+    if "cost" in results:
+        found.append(("cost in all", f"{results['cost']:.6g}"))
+    return found
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The page beside `results.json`."""
+    played = results.get("played", {})
+    lines = [f"# {played.get('name', 'Evaluation')}", ""]
+    lines += [f"- {name}: {value}" for name, value in played.items() if name != "name"]
+    lines += ["", "| | mean [95 % over tasks] |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows(results)]
+    return "\n".join(lines) + "\n"
+
+
+def percent(found: Mapping[str, float]) -> str:
+    """A share with its interval."""
+    return f"{100 * found['mean']:.1f} % [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"

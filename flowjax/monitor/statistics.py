@@ -4,7 +4,10 @@ The unit is the task: samples of one task say more about that task and no more a
 tasks' means. A trained policy is one draw of its method: what is said of a method needs several seeds of it.
 """
 
+import itertools
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +15,7 @@ from jaxtyping import Float
 from scipy import stats
 
 RESAMPLES = 2000
+_DRAWS = 200  # of k samples of a task, for a majority
 
 
 def task_interval(
@@ -62,6 +66,38 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be told from {samples} samples: ask for 1 to {samples}")
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority_at_k(answers: Sequence[str], right: Sequence[float], k: int) -> float:
+    """Probability that the most frequent answer of k of a task's samples, drawn without replacement, is right.
+
+    A sample without an answer has no vote; equally frequent answers share the probability (self-consistency, Wang et
+    al. 2023, arXiv 2203.11171). Exact where there are up to 200 draws, else over so many at random.
+
+    Args:
+        answers: of each sample, "" for none.
+        right: 1 or 0, of each sample.
+
+    Raises:
+        ValueError: k is more than the samples.
+    """
+    samples = len(answers)
+    if not 1 <= k <= samples:
+        raise ValueError(f"maj@{k} cannot be found from {samples} samples: ask for 1 to {samples}")
+    correct = {
+        answer: float(np.mean([r for a, r in zip(answers, right, strict=True) if a == answer])) for answer in answers
+    }
+    if math.comb(samples, k) <= _DRAWS:
+        draws = itertools.combinations(range(samples), k)
+    else:
+        rng = np.random.default_rng(0)
+        draws = (rng.choice(samples, k, replace=False) for _ in range(_DRAWS))
+    found: list[float] = []
+    for draw in draws:
+        votes = Counter(answers[index] for index in draw if answers[index])
+        most = max(votes.values(), default=0)
+        found.append(float(np.mean([correct[answer] for answer, n in votes.items() if n == most])) if votes else 0.0)
+    return float(np.mean(found))
 
 
 @dataclass(frozen=True, slots=True)

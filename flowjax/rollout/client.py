@@ -36,6 +36,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     structured_outputs: str = ""  # JSON of what vLLM's parameter of that name takes; "" leaves replies free
+    seed: int | None = None  # None leaves it to the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,16 @@ class Partial:
 
 
 def completion_body(model: str, sampling: SamplingOptions, prompts: list[list[int]], *, stream: bool) -> dict[str, Any]:
-    """A request to /v1/completions. Without a seed: with one, equal prompts would be answered equally.
+    """A request to /v1/completions. With a seed equal prompts are answered equally: training has none.
 
     Every parameter is named: an engine that was not started here may take what is missing from its model's own
     generation_config.json.
     """
-    held = {"structured_outputs": json.loads(sampling.structured_outputs)} if sampling.structured_outputs else {}
+    held: dict[str, Any] = {}
+    if sampling.structured_outputs:
+        held["structured_outputs"] = json.loads(sampling.structured_outputs)
+    if sampling.seed is not None:
+        held["seed"] = sampling.seed
     return {
         "model": model,
         "prompt": prompts,

@@ -3,23 +3,27 @@
 import asyncio
 import contextlib
 import importlib
+import itertools
 import json
 import sys
-from collections.abc import Awaitable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from ml_collections import ConfigDict
 
+from flowjax.canvas.backends.base import Backend
 from flowjax.config import ConfigError, task_options
 from flowjax.envs.base import World, find_world
 from flowjax.envs.pool import EnvPool
 from flowjax.models.config import vocabulary_sizes
 from flowjax.record_checks import Bounds, check_episode, check_outcomes
-from flowjax.records import Episode, Lease, Trajectory, WireError
+from flowjax.records import Episode, Lease, Trajectory, WireError, state_key
 from flowjax.rewards.scores import required_outcomes
 from flowjax.rollout.bases import ServedBase
 from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions
+from flowjax.rollout.endpoint import EndpointAgent
 from flowjax.run import Run
 from flowjax.workflows.agent import UNVERSIONED, Agent, Generate, Played
 from flowjax.workflows.single import EpisodeOptions
@@ -64,9 +68,12 @@ class EpisodePlayer:
     config: ConfigDict
     bounds: Bounds
     needed: Mapping[str, Collection[str]]  # policy -> outcomes that its reward is made of
+    backend: Backend | None = None  # that speaks for all agents in place of the bases
 
     @classmethod
-    def of_run(cls, run: Run, *, bases: Sequence[ServedBase], pool: EnvPool) -> "EpisodePlayer":
+    def of_run(
+        cls, run: Run, *, pool: EnvPool, bases: Sequence[ServedBase] = (), backend: Backend | None = None
+    ) -> "EpisodePlayer":
         """A player as the run's config wants it.
 
         Raises:
@@ -74,9 +81,11 @@ class EpisodePlayer:
         """
         config, kind = run.config, find_world(run.config.env.name)
         worlds = {source: kind(**task_options(config, source)) for source in config.env.sources or ("",)}
-        bounds = Bounds.of_run(run, vocabulary_sizes(run))
+        bounds = Bounds.of_run(run, vocabulary_sizes(run) if backend is None else {})
+        if backend is not None:  # whose tokens are others than config.rollout counts
+            bounds = replace(bounds, prompt_tokens=sys.maxsize, new_tokens=sys.maxsize)
         needed = {name: required_outcomes(policy.reward.components.to_dict()) for name, policy in run.policies.items()}
-        return cls(bases, pool, worlds, load_workflow(config.workflow), run.agents, config, bounds, needed)
+        return cls(bases, pool, worlds, load_workflow(config.workflow), run.agents, config, bounds, needed, backend)
 
     async def play(self, lease: Lease) -> Episode:
         """Play to the end. What goes wrong inside the episode is its status.
@@ -144,10 +153,7 @@ class EpisodePlayer:
             history=env.history,
         )
         base_of = {model: base for base in self.bases for model in (base.name, *base.policies)}
-        agents = {
-            agent: Agent(base_of[model].codec, self._generator(base_of[model], model, lease))
-            for agent, model in self.agents.items()
-        }
+        agents = {agent: self._agent(agent, base_of.get(model), model, lease) for agent, model in self.agents.items()}
         async with self.pool.session(env.name, task_options(self.config, lease.task.source)) as session:
             with contextlib.ExitStack() as pins:
                 for policy, version in lease.versions.items():
@@ -155,8 +161,7 @@ class EpisodePlayer:
                     await base_of[policy].served(policy, version)
                 return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
 
-    def _generator(self, base: ServedBase, model: str, lease: Lease) -> Generate:
-        """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
+    def _agent(self, agent: str, base: ServedBase | None, model: str, lease: Lease) -> Agent:
         allowed = self.config.rollout.structured_outputs and self.worlds[lease.task.source].structured_outputs(
             self.config.env.prompt
         )
@@ -170,9 +175,27 @@ class EpisodePlayer:
             stop=tuple(rollout.stop),
             structured_outputs=json.dumps(allowed) if allowed else "",
         )
+        seed = self.config.eval.seed if lease.kind == "eval" and lease.temperature > 0 else -1
+        seed_of = partial(_reply_seed, max(seed, 0), lease.seed, agent)
+        if base is None:
+            assert self.backend is not None, f"nobody speaks for {agent}"
+            return EndpointAgent(self.backend, model, sampling, seed_of)
+        return Agent(base.codec, _generator(base, model, lease, sampling, seed_of if seed >= 0 else None))
 
-        async def generate(prompt_ids: list[int]) -> EngineReply:
-            pinned = lease.versions.get(model)
-            return await base.generate(model, pinned, prompt_ids, sampling, group=lease.group_id)
 
-        return generate
+def _generator(
+    base: ServedBase, model: str, lease: Lease, sampling: SamplingOptions, seed_of: Callable[[int], int] | None
+) -> Generate:
+    """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
+    numbers = itertools.count()
+
+    async def generate(prompt_ids: list[int]) -> EngineReply:
+        seeded = sampling if seed_of is None else replace(sampling, seed=seed_of(next(numbers)))
+        return await base.generate(model, lease.versions.get(model), prompt_ids, seeded, group=lease.group_id)
+
+    return generate
+
+
+def _reply_seed(seed: int, episode_seed: int, agent: str, number: int) -> int:
+    """Seed of an agent's reply of that number in an episode; 31 bits."""
+    return state_key("reply", seed, episode_seed, agent, number) >> 33

@@ -12,8 +12,7 @@ from flowjax.compare import read_scores
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.tasks import content_of, episode_seed, held_out_tasks, task_at
-from flowjax.evaluate import summarise
-from flowjax.monitor.held_out import read_held_out
+from flowjax.monitor.held_out import read_held_out, summarise
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.statistics import wilson
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowjax.monitor.metrics import read_metrics
+from flowjax.rollout.held_out import EpisodeFile
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 STEPS = 8
@@ -171,19 +172,53 @@ def test_a_killed_run_leaves_nothing_behind_and_resumes(folder):
 
 
 def evaluate(folder: Path, checkpoint: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flowjax.evaluate", f"--config={folder / 'recipe.py'}"]
-    return subprocess.run(
-        [*command, f"--checkpoint={checkpoint}", *flags], cwd=folder, capture_output=True, text=True, timeout=400
-    )
+    return evaluate_as(folder, f"--config={folder / 'recipe.py'}", f"--checkpoint={checkpoint}", *flags)
 
 
-def test_a_checkpoint_plays_the_held_out_tasks(folder):
+def evaluate_as(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flowjax.evaluate", *argv]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+
+
+def test_a_checkpoint_plays_the_held_out_tasks_and_twice_the_same(folder):
     run_dir = folder / "runs" / "whole"
-    done = evaluate(folder, run_dir / "checkpoints" / "agent" / str(STEPS), "--config.eval.tasks=24")
+    asked = ["--config.eval.tasks=24", "--config.eval.samples=2"]
+    done = evaluate(folder, run_dir / "checkpoints" / "agent" / str(STEPS), *asked)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out success" in done.stdout
-    (entry,) = [e for e in read_metrics(run_dir / "evaluations" / str(STEPS)) if e["kind"] == "eval"]
-    assert (entry["version"], entry["episodes"]) == (STEPS, 24)
+    results = json.loads((run_dir / "evaluations" / str(STEPS) / "results.json").read_text())
+    assert (results["episodes"], results["unfinished"], results["played"]["name"]) == (48, 0, f"agent@{STEPS}")
+    again = evaluate_as(folder, str(run_dir), *asked, f"--out={folder / 'again'}")
+    assert again.returncode == 0, again.stdout + again.stderr
+    lines = [(where / "held_out" / f"agent@{STEPS}.jsonl").read_text() for where in
+             (run_dir / "evaluations" / str(STEPS), folder / "again")]  # fmt: skip
+    assert lines[0] == lines[1] and lines[0].count("\n") == 48
+
+
+def test_an_evaluation_that_is_killed_goes_on_and_one_that_is_done_is_only_shown(folder):
+    run_dir, argv = folder / "runs" / "whole", ["--base", "--config.eval.temperature=0", "--config.eval.tasks=200"]
+    command = [
+        sys.executable,
+        "-m",
+        "flowjax.evaluate",
+        str(run_dir),
+        *argv,
+        "--config.rollout.max_concurrent_episodes=1",
+    ]
+    with (folder / "output.txt").open("w") as out:
+        killed = subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT, text=True)
+    file = run_dir / "evaluations" / "base" / "episodes.msgpack"
+    try:
+        wait_for(lambda: file.exists() and file.stat().st_size > 20_000, killed, folder)
+    finally:
+        killed.kill()
+        killed.wait()
+    there = set(EpisodeFile(file).read())
+    done = evaluate_as(folder, str(run_dir), *argv)
+    assert done.returncode == 0 and f"base: {len(there)} of 200 episodes" in done.stdout, done.stdout + done.stderr
+    assert 0 < len(there) < 200 == len(EpisodeFile(file).read())
+    shown = evaluate_as(folder, str(run_dir), *argv)
+    assert shown.returncode == 0 and "engine" not in shown.stdout and "held-out success" in shown.stdout
 
 
 def test_what_cannot_be_evaluated_is_refused_in_a_line(folder):
