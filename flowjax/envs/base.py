@@ -76,7 +76,7 @@ class Step:
     terminal: bool
     valid: bool
     outcome: Mapping[str, float] = field(default_factory=dict)
-    trace: Any = None
+    trace: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

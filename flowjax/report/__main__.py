@@ -1,43 +1,126 @@
-"""Report on runs: `python -m flowjax.report runs/<name> [runs/<other> ...] --svg[=curve.svg]`.
+"""Report on runs: `python -m flowjax.report runs/<name> [runs/<other> ...]`.
 
---svg[=FILE]  the two pictures: `learning_curve.svg`, in the first run's folder unless FILE names another, and
-              `state_graph.svg` in each run's folder
+Writes one HTML page that needs no network: what was learned and where the time went, every kept episode turn by turn,
+why a move got its credit, and how runs differ (docs/report.md). Runs that differ in their seed alone are one method.
+
+--out=FILE     where the page goes; report.html in the first run's folder by default
+--groups=N     groups of each batch whose episodes the page has; as many as it holds well by default
+--serve[=PORT] show the page as the runs go on, made anew for each look, until Ctrl-C; at 8700 by default
+--host=HOST    with --serve: listen there; 127.0.0.1, which nobody else reaches, by default
+--svg[=FILE]   in place of the page two pictures: learning_curve.svg, in the first run's folder unless FILE names
+               another, and state_graph.svg in each run's folder
+
+Exit status: 0 done, 2 something to correct in what was asked for.
 """
 
+import http.server
+import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import jax
-
+from flowjax.files import replace_file
+from flowjax.report.page import make_page
 from flowjax.report.pictures import draw_state_graph, learning_curves
+
+_OPTIONS = ("out", "groups", "serve", "host", "svg")
+_PORT = 8700
 
 
 def main(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(__doc__)
         return 0
-    jax.config.update("jax_platforms", "cpu")  # drawing needs no accelerator
-    runs = [Path(argument) for argument in argv if not argument.startswith("--")]
-    options = [argument for argument in argv if argument.startswith("--")]
-    unknown = [option for option in options if option != "--svg" and not option.startswith("--svg=")]
-    if unknown or not runs:
-        print(__doc__ if not unknown else f"{unknown[0]} is not known: see --help", file=sys.stderr)
-        return 2
-    target = (
-        Path(options[-1].removeprefix("--svg=")) if "--svg=" in "".join(options) else runs[0] / "learning_curve.svg"
-    )
+    os.environ["JAX_PLATFORMS"] = "cpu"  # values of states need no accelerator, which may be busy with the run itself
+    runs = [Path(argument) for argument in argv if not argument.startswith("-")]
+    given = [argument.lstrip("-").partition("=") for argument in argv if argument.startswith("-")]
+    options = {name: value for name, _, value in given}
     try:
-        target.write_text(learning_curves(runs))
-        print(target)
-        for run in runs:
-            if (graph := draw_state_graph(run)) is not None:
-                (run / "state_graph.svg").write_text(graph)
-                print(run / "state_graph.svg")
-    except ValueError as error:
+        _check(runs, options)
+        if "svg" in options:
+            return _write_pictures(runs, options["svg"])
+        if "serve" in options:
+            return _serve(runs, options)
+        target = Path(options.get("out") or runs[0] / "report.html")
+        page = make_page(runs, groups_per_step=int(options.get("groups") or 0))
+        replace_file(target, page, durable=False)
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    print(f"{target} ({len(page.encode()) / 2**20:.1f} MB)")
     return 0
+
+
+def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
+    """Refuse a command line that cannot be meant.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise ValueError(f"--{unknown[0]} is not known: use some of {', '.join(f'--{name}' for name in _OPTIONS)}")
+    if not runs:
+        raise ValueError("no run is named: give the folder of one, for example runs/sokoban-nano")
+    for name in ("groups", "serve"):
+        if options.get(name) and not options[name].isdigit():
+            raise ValueError(f"--{name} is {options[name]!r}: give a whole number")
+    if "host" in options and "serve" not in options:
+        raise ValueError("--host says where --serve listens: give both")
+
+
+def _write_pictures(runs: Sequence[Path], target: str) -> int:
+    path = Path(target or runs[0] / "learning_curve.svg")
+    path.write_text(learning_curves(runs))
+    print(path)
+    for run in runs:
+        if (graph := draw_state_graph(run)) is not None:
+            (run / "state_graph.svg").write_text(graph)
+            print(run / "state_graph.svg")
+    return 0
+
+
+def _serve(runs: Sequence[Path], options: dict[str, str]) -> int:
+    """Answer every look with the page as the runs are now."""
+    host, port = options.get("host") or "127.0.0.1", int(options.get("serve") or _PORT)
+    handler = partial(PageHandler, runs, int(options.get("groups") or 0))
+    with http.server.ThreadingHTTPServer((host, port), handler) as server:
+        print(f"http://{host}:{server.server_port}/ shows {', '.join(map(str, runs))}; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+class PageHandler(http.server.BaseHTTPRequestHandler):
+    """Answers with the page, made anew, and with nothing else of the machine."""
+
+    def __init__(self, runs: Sequence[Path], groups_per_step: int, *arguments: object):
+        self._runs, self._groups_per_step = runs, groups_per_step
+        super().__init__(*arguments)  # pyright: ignore[reportArgumentType] (request, address and server, as they come)
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/":
+            self.send_error(404, "there is one page, at /")
+            return
+        try:
+            body, status = make_page(self._runs, groups_per_step=self._groups_per_step).encode(), 200
+        except (ValueError, OSError) as error:
+            body, status = str(error).encode(), 503
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html; charset=utf-8" if status == 200 else "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        # A run's page shows texts that a model wrote: they may load and send nothing.
+        self.send_header(
+            "Content-Security-Policy",
+            "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+        )
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing of every look."""
 
 
 if __name__ == "__main__":

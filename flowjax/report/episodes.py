@@ -198,6 +198,7 @@ class EpisodePages:
     def _episode(self, line: Mapping[str, Any], prompts: _Table, pictures: _Table, views: _Table) -> dict[str, Any]:
         texts, world = self._texts.get(line["policy"]), self._world(line["source"])
         turns, trace = [], None
+        known: dict[Any, Any] = {}  # calls of workflows that were run before
         for turn in line["turns"]:
             shown = turn.get("shown", {})
             seen = _seen(world, shown.get("view"), trace)
@@ -216,8 +217,8 @@ class EpisodePages:
             for name in ("trained_logprobs", "advantage", "advantage_parts"):
                 if name in turn:
                     made[name] = turn[name]
-            if (trace := shown.get("trace")) is not None:
-                made["trace"] = trace
+            if (found := shown.get("trace")) is not None:
+                made["trace"] = trace = _completed(found, known)  # an action that was refused leaves what was there
             turns.append(made)
         last = _seen(world, line.get("shown", {}).get("view"), trace)
         kept = ("trajectory_id", "policy", "seed", "status", "error", "outcome", "reward", "rewards")
@@ -234,6 +235,18 @@ class EpisodePages:
                 self.problems.append(f"states are not drawn: {error}")
             self._worlds[source] = world
         return self._worlds[source]
+
+
+def _completed(trace: Any, known: dict[Any, Any]) -> Any:
+    """A trace whose remembered nodes have what they were given and gave when they were run."""
+    nodes = trace.get("nodes") if isinstance(trace, dict) else None
+    for node in nodes if isinstance(nodes, list) else ():
+        name = (node.get("id"), node.get("turn"))
+        if "inputs" in node:
+            known[name] = {part: node[part] for part in ("inputs", "outputs") if part in node}
+        elif name in known:
+            node.update(known[name])
+    return trace
 
 
 def _seen(world: World | None, view: Any, trace: Any) -> tuple[str, str]:

@@ -125,7 +125,8 @@ def timeline(
 
 def _role_spans(events: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
     """Spans of starting, up and down of one role, from what its supervisor said."""
-    phases = {"start": "starting", "restart": "starting", "up": "up", "down": "down", "paused": "down"}
+    begins = "starting" if any(event.get("event") == "up" for event in events) else "up"  # some roles never say so
+    phases = {"start": begins, "restart": begins, "up": "up", "down": "down", "paused": "down"}
     at, phase = 0.0, ""
     for event in events:
         name, time_s = str(event.get("event")), float(event.get("time_s", 0.0))
@@ -199,7 +200,7 @@ def methods(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         rest = {field: value for field, value in run["config"].items() if field not in _SEED_FIELDS}
         for field, value in rest.items():  # folders of the run itself, such as that of its nano base
             if isinstance(value, str):
-                rest[field] = value.replace(run["name"], "<run>")
+                rest[field] = "/".join("<run>" if part == run["name"] else part for part in value.split("/"))
         found.setdefault(str(sorted(rest.items())), []).append(index)
     return list(found.values())
 

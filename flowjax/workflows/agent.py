@@ -13,6 +13,7 @@ from flowjax.envs.base import Message, Observation, Step, view_values
 from flowjax.record_checks import LONGEST_SHOWN
 from flowjax.records import Status, Turn
 
+_LONGEST_TEXT = 4000  # characters of one text that is kept for people
 UNVERSIONED = -1  # version of replies from a model that is not a published policy
 
 
@@ -145,8 +146,17 @@ def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float, 
         terminal=step.terminal,
         generate_s=reply.generate_s,
         env_s=env_s,
-        shown=shown_as(view=before.view, action=action, trace=step.trace),
+        shown=shown_as(action=action, view=before.view, trace=step.trace),
     )
+
+
+def _cut(value: Any) -> Any:
+    """Plain data with its long texts cut: the prompt has the whole of what was seen."""
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]} …"
+    if isinstance(value, Mapping):
+        return {name: _cut(item) for name, item in value.items()}
+    return [_cut(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def shown_as(**parts: Any) -> str:
@@ -154,7 +164,7 @@ def shown_as(**parts: Any) -> str:
     kept: dict[str, str] = {}
     for name, part in parts.items():
         try:
-            text = json.dumps(view_values(part))
+            text = json.dumps(_cut(view_values(part)))
         except (TypeError, ValueError):
             continue
         if text not in ("null", '""') and sum(map(len, kept.values())) + len(text) + 100 < LONGEST_SHOWN:

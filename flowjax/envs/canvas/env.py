@@ -23,7 +23,7 @@ from flowjax.envs.canvas.executors import RememberingSandbox, scored, wait_for
 from flowjax.envs.canvas.problem_files import records
 from flowjax.envs.canvas.published import hint, structure_parts
 from flowjax.envs.canvas.structure import Structure, measure
-from flowjax.envs.canvas.texts import TEMPLATES, observe, read_action
+from flowjax.envs.canvas.texts import TEMPLATES, observe, read_action, trace_of
 from flowjax.grading.code import Suite
 from flowjax.grading.code_asserts import from_assert
 from flowjax.grading.sandbox import NoProcessorError
@@ -131,7 +131,8 @@ class CanvasEnv:
         read = self._read(action)
         self._refused = read.reason if isinstance(read, Unreadable) else self._take(read, problem)
         reward = self._score.score if self._over else 0.0
-        return Step(self._observe(), reward, self._over, not self._refused, self._outcome())
+        trace = None if self._run is None or self._refused else trace_of(self._workflow, self._run)
+        return Step(self._observe(), reward, self._over, not self._refused, self._outcome(), trace)
 
     def _read(self, text: str) -> Action | Unreadable:
         read = read_action(text)

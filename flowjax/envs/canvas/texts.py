@@ -1,14 +1,18 @@
 """Texts of the canvas: an observation in words, for language models and for nano models, and actions read."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flowjax.canvas import actions
 from flowjax.canvas.actions import Action, Unreadable
+from flowjax.canvas.draw import output_text, shortened, svg
 from flowjax.canvas.graph import Workflow
+from flowjax.canvas.json_form import from_json, to_json
+from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.text import show
-from flowjax.canvas.values import NodeRun, Problem, Usage, Value, WorkflowRun
+from flowjax.canvas.values import NodeRun, Problem, State, Usage, Value, WorkflowRun
 from flowjax.envs.canvas import exercises
 
 TEMPLATES = (
@@ -25,6 +29,7 @@ _EXECUTORS = "\n\n## Executors (Operator@name asks that one; cost per million to
 _WORKFLOW_SHARE = 0.25  # of an observation that is too long: a workflow with longer instructions is shown without them
 _STEPS_ROOM = 600  # characters that are left to the steps of a run at least
 _CUT = " ... (cut)"
+_TRACE_CHARACTERS = 8000  # of what a run's calls were given and gave
 _LONG_WORDS = 3  # of an answer that reads like a sentence
 _LARGEST = 20  # number in a compact prompt
 _LONGEST_WORKFLOW = 32  # words of it in a compact prompt; the beginning of longer ones is left out
@@ -241,3 +246,56 @@ def result_words(view: CanvasView) -> list[str]:
     run = ["error", view.failed_step] if view.failed_step else [view.status]
     check = [] if view.passed is None else ["passed" if view.passed else "failed"]
     return ["=", *refused, *run, *check, _answer_length(view.answer), str(min(view.turns_left, _LARGEST))]
+
+
+# -------------------------------------------------------------------------------------------------- a run, for people
+
+
+def trace_of(workflow: Workflow, run: WorkflowRun) -> dict[str, Any]:
+    """A run for people: the workflow, and what each of its calls was given, gave and cost."""
+    room = _TRACE_CHARACTERS // max(2 * len(run.trace), 1)
+
+    def words(state: State) -> str:
+        share = max(room // max(len(state), 1), 40)
+        lines = (f"{name}: {' | '.join(value) if isinstance(value, tuple) else value}" for name, value in state.items())
+        return "\n".join(line if len(line) <= share else f"{line[:share]} …" for line in lines)
+
+    nodes = [
+        {
+            "id": node.node_id,
+            "operator": node.operator,
+            "status": node.status,
+            "turn": node.turn,
+            "cached": node.cached,
+            # A call that was not run again is in an earlier trace: most of every run is.
+            **({} if node.cached else {"inputs": words(node.inputs), "outputs": words(node.outputs)}),
+            "gave": shortened(output_text(node.outputs), 100),
+            "error": node.error[:room],
+            "calls": node.usage.calls,
+            "tokens": node.usage.prompt_tokens + node.usage.sampled_tokens,
+            "cost": node.usage.cost,
+            "seconds": round(node.seconds, 3),
+        }
+        for node in run.trace
+    ]
+    return {"workflow": to_json(workflow), "status": run.status, "answer": run.answer[:room], "nodes": nodes}
+
+
+def drawn(trace: Mapping[str, Any], operators: Mapping[str, type[Operator]]) -> str:
+    """SVG of what `trace_of` kept."""
+    nodes = tuple(
+        NodeRun(
+            each["id"],
+            each["operator"],
+            each["status"],
+            each["turn"],
+            each["cached"],
+            outputs={"answer": each["gave"]},
+            usage=Usage(each["calls"], each["tokens"], 0, each["cost"]),
+            seconds=each["seconds"],
+            error=each["error"],
+        )
+        for each in trace["nodes"]
+    )
+    run = WorkflowRun(trace["answer"], trace["status"], {}, nodes, Usage(), 0.0)
+    return svg(from_json(trace["workflow"]), run, operators)

@@ -34,7 +34,16 @@ from flowjax.envs.canvas import exercises
 from flowjax.envs.canvas.env import GRACE_S, NAMES, OUTCOMES, CanvasEnv
 from flowjax.envs.canvas.executors import open_executors, price_list
 from flowjax.envs.canvas.problem_files import records
-from flowjax.envs.canvas.texts import INSTRUCTION, RESULT, RULES, CanvasView, read_action, result_words, state_words
+from flowjax.envs.canvas.texts import (
+    INSTRUCTION,
+    RESULT,
+    RULES,
+    CanvasView,
+    drawn,
+    read_action,
+    result_words,
+    state_words,
+)
 from flowjax.grading.sandbox import IsolationError, require_isolation
 from flowjax.records import Task
 
@@ -225,6 +234,10 @@ class Canvas(World):
         problem = env.problem
         steps = envs.wanted(problem.text, problem.kind, plain=env.options.expert == "plain")
         return envs.next_action(steps, env.workflow, env.run, envs.failed_step(env.workflow, env.run))
+
+    def draw(self, view: CanvasView, trace: Any = None) -> str:
+        """The workflow with how its nodes went."""
+        return drawn(trace, self.options.on_offer()) if trace else ""
 
     def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
         """Operators and structures of any kind, or now and then `finish`."""

@@ -1,0 +1,101 @@
+// The page's data, elements, sections and addresses. Every section is one object in SECTIONS with `show(address)`.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const SECTIONS = {};
+const COLOURS = Array.from({length: 8}, (_, i) => `var(--line-${i})`);  // page.css has two of each, for light and dark
+
+// An element with attributes and children; texts are put in as text, never as HTML: they are what a model wrote.
+function make(name, attributes = {}, ...children) {
+  const space = SVG_NAMES.has(name) ? "http://www.w3.org/2000/svg" : "http://www.w3.org/1999/xhtml";
+  const element = document.createElementNS(space, name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (value === true) element.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
+  return element;
+}
+const SVG_NAMES = new Set(
+  ["svg", "g", "path", "line", "rect", "circle", "text", "tspan", "polyline", "polygon", "image", "defs", "marker", "title"]);
+
+function replace(parent, ...children) { parent.replaceChildren(...children.flat(Infinity).filter(Boolean)); return parent; }
+
+function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1);
+  return Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : digits);
+}
+function percent(value) { return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`; }
+function signed(value) { return value === null || value === undefined ? "–" : `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(2)}`; }
+function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 90) return `${seconds.toFixed(seconds < 10 && seconds > 0 ? 1 : 0)} s`;
+  const minutes = Math.round(seconds / 60);
+  return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+function table(head, rows, caption = "") {
+  return make("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": caption || "table"},
+    make("table", {},
+      caption ? make("caption", {}, caption) : null,
+      make("thead", {}, make("tr", {}, head.map((cell) => make("th", {scope: "col"}, cell)))),
+      make("tbody", {}, rows.map((row) => make("tr", {}, row.map((cell, place) =>
+        place ? make("td", {}, cell) : make("th", {scope: "row"}, cell)))))));
+}
+
+function choice(label, options, chosen, onchange) {
+  const select = make("select", {onchange: () => onchange(select.value)},
+    options.map(([value, text]) => make("option", {value, selected: String(value) === String(chosen)}, text)));
+  return make("label", {class: "field"}, make("span", {}, label), select);
+}
+
+// A drawing that came with a run. As an image it runs no scripts, whatever the world that drew it is.
+function drawing(svg, description) {
+  return svg ? make("img", {class: "drawing", src: imageOf(svg), alt: description}) : null;
+}
+function imageOf(svg) { return `data:image/svg+xml,${encodeURIComponent(svg)}`; }
+
+// Pieces: episodes of a batch or an evaluation, unpacked once, when they are first asked for.
+const unpacked = new Map();
+function piece(key) {
+  if (!unpacked.has(key)) unpacked.set(key, unpack(key));
+  return unpacked.get(key);
+}
+async function unpack(key) {
+  const bytes = Uint8Array.from(atob(document.getElementById(key).textContent), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+// Addresses: #section/part/part. They are kept in the browser's history, so that Back goes back and a place can be sent on.
+function goTo(...parts) { location.hash = parts.map(encodeURIComponent).join("/"); }
+function address() { return location.hash.slice(1).split("/").map(decodeURIComponent); }
+
+const TABS = [["overview", "Overview"], ["episodes", "Episodes"], ["credit", "Credit"], ["canvas", "Canvas"], ["runs", "Runs"]];
+
+async function open() {
+  const [asked, ...rest] = address();
+  const name = SECTIONS[asked] && !SECTIONS[asked].absent ? asked : "overview";
+  for (const [id] of TABS) {
+    document.getElementById(`section-${id}`).hidden = id !== name;
+    const tab = document.getElementById(`tab-${id}`);
+    if (tab) tab.toggleAttribute("aria-current", id === name);
+  }
+  await SECTIONS[name].show(name === asked ? rest : []);
+  document.body.dataset.ready = name;  // for whoever waits until the page has been drawn
+}
+
+function start() {
+  const names = DATA.runs.map((run) => run.name);
+  document.getElementById("title").textContent = names.join(", ");
+  const first = DATA.runs[0];
+  document.getElementById("subtitle").textContent = names.length > 1
+    ? `${names.length} runs` : `${first.world} with ${first.estimator}, ${first.steps} steps`;
+  replace(document.getElementById("tabs"), TABS.filter(([id]) => SECTIONS[id] && !SECTIONS[id].absent).map(([id, text]) =>
+    make("li", {}, make("a", {href: `#${id}`, id: `tab-${id}`}, text))));
+  addEventListener("hashchange", open);
+  open();
+}
+document.addEventListener("DOMContentLoaded", start);

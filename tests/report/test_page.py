@@ -1,0 +1,211 @@
+"""The report's page, opened and clicked through in a headless Chromium as a reader does."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from flowjax.report.__main__ import main
+from tests.report.browser import CHROMIUM, Browser, browser
+from tests.report.recorded import record_run
+
+STEPS = 200
+WIDTHS = {"desktop": 1280, "tablet": 820, "phone": 390}
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium (launch/test.sh does)")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    run = record_run(tmp_path_factory.mktemp("runs") / "sokoban-nano", steps=STEPS)
+    assert main([str(run)]) == 0
+    return run / "report.html"
+
+
+def visit(work: Callable[[Browser], Awaitable[None]]) -> None:
+    """Do something with a browser; no script may have failed, and nothing may have gone to a network."""
+
+    async def scenario() -> None:
+        async with browser() as opened:
+            await work(opened)
+            assert opened.errors == []
+            assert [url for url in opened.requests if not url.startswith(("file:", "data:", "about:", "blob:"))] == []
+
+    asyncio.run(scenario())
+
+
+def test_the_page_is_small_and_opens_at_once_on_a_slow_machine(page: Path):
+    assert page.stat().st_size < 20 * 2**20
+
+    async def open_it(opened: Browser) -> None:
+        await opened.size(1280, 900)
+        await opened.call("Emulation.setCPUThrottlingRate", rate=4)
+        await opened.open(page)
+        shown_s = await opened.run("performance.now() / 1000")
+        drawn_s = await opened.run("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd / 1000")
+        assert drawn_s < 2, (drawn_s, shown_s)
+
+    visit(open_it)
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_every_question_about_a_run_is_answered(page: Path, width: int):
+    """Did it learn, where did the time go, how many groups had no signal at step 150, what does a failed held-out
+    episode look like, and why did a move get its credit."""
+
+    async def read(opened: Browser) -> None:
+        await opened.size(width, 900, dark=width < 600)
+        await opened.open(page)
+        text = await opened.text()
+        assert "It learned: the intervals do not overlap." in text
+        assert "waiting for episodes 3" in text and "forward and backward passes 5" in text
+        assert "1 restarts of roles" in text
+        await opened.click("details:has(#step) summary")
+        await opened.run(
+            "(() => { const i = document.getElementById('step'); i.value = 150; i.oninput ?? 0; "
+            "i.dispatchEvent(new Event('input', {bubbles: true})); })()"
+        )
+        text = await opened.text()
+        assert "At step 150" in text or "AT STEP 150" in text.upper()
+        (row,) = [line for line in text.splitlines() if line.startswith("Groups without signal\t")]
+        assert row.rstrip().endswith("%")
+        assert await opened.run("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out at the side"
+
+        await opened.click("#tab-episodes")
+        await opened.until("document.body.dataset.ready === 'episodes'")
+        await choose(opened, "Outcome", "lost")
+        await choose(opened, "From", "piece-0-0")
+        await opened.click("#section-episodes tbody a")
+        await opened.until("document.querySelector('.turn')")
+        text = await opened.text()
+        assert "lost after 8 turns, reward 0 = success 0" in text and "held out, agent@0" in text
+        assert await opened.run("document.querySelectorAll('.turn').length") == 9  # eight, and the end
+        await opened.click(".turn details summary")
+        assert await opened.run(
+            "[...document.querySelectorAll('.turn')].every(t => t.querySelector('img')?.naturalWidth > 0)"
+        )
+        assert "#" in await opened.text(".turn pre"), "the prompt in the words of the world"
+
+        await opened.click("#tab-credit")
+        await opened.until("document.body.dataset.ready === 'credit'")
+        text = await opened.text()
+        assert "of 4 episodes won" in text and "4 of 4 episodes won" not in text and " 0 of 4 episodes" not in text
+        await opened.click("tr:nth-child(1) .move:nth-child(3)")
+        text = await opened.text(".panel")
+        assert "Advantage" in text and "for the episode and" in text and "for this move" in text
+        assert "move 3" in text
+        assert await opened.run("document.documentElement.scrollWidth <= innerWidth")
+
+        await opened.click("#tab-runs")
+        await opened.until("document.body.dataset.ready === 'runs'")
+        assert "rewardflow" in await opened.text()
+
+    visit(read)
+
+
+async def choose(opened: Browser, label: str, value: str) -> None:
+    """Choose a value in the list with this label."""
+    await opened.run(
+        "(() => { const fields = [...document.querySelectorAll('section:not([hidden]) .field')]; "
+        f"const field = fields.find(f => f.firstChild.textContent === '{label}').querySelector('select'); "
+        f"field.value = '{value}'; field.dispatchEvent(new Event('change')); }})()"
+    )
+
+
+def test_two_episodes_of_a_group_are_read_side_by_side_and_tokens_are_coloured(page: Path):
+    async def read(opened: Browser) -> None:
+        await opened.size(1280, 900)
+        await opened.open(page, "#episodes/piece-0-5/0/0/1")
+        await opened.until("document.querySelector('.parting')")
+        assert "part at" in await opened.text(".parting") or "They part" in await opened.text(".parting")
+        assert await opened.run("document.querySelectorAll('.column').length") == 2
+        for by in ("logprobs", "ratio", "advantage"):
+            await choose(opened, "Colour tokens by", by)
+            await opened.until("document.querySelector('.token[style]')")
+        assert "advantage" in await opened.run("document.querySelector('.token').title")
+        await choose(opened, "Colour tokens by", "ratio")
+        await opened.until("document.querySelector('.token').title.startsWith('ratio')")
+        assert (await opened.run("document.querySelector('.token').title")).startswith("ratio 0.905")  # exp(-0.1)
+
+    visit(read)
+
+
+def test_words_are_found_in_replies(page: Path):
+    async def read(opened: Browser) -> None:
+        await opened.size(1280, 900)
+        await opened.open(page, "#episodes")
+        await opened.run("SECTIONS.episodes.filters.piece = 'piece-0-0'")
+        await opened.run("SECTIONS.episodes.search('none')")
+        found = int((await opened.text(".count")).split()[0])
+        await opened.run("SECTIONS.episodes.search('no such word')")
+        assert 0 < found < 24 and (await opened.text(".count")).startswith("0 ")
+
+    visit(read)
+
+
+def test_it_works_by_keyboard_alone(page: Path):
+    async def read(opened: Browser) -> None:
+        await opened.size(1280, 900)
+        await opened.open(page, "#credit")
+        await opened.run("document.querySelector('.edge').focus()")
+        await opened.press("Enter", 13)
+        await opened.until("document.querySelector('.panel .why-list')")
+        assert await opened.run("document.activeElement.getAttribute('aria-label').includes('advantage')")
+        await opened.open(page, "#overview")
+        await opened.run("document.querySelector('.chart svg').focus()")
+        await opened.press("Home", 36)
+        assert (await opened.text(".chart output")).startswith("Step 0:")
+        unnamed = await opened.run(
+            "[...document.querySelectorAll('a,button,select,input,svg[tabindex],img')].filter(e => !(e.textContent || "
+            "e.getAttribute('aria-label') || e.alt || e.labels?.length)).map(e => e.outerHTML.slice(0, 80))"
+        )
+        assert unnamed == []
+
+    visit(read)
+
+
+def test_runs_are_shown_side_by_side_with_what_differs(tmp_path: Path):
+    runs = [
+        record_run(tmp_path / "a", steps=3),
+        record_run(tmp_path / "b", steps=3, seed=1),
+        record_run(tmp_path / "c", steps=3, changes={"optimizer.learning_rate": 0.5}),
+    ]
+    out = tmp_path / "all.html"
+    assert main([*map(str, runs), f"--out={out}"]) == 0
+
+    async def read(opened: Browser) -> None:
+        await opened.size(1280, 900)
+        await opened.open(out, "#runs")
+        differing = await opened.run("DATA.differences.map(d => d.field)")
+        assert {"seed", "optimizer.learning_rate"} <= set(differing)
+        assert "optimizer.learning_rate" in await opened.text()
+        assert await opened.run("DATA.methods") == [[0, 1], [2]]
+        await opened.open(out, "#overview")
+        assert "2 seeds" in await opened.text() and await opened.run(
+            "document.querySelectorAll('.chart polygon').length > 5"
+        )
+
+    visit(read)
+
+
+def test_what_a_model_wrote_is_text_and_nothing_else(tmp_path: Path):
+    """A reply may say anything: no script of it runs, and no tag of it is one."""
+    run = record_run(tmp_path / "run", steps=1)
+    metrics = (run / "metrics.jsonl").read_text().replace("process 1", "</script><img src=x onerror=window.hurt=1>")
+    (run / "metrics.jsonl").write_text(metrics.replace('"event": "start"', '"event": "down"'))
+    assert main([str(run)]) == 0
+
+    async def read(opened: Browser) -> None:
+        await opened.size(1280, 900)
+        await opened.open(run / "report.html")
+        assert "onerror=window.hurt" in await opened.text()
+        assert await opened.run("window.hurt === undefined")
+
+    visit(read)
+
+
+def test_a_page_is_made_within_a_minute(page: Path):
+    started_s = time.perf_counter()
+    assert main([str(page.parent)]) == 0
+    assert time.perf_counter() - started_s < 60
