@@ -286,7 +286,6 @@ FIELDS = Section(
         keep_checkpoints=Entry(3, "newest checkpoints kept", at_least=1, resume=True),
         keep_every_steps=Entry(0, "also keep every n-th checkpoint; 0 keeps none", at_least=0, resume=True),
         step_timeout_s=Entry(1800.0, "longest wait for a batch before the trainer gives up", resume=True),
-        tensorboard=Entry(False, "write TensorBoard files, too", resume=True),
         steps_in_flight=Entry(
             2,
             "steps dispatched ahead of their results, where no checkpoint waits for them",
@@ -364,6 +363,16 @@ FIELDS = Section(
             resume=True,
         ),
         versions=Entry((), "evaluate these versions and train nothing (set by flowjax.evaluate)", of=int, at_least=0),
+    ),
+    monitor=Section(
+        "Where else the numbers of metrics.jsonl go.",
+        resume=True,
+        sinks=Entry(
+            (),
+            "tensorboard writes files into the run's folder; wandb and trackio need their packages and an account or "
+            "server of one's own",
+            choices=("tensorboard", "wandb", "trackio"),
+        ),
     ),
     warm_start=Section(
         "Imitation of the world's scripted expert, which makes the nano base model.",

@@ -52,6 +52,7 @@ from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.progress import Progress, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.screen import clock, summary
+from flowjax.monitor.sinks import forwarding
 from flowjax.run import Run, resolve, write_models
 
 _PLAIN_WIDTH = 140  # columns where there is no terminal to ask
@@ -270,13 +271,8 @@ def _run(request: LaunchRequest, console: Console) -> int:
             await _trained_by_others(run)
         await _final_evaluation(run, progress)
 
-    status = asyncio.run(
-        session.run(
-            lambda: run_roles(run, ports, devices),
-            done,
-            first=first,
-        )
-    )
+    with forwarding(run.folder, run.config, session.say):
+        status = asyncio.run(session.run(lambda: run_roles(run, ports, devices), done, first=first))
     if status == OK:
         if run.is_node:
             console.print("the run has ended", highlight=False)

@@ -18,6 +18,7 @@ from flowjax.launch.machine import (
     check_ports,
     check_unused,
 )
+from flowjax.monitor.sinks import check_sinks
 from flowjax.run import Engine, Run
 
 _PROBE_TIMEOUT_S = 120.0
@@ -37,7 +38,7 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     probe = _start_probe(run, devices, run.folder / "checkpoints" / run.config.policy.name if resume else None)
     problems = check_config(run.config)
     here = [*on_each_base(run, check_model), *check_ports(run), *on_each_base(run, check_engine)]
-    here += [*check_accelerators(run, devices), *check_unused(run.folder)]
+    here += [*check_accelerators(run, devices), *check_unused(run.folder), *check_sinks(run.config)]
     if not here:
         problems += _engine_problems(run)
     found, lacking, plan = _finish_probe(probe)

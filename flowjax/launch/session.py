@@ -80,7 +80,7 @@ class RunSession:
         except RoleFailed as error:
             failure = error
         except asyncio.CancelledError:
-            self._say("stopping; press Ctrl-C again to stop at once")
+            self.say("stopping; press Ctrl-C again to stop at once")
         finally:
             await supervisor.stop(*self._stop_order)
             for task in beside:
@@ -116,7 +116,7 @@ class RunSession:
                 self.screen.refresh()
             except Exception as error:
                 if (problem := explain(error) or f"{type(error).__name__}: {error}") != said:
-                    self._say(f"the screen could not be brought up to date: {problem}")
+                    self.say(f"the screen could not be brought up to date: {problem}")
                 said = problem
             self._write_status()
             with contextlib.suppress(OSError):
@@ -128,13 +128,14 @@ class RunSession:
         said = ""
         while True:
             if (problem := probe(self._run_dir)) and not said:
-                self._say(f"paused: {problem}; the run goes on by itself then")
+                self.say(f"paused: {problem}; the run goes on by itself then")
             elif said and not problem:
-                self._say(f"goes on: {self._run_dir} can be written again")
+                self.say(f"goes on: {self._run_dir} can be written again")
             said = problem
             await asyncio.sleep(_PROBE_EVERY_S)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line that stays, from any thread."""
         with contextlib.suppress(OSError):  # who listens may be a file on the full disk
             self.screen.say(text)
 
@@ -162,7 +163,7 @@ class RunSession:
         except OSError:  # a full disk must not end the supervision, nor silence it
             shown = True
         if event in _SHOWN and shown:
-            self._say(f"{role}: {event} {text}".rstrip())
+            self.say(f"{role}: {event} {text}".rstrip())
 
 
 TARGETS_FILE = "prometheus.json"

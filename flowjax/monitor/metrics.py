@@ -24,19 +24,11 @@ class MetricsWriter:
     dropped.
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool = False, resume_step: int | Mapping[str, int] | None = None):
+    def __init__(self, run_dir: Path, resume_step: int | Mapping[str, int] | None = None):
         self._path = Path(run_dir) / METRICS_FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             _drop_later(self._path, resume_step)
-        if isinstance(resume_step, Mapping):
-            resume_step = min(resume_step.values(), default=None)
-        self._board = None
-        if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            purge_step = None if resume_step is None else resume_step + 1
-            self._board = SummaryWriter(str(self._path.parent / "tensorboard"), purge_step=purge_step)
 
     def write(self, kind: str, step: int | None = None, **values: Any) -> None:
         """Append one line; it is in the file when this returns."""
@@ -53,15 +45,6 @@ class MetricsWriter:
                 with contextlib.suppress(OSError):
                     file.truncate(end)
                 raise
-        if self._board is not None and step is not None:
-            for name, value in plain.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
-            self._board.flush()
-
-    def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ def main(run_dir: Path, only: str = "") -> None:
             source.claim(steps)  # a trainer from before, and late copies of what it said, are refused from now on
         metrics, on_step = None, _nothing
         if is_first():
-            metrics = MetricsWriter(run_dir, tensorboard=config.trainer.tensorboard, resume_step=steps)
+            metrics = MetricsWriter(run_dir, resume_step=steps)
             status = TrainerStatus(run_dir, f"trainer-{only}" if only else "trainer", steps)
             opened.enter_context(status.endpoint)
             on_step = status.update

@@ -70,7 +70,7 @@ def test_field_with_no_near_name_lists_what_there_is(recipe):
         ("--config.seed=abc", ("config.seed", "whole number", "'abc'", "now 0")),
         ("--config.trainer.steps=1.5", ("config.trainer.steps", "whole number", "'1.5'")),
         ("--config.optimizer.learning_rate=fast", ("config.optimizer.learning_rate", "a number", "'fast'")),
-        ("--config.trainer.tensorboard=perhaps", ("config.trainer.tensorboard", "true or false", "'perhaps'")),
+        ("--config.separate_trainers=perhaps", ("config.separate_trainers", "true or false", "'perhaps'")),
         ("--config.credit.options=[1]", ("config.credit.options", "a dict", "'[1]'")),
         ("--config.model={'path': 'x'}", ("config.model is a section", "config.model.")),
         ("--config.loss.options.clip_low.x=1", ("config.loss.options.clip_low is 0.2", "set it as a whole")),

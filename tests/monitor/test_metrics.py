@@ -86,15 +86,6 @@ def test_no_file_is_no_metrics(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_tensorboard_events_are_written(tmp_path):
-    writer = MetricsWriter(tmp_path, tensorboard=True)
-    writer.write("train", step=3, loss=0.25)
-    writer.close()
-    events = list((tmp_path / "tensorboard").glob("events.*"))
-    assert len(events) == 1
-    assert b"train/loss" in events[0].read_bytes()
-
-
 def test_a_line_that_the_disk_takes_only_a_part_of_is_an_error_and_leaves_nothing(tmp_path):
     MetricsWriter(tmp_path).write("train", step=1)
     size = (tmp_path / METRICS_FILE).stat().st_size

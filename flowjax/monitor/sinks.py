@@ -1,0 +1,168 @@
+"""Sinks: where else the lines of `metrics.jsonl` go while a run lasts, as `config.monitor.sinks` names them.
+
+    tensorboard    <run>/tensorboard, by tensorboardX
+    wandb          project "flowjax" of Weights & Biases, or that of WANDB_PROJECT
+    trackio        project "flowjax" of trackio
+
+The launcher follows the file, so that what a sink takes costs no role anything, and the lines of all of them are sent.
+Each sink has a thread and remembers what it has sent: one that hangs or fails holds nobody up, and a resumed run sends
+what was missed. No package is imported that is not named.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ml_collections import ConfigDict
+
+from flowjax.files import replace_file
+from flowjax.monitor.progress import Progress
+
+PROJECT = "flowjax"
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+_LOOK_EVERY_S = 1.0
+_LAST_S = 30.0  # for a sink to take what is left when the run has ended
+_SENT = ("train", "eval")  # kinds of lines
+
+
+class Sink(Protocol):
+    """A place for numbers over steps."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
+        from tensorboardX import SummaryWriter
+
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class _Wandb:
+    def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        options = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run_dir.name, "id": run_dir.name}
+        self._run = wandb.init(**options, resume="allow", dir=str(run_dir), config=config.to_dict())
+        # A metric of its own: steps of several policies, and those that a resumed run takes again, go back and forth.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        trackio.init(project=PROJECT, name=run_dir.name, resume="allow", config=config.to_dict())
+        self._trackio = trackio
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+_SINKS: dict[str, Callable[[Path, ConfigDict, int | None], Sink]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "trackio": _Trackio,
+}
+
+
+def check_sinks(config: ConfigDict) -> list[str]:
+    """Sinks whose packages are not installed."""
+    return [
+        f"config.monitor.sinks has {name!r}, but {_PACKAGES[name]} is not installed here: pip install "
+        f"{_PACKAGES[name]}, or leave it out"
+        for name in config.monitor.sinks
+        if importlib.util.find_spec(_PACKAGES[name]) is None
+    ]
+
+
+@contextlib.contextmanager
+def forwarding(run_dir: Path, config: ConfigDict, say: Callable[[str], None]) -> Iterator[None]:
+    """Send the run's lines to its sinks, as they come, until the block has ended.
+
+    A sink that cannot be written to is told of by `say`, and gets no more.
+    """
+    stop = threading.Event()
+    threads = [
+        threading.Thread(target=_forward, args=(name, run_dir, config, stop, say), name=f"sink {name}", daemon=True)
+        for name in config.monitor.sinks
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(_LAST_S)
+
+
+def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event, say: Callable[[str], None]) -> None:
+    progress, noted, sink = Progress(run_dir), run_dir / f"sink-{name}.json", None
+    sent_s = _sent_s(noted)
+    try:
+        while True:
+            last = stop.is_set()  # before the look: what is written until then is sent
+            lines = [line for line in progress.update() if line.get("kind") in _SENT and "step" in line]
+            lines = [line for line in lines if line.get("time_s", 0.0) > sent_s]
+            if lines and sink is None:
+                first = min(line["step"] for line in lines) if sent_s else None
+                sink = _SINKS[name](run_dir, config, first)
+            for line in lines:
+                assert sink is not None
+                sink.log(_numbers(line, several=len(config.policies) > 1), line["step"])
+                sent_s = max(sent_s, line.get("time_s", 0.0))
+            if lines:
+                replace_file(noted, json.dumps({"sent_s": sent_s}), durable=False)
+            if last:
+                return
+            stop.wait(_LOOK_EVERY_S)
+    except Exception as error:  # a service of others may fail in any way, and training goes on
+        say(f"{name} gets no more metrics: {type(error).__name__}: {error}")
+    finally:
+        if sink is not None:
+            with contextlib.suppress(Exception):
+                sink.close()
+
+
+def _sent_s(noted: Path) -> float:
+    try:
+        return float(json.loads(noted.read_text())["sent_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def _numbers(line: Mapping[str, Any], *, several: bool) -> dict[str, float]:
+    """Numbers of a line under `<kind>/<name>`; of one of several policies under `<kind>/<policy>/<name>`."""
+    policy = f"{line['policy']}/" if several and "policy" in line else ""
+    left_out = ("time_s", "kind", "step", "policy")
+    return {
+        f"{line['kind']}/{policy}{name}": float(value)
+        for name, value in line.items()
+        if name not in left_out and isinstance(value, int | float)
+    }

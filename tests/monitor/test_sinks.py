@@ -1,0 +1,136 @@
+"""Sinks get the lines of a run: TensorBoard for real, the services by stand-ins that have their calls."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowjax.config import default_config
+from flowjax.launch.checks import check_config
+from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.sinks import check_sinks, forwarding
+
+
+def config_of(*sinks: str, policies: tuple[str, ...] = ()):
+    config = default_config()
+    config.monitor.sinks = sinks
+    config.policies = {name: {} for name in policies}
+    return config
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Series in TensorBoard's files."""
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] (generated)
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted((folder / "tensorboard").glob("events.*")):
+        data, place = path.read_bytes(), 0
+        while place < len(data):
+            length = int.from_bytes(data[place : place + 8], "little")
+            event = Event.FromString(data[place + 12 : place + 12 + length])
+            place += 12 + length + 4
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, round(value.simple_value, 6)))
+    return found
+
+
+def test_tensorboard_gets_every_line_and_a_resumed_run_sends_what_was_missed(tmp_path):
+    writer, config, said = MetricsWriter(tmp_path), config_of("tensorboard"), []
+    with forwarding(tmp_path, config, said.append):
+        writer.write("train", step=1, loss=0.5, policy="agent", note="text")
+        time.sleep(0.1)
+        writer.write("eval", step=1, success_rate=0.25)
+    assert scalars(tmp_path) == {"train/loss": [(1, 0.5)], "eval/success_rate": [(1, 0.25)]}
+    writer.write("train", step=2, loss=0.25, policy="agent")  # while nobody looked
+    time.sleep(1.1)
+    with forwarding(tmp_path, config, said.append):
+        writer.write("train", step=3, loss=0.125, policy="agent")
+    assert scalars(tmp_path)["train/loss"] == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    assert not said
+
+
+def test_series_of_several_policies_are_told_apart(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    with forwarding(tmp_path, config_of("tensorboard", policies=("solver", "verifier")), print):
+        writer.write("train", step=1, loss=0.5, policy="solver")
+    assert set(scalars(tmp_path)) == {"train/solver/loss"}
+
+
+class Calls(types.ModuleType):
+    """A stand-in for a package: it notes what is called, and may fail or hang."""
+
+    def __init__(self, name: str, fails: bool = False, hangs: bool = False):
+        super().__init__(name)
+        self.calls: list[tuple[str, tuple, dict[str, Any]]] = []
+        self.fails, self.hangs = fails, hangs
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> "Calls":
+            self.calls.append((name, args, kwargs))
+            if self.fails and name == "log":
+                raise ConnectionError("the service is away")
+            if self.hangs:
+                threading.Event().wait(20)
+            return self
+
+        return call
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_service_gets_the_calls_that_it_knows(tmp_path, monkeypatch, name):
+    package = Calls(name)
+    monkeypatch.setitem(sys.modules, name, package)
+    run = tmp_path / "sokoban-nano"
+    with forwarding(run, config_of(name), print):
+        MetricsWriter(run).write("train", step=7, loss=0.5)
+    begun, *rest, ended = package.calls
+    assert begun[0] == "init" and ended[0] == "finish"
+    assert (begun[2]["project"], begun[2]["name"], begun[2]["resume"]) == ("flowjax", "sokoban-nano", "allow")
+    assert begun[2]["config"]["monitor"]["sinks"] == (name,)
+    (logged,) = [call for call in rest if call[0] == "log"]
+    expected = ({"train/loss": 0.5, "step": 7}, {}) if name == "wandb" else ({"train/loss": 0.5}, {"step": 7})
+    assert (logged[1][0], logged[2]) == expected
+
+
+def test_a_service_that_fails_is_told_of_once_and_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", Calls("wandb", fails=True))
+    writer, said = MetricsWriter(tmp_path), []
+    with forwarding(tmp_path, config_of("wandb", "tensorboard"), said.append):
+        writer.write("train", step=1, loss=0.5)
+        time.sleep(1.5)
+        writer.write("train", step=2, loss=0.5)
+    assert said == ["wandb gets no more metrics: ConnectionError: the service is away"]
+    assert len(scalars(tmp_path)["train/loss"]) == 2
+
+
+def test_a_service_that_hangs_holds_the_end_up_for_a_bounded_time(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", Calls("trackio", hangs=True))
+    monkeypatch.setattr("flowjax.monitor.sinks._LAST_S", 0.5)
+    started_s = time.monotonic()
+    with forwarding(tmp_path, config_of("trackio"), print):
+        MetricsWriter(tmp_path).write("train", step=1, loss=0.5)
+    assert time.monotonic() - started_s < 5
+
+
+def test_a_package_that_is_missing_is_refused_with_the_command_and_an_unknown_name_by_its_field(monkeypatch):
+    found = check_sinks(config_of("wandb", "tensorboard"))
+    assert found == [
+        "config.monitor.sinks has 'wandb', but wandb is not installed here: pip install wandb, or leave it out"
+    ]
+    problems = check_config(config_of("mlflow"))
+    assert any("config.monitor.sinks" in problem and "'mlflow'" in problem for problem in problems)
+
+
+def test_nothing_is_imported_that_is_not_named():
+    code = "import sys, flowjax.launch.__main__; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, timeout=120)
+    assert not {"tensorboardX", "wandb", "trackio"} & set(json.loads(done.stdout)), done.stderr
