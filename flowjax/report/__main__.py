@@ -106,8 +106,8 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
             return
         try:
             body, status = make_page(self._runs, groups_per_step=self._groups_per_step).encode(), 200
-        except (ValueError, OSError) as error:
-            body, status = str(error).encode(), 503
+        except Exception as error:  # a run under way may be in the middle of anything: the next look finds it whole
+            body, status = f"{type(error).__name__}: {error}".encode(), 503
         self.send_response(status)
         self.send_header("Content-Type", "text/html; charset=utf-8" if status == 200 else "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

@@ -124,8 +124,8 @@ def _chosen(groups: Sequence[RecordedGroup], most: int) -> tuple[list[RecordedGr
     if len(groups) <= most:
         return list(groups), len(groups)
     divided = sorted(groups, key=lambda group: -group.evenness)[: (most + 1) // 2]
-    rest = [group for group in groups if group not in divided]
-    return [*divided, *rest[:: max(len(rest) // (most // 2), 1)][: most // 2]], len(groups)
+    rest, others = [group for group in groups if group not in divided], most - len(divided)
+    return [*divided, *(rest[:: max(len(rest) // others, 1)][:others] if others else ())], len(groups)
 
 
 def _version(evaluation: str) -> int:

@@ -1,0 +1,139 @@
+"""Words and figures of the report, beside the run that they are about."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowjax.report.__main__ import PageHandler, main
+from flowjax.report.credit import explain_credit
+from flowjax.report.episodes import EpisodePages, RecordedGroup, read_batch
+from flowjax.report.overview import overview, phase_seconds
+from flowjax.report.page import make_page
+from flowjax.run import read_run
+from tests.report.recorded import TRAINED_LESS, record_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return record_run(tmp_path_factory.mktemp("runs") / "run", steps=6)
+
+
+def explained(run: Path, step: int) -> tuple[list[RecordedGroup], dict[str, Any]]:
+    groups, known = read_batch(run, "agent", step), read_run(run)
+    piece = EpisodePages(known).piece(groups)
+    explain_credit(groups, piece, known.policies["agent"].credit)
+    return groups, piece
+
+
+def test_log_probs_at_training_find_their_tokens_again(run: Path):
+    for group in read_batch(run, "agent", 2):
+        for turn in (turn for line in group.lines for turn in line["turns"]):
+            np.testing.assert_allclose(turn["trained_logprobs"], np.array(turn["logprobs"]) - TRAINED_LESS, atol=2e-5)
+
+
+def test_parts_of_credit_add_up_and_the_sentence_names_them(run: Path):
+    _, piece = explained(run, 1)
+    turns = [turn for group in piece["groups"] for episode in group["episodes"] for turn in episode["turns"]]
+    for turn in turns:
+        parts = turn["advantage_parts"]
+        assert parts["episode"] + parts["step"] == pytest.approx(turn["advantage"], abs=3e-5)
+        assert turn["why"].startswith(f"Advantage {turn['advantage']:+.2f} = {parts['episode']:+.2f} for the episode")
+
+
+def test_a_group_without_signal_is_said_to_have_none(run: Path):
+    for step in range(6):
+        groups, piece = explained(run, step)
+        for group, shown in zip(groups, piece["groups"], strict=True):
+            said = [turn["why"] for episode in shown["episodes"] for turn in episode["turns"]]
+            assert all(("no signal" in why) == (group.evenness == 0) for why in said)
+
+
+def test_every_move_of_a_graph_is_a_turn_and_every_turn_is_in_one_move(run: Path):
+    _, piece = explained(run, 3)
+    for group in piece["groups"]:
+        moves = [tuple(move) for edge in group["graph"]["edges"] for move in edge["moves"]]
+        assert sorted(moves) == [(e, t) for e, one in enumerate(group["episodes"]) for t in range(len(one["turns"]))]
+        places = [(node["column"], node["row"]) for node in group["graph"]["nodes"]]
+        assert len(set(places)) == len(places), "no state lies on another"
+        assert sum(node["visits"] for node in group["graph"]["nodes"]) == len(moves) + len(group["episodes"])
+        names = {node["id"] for node in group["graph"]["nodes"]}
+        assert all({edge["source"], edge["target"]} <= names for edge in group["graph"]["edges"])
+
+
+def test_where_the_time_went_adds_up(run: Path):
+    data = overview(run)
+    phases = data["spent"]["phases"]
+    assert phases["waiting for episodes"] == pytest.approx(6.0)
+    assert phases["forward and backward passes"] == pytest.approx(6 * (2.0 - 0.1 - 0.1))
+    assert sum(phase_seconds({"wait_s": 1.0, "step_s": 2.0, "pack_s": 0.5, "save_s": 0.25}).values()) == 3.25
+    (steps,) = [row for row in data["timeline"] if row["name"] == "steps of agent"]
+    lengths = {phase: end - start for start, end, phase in steps["spans"]}
+    assert lengths["saving checkpoints"] == pytest.approx(0.2, abs=2e-3)
+
+
+def test_a_world_that_has_gone_costs_the_drawings_and_nothing_else(run: Path):
+    text = (run / "config.json").read_text()
+    changed = json.loads(text)
+    changed["env"]["name"] = "no.such.module:World"
+    try:
+        (run / "config.json").write_text(json.dumps(changed))
+        page = make_page([run])
+    finally:
+        (run / "config.json").write_text(text)
+    assert "states are not drawn" in page and "states are not drawn" not in make_page([run])
+
+
+@pytest.fixture
+def served(run: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(PageHandler, [run], 1))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_served_page_follows_the_run_and_no_other_file_is_served(run: Path, served: str):
+    with urllib.request.urlopen(f"{served}/") as answer:
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        assert "piece-0-0" in answer.read().decode()
+    for path in ("/config.json", "/../config.json", "/report.html"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{served}{path}")
+        assert refused.value.code == 404
+    lines = (run / "metrics.jsonl").read_text()
+    try:
+        (run / "metrics.jsonl").write_text("")
+        with pytest.raises(urllib.error.HTTPError) as early:
+            urllib.request.urlopen(f"{served}/")
+        assert early.value.code == 503 and "no step and no evaluation" in early.value.read().decode()
+    finally:
+        (run / "metrics.jsonl").write_text(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nothing"], "--nothing is not known"),
+        ([], "no run is named"),
+        (["RUN", "--groups=many"], "--groups is 'many'"),
+        (["RUN", "--host=0.0.0.0"], "--host says where --serve listens"),
+        (["missing"], "cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line(run: Path, capsys, arguments: list[str], said: str):
+    assert main([str(run) if each == "RUN" else each for each in arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_is_printed(capsys):
+    assert main(["--help"]) == 0
+    assert "--serve" in capsys.readouterr().out
