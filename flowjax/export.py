@@ -5,17 +5,23 @@
     hf      a Hugging Face model folder: all weights, the adapter merged in, with the tokenizer
     peft    the LoRA adapter alone, as PEFT and vLLM load it
 
-The model and the adapter's shape are those of the run's config.json. `--dtype` is the precision of the merged weights,
-that of the base model's config unless given. Exit status: 0 done, 2 something to correct in what was asked for.
+Both have a model card, README.md: data, algorithm, budget, the newest evaluation of the checkpoint, and where it comes
+from. The model and the adapter's shape are those of the run's config.json. `--dtype` is the precision of the merged
+weights, that of the base model's config unless given. Exit status: 0 done, 2 something to correct in the command.
 """
 
+import contextlib
+import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags
+from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
 from flowjax.models.config import read_config
@@ -23,7 +29,10 @@ from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import Lora, adapter_from_peft, peft_config, peft_tensors
 from flowjax.models.shape import ModelError
-from flowjax.run import Policy, read_run
+from flowjax.monitor.held_out import read_held_out, rows, summarise
+from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.provenance import read_starts
+from flowjax.run import Policy, Run, read_models, read_run
 from flowjax.weights.hand_over import decoder_of, new_folder, write_peft_folder
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
@@ -44,10 +53,11 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
         raise ConfigError(f"--dtype={dtype} is not known: use one of {', '.join(DTYPES)}")
     if out.exists():
         raise ConfigError(f"--out={out} exists already: name a new folder")
-    policy, step = _policy_of(checkpoint)
+    run, policy, step = _policy_of(checkpoint)
     arrays = read_adapter(checkpoint.parent, step)
+    card = model_card(run, policy, step, form)
     if form == "peft":
-        _write_peft(policy, arrays, out)
+        _write_peft(policy, arrays, out, card)
         return
     base, precision = Path(policy.base.model.path), jnp.dtype(dtype or policy.base.model.dtype)
     with new_folder(out.absolute()) as unfinished:
@@ -59,29 +69,140 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
             # Through PEFT's layout and back: that is where every shape and name is checked.
             set_adapter(decoder, adapter_from_peft(peft_tensors(arrays, decoder.config, lora), decoder.config, lora))
         save_decoder(decoder, unfinished, dtype=precision, tokenizer=base)
+        (unfinished / "README.md").write_text(card)
 
 
-def _policy_of(checkpoint: Path) -> tuple[Policy, int]:
-    """The policy of a checkpoint, and its step."""
+def _policy_of(checkpoint: Path) -> tuple[Run, Policy, int]:
+    """The run of a checkpoint, its policy and its step."""
     steps = committed_steps(checkpoint.parent) if checkpoint.parent.is_dir() else []
     if not checkpoint.name.isdigit() or int(checkpoint.name) not in steps:
         there = f"{checkpoint.parent} has committed steps {steps}" if steps else f"{checkpoint.parent} has none"
         raise ConfigError(f"--checkpoint={checkpoint} is not a committed checkpoint: {there}")
-    policies = read_run(checkpoint.absolute().parent.parent.parent).policies
-    name = checkpoint.absolute().parent.name
-    if name not in policies:
-        raise ConfigError(f"--checkpoint={checkpoint} is of {name!r}, but the run has {', '.join(policies)}")
-    return policies[name], int(checkpoint.name)
+    run, name = read_run(checkpoint.absolute().parent.parent.parent), checkpoint.absolute().parent.name
+    if name not in run.policies:
+        raise ConfigError(f"--checkpoint={checkpoint} is of {name!r}, but the run has {', '.join(run.policies)}")
+    return run, run.policies[name], int(checkpoint.name)
 
 
-def _write_peft(policy: Policy, arrays: dict, out: Path) -> None:
+def _write_peft(policy: Policy, arrays: dict, out: Path, card: str) -> None:
     if policy.train == "full":
         raise ConfigError("--format=peft is for adapters, but the run has config.policy.train 'full': use --format=hf")
     base = policy.base.model.path
     model, lora = read_config(Path(base)), Lora(**policy.lora.to_dict())
     tensors = peft_tensors(arrays, model, lora)
     adapter_from_peft(tensors, model, lora)  # for its checks
-    write_peft_folder(out.absolute(), tensors, peft_config(lora, base))
+    write_peft_folder(out.absolute(), tensors, peft_config(lora, base), card=card)
+
+
+# ------------------------------------------------------------------------------------------------------- the model card
+
+
+def model_card(run: Run, policy: Policy, step: int, form: str) -> str:
+    """README.md of an exported checkpoint: Hugging Face's metadata, then data, algorithm, budget, results and
+    provenance, as far as the run's folder tells of them."""
+    base = _base_of(run, policy)
+    metadata = {
+        "base_model": base,
+        "library_name": "peft" if form == "peft" else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["flowjax", "reinforcement-learning", *(["lora"] if policy.train == "lora" else [])],
+    }
+    header = [f"{name}: {json.dumps(value)}" for name, value in metadata.items()]  # JSON is YAML
+    made = f"a LoRA adapter of rank {policy.lora.rank}" if policy.train == "lora" else "all weights"
+    merged = ", merged into it" if policy.train == "lora" and form == "hf" else ""
+    text = f"Policy `{policy.name}` of the run `{run.folder.name}` after {step} steps: {made} of `{base}`{merged}, "
+    text += "trained with reinforcement learning by flowjax."
+    parts = {"Data": _data(run), "Algorithm": _algorithm(run, policy), "Budget": _budget(run, policy, step)}
+    parts |= {"Results": _results(run, policy, step), "Provenance": _provenance(run)}
+    lines = ["---", *header, "---", "", f"# {run.folder.name}, {policy.name} at step {step}", "", text]
+    for title, facts in parts.items():
+        lines += ["", f"## {title}", "", *(f"- {name}: {value}" for name, value in facts.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _base_of(run: Run, policy: Policy) -> str:
+    """The base model as the config names it: a model that was fetched by its id lies in a folder of a cache."""
+    return read_models(run.folder).get(policy.base.name, {}).get("path") or str(policy.base.model.path)
+
+
+def _data(run: Run) -> dict[str, Any]:
+    env = run.config.env
+    found: dict[str, Any] = {"world": f"`{env.name}`", "options": f"`{json.dumps(env.options.to_dict(), default=str)}`"}
+    if env.sources:
+        found["sources"] = f"`{json.dumps(env.sources.to_dict(), default=str)}`"
+    else:
+        found["training tasks"] = f"{env.train_tasks:,}, data seed {env.data_seed}"
+    return {**found, "turns of an episode": f"{env.max_turns} at most", "workflow": f"`{run.config.workflow}`"}
+
+
+def _algorithm(run: Run, policy: Policy) -> dict[str, Any]:
+    def named(name: str, options: ConfigDict) -> str:
+        return f"{name}, `{json.dumps(options.to_dict(), default=str)}`" if options else name
+
+    optimizer = policy.optimizer
+    return {
+        "reward": f"`{json.dumps(policy.reward.components.to_dict(), default=str)}`",
+        "credit": named(policy.credit.name, policy.credit.options),
+        "objective": f"{named(policy.loss.kind, policy.loss.options)}; KL {policy.loss.kl_coefficient:g}, "
+        f"entropy {policy.loss.entropy_coefficient:g}",
+        "optimiser": f"{optimizer.name}, learning rate {optimizer.learning_rate:g} ({optimizer.schedule})",
+        "staleness": f"{run.config.dataflow.max_staleness} versions at most",
+        "seed": run.config.seed,
+    }
+
+
+def _budget(run: Run, policy: Policy, step: int) -> dict[str, Any]:
+    trained = [
+        line
+        for line in read_metrics(run.folder)
+        if line.get("kind") == "train"
+        and line.get("policy", policy.name) == policy.name
+        and line.get("step", 0) <= step
+    ]
+    sums = {name: sum(line.get(name, 0) for line in trained) for name in ("episodes", "trained_tokens", "total_s")}
+    return {
+        "steps": f"{step}, each of {policy.trainer.groups_per_step} groups of {run.config.rollout.group_size} episodes",
+        "episodes trained on": f"{sums['episodes']:,}",
+        "sampled tokens trained on": f"{sums['trained_tokens']:,.0f}",
+        "time of the steps": f"{sums['total_s']:,.0f} s",
+    }
+
+
+def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
+    """The newest evaluation of this version: a command's, or else that beside training."""
+    name = f"{policy.name}@{step}"
+    found: list[tuple[float, dict[str, Any]]] = []
+    for path in (run.folder / "evaluations").glob("*/results.json"):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            results = json.loads(path.read_text())
+            if name in results.get("played", {}).get("name", "").split(","):
+                found.append((path.stat().st_mtime, results))
+    if found:
+        results = max(found, key=lambda each: each[0])[1]
+        played = results["played"]
+        how = f"{played['samples']} samples of each task, temperature {played['temperature']:g}"
+        return {**dict(rows(results)), "played with": how}
+    beside = run.folder / "held_out" / f"{name}.jsonl"
+    if beside.exists():
+        return {**dict(rows(summarise(read_held_out(beside)))), "played": "beside training"}
+    return {"held-out tasks": "not evaluated at this step"}
+
+
+def _provenance(run: Run) -> dict[str, Any]:
+    starts = read_starts(run.folder)
+    if not starts:
+        return {"run.json": "is not there: command and code are not known"}
+    start = starts[-1]
+    code, machine = start.get("code", {}), start.get("machine", {})
+    dirty = f", with changes in {len(code.get('changed_files', []))} files" if code.get("dirty") else ""
+    gpus = ", ".join(machine.get("gpus", [])) or "no GPU"
+    return {
+        "command": f"`{shlex.join(start.get('command', []))}`",
+        "starts": len(starts),
+        "code": f"flowjax {code.get('version', '')}, commit {code.get('commit') or 'unknown'}{dirty}",
+        "packages": ", ".join(f"{name} {version}" for name, version in start.get("versions", {}).items()),
+        "machine": f"{machine.get('cpus', '?')} x {machine.get('cpu', 'CPU')}, {gpus}",
+    }
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,5 +1,7 @@
 """Exported checkpoints in the tools they are for: transformers and PEFT give the trainer's own log-probabilities."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,21 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import yaml
 from flax import nnx
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from flowjax.config import ConfigError, default_config, save_run
+from flowjax.config import ConfigError, default_config, load_run, save_run
 from flowjax.export import export
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
 from flowjax.models.shape import ModelError
+from flowjax.monitor.held_out import HeldOutEpisode, summarise, write_held_out
+from flowjax.monitor.metrics import MetricsWriter
 from flowjax.weights.publish import Checkpoints
 
 MODEL = nano_config(40, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
 TOKENS = np.random.default_rng(0).integers(3, 40, (2, 9))
+STARTED = {
+    "command": ["python", "-m", "flowjax.launch", "--config=a.py:b"],
+    "code": {"commit": "abc", "dirty": True, "changed_files": ["a", "b"], "version": "0.1.0"},
+    "versions": {"jax": "1"},
+    "machine": {"host": "secret-host", "cpu": "AMD", "cpus": 2, "gpus": []},
+}
 LORA = {"rank": 3, "alpha": 6.0, "targets": ("q_proj", "up_proj"), "rslora": True, "dropout": 0.1}
 
 
@@ -82,6 +93,52 @@ def test_peft_gives_our_log_probs(runs: Path, tmp_path: Path):
 def test_the_precision_is_as_asked(runs: Path, tmp_path: Path):
     export(runs / "full/checkpoints/agent/4", tmp_path / "out", form="hf", dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+def test_the_card_tells_data_algorithm_budget_results_and_provenance(runs: Path, tmp_path: Path):
+    run = tmp_path / "my-run"
+    shutil.copytree(runs / "lora", run)
+    config = load_run(run)
+    config.env.name, config.credit.name, config.reward.components = "a.b:World", "gigpo", {"success": 1.0}
+    save_run(config, run)
+    writer = MetricsWriter(run)
+    for step in range(1, 7):  # the last two are not in it
+        writer.write("train", step=step, policy="agent", episodes=8, trained_tokens=50.0, total_s=1.5)
+    (run / "run.json").write_text(json.dumps({"starts": [STARTED]}))
+    export(run / "checkpoints/agent/4", tmp_path / "peft", form="peft")
+    card = (tmp_path / "peft/README.md").read_text()
+    _, header, text = card.split("---\n")
+    told = yaml.safe_load(header)
+    assert told["base_model"] == str(runs / "model") and told["library_name"] == "peft" and "lora" in told["tags"]
+    for words in (
+        "# my-run, agent at step 4",
+        "a LoRA adapter of rank 3 of",
+        "- world: `a.b:World`",
+        "- credit: gigpo",
+        '- reward: `{"success": 1.0}`',
+        "- episodes trained on: 32",
+        "- sampled tokens trained on: 200",
+        "- held-out tasks: not evaluated at this step",
+        "- command: `python -m flowjax.launch --config=a.py:b`",
+        "commit abc, with changes in 2 files",
+    ):
+        assert words in text, words
+    assert "secret-host" not in card
+    episodes = [HeldOutEpisode(task, task, "", 0, "ok", 1.0, 3, 6, {}, {}) for task in "xy"]
+    write_held_out(run, "agent@4", episodes)
+    (run / "evaluations/4").mkdir(parents=True)
+    (run / "evaluations/4/results.json").write_text('{"played": {"name": "agent@5"}}')
+    (run / "evaluations/torn").mkdir()
+    (run / "evaluations/torn/results.json").write_text('{"pla')
+    export(run / "checkpoints/agent/4", tmp_path / "hf", form="hf")
+    merged = (tmp_path / "hf/README.md").read_text()
+    assert "merged into it" in merged and "- held-out success: 100.0 % [34.2, 100.0] of 2 tasks" in merged
+    assert "beside training" in merged and 'library_name: "transformers"' in merged
+    results = {**summarise(episodes[:1]), "played": {"name": "agent@4", "samples": 4, "temperature": 0.0}}
+    (run / "evaluations/4/results.json").write_text(json.dumps(results))
+    export(run / "checkpoints/agent/4", tmp_path / "again", form="peft")
+    assert "played with: 4 samples of each task, temperature 0" in (tmp_path / "again/README.md").read_text()
+    assert PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(runs / "model"), tmp_path / "again")
 
 
 def test_refusals(runs: Path, tmp_path: Path):

@@ -26,14 +26,19 @@ from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.run import Policy
 
 
-def write_peft_folder(folder: Path, tensors: Mapping[str, np.ndarray], peft_config: Mapping[str, Any]) -> None:
-    """Write adapter_model.safetensors and adapter_config.json into a new folder."""
+def write_peft_folder(
+    folder: Path, tensors: Mapping[str, np.ndarray], peft_config: Mapping[str, Any], *, card: str = ""
+) -> None:
+    """Write adapter_model.safetensors and adapter_config.json into a new folder; README.md, too, where there is a
+    model card."""
     with new_folder(folder) as unfinished:
         save_file(
             {name: np.ascontiguousarray(array) for name, array in tensors.items()},
             unfinished / "adapter_model.safetensors",
         )
         (unfinished / "adapter_config.json").write_text(json.dumps(dict(peft_config), indent=2))
+        if card:
+            (unfinished / "README.md").write_text(card)
 
 
 @contextmanager
