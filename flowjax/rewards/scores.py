@@ -25,7 +25,7 @@ COMPONENTS = {
     "invalid_actions": "flowjax.rewards.components:invalid_actions",
     "overlong": "flowjax.rewards.components:overlong",
     "partial_score": "flowjax.rewards.components:partial_score",
-    "published_canvas": "flowjax.envs.canvas.published:canvas",
+    "published_canvas": "flowjax.published.canvas:canvas",
     "solved_well_formed": "flowjax.rewards.components:solved_well_formed",
     "success": "flowjax.rewards.components:success",
     "token_penalty": "flowjax.rewards.components:token_penalty",

@@ -8,10 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flowjax.canvas import Problem, actions, load_operators, mermaid, parse, repair, run, svg
+from flowjax.canvas import Problem, actions, load_operators, mermaid, parse, run, svg
 from flowjax.canvas.backends.base import Completion, Request, Usage
-from flowjax.envs.base import Past
+from flowjax.envs.base import Past, Style
 from flowjax.envs.canvas import Canvas
+from flowjax.published import canvas_repair as repair
+from flowjax.published.canvas import PublishedCanvas
+from tests.canvas.shown_text import text_of
 
 FOLDER = Path(__file__).parent / "golden"
 PROBLEMS = (
@@ -131,21 +134,22 @@ async def _asked() -> dict[str, list[str]]:
 def _played() -> list[Any]:
     found = []
     for kind, said in EPISODES:
-        env = Canvas(kinds=(kind,), turns=10, max_calls=60, hints=True).env()
+        env = PublishedCanvas(kinds=(kind,), turns=10, max_calls=60, lenient=False).env()
         task = Canvas(kinds=(kind,)).tasks("train", 0)[0]
         assert task is not None
         observation, past = env.reset(task, 0), []
-        shown: list[Any] = [Canvas().prompt(observation, past, "instruct")[0]["content"]]
+        shown: list[Any] = [PublishedCanvas().prompt(observation, past, "instruct")[0]["content"]]
         for turn, action in enumerate(said, 1):
             past.append(Past(turn, observation.view, action))
             step = env.step(action)
             observation = step.observation
-            compact = Canvas().prompt(observation, past, "compact")[0]["content"]
-            follow = [Canvas().follow_up(observation, style)[0]["content"] for style in ("instruct", "compact")]
+            compact = PublishedCanvas().prompt(observation, past, "compact")[0]["content"]
+            styles: tuple[Style, Style] = ("instruct", "compact")
+            follow = [PublishedCanvas().follow_up(observation, style)[0]["content"] for style in styles]
             shown.append(
-                [action, observation.view.text, compact, *follow, step.valid, step.reward, observation.state_key]
+                [action, text_of(env, observation), compact, *follow, step.valid, step.reward, observation.state_key]
             )
-        shown.append(Canvas().prompt(observation, past, "instruct")[0]["content"])
+        shown.append(PublishedCanvas().prompt(observation, past, "instruct")[0]["content"])
         found.append(shown)
     return found
 

@@ -3,7 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flowjax.envs.base import Observation
+from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.envs.canvas.texts import _OPERATORS, _PROBLEM, EMPTY, RESULT, WORKFLOW
+from flowjax.envs.canvas.world import Canvas
+from flowjax.published.canvas import HintedView, PublishedCanvas
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +20,13 @@ class Shown:
     workflow: str
     facts: Mapping[str, str]
     result: str
+
+
+def text_of(env: CanvasEnv, observation: Observation) -> str:
+    """An observation in the words of its environment's world."""
+    world = PublishedCanvas if isinstance(observation.view, HintedView) else Canvas
+    options = {name: getattr(env.options, name) for name in world.Options.__dataclass_fields__}
+    return world(**options).worded(observation.view).whole
 
 
 def read(text: str) -> Shown:

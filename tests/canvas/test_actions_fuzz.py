@@ -6,10 +6,10 @@ from time import process_time
 
 import pytest
 
-from flowjax.canvas import repair
 from flowjax.canvas.actions import ACTIONS, STRUCTURES, TAGS, Unreadable, apply, parse, parse_compact, show
 from flowjax.canvas.edits import EditError
 from flowjax.canvas.text import parse as workflow
+from flowjax.published import canvas_repair as repair
 from tests.canvas.graphs import LIBRARY
 
 RESPONSES = 100_000

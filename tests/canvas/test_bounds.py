@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given, settings
 from test_outage import backends, endpoint, task
 
-from flowjax.canvas.values import NodeRun, Problem, Usage, WorkflowRun
+from flowjax.canvas.text import show
+from flowjax.canvas.values import NodeRun, Usage, WorkflowRun
 from flowjax.envs.base import RUN_VARIABLE
 from flowjax.envs.canvas import Canvas, executors
 from flowjax.envs.canvas.env import CanvasEnv
-from flowjax.envs.canvas.texts import EMPTY, observe
+from flowjax.envs.canvas.texts import EMPTY, CanvasView, Offer, one_line, view_run, worded
 from tests.canvas.chat_server import chat
 from tests.canvas.graphs import WORKFLOWS
-from tests.canvas.shown_text import read
+from tests.canvas.shown_text import read, text_of
 
 NESTED = 'add ((((Custom{"a"} -> Revise) * 10) * 10) * 10) * 10'
 
@@ -30,16 +31,16 @@ def test_nested_loops_end_at_the_limit_of_steps_and_the_observation_says_so():
     step = env.step(NESTED)
     assert env.run is not None and env.run.status == "budget"
     assert len(env.run.trace) == 201  # the last entry is the one that was not run
-    assert "Limit: the limit of 200 steps in a run is reached." in step.observation.view.text
-    assert "steps are not shown: an observation has at most 6000 characters." in step.observation.view.text
-    assert len(step.observation.view.text) <= 6000
+    assert "Limit: the limit of 200 steps in a run is reached." in text_of(env, step.observation)
+    assert "steps are not shown: an observation has at most 6000 characters." in text_of(env, step.observation)
+    assert len(text_of(env, step.observation)) <= 6000
     assert step.outcome["executor_calls"] <= 100
 
 
 def test_hundreds_of_operators_are_refused_with_the_limit():
     env = begin()
     step = env.step(f"add [{', '.join(['Custom'] * 400)}]")
-    assert not step.valid and "would have 401 nodes; 64 is the most." in step.observation.view.text
+    assert not step.valid and "would have 401 nodes; 64 is the most." in text_of(env, step.observation)
     assert step.outcome["executor_calls"] == 0
     assert begin(max_nodes=0).step(f"add [{', '.join(['Custom'] * 70)}]").valid
     env.step(f"add [{', '.join(['Custom'] * 60)}]")
@@ -51,8 +52,8 @@ def test_requests_end_at_their_limit():
     env = begin(max_calls=7)
     step = env.step(f"add [{', '.join(['Custom'] * 30)}]")
     assert step.outcome["executor_calls"] == 7
-    assert "Limit: the budget of 7 calls is spent." in step.observation.view.text
-    assert "Budget left: 0 calls" in step.observation.view.text
+    assert "Limit: the budget of 7 calls is spent." in text_of(env, step.observation)
+    assert "Budget left: 0 calls" in text_of(env, step.observation)
 
 
 def test_seconds_of_an_episode_end_at_their_limit():
@@ -61,7 +62,7 @@ def test_seconds_of_an_episode_end_at_their_limit():
         for number in range(6):
             env.step(f'add AnswerGenerate{{"{number}"}} -> AnswerGenerate{{"{number} again"}}')
         step = env.step("finish")
-        assert step.outcome["executor_seconds"] < 4.0 and "seconds is spent" in step.observation.view.text
+        assert step.outcome["executor_seconds"] < 4.0 and "seconds is spent" in text_of(env, step.observation)
 
 
 TEXTS = st.text(min_size=0, max_size=3000)
@@ -76,23 +77,29 @@ TEXTS = st.text(min_size=0, max_size=3000)
     st.integers(1, 20_000),
 )
 def test_an_observation_is_never_above_its_bound_and_can_be_read(workflow, trace, long: int, most: int, limit: int):
-    problem = Problem("What? " * 1000 * long, "qa", context="Because. " * 5000 * long)
-    view = observe(
-        "Custom (solver): does\n" * 80 * long,
-        problem,
-        workflow,
-        WorkflowRun("42 " * 9000, "budget", {}, tuple(trace), Usage(), 1.0, "the limit is reached"),
-        refused="no " * 500,
+    shown_characters = min(limit, most // 8)
+    run = WorkflowRun("42 " * 9000, "budget", {}, tuple(trace), Usage(), 1.0, "the limit is reached")
+    view = CanvasView(
+        kind="qa",
+        problem="What? " * 1000 * long,
+        context="Because. " * 5000 * long,
+        options=(),
+        public_tests=(),
+        workflow=show(workflow, ids=True),
+        outline=show(workflow, ids=True, instructions=False),
+        nodes=(),
+        run=view_run(run, shown_characters),
         failed_step="",
-        usage=Usage(),
+        refused=one_line("no " * 500, 600),
+        calls=0,
+        tokens=0,
+        cost=0.0,
+        left=(("calls", 5.0),),
         turns_left=3,
-        left=["5 calls"],
-        hint="",
-        limit=limit,
-        most=most,
     )
-    assert len(view.text) <= most
-    shown = read(view.text)
+    text = worded(view, Offer("Custom (solver): does\n" * 80 * long, "", most)).whole
+    assert len(text) <= most
+    shown = read(text)
     assert shown.facts["Run"] == "budget" and shown.facts["Turns left"] == "3"
     assert shown.facts["Limit"].startswith("the limit is reached"[:limit])
     if not any(True for _ in workflow.nodes()):
@@ -130,7 +137,8 @@ def test_executors_and_their_prices_are_told_where_there_is_a_choice():
         small = backends(server)["small"]
         large = {**small, "prices": {"prompt": 0.4, "sampled": 1.6}}
         env = Canvas(backends={"small": small, "large": large}).env()
-        text = env.reset(task(), 0).view.text
+        text = text_of(env, env.reset(task(), 0))
         assert "small (unless one is named): free\nlarge: 0.4 read, 1.6 written" in text
         assert read(text).operators.startswith("Plan (planner)")
-        assert "Executors" not in Canvas(backends={"small": small}).env().reset(task(), 0).view.text
+        env = Canvas(backends={"small": small}).env()
+        assert "Executors" not in text_of(env, env.reset(task(), 0))

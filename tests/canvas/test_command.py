@@ -59,9 +59,13 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         assert told.out == "" and told.err.startswith("executor_error: ") and "HTTP 401" in told.err
 
 
-def test_a_recipe_that_leaves_the_executor_to_its_world_is_refused(capsys: pytest.CaptureFixture[str]):
-    recipe = Path(__file__).parents[2] / "configs" / "canvas.py"
-    assert main([f"--backends={recipe}:nano", "--problem=?", "--workflow=Custom"]) == 2
+def test_a_recipe_that_leaves_the_executor_to_its_world_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "from ml_collections import ConfigDict\n\n\ndef get_config():\n"
+        "    return ConfigDict({'env': {'options': {'turns': 7}}})\n"
+    )
+    assert main([f"--backends={recipe}", "--problem=?", "--workflow=Custom"]) == 2
     assert "names no env.options.backends" in capsys.readouterr().err
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from chat_server import ChatServer, Reply, chat, refusal, serving
+from shown_text import text_of
 
 from flowjax.canvas import Problem, load_operators, parse, run
 from flowjax.canvas.backends.base import BackendUnavailable, Completion, Request, Usage
@@ -135,7 +136,7 @@ def test_an_endpoint_that_keeps_silent_is_an_outage_but_many_short_answers_are_n
         env = Canvas(backends=backends(server), step_s=3.0).env()
         env.reset(task(), 0)
         step = env.step("add " + " -> ".join(f'AnswerGenerate{{"{number}"}}' for number in range(30)))
-        assert "Run: budget" in step.observation.view.text
+        assert "Run: budget" in text_of(env, step.observation)
 
 
 def test_three_in_ten_refused_is_seen_by_nobody_but_the_status():

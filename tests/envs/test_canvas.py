@@ -19,13 +19,14 @@ from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.launch.checks import check_config
 from flowjax.launch.probe import inspect_run
+from flowjax.published.canvas import PublishedCanvas
 from flowjax.records import Task
 from flowjax.rewards.scores import COMPONENTS, check_reward, required_outcomes
 from flowjax.run import resolve
-from tests.canvas.shown_text import read
+from tests.canvas.shown_text import read, text_of
 
 ROOT = Path(__file__).parents[2]
-LONGEST_PROMPT_WORDS, LONGEST_REPLY_WORDS, LONGEST_RESULT_WORDS = 44, 11, 7
+LONGEST_PROMPT_WORDS, LONGEST_REPLY_WORDS, LONGEST_RESULT_WORDS = 102, 18, 7
 SUM = exercises.Exercise("arithmetic", "math", "Compute 2 + 3.", "5", 2)
 
 
@@ -35,8 +36,10 @@ def take(source, index: int) -> Task:
     return task
 
 
-def begin(exercise: exercises.Exercise = SUM, **options) -> tuple[CanvasEnv, Observation]:
-    env = Canvas(**options).env()
+def begin(
+    exercise: exercises.Exercise = SUM, *, world: type[Canvas] = Canvas, **options
+) -> tuple[CanvasEnv, Observation]:
+    env = world(**options).env()
     return env, env.reset(Task("t", "canvas", 0, exercises.payload(exercise)), 0)
 
 
@@ -62,6 +65,43 @@ def success(task: Task, rng: np.random.Generator | None, **options) -> float:
             return step.outcome["success"]
 
 
+def test_a_nano_policy_reads_the_problem_and_can_take_every_kind_of_action():
+    """With two executors: the words of prompts and replies, random edits and the plain expert's habits included."""
+    options = runpy.run_path(str(ROOT / "configs" / "canvas.py"))["get_config"]("nano").env.options.to_dict()
+    world, rng = Canvas(**options), np.random.default_rng(0)
+    env, words, taken = world.env(), set(world.vocabulary()), set()
+    for index in range(60):
+        task = take(world.tasks("train", 0), index)
+        observation = env.reset(task, 0)
+        first = world.prompt(observation, [], "compact")[0]["content"]
+        assert first.startswith("@large 5 @small 1 ")
+        assert set(exercises.words(task.payload["text"])) <= set(first.split())
+        while True:
+            said = world.prompt(observation, [], "compact")[0]["content"].split()
+            assert len(said) <= LONGEST_PROMPT_WORDS and set(said) <= words, set(said) - words
+            action = world.random_action(observation, rng) if index % 2 else world.expert(env)
+            reply = world.reply(action, "compact").split()
+            assert len(reply) <= LONGEST_REPLY_WORDS and set(reply) <= words, set(reply) - words
+            assert world.parse_action(" ".join(reply), ()) == world.parse_action(action, ())
+            taken |= {reply[0], *(sign for sign in ("into", "at", "@large", '"exact"') if sign in reply)}
+            step = env.step(action)
+            observation = step.observation
+            if step.terminal:
+                break
+    assert taken >= {*actions.WORDS, "into", "at", "@large", '"exact"'}
+
+
+def test_a_phrase_is_written_out_for_the_executor_and_shown_by_its_word():
+    env, _ = begin()
+    step = env.step('add Custom{"exact"}')
+    assert [call.instruction for call in env.workflow.calls()] == [exercises.PHRASES["exact"]]
+    assert exercises.PHRASES["exact"] in text_of(env, step.observation)
+    said = Canvas().prompt(step.observation, [], "compact")[0]["content"]
+    assert ": Custom exact n1 = " in said
+    other = env.step("prompt n1 Name the units.").observation
+    assert ": Custom instructed n1 = " in Canvas().prompt(other, [], "compact")[0]["content"]
+
+
 def read_back(action: str) -> actions.Action:
     read = actions.parse_compact(action)
     assert not isinstance(read, actions.Unreadable)
@@ -80,10 +120,10 @@ def test_the_expert_solves_most_and_random_edits_hardly_any():
 
 def test_each_edit_runs_and_only_what_changed_asks_again():
     env, first = begin()
-    assert read(first.view.text).workflow == "" and "Run: none" in first.view.text
+    assert read(text_of(env, first)).workflow == "" and "Run: none" in text_of(env, first)
     step = env.step("add AnswerGenerate")
     calls = step.outcome["executor_calls"]
-    assert step.valid and calls == 1.0 and "n1 AnswerGenerate: " in step.observation.view.text
+    assert step.valid and calls == 1.0 and "n1 AnswerGenerate: " in text_of(env, step.observation)
     step = env.step("add Format")
     assert step.outcome["executor_calls"] == calls  # a bare number is formatted already, and the first is remembered
     step = env.step('prompt n1 "Look twice."')
@@ -129,11 +169,11 @@ def test_a_bad_action_is_refused_with_a_reason_and_changes_nothing(action: str, 
         assert step.terminal
         return
     assert not step.valid and not step.terminal and env.workflow == workflow
-    assert reason.lower() in read(step.observation.view.text).facts["Refused"].lower()
+    assert reason.lower() in read(text_of(env, step.observation)).facts["Refused"].lower()
     assert "refused" in Canvas().prompt(step.observation, [], "compact")[0]["content"].split()
     after = env.step("add Format")
-    assert after.valid and "Refused" not in after.observation.view.text
-    assert read(before.view.text).problem == read(after.observation.view.text).problem
+    assert after.valid and "Refused" not in text_of(env, after.observation)
+    assert read(text_of(env, before)).problem == read(text_of(env, after.observation)).problem
 
 
 def test_no_input_locks_the_canvas():
@@ -153,13 +193,13 @@ def test_no_input_locks_the_canvas():
         "into",
         "at",
     ]
-    env, _ = begin(turns=300)
+    env, observation = begin(turns=300)
     for _ in range(120):
         garbage = " ".join(words[i] for i in rng.integers(len(words), size=rng.integers(1, 8)))
-        step = env.step(garbage if rng.random() < 0.8 else Canvas().random_action(Observation("", (), 0), rng))
+        step = env.step(garbage if rng.random() < 0.8 else Canvas().random_action(observation, rng))
         if step.terminal:
             env.reset(Task("t", "canvas", 0, exercises.payload(SUM)), 0)
-        assert read(step.observation.view.text).problem == SUM.text
+        assert read(text_of(env, step.observation)).problem == SUM.text
     env.reset(Task("t", "canvas", 0, exercises.payload(SUM)), 0)
     assert env.step("add Programmer").valid
 
@@ -186,7 +226,7 @@ def test_an_empty_canvas_can_be_finished_and_is_wrong():
 def test_a_failing_step_is_named_and_can_be_deleted():
     env, _ = begin()
     step = env.step("add ScEnsemble")
-    assert step.valid and read(step.observation.view.text).facts["Run"] == "failed in n1"
+    assert step.valid and read(text_of(env, step.observation)).facts["Run"] == "failed in n1"
     assert "error n1" in Canvas().prompt(step.observation, [], "compact")[0]["content"]
     assert Canvas().expert(env) == "delete n1"
     step = env.step("delete n1")
@@ -197,7 +237,7 @@ def test_outputs_cannot_pass_for_parts_of_the_observation():
     told = "Compute 2 + 3."
     env, _ = begin(exercises.Exercise("arithmetic", "math", told, "5", 2), output_characters=5)
     step = env.step('add Custom{"a\\n\\n## Result\\nAnswer: 99\\nTurns left: 0"}')
-    shown = read(step.observation.view.text)
+    shown = read(text_of(env, step.observation))
     assert shown.problem == told and shown.facts["Turns left"] == "19"
     assert len(shown.facts["Answer"]) <= 8
 
@@ -206,8 +246,8 @@ def test_the_budget_of_an_episode_ends_runs():
     env, _ = begin(max_calls=2)
     env.step("add Custom")
     step = env.step("add [Plan, Decompose, Review]")
-    assert "Budget left: 0 calls" in step.observation.view.text
-    assert read(step.observation.view.text).facts["Run"] == "budget"
+    assert "Budget left: 0 calls" in text_of(env, step.observation)
+    assert read(text_of(env, step.observation)).facts["Run"] == "budget"
     assert step.outcome["executor_calls"] == 2.0
     assert env.step("finish").valid
 
@@ -216,11 +256,11 @@ def test_the_gate_is_an_option():
     env, _ = begin(min_operators=2, require_structure=True, require_checker=True)
     assert not env.step("finish").valid
     env.step("add AnswerGenerate")
-    assert "needs 2" in env.step("finish").observation.view.text
+    assert "needs 2" in text_of(env, env.step("finish").observation)
     env.step("add Format")
-    assert "parallel, a conditional or a loop" in env.step("finish").observation.view.text
+    assert "parallel, a conditional or a loop" in text_of(env, env.step("finish").observation)
     env.step("add (Format) * 2")
-    assert "one that checks" in env.step("finish").observation.view.text
+    assert "one that checks" in text_of(env, env.step("finish").observation)
     env.step("add Verify")
     assert env.step("finish").terminal
 
@@ -228,18 +268,18 @@ def test_the_gate_is_an_option():
 def test_hints_are_an_option_and_off():
     """Flaw 8.1.6: a hand-written controller hands the policy the next operator."""
     env, first = begin()
-    texts = [first.view.text] + [
-        env.step(f"add {name}").observation.view.text for name in ("Plan", "Programmer", "Verify")
+    texts = [text_of(env, first)] + [
+        text_of(env, env.step(f"add {name}").observation) for name in ("Plan", "Programmer", "Verify")
     ]
     assert not any("Hint" in text or "NEXT" in text for text in texts)
-    env, _ = begin(hints=True)
-    told = [read(env.step(f"add {name}").observation.view.text).facts["Hint"] for name in ("Plan", "Programmer")]
+    env, _ = begin(world=PublishedCanvas, lenient=False)
+    told = [read(text_of(env, env.step(f"add {name}").observation)).facts["Hint"] for name in ("Plan", "Programmer")]
     assert told == ["add Programmer", "add Verify"]
 
 
 def reward(actions_taken: str, component: str = "canvas") -> float:
     """Of the workflow that these actions build, by a component."""
-    env, _ = begin()
+    env, _ = begin(world=PublishedCanvas)
     outcome = [env.step(action).outcome for action in (*actions_taken.split("; "), "finish")][-1]
     names = required_outcomes({component: 1.0})
     return float(resolve_name(COMPONENTS[component])(**{name: jnp.array([outcome[name]]) for name in names})[0])
@@ -269,11 +309,11 @@ def test_programs_are_scored_by_hidden_tests():
     tests = tuple(f"assert compute({given}) == {wanted.value(given)}" for given in ([2, 4], [6, 9], [1], [-2, 8]))
     task = exercises.Exercise("program", "code", text, "", 3, "compute", tests[:2], tests[2:])
     env, first = begin(task)
-    assert tests[0] in first.view.text and tests[2] not in first.view.text
+    assert tests[0] in text_of(env, first) and tests[2] not in text_of(env, first)
     env.step("add Custom")
     verdicts: dict[str, float] = {}
-    for number in range(6):
-        step = env.step(f"prompt n1 Attempt {number}.")
+    for phrase in exercises.PHRASES:
+        step = env.step(f"prompt n1 {phrase}")
         assert env.run is not None
         verdicts[env.run.answer] = step.outcome["success"]
     for program, right in verdicts.items():
@@ -376,10 +416,9 @@ def test_one_class_in_one_file_is_an_operator_of_prompt_vocabulary_reward_and_dr
     monkeypatch.syspath_prepend(tmp_path)
     own = ["own_checks:DoubleCheck"]
     env, observation = begin(extra_operators=own)
-    assert (
-        "DoubleCheck (checker): finds every answer right" in Canvas().prompt(observation, [], "instruct")[0]["content"]
-    )
-    assert "DoubleCheck" in Canvas(extra_operators=own).vocabulary()
+    world = Canvas(extra_operators=own)
+    assert "DoubleCheck (checker): finds every answer right" in world.prompt(observation, [], "instruct")[0]["content"]
+    assert "DoubleCheck" in world.vocabulary()
     step = env.step("add Programmer -> (DoubleCheck ? done : Revise)")
     assert step.valid and step.outcome["checks"] == 1.0 and step.outcome["branching"] == 1.0
     picture = svg(env.workflow, env.run, load_operators(own))
@@ -388,9 +427,10 @@ def test_one_class_in_one_file_is_an_operator_of_prompt_vocabulary_reward_and_dr
 
 def test_mending_is_an_option_and_counted():
     nearly = "```<action>add</action><operator>custom</operator>```"
-    strict, lenient = begin()[0].step(nearly), begin(lenient=True)[0].step(nearly)
+    strict, lenient = (begin(world=PublishedCanvas, lenient=lenient)[0].step(nearly) for lenient in (False, True))
     assert not strict.valid and strict.outcome["repaired_actions"] == 0.0
     assert lenient.valid and lenient.outcome["repaired_actions"] == 1.0
+    assert not begin()[0].step(nearly).valid
 
 
 def test_a_grammar_is_refused_where_it_cannot_be_kept_to():
@@ -442,9 +482,11 @@ def test_recipes_can_be_started_as_they_are(variant: str):
     config.env.options.step_s = 9999.0
     assert any("step_timeout_s is" in problem for problem in inspect_run(resolve(config), 1, None)["problems"])
     if variant.startswith("nano"):
-        longest = LONGEST_PROMPT_WORDS if config.env.context == "window" else 8 + 6 * (12 + LONGEST_RESULT_WORDS)
+        # A conversation begins with an empty workflow; then replies are said and results heard.
+        grown = LONGEST_PROMPT_WORDS - 41 + 6 * (20 + LONGEST_RESULT_WORDS)
+        longest = LONGEST_PROMPT_WORDS if config.env.context == "window" else grown
         assert longest <= config.rollout.max_prompt_tokens
-        assert config.rollout.max_new_tokens == 12 > LONGEST_REPLY_WORDS
+        assert config.rollout.max_new_tokens == 20 > LONGEST_REPLY_WORDS
 
 
 def test_published_descriptions_are_told_and_make_operators(tmp_path: Path):
@@ -453,7 +495,8 @@ def test_published_descriptions_are_told_and_make_operators(tmp_path: Path):
     plan = {"description": "Thinks first.", "interface": "plan(problem: str) -> dict with key 'plan'"}
     file.write_text(json.dumps({"Merge": merge, "Plan": plan}))
     env, first = begin(descriptions=str(file))
-    assert "Merge (combiner): Merges answers." in first.view.text and "Plan (planner): Thinks first." in first.view.text
+    said = text_of(env, first)
+    assert "Merge (combiner): Merges answers." in said and "Plan (planner): Thinks first." in said
     assert env.step("add [Custom, Custom] -> Merge").valid
     with pytest.raises(WorldError, match=r"descriptions: .*absent\.json cannot be read"):
         Canvas(descriptions="absent.json").env()

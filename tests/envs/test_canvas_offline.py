@@ -16,13 +16,13 @@ from flowjax.canvas.values import Problem
 from flowjax.envs.canvas import Canvas, exercises
 from flowjax.envs.canvas.offline import FAULTS, SimulatedSolver, program
 from flowjax.envs.canvas.problem_files import load
-from tests.canvas.shown_text import read
+from tests.canvas.shown_text import read, text_of
 
 OPERATORS = load_operators(entry_points=False)
 EXERCISES = 150
 
 
-def share_right(source: str, kinds: tuple[str, ...] = ("words",), seed: int = 0) -> float:
+def share_right(source: str, kinds: tuple[str, ...] = ("words",), seed: int = 0, skill: float = 0.0) -> float:
     """Of a workflow's answers to exercises."""
     workflow = parse(source)
 
@@ -31,7 +31,7 @@ def share_right(source: str, kinds: tuple[str, ...] = ("words",), seed: int = 0)
         for index in range(EXERCISES):
             made = exercises.generate(np.random.default_rng([5, index]), kinds, "train")
             told = exercises.problem(exercises.payload(made))
-            backends = {"offline": SimulatedSolver(seed)}
+            backends = {"offline": SimulatedSolver(seed, skill)}
             played = await run(workflow, told, operators=OPERATORS, backends=backends, default_backend="offline")
             right += played.answer == made.answer
         return right / EXERCISES
@@ -54,6 +54,31 @@ def test_revising_by_a_checks_feedback_helps_and_blind_repetition_does_not():
 def test_branches_err_independently_so_that_a_vote_helps():
     alone = share_right("AnswerGenerate", ("list",))
     assert share_right("[AnswerGenerate, AnswerGenerate, AnswerGenerate] -> ScEnsemble", ("list",)) > alone + 0.06
+
+
+def test_the_instruction_that_suits_helps_and_other_words_are_no_new_throw():
+    alone = share_right("AnswerGenerate")
+    told = f'AnswerGenerate{{"{exercises.PHRASES["stepwise"]}"}}'
+    assert share_right(told) > alone + 0.1
+    assert share_right(f'AnswerGenerate{{"{exercises.PHRASES["sorted"]}"}}') < alone + 0.05
+    assert share_right('AnswerGenerate{"Please, please be right."}') == alone
+    assert share_right("AnswerGenerate", skill=0.3) > alone + 0.15
+
+
+def test_what_is_written_is_paid_for():
+    """Reasoning too, which a brief answer leaves out."""
+    solver = SimulatedSolver(reasoning_tokens=60, prices={"prompt": 1.0, "sampled": 4.0})
+
+    def cost(workflow: str) -> float:
+        problem = Problem("Compute 2 + 3.", "math")
+        backends = {"small": solver}
+        made = run(parse(workflow), problem, operators=OPERATORS, backends=backends, default_backend="small")
+        return asyncio.run(made).usage.cost
+
+    usual = cost("AnswerGenerate")
+    assert usual > 60 * 4e-6
+    assert cost(f'AnswerGenerate{{"{exercises.PHRASES["brief"]}"}}') < usual - 60 * 4e-6 + 1e-5
+    assert cost(f"[{', '.join(['AnswerGenerate'] * 30)}] -> ScEnsemble") > 30 * usual
 
 
 def test_formatting_helps_where_answers_are_wordy():
@@ -114,7 +139,7 @@ def test_built_files_are_equal_disjoint_and_played(tmp_path: Path):
     for index in range(10):
         task = source[index]
         assert task is not None
-        assert read(env.reset(task, 0).view.text).problem.partition("\n\n")[0] in told[1]
+        assert read(text_of(env, env.reset(task, 0))).problem.partition("\n\n")[0] in told[1]
     env.step("add AnswerGenerate")
     assert env.step("finish").terminal
 

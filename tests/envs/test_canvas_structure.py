@@ -11,8 +11,8 @@ from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
 from flowjax.canvas.values import Problem, WorkflowRun
-from flowjax.envs.canvas.published import structure_parts
 from flowjax.envs.canvas.structure import Structure, measure
+from flowjax.published.canvas import structure_parts
 
 OPERATORS = load_operators(entry_points=False)
 ROLES = {name: operator.role for name, operator in OPERATORS.items()}

@@ -241,7 +241,7 @@ def test_the_published_form_of_a_world_keeps_its_options(own, capsys):
         ("credit.options.gamma=1", "credit.options.gamma", 1.0),
         ("credit.options.step_norm=mean", "credit.options.step_norm", "mean"),
         ("env.options.kinds=('int', 'list')", "env.options.kinds", ("int", "list")),
-        ("env.options.hints=true", "env.options.hints", True),
+        ("env.options.require_structure=true", "env.options.require_structure", True),
         ("env.options.path=None", "env.options.path", None),
         (
             "env.options.backends.executor.base_url=http://a:1/v1",
@@ -267,8 +267,10 @@ def test_what_lies_in_an_open_section_is_set_whether_or_not_the_recipe_has_it(ow
 
 
 def test_switches_in_an_open_section(own):
-    config, _ = parse([f"--config={own}", "--noconfig.env.options.hints", "--config.env.options.lenient"])
-    assert (config.env.options.hints, config.env.options.lenient) == (False, True)
+    config, _ = parse(
+        [f"--config={own}", "--noconfig.env.options.require_structure", "--config.env.options.require_checker"]
+    )
+    assert (config.env.options.require_structure, config.env.options.require_checker) == (False, True)
 
 
 def test_a_value_of_another_type_in_a_recipe_is_told_with_its_line(tmp_path):

@@ -1,29 +1,25 @@
-"""The environment of the canvas: a workflow that is edited and run, and scripted experts that edit it."""
+"""The environment of the canvas: a workflow that is edited, and run after each edit."""
 
 import dataclasses
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from flowjax.canvas import actions, repair
+from flowjax.canvas import actions
 from flowjax.canvas.actions import Action, Finish, Unreadable
 from flowjax.canvas.backends.base import BackendUnavailable
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.edits import EditError
-from flowjax.canvas.graph import Call, Node, Workflow, walk
+from flowjax.canvas.graph import Call, Workflow, walk
 from flowjax.canvas.graph import Sequence as Steps
-from flowjax.canvas.operators.registry import ADVERTISED, describe
 from flowjax.canvas.run import run as run_workflow
-from flowjax.canvas.text import parse, show
+from flowjax.canvas.text import show
 from flowjax.canvas.values import Problem, Usage, WorkflowRun
 from flowjax.envs.base import EnvDied, Observation, Step
 from flowjax.envs.canvas import exercises
 from flowjax.envs.canvas.executors import RememberingSandbox, scored, wait_for
 from flowjax.envs.canvas.problem_files import records
-from flowjax.envs.canvas.published import hint, structure_parts
 from flowjax.envs.canvas.structure import Structure, measure
-from flowjax.envs.canvas.texts import TEMPLATES, observe, read_action, trace_of
+from flowjax.envs.canvas.texts import TEMPLATES, CanvasView, one_line, read_action, trace_of, view_run, with_phrases
 from flowjax.grading.code import Suite
 from flowjax.grading.code_asserts import from_assert
 from flowjax.grading.sandbox import NoProcessorError
@@ -33,35 +29,13 @@ if TYPE_CHECKING:
     from flowjax.envs.canvas.world import CanvasOptions
 
 OUTCOMES = (
-    "success", "correctness", "finished", "repaired_actions", "operators", "distinct_operators", "operator_entropy",
-    "distinct_siblings", "branching", "nesting", "checks", "formats", "canvas_checker", "canvas_format",
-    "canvas_operator", "canvas_control", "executor_calls", "executor_tokens", "executor_cost", "executor_seconds",
+    "success", "correctness", "finished", "operators", "distinct_operators", "operator_entropy", "distinct_siblings",
+    "branching", "nesting", "checks", "formats", "executor_calls", "executor_tokens", "executor_cost",
+    "executor_seconds",
 )  # fmt: skip
 GRACE_S = 1.0  # for what a run does after its deadline
+_REFUSAL_CHARACTERS = 600  # shown of why an action was refused
 _STALLED_SHARE = 0.5  # of `step_s`: a request that alone waits longer has met an outage, not a long workflow
-NAMES = tuple(operator.name for operator in ADVERTISED)
-LOOP_COUNTS = (2, 3)
-FINISHING = 0.15  # share of random actions that finish
-# What an expert builds who knows what helps with which kind of exercise, or of problem.
-ABLE: Mapping[str, str] = {
-    "arithmetic": "Plan -> Programmer -> (Verify ? done : Revise) -> Format",
-    "words": "Plan -> Programmer -> (Verify ? done : Revise) -> Format",
-    "list": "[AnswerGenerate, AnswerGenerate, AnswerGenerate] -> ScEnsemble -> (Verify ? done : Revise) -> Format",
-    "program": "Plan -> Programmer -> (Test ? done : Revise) -> Format",
-    "code": "Plan -> Programmer -> (Test ? done : Revise) -> Format",
-    "": "Plan -> [Custom, AnswerGenerate] -> ScEnsemble -> (Verify ? done : Revise) -> Format",
-}
-# What a plain one builds, whatever the problem; which of them is drawn by the problem's words.
-PLAIN = (
-    *("Custom", "AnswerGenerate", "Plan -> Custom") * 3,
-    *("Custom -> Review", "Custom -> Format", "Plan -> AnswerGenerate", "Programmer") * 2,
-    "[Custom, Custom] -> ScEnsemble",
-    "[AnswerGenerate, Custom] -> ScEnsemble -> Format",
-    "AnswerGenerate -> (Review ? done : Revise)",
-    "Custom -> (Verify ? done : Revise) -> Format",
-    "Programmer -> (Test ? done : Revise)",
-    "Plan -> Programmer -> Format",
-)
 
 
 class CanvasEnv:
@@ -73,7 +47,6 @@ class CanvasEnv:
     def __init__(self, options: "CanvasOptions"):
         self._options = options
         self._operators = options.on_offer()
-        self._described = describe(self._operators, hidden=True)
         self._roles = {name: operator.role for name, operator in self._operators.items()}
         self._backends = options.open_backends()
         self._sandbox = RememberingSandbox(allow_none=options.allow_no_isolation)
@@ -107,8 +80,7 @@ class CanvasEnv:
         self._usage, self._seconds = Usage(), 0.0
         self._turn = 0
         self._finished = False
-        self._repaired = 0
-        self._refused = self._hint = ""
+        self._refused = ""
         self._score = scored("", (), "math", allow_none=True, options={})
         self._structure = Structure()
         return self._observe()
@@ -129,19 +101,14 @@ class CanvasEnv:
             return Step(self._observe(), 0.0, True, False, self._outcome())
         self._turn += 1
         read = self._read(action)
-        self._refused = read.reason if isinstance(read, Unreadable) else self._take(read, problem)
+        refused = read.reason if isinstance(read, Unreadable) else self._take(read, problem)
+        self._refused = one_line(refused, _REFUSAL_CHARACTERS)
         reward = self._score.score if self._over else 0.0
         trace = None if self._run is None or self._refused else trace_of(self._workflow, self._run)
         return Step(self._observe(), reward, self._over, not self._refused, self._outcome(), trace)
 
     def _read(self, text: str) -> Action | Unreadable:
-        read = read_action(text)
-        if isinstance(read, Unreadable) and self._options.lenient:
-            mended = repair.parse(text, self._operators)
-            if not isinstance(mended, Unreadable):
-                self._repaired += 1
-                return mended
-        return read
+        return read_action(text)
 
     @property
     def _over(self) -> bool:
@@ -154,6 +121,7 @@ class CanvasEnv:
             self._finished = not refused
             return refused
         try:
+            action = with_phrases(action)
             edited = actions.apply(action, self._workflow, self._operators, tuple(self._backends))
         except EditError as error:
             return str(error)
@@ -175,7 +143,6 @@ class CanvasEnv:
         except (NoProcessorError, OSError) as away:
             raise EnvDied(f"sandbox: {away}", "executor_error") from away
         self._structure = measure(edited, run, self._roles)
-        self._hint = hint(edited, run, problem.kind, action) if self._options.hints else ""
         return ""
 
     def _execute(self, workflow: Workflow, problem: Problem) -> Coroutine[Any, Any, WorkflowRun]:
@@ -214,23 +181,27 @@ class CanvasEnv:
         left = self._options.budget.left(self._usage, self._seconds)
         # Seconds are left out: an observation depends on the actions alone, also when an episode is replayed.
         budget = [(left.calls, "calls"), (left.tokens, "tokens"), (left.cost, "cost")]
-        view = observe(
-            self._described,
-            self.problem,
-            self._workflow,
-            self._run,
-            refused=self._refused,
-            failed_step=failed_step(self._workflow, self._run),
-            usage=self._usage,
-            turns_left=self._options.turns - self._turn,
-            left=[f"{amount:g} {name}" for amount, name in budget if amount is not None],
-            hint=self._hint,
-            limit=self._options.output_characters,
-            most=self._options.observation_characters,
-            executors=self._options.executors(),
+        problem, options, usage = self.problem, self._options, self._usage
+        workflow = show(self._workflow, ids=True)
+        view = CanvasView(
+            problem.kind,
+            problem.text,
+            problem.context,
+            tuple(problem.options.items()),
+            problem.public_tests,
+            workflow,
+            show(self._workflow, ids=True, instructions=False),
+            tuple((node.id, type(node).__name__.lower()) for node in self._workflow.nodes()),
+            view_run(self._run, min(options.output_characters, options.observation_characters // 8)),
+            failed_step(self._workflow, self._run),
+            self._refused,
+            usage.calls,
+            usage.prompt_tokens + usage.sampled_tokens,
+            usage.cost,
+            tuple((name, amount) for amount, name in budget if amount is not None),
+            options.turns - self._turn,
         )
-        key = state_key("canvas", self.problem.text, show(self._workflow, ids=True), self._finished)
-        return Observation(view, TEMPLATES, key)
+        return Observation(view, TEMPLATES, state_key("canvas", problem.text, workflow, self._finished))
 
     def _outcome(self) -> dict[str, float]:
         found, score, usage = self._structure, self._score, self._usage
@@ -238,7 +209,6 @@ class CanvasEnv:
             "success": float(score.correct),
             "correctness": float(score.score if self.problem.kind == "qa" else score.correct),
             "finished": float(self._finished),
-            "repaired_actions": float(self._repaired),
             "operators": float(found.operators),
             "distinct_operators": float(found.distinct),
             "operator_entropy": found.entropy,
@@ -247,7 +217,6 @@ class CanvasEnv:
             "nesting": float(found.depth),
             "checks": float(found.checks),
             "formats": float(found.formats),
-            **structure_parts(show(self._workflow, instructions=False)),
             "executor_calls": float(usage.calls),
             "executor_tokens": float(usage.prompt_tokens + usage.sampled_tokens),
             "executor_cost": usage.cost,
@@ -271,27 +240,6 @@ def load(payload: Mapping[str, Any]) -> tuple[Problem, tuple[str, ...] | Suite]:
     return problem, tuple(payload["answers"])
 
 
-def wanted(text: str, kind: str, *, plain: bool) -> tuple[Node, ...]:
-    """The steps that the expert wants for a problem."""
-    if plain:
-        return parse(PLAIN[state_key("plain", text) % len(PLAIN)]).root.steps
-    reading = exercises.read(text)
-    return parse(ABLE.get(reading.source if reading else kind, ABLE[""])).root.steps
-
-
-def next_action(steps: tuple[Node, ...], workflow: Workflow, run: WorkflowRun | None, failed_step: str) -> str:
-    """A compact action: the next step that is missing; a step that fails, or does not belong there, is deleted."""
-    if run is not None and failed_step:
-        return f"delete {failed_step}"
-    built = [show(step, instructions=False) for step in workflow.root.steps]
-    missing = [show(step) for step in steps]
-    while built and missing and built[0] == missing[0]:
-        built, missing = built[1:], missing[1:]
-    if not missing or (run is not None and run.answer and built):
-        return "finish"  # what somebody else has added stays
-    return f"add {missing[0]}"
-
-
 def failed_step(workflow: Workflow, run: WorkflowRun | None) -> str:
     """Id of the step at the top in which a run has failed, "" if none has."""
     if run is None or run.status != "error" or not run.trace:
@@ -301,21 +249,3 @@ def failed_step(workflow: Workflow, run: WorkflowRun | None) -> str:
         if any(isinstance(call, Call) and call.id == failed for call in walk(step)):
             return step.id
     return ""
-
-
-def random_edit(rng: np.random.Generator) -> str:
-    """A compact action: an operator, or a structure of operators, drawn from all that are advertised; or `finish`."""
-    if rng.random() < FINISHING:
-        return "finish"
-    a, b, c = (NAMES[int(place)] for place in rng.integers(len(NAMES), size=3))
-    match int(rng.integers(8)):
-        case 0:
-            return f"add [{a}, {b}]"
-        case 1:
-            return f"add [{a}, {b}, {c}]"
-        case 2:
-            return f"add {a} ? done : {b}"
-        case 3:
-            return f"add ({a} -> {b}) * {LOOP_COUNTS[int(rng.integers(len(LOOP_COUNTS)))]}"
-        case _:
-            return f"add {a}"

@@ -110,6 +110,13 @@ def price_list(config: Mapping[str, Mapping[str, Any]], default: str) -> str:
     return "\n".join(lines)
 
 
+def relative_prices(config: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Prices of what the executors write, in units of the cheapest that is not free; 0 is free."""
+    prices = {name: Prices(**(given.get("prices") or {})).sampled for name, given in config.items()}
+    cheapest = min((price for price in prices.values() if price), default=1.0)
+    return {name: round(price / cheapest) for name, price in prices.items()}
+
+
 def _of_run(name: str, options: dict[str, Any], run: str, urls: Mapping[str, list[str]]) -> dict[str, Any]:
     """Options of kind "run" as those of an endpoint: all replicas of the base model that they name."""
     if options.get("kind") != "run":

@@ -20,6 +20,21 @@ ENTRY_POINT = "compute"
 NAMES = ("Ana", "Ben", "Chidi", "Dora", "Emre", "Fumi", "Goran", "Hana", "Ivo", "Jun", "Kaya", "Leo")
 THINGS = ("apples", "books", "coins", "stamps", "shells", "tickets", "pencils", "marbles")
 RANKS = ("the most", "the second most", "the fewest", "the second fewest")
+# Instructions that a nano policy can give, each said by one word; the simulated executors heed them.
+PHRASES: Mapping[str, str] = {
+    "stepwise": "Go through the text in its order, one step at a time, and keep every number.",
+    "exact": "Multiply before you add, and check every digit.",
+    "sorted": "Write the facts down in the order of their numbers first.",
+    "tested": "Try the examples by hand before you give the program.",
+    "brief": "Give the answer at once, without any explanation.",
+}
+WORDS = (
+    "Compute", "How", "Then", "Who", "are", "as", "bags", "by", "divisible", "does", "doubles", "end", "even", "fewest",
+    "finds", "for", "gets", "gives", "greater", "has", "have", "in", "largest", "many", "more", "most", "numbers",
+    "odd", "of", "owns", "second", "smallest", "squares", "sum", "than", "that", "the", "them", "times", "to", "trades",
+    "+", "-", "*",
+)  # fmt: skip
+LARGEST_NUMBER = 99  # in the words of an exercise
 HELD_OUT_ONE_IN = 8  # exercises, by content
 _MAX_ATTEMPTS = 10_000
 
@@ -224,6 +239,18 @@ def _read_program(words: str) -> Reading | None:
             keep = found[1] + (" {k}" if found[2] else "")
             return Reading("program", "", 3, Specification(reduction, mapping, keep, int(found[2] or 2)))
     return None
+
+
+def words(text: str) -> list[str]:
+    """Words of an exercise as a nano model reads them, without punctuation and what all programs are asked alike."""
+    _, asked, rest = text.partition(" returns ")
+    return re.findall(r"\d+|[A-Za-z]+|[-+*]", rest.partition(", or 0")[0] if asked else text)
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Every word of `words`."""
+    numbers = (str(number) for number in range(LARGEST_NUMBER + 1))
+    return tuple(dict.fromkeys([*WORDS, *NAMES, *THINGS, *numbers]))
 
 
 def payload(exercise: Exercise) -> dict[str, Any]:

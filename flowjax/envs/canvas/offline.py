@@ -2,8 +2,9 @@
 
 It finds the true answer in an exercise's words, and then gets it right or wrong by chance, with a probability that
 depends on what it is asked and what it is given: a plan helps with word problems, a program with arithmetic, a
-check's feedback with a revision, and independent attempts err independently. So a better workflow causes a better
-answer. How large each effect is was chosen, not measured on any model.
+check's feedback with a revision, the instruction that suits the kind of exercise, and independent attempts err
+independently. So a better workflow causes a better answer. How large each effect is was chosen, not measured on any
+model. Any instruction but one of `PHRASES` changes nothing: other words are no new throw of the dice.
 """
 
 import json
@@ -12,9 +13,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from flowjax.canvas.backends.base import BackendError, Completion, Request
+from flowjax.canvas.backends.base import BackendError, Completion, Prices, Request
+from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.values import Usage
-from flowjax.envs.canvas.exercises import ENTRY_POINT, NAMES, Reading, Specification, read
+from flowjax.envs.canvas.exercises import ENTRY_POINT, NAMES, PHRASES, Reading, Specification, read
 from flowjax.records import state_key
 
 # Chance that a first attempt is right, for the easiest exercise of a kind.
@@ -38,6 +40,9 @@ TALKED_OUT = 0.40  # a right one is wrong after a revision by false feedback
 DETECTED: Mapping[str, float] = {"Review": 0.60, "Verify": 0.85}  # wrong answers that a check finds
 FALSE_ALARM: Mapping[str, float] = {"Review": 0.20, "Verify": 0.10}
 VOTED = 0.55  # a vote falls on the right candidate where there is one
+# What an instruction adds to an attempt at the kind that it suits, and at others.
+SUITS = {"stepwise": "words", "exact": "arithmetic", "sorted": "list", "tested": "program"}
+SUITED, UNSUITED, BRIEF = 0.20, -0.05, -0.15
 WORDY = 0.6  # Custom buries what it found in a list in a sentence
 
 _PLAN, _POOR_PLAN = "Go through the text in its order and keep every number.", "Guess from the largest number."
@@ -57,34 +62,45 @@ _MAP = {
     "the doubles of the numbers": "2 * x",
 }
 _REDUCE = {"the sum": "sum({})", "the largest": "max({}, default=0)", "the smallest": "min({}, default=0)"}
+_PHRASE_OF = {sentence: word for word, sentence in PHRASES.items()}
+_USUAL = {name: operator.instruction for name, operator in load_operators(entry_points=False).items()}
 FAULTS = 4  # kinds of wrong programs
 
 
 class SimulatedSolver:
-    """Answers what operators ask about exercises. Equal seeds and requests have equal answers."""
+    """Answers what operators ask about exercises. Equal seeds and requests have equal answers.
 
-    def __init__(self, seed: int = 0):
-        self._seed = seed
+    `skill` is added to the chance of every attempt and of finding a mistake: of a larger model, say, with `prices` of
+    its own. `reasoning_tokens` are written, and paid for, before each solution that is not asked for as `brief`.
+    """
+
+    def __init__(
+        self, seed: int = 0, skill: float = 0.0, reasoning_tokens: int = 0, prices: Mapping[str, float] | None = None
+    ):
+        self._seed, self._skill, self._prices = seed, skill, Prices(**(prices or {}))
+        self._reasoning_tokens = reasoning_tokens
 
     @property
     def identity(self) -> str:
-        return f"offline:{self._seed}"
+        return f"offline:{self._seed}:{self._skill:g}:{self._reasoning_tokens}:{self._prices}"
 
     async def complete(self, request: Request) -> Completion:
-        """The simulated answer; tokens are its words.
+        """The simulated answer; tokens are its words, and those that a model would reason in.
 
         Raises:
             BackendError: the problem is none of the generated exercises.
         """
-        text = _Asked(self._seed, request).reply()
+        asked = _Asked(self._seed, self._skill, request)
+        text = asked.reply()
         read_words = sum(len(message["content"].split()) for message in request.messages)
-        return Completion(text, Usage(1, read_words, len(text.split())))
+        written = len(text.split()) + (self._reasoning_tokens if asked.reasons else 0)
+        return Completion(text, Usage(1, read_words, written, self._prices.cost(read_words, written)))
 
 
 class _Asked:
     """One request: what is asked, what is given, and chance for it."""
 
-    def __init__(self, seed: int, request: Request):
+    def __init__(self, seed: int, skill: float, request: Request):
         self._operator = request.tags.get("operator", "")
         self._given = {name.removeprefix("input."): value for name, value in request.tags.items()}
         self._text = self._given.get("problem", "")
@@ -94,8 +110,17 @@ class _Asked:
         self._reading: Reading = reading
         self._schema = request.schema["properties"] if request.schema else {}
         contents = [message["content"] for message in request.messages]
-        self._shown = contents[0]
-        self._key = state_key("offline", seed, request.seed, self._operator, *contents)
+        self._shown, self._skill = contents[0], skill
+        instruction = request.tags.get("instruction", "").strip()
+        self._phrase = _PHRASE_OF.get(instruction, "")
+        heard = PHRASES.get(self._phrase, _USUAL.get(self._operator, "").strip())
+        asked = [heard + self._shown.removeprefix(instruction), *contents[1:], *([f"{skill:g}"] if skill else [])]
+        self._key = state_key("offline", seed, request.seed, self._operator, *asked)
+
+    @property
+    def reasons(self) -> bool:
+        """False for verdicts, votes and what is asked for at once."""
+        return not self._schema and self._phrase != "brief"
 
     def reply(self) -> str:
         if "passed" in self._schema:
@@ -141,7 +166,10 @@ class _Asked:
     def _attempt(self) -> str:
         source = self._reading.source
         chance = SKILL[source].get(self._operator, OTHERWISE)
-        chance += PER_SIZE * (self._reading.size - SMALLEST[source])
+        chance += PER_SIZE * (self._reading.size - SMALLEST[source]) + self._skill
+        if self._phrase:
+            suited = SUITED if SUITS.get(self._phrase) == source else UNSUITED
+            chance += BRIEF if self._phrase == "brief" else suited
         plans = [PLANNED[source] if _PLAN in self._shown else MISLED] if "plan" in self._given else []
         parts = [DECOMPOSED[source] if _PLAN in self._shown else MISLED] if "subproblems" in self._given else []
         return self._outcome(chance + max([*plans, *parts], default=0.0))
@@ -173,7 +201,7 @@ class _Asked:
     def _verdict(self) -> dict[str, Any]:
         right = self._is_right(self._proposed())
         operator = self._operator if self._operator in DETECTED else "Review"
-        alarm = self._happens(FALSE_ALARM[operator] if right else DETECTED[operator], "alarm")
+        alarm = self._happens(FALSE_ALARM[operator] if right else DETECTED[operator] + self._skill, "alarm")
         return {"feedback": _WRONG if alarm else "No mistake was found.", "passed": not alarm}
 
     def _vote(self) -> str:

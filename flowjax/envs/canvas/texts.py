@@ -1,18 +1,18 @@
-"""Texts of the canvas: an observation in words, for language models and for nano models, and actions read."""
+"""Observations of the canvas as data, and in words: for language models and for nano models. Actions read."""
 
-import re
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowjax.canvas import actions
-from flowjax.canvas.actions import Action, Unreadable
+from flowjax.canvas.actions import Action, Add, Modify, SetPrompt, Unreadable
 from flowjax.canvas.draw import output_text, shortened, svg
-from flowjax.canvas.graph import Workflow
+from flowjax.canvas.graph import Call, Node, Workflow, children, with_children
 from flowjax.canvas.json_form import from_json, to_json
 from flowjax.canvas.operators.base import Operator
-from flowjax.canvas.text import show
-from flowjax.canvas.values import NodeRun, Problem, State, Usage, Value, WorkflowRun
+from flowjax.canvas.text import tokens, unquoted
+from flowjax.canvas.values import NodeRun, State, Usage, Value, WorkflowRun
 from flowjax.envs.canvas import exercises
 
 TEMPLATES = (
@@ -31,9 +31,9 @@ _STEPS_ROOM = 600  # characters that are left to the steps of a run at least
 _CUT = " ... (cut)"
 _TRACE_CHARACTERS = 8000  # of what a run's calls were given and gave
 _LONG_WORDS = 3  # of an answer that reads like a sentence
-_LARGEST = 20  # number in a compact prompt
-_LONGEST_WORKFLOW = 32  # words of it in a compact prompt; the beginning of longer ones is left out
-_WORD = re.compile(r"->|[\w.]+|[^\w\s]")
+LARGEST = 20  # number of turns, of a price and of tens of words in a compact prompt
+LONGEST_WORKFLOW = 40  # words of it in a compact prompt; the beginning of longer ones is left out
+_PHRASE_OF = {sentence: word for word, sentence in exercises.PHRASES.items()}
 
 RULES = """You build a workflow of operators that solves the problem below. You do not solve it yourself: after each of
 your edits the workflow runs, and you see what every step gave. The answer of its last run counts.
@@ -53,110 +53,146 @@ add can end with <into>ID</into><position>NUMBER</position>. Turns are limited; 
 
 
 @dataclass(frozen=True, slots=True)
-class CanvasView:
-    """An observation as data, and in words.
+class StepView:
+    """One run of one call: its outputs by name, or its error; both on one line and cut."""
 
-    text          the whole of it, cut to the length that the world allows
-    workflow      as it is shown; "" for none
-    outline       the whole workflow without instructions
-    result        what its run gave, the last part of the text
-    topic, size   kind of a generated exercise and its size, or kind of another problem and its tens of words
-    status        of the run: "none", "ok", "error", "budget"
-    failed_step   id of the step at the top in which the run failed, or ""
-    passed        verdict of the latest check, None without one
-    answer        of the run, cut; "" for none
-    """
-
-    text: str
-    workflow: str
-    outline: str
-    result: str
-    topic: str
-    size: int
-    refused: bool
+    node_id: str
+    operator: str
+    turn: int
     status: str
-    failed_step: str
+    outputs: tuple[tuple[str, str], ...]
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run of the workflow: status, verdict of the latest check (None without one), answer and error on one line and
+    cut, and its steps in reading order."""
+
+    status: str
     passed: bool | None
     answer: str
+    error: str
+    steps: tuple[StepView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasView:
+    """An observation as data.
+
+    kind ... public_tests   the problem, as `flowjax.canvas.values.Problem` has it
+    workflow, outline       text form with ids; the second without instructions; "" for none
+    nodes                   id and kind ("call", "loop", ...) of its nodes, in reading order
+    run                     of the workflow as it is; None before the first edit
+    failed_step             id of the step at the top in which the run failed, or ""
+    refused                 why the last action was, "" if it was not
+    calls, tokens, cost     spent in the episode
+    left                    what is left of the budget, by name
+    """
+
+    kind: str
+    problem: str
+    context: str
+    options: tuple[tuple[str, str], ...]
+    public_tests: tuple[str, ...]
+    workflow: str
+    outline: str
+    nodes: tuple[tuple[str, str], ...]
+    run: RunView | None
+    failed_step: str
+    refused: str
+    calls: int
+    tokens: int
+    cost: float
+    left: tuple[tuple[str, float], ...]
     turns_left: int
 
 
-def observe(
-    operators: str,
-    problem: Problem,
-    workflow: Workflow,
-    run: WorkflowRun | None,
-    *,
-    refused: str,
-    failed_step: str,
-    usage: Usage,
-    turns_left: int,
-    left: Sequence[str],
-    hint: str,
-    limit: int,
-    most: int,
-    executors: str = "",
-) -> CanvasView:
-    """An observation, whose text has at most `most` characters.
+def view_run(run: WorkflowRun | None, limit: int) -> RunView | None:
+    """View of a run, with at most `limit` characters of each text."""
+    if run is None:
+        return None
+    passed = run.state.get("passed")
+    steps = tuple(
+        StepView(
+            node.node_id,
+            node.operator,
+            node.turn,
+            node.status,
+            tuple((name, one_line(_shown(value), limit)) for name, value in node.outputs.items()),
+            one_line(node.error, limit),
+        )
+        for node in run.trace
+    )
+    verdict = None if passed is None else passed is True
+    return RunView(run.status, verdict, one_line(run.answer, limit), one_line(run.error, limit), steps)
 
-    Args:
-        operators: those on offer, a line each.
-        refused: why the last action was, "" if it was not.
-        failed_step: id of the step at the top in which the run failed, or "".
-        usage: of the whole episode.
-        left: what is left of the budget, in words.
-        limit: characters shown of each output.
-        most: characters shown in all: steps are left out first, then instructions, then of the problem.
-        executors: who answers operators, a line each with its price; "" where there is one.
+
+def one_line(text: str, limit: int) -> str:
+    """A text on one line, cut at the limit: no output can pass for a heading."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The same in every observation of a world.
+
+    operators   those on offer, a line each
+    executors   who answers them, a line each with its price; "" where there is one
+    most        characters of an observation
     """
-    operators, limit = _cut(operators, most // 3), min(limit, most // 8)
+
+    operators: str
+    executors: str
+    most: int
+
+
+class ObservationText(NamedTuple):
+    """Text of an observation in its parts: operators, executors and problem; workflow, "" for none; result."""
+
+    beginning: str
+    workflow: str
+    result: str
+
+    @property
+    def whole(self) -> str:
+        return f"{self.beginning}{WORKFLOW}{self.workflow or EMPTY}{RESULT}{self.result}"
+
+
+def worded(view: CanvasView, offer: Offer, *more: str) -> ObservationText:
+    """An observation in words, at most `offer.most` characters: steps are left out first, then instructions, then of
+    the problem. `more` are further lines at its end."""
+    most, run = offer.most, view.run
     lines, steps = [], []
-    if refused:
-        lines.append(f"Refused: {_line(refused, 600)} Nothing was changed.")
+    if view.refused:
+        lines.append(f"Refused: {view.refused} Nothing was changed.")
     if run is None:
         lines.append("Run: none")
     else:
-        status = f"failed in {failed_step}" if run.status == "error" and failed_step else run.status
-        lines += [f"Run: {status}", f"Check: {_check(run)}"]
+        check = "none" if run.passed is None else "passed" if run.passed else "not passed"
+        lines += [f"Run: {f'failed in {view.failed_step}' if view.failed_step else run.status}", f"Check: {check}"]
         if run.status == "budget":
-            lines.append(f"Limit: {_line(run.error, limit)}.")
-        lines.append(f"Answer: {_line(run.answer, limit) or 'none'}")
-        steps = [_step(node_run, limit) for node_run in run.trace]
-    spent = [f"Spent: {usage.calls} calls, {usage.prompt_tokens + usage.sampled_tokens} tokens, {usage.cost:g} cost"]
-    if left:
-        spent.append(f"Budget left: {', '.join(left)}")
-    spent.append(f"Turns left: {turns_left}")
-    if hint:
-        spent.append(f"Hint: {hint}")
-    priced = f"{_EXECUTORS}{executors}" if executors else ""
-    beginning = f"{_OPERATORS}{operators}{priced}{_PROBLEM}{problem.kind})\n"
-    question, shown = "".join(_problem(problem)), show(workflow, ids=True) or EMPTY
+            lines.append(f"Limit: {run.error}.")
+        lines.append(f"Answer: {run.answer or 'none'}")
+        steps = [_step(step) for step in run.steps]
+    spent = [f"Spent: {view.calls} calls, {view.tokens} tokens, {view.cost:g} cost"]
+    if view.left:
+        spent.append(f"Budget left: {', '.join(f'{amount:g} {name}' for name, amount in view.left)}")
+    spent += [f"Turns left: {view.turns_left}", *more]
+    priced = f"{_EXECUTORS}{offer.executors}" if offer.executors else ""
+    beginning = f"{_OPERATORS}{_cut(offer.operators, most // 3)}{priced}{_PROBLEM}{view.kind})\n"
+    question, shown = "".join(_problem(view)), view.workflow
     fixed = len(beginning) + len(WORKFLOW) + len(RESULT) + sum(len(line) + 1 for line in (*lines, *spent))
-    room = most - fixed - len(question) - len(shown)
+    room = most - fixed - len(question) - len(shown or EMPTY)
     if room < sum(len(step) + 1 for step in steps) and len(shown) > _WORKFLOW_SHARE * most:
         room += len(shown)
-        shown = _cut(show(workflow, ids=True, instructions=False), int(_WORKFLOW_SHARE * most))
+        shown = _cut(view.outline, int(_WORKFLOW_SHARE * most))
         room -= len(shown)
     if room < _STEPS_ROOM:
         kept = max(0, len(question) + room - _STEPS_ROOM)
         question, room = _cut(question, kept), _STEPS_ROOM
-    result = "\n".join([*lines, *_fitting(steps, room, most), *spent])
-    reading = exercises.read(problem.text)
-    passed = None if run is None else run.state.get("passed")
-    return CanvasView(
-        text=f"{beginning}{question}{WORKFLOW}{shown}{RESULT}{result}",
-        workflow="" if shown == EMPTY else shown,
-        outline=show(workflow, instructions=False),
-        result=result,
-        topic=reading.source if reading else problem.kind,
-        size=reading.size if reading else min(len(question.split()) // 10, _LARGEST),
-        refused=bool(refused),
-        status=run.status if run else "none",
-        failed_step=failed_step if run and run.status == "error" else "",
-        passed=None if passed is None else passed is True,
-        answer=_line(run.answer, limit) if run else "",
-        turns_left=turns_left,
-    )
+    return ObservationText(beginning + question, shown, "\n".join([*lines, *_fitting(steps, room, most), *spent]))
 
 
 def _answer_length(answer: str) -> str:
@@ -166,14 +202,14 @@ def _answer_length(answer: str) -> str:
     return "long" if len(answer.split()) > _LONG_WORDS and "def " not in answer else "short"
 
 
-def _problem(problem: Problem) -> list[str]:
-    parts = [problem.text.strip()]
-    if problem.context:
-        parts.append(f"\n\nContext:\n{problem.context}")
-    if problem.options:
-        parts.append("\n\nOptions:\n" + "\n".join(f"{letter}. {text}" for letter, text in problem.options.items()))
-    if problem.public_tests:
-        parts.append("\n\nPublic tests:\n" + "\n".join(problem.public_tests))
+def _problem(view: CanvasView) -> list[str]:
+    parts = [view.problem.strip()]
+    if view.context:
+        parts.append(f"\n\nContext:\n{view.context}")
+    if view.options:
+        parts.append("\n\nOptions:\n" + "\n".join(f"{letter}. {text}" for letter, text in view.options))
+    if view.public_tests:
+        parts.append("\n\nPublic tests:\n" + "\n".join(view.public_tests))
     return parts
 
 
@@ -198,30 +234,19 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: max(0, most - len(_CUT))] + _CUT
 
 
-def _check(run: WorkflowRun) -> str:
-    passed = run.state.get("passed")
-    return "none" if passed is None else "passed" if passed is True else "not passed"
-
-
-def _step(node_run: NodeRun, limit: int) -> str:
-    again = f", turn {node_run.turn}" if node_run.turn > 1 else ""
-    if node_run.status == "ok":
-        said = "; ".join(f"{name} = {_line(_shown(value), limit)}" for name, value in node_run.outputs.items())
+def _step(step: StepView) -> str:
+    again = f", turn {step.turn}" if step.turn > 1 else ""
+    if step.status == "ok":
+        said = "; ".join(f"{name} = {value}" for name, value in step.outputs)
     else:
-        said = f"{node_run.status}: {_line(node_run.error, limit)}"
-    return f"- {node_run.node_id} {node_run.operator}{again}: {said}"
+        said = f"{step.status}: {step.error}"
+    return f"- {step.node_id} {step.operator}{again}: {said}"
 
 
 def _shown(value: Value) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return value if isinstance(value, str) else " | ".join(value)
-
-
-def _line(text: str, limit: int) -> str:
-    """On one line, cut at the limit: no output can pass for a heading."""
-    text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def read_action(text: str) -> Action | Unreadable:
@@ -232,20 +257,60 @@ def read_action(text: str) -> Action | Unreadable:
     return actions.parse(text)
 
 
-def state_words(view: CanvasView) -> list[str]:
-    """The problem, the workflow, and what its run gave, in words of the vocabulary."""
-    words = _WORD.findall(view.outline)
-    if len(words) > _LONGEST_WORKFLOW:
-        words = ["cut", *words[-_LONGEST_WORKFLOW:]]
-    return [view.topic, str(view.size), ":", *(words or ["empty"]), *result_words(view)]
+def with_phrases(action: Action) -> Action:
+    """The action with every instruction that is the word of a phrase written out."""
+    match action:
+        case Add(piece):
+            return dataclasses.replace(action, piece=_written_out(piece))
+        case Modify() | SetPrompt():
+            return dataclasses.replace(action, prompt=exercises.PHRASES.get(action.prompt, action.prompt))
+    return action
+
+
+def _written_out(node: Node) -> Node:
+    if isinstance(node, Call):
+        instruction = exercises.PHRASES.get(node.instruction, node.instruction)
+        return dataclasses.replace(node, instruction=instruction)
+    return with_children(node, tuple(map(_written_out, children(node))))
+
+
+def state_words(view: CanvasView, prices: Sequence[str] = ()) -> list[str]:
+    """Executors and what they cost, the problem, the workflow, and what its run gave, in words of the vocabulary.
+
+    A generated exercise stands in its own words, another problem by its kind and its tens of words.
+    """
+    if exercises.read(view.problem):
+        problem = exercises.words(view.problem)
+    else:
+        problem = [view.kind, str(min(len("".join(_problem(view)).split()) // 10, LARGEST))]
+    words = _workflow_words(view.workflow)
+    if len(words) > LONGEST_WORKFLOW:
+        words = ["cut", *words[-LONGEST_WORKFLOW:]]
+    return [*prices, *problem, ":", *(words or ["empty"]), *result_words(view)]
+
+
+def _workflow_words(text: str) -> list[str]:
+    """Words of a workflow's text form: ids after their nodes, an instruction by its phrase or as `instructed`."""
+    words: list[str] = []
+    detail = False  # inside the braces of a call
+    for token in tokens(text)[:-1]:
+        if token.kind in "{}":
+            detail = token.kind == "{"
+        elif token.kind == "string":
+            words.append(_PHRASE_OF.get(unquoted(text, token), "instructed"))
+        elif not detail:
+            words.append(token.text.removeprefix("#"))
+    return words
 
 
 def result_words(view: CanvasView) -> list[str]:
     """Run, check, answer, turns left."""
     refused = ["refused"] if view.refused else []
-    run = ["error", view.failed_step] if view.failed_step else [view.status]
-    check = [] if view.passed is None else ["passed" if view.passed else "failed"]
-    return ["=", *refused, *run, *check, _answer_length(view.answer), str(min(view.turns_left, _LARGEST))]
+    run = view.run
+    status = ["error", view.failed_step] if view.failed_step else [run.status if run else "none"]
+    check = [] if run is None or run.passed is None else ["passed" if run.passed else "failed"]
+    answer = _answer_length(run.answer if run else "")
+    return ["=", *refused, *status, *check, answer, str(min(view.turns_left, LARGEST))]
 
 
 # -------------------------------------------------------------------------------------------------- a run, for people

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -15,8 +15,16 @@ from flowjax.canvas import actions
 from flowjax.canvas.actions import Unreadable
 from flowjax.canvas.backends.base import Backend
 from flowjax.canvas.context import Budget
+from flowjax.canvas.edits import PARTS
 from flowjax.canvas.operators.base import Operator
-from flowjax.canvas.operators.registry import ADVERTISED, OperatorRegistryError, load_descriptions, load_operators
+from flowjax.canvas.operators.registry import (
+    ADVERTISED,
+    OperatorRegistryError,
+    describe,
+    load_descriptions,
+    load_operators,
+)
+from flowjax.canvas.values import ProblemKind
 from flowjax.envs.base import (
     History,
     Message,
@@ -29,20 +37,25 @@ from flowjax.envs.base import (
     check_split,
     user_says,
 )
-from flowjax.envs.canvas import env as envs
-from flowjax.envs.canvas import exercises
-from flowjax.envs.canvas.env import GRACE_S, NAMES, OUTCOMES, CanvasEnv
-from flowjax.envs.canvas.executors import open_executors, price_list
+from flowjax.envs.canvas import exercises, experts
+from flowjax.envs.canvas.env import GRACE_S, OUTCOMES, CanvasEnv, failed_step
+from flowjax.envs.canvas.executors import open_executors, price_list, relative_prices
+from flowjax.envs.canvas.experts import NAMES
 from flowjax.envs.canvas.problem_files import records
 from flowjax.envs.canvas.texts import (
+    EMPTY,
     INSTRUCTION,
+    LARGEST,
     RESULT,
     RULES,
     CanvasView,
+    ObservationText,
+    Offer,
     drawn,
     read_action,
     result_words,
     state_words,
+    worded,
 )
 from flowjax.grading.sandbox import IsolationError, require_isolation
 from flowjax.records import Task
@@ -54,12 +67,13 @@ TASKS = 1 << 31  # length of a source of generated exercises; slice it
 Expert = Literal["able", "plain"]
 OFFLINE = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}
 # Words of compact prompts and replies, beside the names of operators.
-_SIGNS = ("->", "[", "]", ",", "(", ")", "?", ":", "*", "done")
-_VERBS = ("add", "delete", "finish")
-_KINDS = (*exercises.KINDS, "math", "qa", "code", "choice", "general")
+_SIGNS = ("->", "[", "]", ",", "(", ")", "{", "}", "?", ":", "*", "done", "into", "at")
+_KINDS = get_args(ProblemKind)
 _STATUSES = ("=", "empty", "none", "ok", "error", "budget", "passed", "failed", "short", "long", "refused", "cut")
-_NUMBERS = tuple(str(number) for number in range(21))
 _IDS = tuple(f"n{number}" for number in range(1, 41))
+_PLACES = tuple(f"{id}.{part}" for id in _IDS for part in PARTS)
+# As they are shown and as `prompt` takes them, and as they stand in braces.
+_PHRASES = ("instructed", *exercises.PHRASES, *(f'"{word}"' for word in exercises.PHRASES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +104,6 @@ class CanvasOptions:
     min_operators: int = 0  # finish is refused with fewer
     require_structure: bool = False  # finish is refused without a parallel, a conditional or a loop
     require_checker: bool = False  # finish is refused without a solver and a checker
-    lenient: bool = False  # mend actions that are nearly right, as the published parser does, and count them
-    hints: bool = False  # tell the next operator after each run, as the published system does
     expert: Expert = "able"  # plain: the demonstrations are of mostly simple workflows
     allow_no_isolation: bool = False  # run programs where this machine cannot isolate them
 
@@ -120,6 +132,11 @@ class CanvasOptions:
     @property
     def first_backend(self) -> str:
         return self.default_backend or next(iter(self.backends))
+
+    @property
+    def other_backends(self) -> tuple[str, ...]:
+        """Those that answer only where a call names them."""
+        return tuple(name for name in self.backends if name != self.first_backend)
 
     @property
     def budget(self) -> Budget:
@@ -151,6 +168,11 @@ class CanvasOptions:
         """Names and prices of the backends for the policy, "" where there is one."""
         return price_list(self.backends, self.first_backend)
 
+    def executor_words(self) -> list[str]:
+        """Names of the backends for a nano policy, each with its price in units of the cheapest; none for one."""
+        prices = relative_prices(self.backends) if len(self.backends) > 1 else {}
+        return [word for name, price in prices.items() for word in (f"@{name}", str(min(price, LARGEST)))]
+
 
 class Canvas(World):
     """Edit a workflow of operators until its run solves the problem. State: problem, workflow, finished."""
@@ -159,6 +181,7 @@ class Canvas(World):
     STEPS_WAIT = True  # for executors
     Options = CanvasOptions
     View = CanvasView
+    Environment: ClassVar[type[CanvasEnv]] = CanvasEnv
 
     def env(self) -> CanvasEnv:
         """Raises:
@@ -168,7 +191,7 @@ class Canvas(World):
             require_isolation(allow_none=self.options.allow_no_isolation)
         except IsolationError as error:
             raise NotReady(f"{error} with env.options allow_no_isolation=True") from error
-        return CanvasEnv(self.options)
+        return self.Environment(self.options)
 
     def longest_step_s(self) -> float:
         return self.options.step_s + GRACE_S
@@ -187,22 +210,32 @@ class Canvas(World):
 
     def instruct(self, observation: Observation, history: History) -> str:
         """The problem, the workflow and what its run gave; the latest actions where they are wanted."""
-        parts = [RULES, observation.view.text]
+        parts = [RULES, self.worded(observation.view).whole]
         if history:
             latest = [f"Turn {past.turn}: {past.action or '(no action)'}" for past in history]
             parts.append("Your latest actions:\n" + "\n".join(latest))
         return "\n\n".join([*parts, INSTRUCTION])
 
+    def worded(self, view: CanvasView) -> ObservationText:
+        """An observation in words."""
+        return worded(view, self._offer)
+
+    @functools.cached_property
+    def _offer(self) -> Offer:
+        described = describe(self.options.on_offer(), hidden=True)
+        return Offer(described, self.options.executors(), self.options.observation_characters)
+
     def compact(self, observation: Observation, history: History) -> str:
-        """The problem's kind and size, the workflow's words, the state of its answer."""
-        return " ".join(state_words(observation.view))
+        """The executors, the problem, the workflow and the state of its answer, in words."""
+        return " ".join(state_words(observation.view, self.options.executor_words()))
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
         """The result of the last action; the conversation holds the rest."""
         view: CanvasView = observation.view
         if style == "compact":
             return user_says(" ".join(result_words(view)))
-        return user_says(f"## Workflow\n{view.workflow or '(empty)'}{RESULT}{view.result}\n\nGive the next action.")
+        said = self.worded(view)
+        return user_says(f"## Workflow\n{said.workflow or EMPTY}{RESULT}{said.result}\n\nGive the next action.")
 
     def reply(self, action: str, style: Style) -> str:
         """Compact: the words of the action. Instruct: its tags."""
@@ -213,7 +246,7 @@ class Canvas(World):
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
         """The action on one line, or as it was written where that cannot say it. What is unreadable is handed to the
-        environment, which mends it (option `lenient`) or says why it cannot; None stands for an empty reply."""
+        environment, which says why; None stands for an empty reply."""
         understood = read_action(reply)
         if isinstance(understood, Unreadable):
             return reply.strip() or None
@@ -222,26 +255,30 @@ class Canvas(World):
 
     def structured_outputs(self, style: Style) -> Mapping[str, Any]:
         """A grammar of valid actions for vLLM, without thinking or text before them."""
-        operators, backends = self.options.on_offer(), tuple(self.options.backends)[1:]
+        operators, backends = self.options.on_offer(), self.options.other_backends
         return actions.schema(operators, backends, compact=style == "compact")
 
     def vocabulary(self) -> tuple[str, ...]:
-        names = dict.fromkeys([*NAMES, *self.options.on_offer()])
-        return (*_VERBS, *_SIGNS, *_KINDS, *_STATUSES, *_NUMBERS, *_IDS, *names)
+        backends = [f"@{name}" for name in self.options.backends]
+        names = [*NAMES, *self.options.on_offer(), *backends, *exercises.vocabulary()]
+        return tuple(dict.fromkeys([*actions.WORDS, *_SIGNS, *_KINDS, *_STATUSES, *_PHRASES, *_IDS, *_PLACES, *names]))
 
     def expert(self, env: CanvasEnv) -> str:
         """The next step of a workflow for this kind of problem, able or plain by the option `expert`; then `finish`."""
-        problem = env.problem
-        steps = envs.wanted(problem.text, problem.kind, plain=env.options.expert == "plain")
-        return envs.next_action(steps, env.workflow, env.run, envs.failed_step(env.workflow, env.run))
+        problem, plain = env.problem, env.options.expert == "plain"
+        steps = experts.wanted(problem.text, problem.kind, plain=plain)
+        action = experts.next_action(steps, env.workflow, env.run, failed_step(env.workflow, env.run))
+        if plain and action == "finish":
+            return experts.habit(problem.text, env.workflow, env.options.other_backends) or action
+        return action
 
     def draw(self, view: CanvasView, trace: Any = None) -> str:
         """The workflow with how its nodes went."""
         return drawn(trace, self.options.on_offer()) if trace else ""
 
     def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
-        """Operators and structures of any kind, or now and then `finish`."""
-        return envs.random_edit(rng)
+        """An edit of any kind, or now and then `finish`."""
+        return experts.random_edit(observation.view, self.options.other_backends, rng)
 
 
 def _generated_task(kinds: tuple[str, ...], split: Split, data_seed: int, index: int) -> Task:

@@ -1,17 +1,28 @@
-"""Canvas as FlowSteer publishes it, faults included: structure score, the reward made of it (`published_canvas` in
-config.reward.components) and operator hints. Options for comparison, never the default.
+"""Canvas as FlowSteer publishes it, faults included: nearly right actions mended, the next operator hinted at, and the
+structure score with the reward made of it (`published_canvas` in config.reward.components).
+
+`config.env.name`: "flowjax.published.canvas:PublishedCanvas". All else is as in the world itself.
 
 The score is read off the workflow's text: operators that are mentioned count, whether they ran or not, and the pattern
 for loops (`x3`) never meets the text, which says `* 3`.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flowjax.canvas.actions import Action, Add
+from flowjax.canvas.actions import Action, Add, Unreadable
 from flowjax.canvas.graph import Call, Parallel, Workflow, walk
-from flowjax.canvas.values import ProblemKind, WorkflowRun
+from flowjax.canvas.text import show
+from flowjax.canvas.values import Problem, ProblemKind, WorkflowRun
+from flowjax.envs.base import Observation
+from flowjax.envs.canvas.env import CanvasEnv
+from flowjax.envs.canvas.texts import CanvasView, ObservationText, worded
+from flowjax.envs.canvas.world import Canvas, CanvasOptions
+from flowjax.published import canvas_repair
+from flowjax.records import Task
 
 # JAX is imported for type checkers alone: workers of environments read the score, and have no use for it.
 if TYPE_CHECKING:
@@ -23,6 +34,72 @@ OPERATORS = (
 )  # fmt: skip
 MENTIONS = 6
 _MENTION = re.compile(r"\b(" + "|".join(OPERATORS) + r")\b")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCanvasOptions(CanvasOptions):
+    """Those of the canvas, and two of its own."""
+
+    lenient: bool = True  # mend actions that are nearly right, and count them
+    hints: bool = True  # tell the next operator after each run
+
+
+@dataclass(frozen=True, slots=True)
+class HintedView(CanvasView):
+    """An observation of the canvas, and what to do next; "" where nothing is said."""
+
+    hint: str = ""
+
+
+class PublishedCanvasEnv(CanvasEnv):
+    """The environment of the canvas, with mended actions and hints. State: as in the canvas."""
+
+    _options: PublishedCanvasOptions
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        self._repaired, self._hint = 0, ""
+        return super().reset(task, seed)
+
+    def _read(self, text: str) -> Action | Unreadable:
+        read = super()._read(text)
+        if isinstance(read, Unreadable) and self._options.lenient:
+            mended = canvas_repair.parse(text, self._operators)
+            if not isinstance(mended, Unreadable):
+                self._repaired += 1
+                return mended
+        return read
+
+    def _take(self, action: Action, problem: Problem) -> str:
+        before = self._run
+        refused = super()._take(action, problem)
+        if self._options.hints and self._run is not None and self._run is not before:
+            self._hint = hint(self._workflow, self._run, problem.kind, action)
+        return refused
+
+    def _observe(self) -> Observation:
+        found = super()._observe()
+        view = {part.name: getattr(found.view, part.name) for part in dataclasses.fields(CanvasView)}
+        return dataclasses.replace(found, view=HintedView(**view, hint=self._hint))
+
+    def _outcome(self) -> dict[str, float]:
+        parts = structure_parts(show(self._workflow, instructions=False))
+        return {**super()._outcome(), "repaired_actions": float(self._repaired), **parts}
+
+
+class PublishedCanvas(Canvas):
+    """The canvas in FlowSteer: mends actions, says what to do next, and scores what stands in the workflow's text."""
+
+    OUTCOMES = (
+        *Canvas.OUTCOMES,
+        *("repaired_actions", "canvas_checker", "canvas_format", "canvas_operator", "canvas_control"),
+    )
+    Options = PublishedCanvasOptions
+    View = HintedView
+    Environment = PublishedCanvasEnv
+
+    def worded(self, view: CanvasView) -> ObservationText:
+        hints = [f"Hint: {view.hint}"] if isinstance(view, HintedView) and view.hint else []
+        return worded(view, self._offer, *hints)
 
 
 def structure_parts(shown: str) -> Mapping[str, float]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flowjax.canvas import repair
 from flowjax.canvas.actions import Action, Add, Delete, Finish, Modify, SetPrompt, Unreadable
 from flowjax.canvas.graph import Call, Conditional, Loop, Parallel, Sequence
+from flowjax.published import canvas_repair as repair
 from tests.canvas.graphs import LIBRARY
 
 CUSTOM, REVISE = Call("Custom"), Call("Revise")
