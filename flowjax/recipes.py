@@ -70,7 +70,7 @@ def one_node_8_gpus(config: ConfigDict, world: str) -> None:
 
 def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
     """Qwen3-0.6B with an adapter of rank 32 on one GPU of 16 GB, which engine and trainer share; without thinking, for
-    which replies would have to be several times as long."""
+    which replies would have to be several times as long. `--dry_run --devices=1` plans for it."""
     config.name = f"{world}-qwen3-0-6b"
     config.model.path = "Qwen/Qwen3-0.6B"
     config.model.template_options = ConfigDict({"enable_thinking": False})

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError, meta
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from transformers import AutoTokenizer
 
 from flowjax.envs.base import Message
@@ -36,22 +36,36 @@ def check_template_options(template: Any, options: Mapping[str, Any]) -> None:
     Raises:
         CodecError: it does not read one of them.
     """
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # which parses here and renders nothing
-    known: set[str] = set()
-    for source in template.values() if isinstance(template, dict) else (template,):
-        try:
-            known |= meta.find_undeclared_variables(environment.parse(_MARKS.sub("", source)))
-        except TemplateSyntaxError as error:
-            raise CodecError(
-                f"the model's chat_template cannot be read ({error}): download its tokenizer again"
-            ) from error
-    known -= {*_GIVEN, *environment.globals}
+    sources = template.values() if isinstance(template, dict) else (template,)
+    known = set[str]().union(*map(_template_variables, sources))
     if unread := [name for name in options if name not in known]:
         listed = ", ".join(sorted(known)) or "none"
         raise CodecError(
             f"config.model.template_options.{unread[0]} is set, but the model's chat template does not read it"
             f"{nearest(unread[0], known)}: leave it out; it reads {listed}"
         )
+
+
+def _template_variables(source: str) -> set[str]:
+    """Names that a chat template reads and neither we nor transformers nor itself gives a value.
+
+    Raises:
+        CodecError: it is no template.
+    """
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # which parses here and renders nothing
+    try:
+        tree = environment.parse(_MARKS.sub("", source))
+    except TemplateSyntaxError as error:
+        raise CodecError(f"the model's chat_template cannot be read ({error}): download its tokenizer again") from error
+    # What is set in one branch and read in another counts as unset for jinja. An option that has a default is set too,
+    # but then the template asks first: `x is defined`, or `x | default(...)`.
+    asked = {
+        each.node.name
+        for each in tree.find_all((nodes.Test, nodes.Filter))
+        if isinstance(each.node, nodes.Name) and each.name in ("defined", "undefined", "default", "d")
+    }
+    its_own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"} - asked
+    return meta.find_undeclared_variables(tree) - its_own - _GIVEN - set(environment.globals)
 
 
 class Codec:

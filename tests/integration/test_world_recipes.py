@@ -1,7 +1,6 @@
 """Every world's nano recipe, a few steps from its expert to a trained adapter, against a real vLLM."""
 
 import itertools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from flowjax.config import load_run
 from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.transcripts import read_lines, whole_prompts
 
 ROOT = Path(__file__).parents[2]
 WINDOW = ("alfworld:nano", "code:nano", "webshop:nano", "search:nano", "sokoban:nano", "math:nano", "canvas:nano")
@@ -55,8 +55,13 @@ def train(recipe: str, folder: Path) -> Path:
 
 
 def trained_turns(run: Path) -> list[list[dict[str, Any]]]:
-    files = sorted((run / "trajectories").glob("*/*.jsonl"))
-    return [json.loads(line)["turns"] for file in files for line in file.read_text().splitlines()]
+    """Turns of every trajectory that was trained on, with whole prompts."""
+    files = sorted((run / "trajectories").glob("*/*.jsonl.gz"))
+    every = [line["turns"] for file in files for line in read_lines(file)]
+    return [
+        [{**turn, "prompt_ids": prompt} for turn, prompt in zip(turns, whole_prompts(turns), strict=True)]
+        for turns in every
+    ]
 
 
 def check(run: Path) -> None:

@@ -72,6 +72,12 @@ def test_options_reach_the_chat_template_in_every_prompt(folder: Path):
     assert silent.encode_after(reply, [user("three")]) == [*plain.encode_after(reply, [user("three")]), *said]
 
 
+WITH_DEFAULTS = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}{{ effort | default('low') }}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set thought = 'a' %}{% endif %}{{ thought }}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("template", "option", "parts"),
     [
@@ -80,6 +86,7 @@ def test_options_reach_the_chat_template_in_every_prompt(folder: Path):
         (THINKING, "messages", ("config.model.template_options.messages is set",)),
         (THINKING, "add_generation_prompt", ("does not read it",)),
         (THINKING, "m", ("does not read it",)),
+        (WITH_DEFAULTS, "thougt", ("it reads effort, thinking",)),
         ("{% generation %}{{ effort }}{% endgeneration %}{% break %}", "efort", ("did you mean 'effort'?",)),
     ],
 )
