@@ -19,13 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowjax.canvas.backends.base import Backend, Request
-from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
+from flowjax.canvas.backends.base import Backend, BackendError, Request
+from flowjax.canvas.backends.config import BackendConfigError, backends_from_config, open_backends
+from flowjax.canvas.backends.openai import OpenAIBackend
+from flowjax.canvas.operators.base import OperatorError, object_form, object_of, object_schema
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
 from flowjax.grading.sandbox import BUBBLEWRAP, Isolation, IsolationError, require_isolation
 
 PROBE = "Reply with the word ready."
 PROBE_TOKENS = 64
+PROBE_SCHEMA = object_schema(feedback={"type": "string"}, passed={"type": "boolean"})  # as checking operators ask
+_SCHEMA_PROBE = f"Is 2 + 2 equal to 4? {object_form(PROBE_SCHEMA)}"
+_SCHEMA_TOKENS = 512
 _SHOWN_CHARACTERS = 60
 
 
@@ -98,7 +103,39 @@ async def _answers(name: str, backend: Backend, timeout_s: float) -> Finding:
         return Finding(subject, False, f"no answer: {type(error).__name__}: {error}")
     seconds = time.monotonic() - started_s
     text = " ".join(completion.text.split())[:_SHOWN_CHARACTERS]
+    if isinstance(backend, OpenAIBackend) and backend.structured and (fault := await _schema_fault(backend, timeout_s)):
+        return Finding(subject, False, fault)
     return Finding(subject, True, f"answers in {seconds:.1f} s: {text!r}")
+
+
+async def _schema_fault(backend: Backend, timeout_s: float) -> str:
+    """Reason why the backend's replies follow no JSON schema, "" where they do, or are cut before that can be seen."""
+    request = Request([{"role": "user", "content": _SCHEMA_PROBE}], max_new_tokens=_SCHEMA_TOKENS, schema=PROBE_SCHEMA)
+    remedy = "set its option structured=False, or take an endpoint that knows response_format"
+    try:
+        async with asyncio.timeout(timeout_s):
+            completion = await backend.complete(request)
+        if completion.finish_reason != "length":
+            object_of(completion.text, PROBE_SCHEMA)
+    except TimeoutError:
+        return f"no reply by a JSON schema within {timeout_s:g} s: {remedy}"
+    except (BackendError, OperatorError) as error:
+        return f"no reply by a JSON schema ({error}): {remedy}"
+    return ""
+
+
+async def silent_backends(config: Mapping[str, Mapping[str, Any]], timeout_s: float) -> list[Finding]:
+    """Findings on the endpoints of a config that do not answer as operators need it; engines of a run are left out.
+
+    Raises:
+        BackendConfigError: one is configured wrongly.
+    """
+    endpoints = {name: dict(given) for name, given in config.items() if given.get("kind") == "openai"}
+    if not endpoints:
+        return []
+    async with open_backends(endpoints) as backends:
+        found = await asyncio.gather(*(_answers(name, backend, timeout_s) for name, backend in backends.items()))
+    return [finding for finding in found if not finding.works]
 
 
 def read_config(source: str) -> Mapping[str, Any]:

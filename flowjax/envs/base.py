@@ -6,7 +6,7 @@ import importlib
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
@@ -160,6 +160,17 @@ class World(ABC):
     def longest_step_s(self) -> float:
         """Limit that steps have of their own; `config.env.step_timeout_s` must not be shorter. 0: none."""
         return 0.0
+
+    def asked_bases(self) -> Mapping[str, int]:
+        """Base models of the run that environments ask themselves, with the tokens of the longest reply asked for."""
+        return {}
+
+    def obstacles(self) -> Iterator[str]:
+        """Reasons why this machine cannot play now that take a look elsewhere, such as at endpoints.
+
+        Asked for once before a run starts, and not by its processes.
+        """
+        yield from ()
 
     # Text is made here, once, of data; nothing takes it apart again.
 

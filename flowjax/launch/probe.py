@@ -35,7 +35,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[s
         for check in (_world, _data, _workflow, _data_algorithms)
         for text in _messages(check, run.config, here=here)
     ]
-    problems += [text for check in (_learning, _rules) for text in _messages(check, run, here=here)]
+    problems += [text for check in (_learning, _rules, _executors) for text in _messages(check, run, here=here)]
     problems += _messages(_templates, run, here=here)
     problems += _messages(_mesh, run.config, device_count, plan, here=here)
     problems += _messages(_bases, run, device_count, plan, here=here)
@@ -101,6 +101,40 @@ def _world(config: ConfigDict) -> Iterator[str]:
             "config.rollout.structured_outputs is True, but config.env.prompt is 'compact': the words of nano models "
             "carry no spaces, so that no grammar with spaces can be kept to; set one of them back"
         )
+
+
+def _executors(run: Run) -> Iterator[str]:
+    """Base models of the run, and endpoints, that the world's environments ask themselves."""
+    config, obstacles = run.config, []
+    for source in config.env.sources or ("",):
+        world = find_world(config.env.name)(**task_options(config, source))
+        field = f"config.env.sources.{source}.options" if source else "config.env.options"
+        for name, tokens in world.asked_bases().items():
+            if (base := run.bases.get(name)) is None:
+                continue  # the checks of the config say so
+            if tokens >= (most := base.engine.max_model_tokens):
+                yield in_base(
+                    name,
+                    f"config.engine.max_model_tokens is {most}, but {field} has that base model asked for replies of "
+                    f"up to {tokens} tokens, beside their prompts: raise it, or lower max_new_tokens and "
+                    "retry_new_tokens",
+                )
+            if (why := _unprepared(Path(base.model.path))) and base.model.nano is None:
+                obstacles.append(in_base(name, why))
+        obstacles += world.obstacles()
+    if obstacles:
+        raise NotReady("\n".join(_named(obstacles)))
+
+
+def _unprepared(folder: Path) -> str:
+    """Reason why a base model's engine answers no chat, "" where it does or its folder is not there yet."""
+    settings = folder / "tokenizer_config.json"
+    if not settings.exists() or (folder / "chat_template.jinja").exists() or "chat_template" in settings.read_text():
+        return ""
+    return (
+        f"config.model.path {str(folder)!r} has no chat template in its tokenizer, without which its engine answers no "
+        "operator: take an instruction-tuned model, or add chat_template.jinja"
+    )
 
 
 def _data(config: ConfigDict) -> Iterator[str]:

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ml_collections import ConfigDict
@@ -15,10 +16,11 @@ from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, EnvDied, WorldErro
 from flowjax.envs.canvas import Canvas
 from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.launch.checks import check_config
+from flowjax.launch.probe import inspect_run
 from flowjax.launch.roles import choose_ports, publish_endpoints
 from flowjax.rollout.__main__ import _engine_urls, tell_environments
 from flowjax.run import resolve
-from tests.canvas.chat_server import chat
+from tests.canvas.chat_server import chat, refusal
 
 RECIPES = Path(__file__).parents[2] / "configs" / "canvas.py"
 
@@ -105,3 +107,55 @@ def test_address_and_model_are_the_runs(config: ConfigDict, option: str):
     config.env.options.backends.executor[option] = "http://127.0.0.1:1/v1"
     with pytest.raises(WorldError, match=rf"backends\.executor\.{option}: a backend of kind run has address and model"):
         Canvas(**config.env.options.to_dict()).env()
+
+
+def checked(config: ConfigDict) -> tuple[list[str], list[str]]:
+    """Problems, and what is not ready on this machine, as launch and `--dry_run` say them."""
+    found = inspect_run(resolve(config), 4, None)
+    return found["problems"], found["here"]
+
+
+def test_an_engine_too_short_for_what_it_is_asked_is_refused(config: ConfigDict):
+    assert checked(config)[0] == []
+    config.bases = ConfigDict({"small": {"model": {"path": "models/other"}, "engine": {"max_model_tokens": 4096}}})
+    config.env.options.backends.executor.base = "small"
+    problems, _ = checked(config)
+    assert len(problems) == 1 and "config.bases.small.engine.max_model_tokens is 4096" in problems[0]
+    assert "lower max_new_tokens and retry_new_tokens" in problems[0]
+
+
+def test_a_base_without_a_chat_template_is_named(config: ConfigDict, tmp_path: Path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    config.bases = ConfigDict({"small": {"model": {"path": str(tmp_path)}, "engine": {"max_model_tokens": 16384}}})
+    config.env.options.backends.executor.base = "small"
+    problems, here = checked(config)
+    assert problems == [] and "config.bases.small.model.path" in here[0] and "no chat template" in here[0]
+
+
+def verdict(body: dict[str, Any]) -> Any:
+    return chat('{"feedback": "right", "passed": true}' if "response_format" in body else "ready")
+
+
+def test_endpoints_are_asked_before_anything_starts(config: ConfigDict, monkeypatch: pytest.MonkeyPatch):
+    def refuses_schemas(body: dict[str, Any]) -> Any:
+        return refusal(400, "response_format is unknown") if "response_format" in body else chat("ready")
+
+    def backend(url: str, **options: Any) -> dict[str, Any]:
+        return {"kind": "openai", "base_url": url, "model": "m", "retries": 0, **options}
+
+    with endpoint(verdict) as good, endpoint(refuses_schemas) as plain, endpoint(lambda body: refusal(401)) as locked:
+        config.env.options.backends = ConfigDict({"good": backend(good.url)})
+        assert checked(config) == ([], [])
+        assert len(good.bodies) == 2, "one short question, one by a schema"
+        config.env.options.backends = ConfigDict(
+            {"good": backend(good.url), "plain": backend(plain.url), "locked": backend(locked.url)}
+        )
+        problems, (here,) = checked(config)
+        assert problems == [] and "backend good" not in here
+        assert "backend plain no reply by a JSON schema" in here and "structured=False" in here
+        assert "backend locked no answer" in here and "HTTP 401" in here
+        config.env.options.backends = ConfigDict({"plain": backend(plain.url, structured=False)})
+        assert checked(config) == ([], [])
+        config.env.options.backends = ConfigDict({"paid": backend(good.url, api_key_env="CANVAS_TEST_KEY")})
+        monkeypatch.delenv("CANVAS_TEST_KEY", raising=False)
+        assert "CANVAS_TEST_KEY, which is not set" in checked(config)[0][0]

@@ -240,6 +240,11 @@ class OpenAIBackend:
         """See `Backend`."""
         return self._identity
 
+    @property
+    def structured(self) -> bool:
+        """True where JSON schemas go along with requests."""
+        return self._structured
+
     async def close(self) -> None:
         """Close the connections of the running event loop; the next request opens new ones."""
         if (connections := self._loops.pop(asyncio.get_running_loop(), None)) is not None:

@@ -98,6 +98,11 @@ def run_folder() -> str:
     return os.environ.get(RUN_VARIABLE, "")
 
 
+def bases_of_run(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The base models of the run that backends name."""
+    return [given.get("base", "base") for given in config.values() if given.get("kind") == "run"]
+
+
 def price_list(config: Mapping[str, Mapping[str, Any]], default: str) -> str:
     """The executors and what they cost, a line each; nothing where there is no choice."""
     if len(config) < 2:

@@ -3,8 +3,9 @@
 Problems are exercises that are generated when asked for, or those of files. State: problem, workflow, finished.
 """
 
+import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -14,7 +15,9 @@ import numpy as np
 from flowjax.canvas import actions
 from flowjax.canvas.actions import Unreadable
 from flowjax.canvas.backends.base import Backend
+from flowjax.canvas.backends.config import BackendConfigError
 from flowjax.canvas.context import Budget
+from flowjax.canvas.doctor import silent_backends
 from flowjax.canvas.edits import PARTS
 from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.operators.registry import (
@@ -39,7 +42,7 @@ from flowjax.envs.base import (
 )
 from flowjax.envs.canvas import exercises, experts
 from flowjax.envs.canvas.env import GRACE_S, OUTCOMES, CanvasEnv, failed_step
-from flowjax.envs.canvas.executors import open_executors, price_list, relative_prices
+from flowjax.envs.canvas.executors import bases_of_run, open_executors, price_list, relative_prices
 from flowjax.envs.canvas.experts import NAMES
 from flowjax.envs.canvas.problem_files import records
 from flowjax.envs.canvas.texts import (
@@ -63,6 +66,7 @@ from flowjax.records import Task
 if TYPE_CHECKING:
     import grain
 
+ANSWER_S = 20.0  # how long an endpoint may take to answer before a run
 TASKS = 1 << 31  # length of a source of generated exercises; slice it
 Expert = Literal["able", "plain"]
 OFFLINE = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}
@@ -192,6 +196,18 @@ class Canvas(World):
         except IsolationError as error:
             raise NotReady(f"{error} with env.options allow_no_isolation=True") from error
         return self.Environment(self.options)
+
+    def asked_bases(self) -> Mapping[str, int]:
+        most: int = max(self.options.max_new_tokens, self.options.retry_new_tokens)
+        return dict.fromkeys(bases_of_run(self.options.backends), most)
+
+    def obstacles(self) -> Iterator[str]:
+        """Endpoints that do not answer, or not by a JSON schema."""
+        try:
+            found = asyncio.run(silent_backends(self.options.backends, ANSWER_S))
+        except BackendConfigError as error:
+            raise WorldError(f"env.options {error}") from error
+        yield from (f"env.options backends: {finding.subject} {finding.text}" for finding in found)
 
     def longest_step_s(self) -> float:
         return self.options.step_s + GRACE_S
