@@ -19,8 +19,10 @@ CALLED_FROM_OUTSIDE = {
     "add_shrink": "vLLM's LoRA wrapper",
     "connection_lost": "asyncio.Protocol",
     "data_received": "asyncio.Protocol",
+    "do_GET": "http.server",
     "facts_with_signature": "textworld's State",
     "find_class": "pickle.Unpickler",
+    "log_message": "http.server",
     "update_metadata": "vLLM's LoRA wrapper",
 }
 # Pages whose code uses parts of flowjax as libraries; elsewhere only commands count.

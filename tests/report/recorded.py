@@ -10,7 +10,7 @@ import numpy as np
 
 from flowjax.config import default_config, save_run
 from flowjax.dataflow.rows import credit_batch
-from flowjax.envs.base import Observation, Step
+from flowjax.envs.base import Observation, Split, Step
 from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.world import SokobanEnv
 from flowjax.models.nano import build_tokenizer
@@ -82,7 +82,7 @@ def record_run(
 
 
 def _steps(folder: Path, steps: int, groups: int, size: int, seed: int) -> None:
-    metrics, rng, tasks = MetricsWriter(folder), np.random.default_rng(seed), Sokoban(**SHAPE).tasks("train", 0)
+    metrics, rng, tasks = MetricsWriter(folder), np.random.default_rng(seed), _tasks("train", 40)
     codec = Codec(folder / "base")
     for event, text in (
         ("start", "process 1"),
@@ -101,7 +101,7 @@ def _steps(folder: Path, steps: int, groups: int, size: int, seed: int) -> None:
                 task,
                 [_play(codec, task, f"train-{step}-{number}/{k}", noise, step, rng) for k in range(size)],
             )
-            for number, task in enumerate(tasks[(step * groups + number) % 40] for number in range(groups))
+            for number, task in enumerate(tasks[(step * groups + number) % len(tasks)] for number in range(groups))
         ]
         batch = credit_batch(
             played, components={"success": 1.0}, estimator=ESTIMATOR, options={"gamma": 0.9}, with_parts=True
@@ -117,6 +117,11 @@ def _steps(folder: Path, steps: int, groups: int, size: int, seed: int) -> None:
         learned = {"entropy": 0.6 - 0.3 * step / steps, "mismatch_kl": 1e-4, "staleness_mean": 1.0, "total_s": 3.21}
         metrics.write("train", step=step + 1, policy="agent", **timed, **learned, **episode_metrics(served))
     evaluate(folder, metrics, codec, steps, noise=0.1, rng=rng)
+
+
+def _tasks(split: Split, count: int) -> list[Task]:
+    source = Sokoban(**SHAPE).tasks(split, 0)
+    return [task for index in range(count) if (task := source[index]) is not None]
 
 
 def _play(codec: Codec, task: Task, name: str, noise: float, version: int, rng: np.random.Generator) -> Trajectory:
@@ -138,7 +143,7 @@ def _play(codec: Codec, task: Task, name: str, noise: float, version: int, rng: 
 def _train(folder: Path, step: int, rows: Sequence[TokenRow]) -> None:
     """Write log-probs at training, as of rows that were shuffled and packed."""
     shuffled = [rows[place] for place in np.random.default_rng(step).permutation(len(rows))]
-    packing = {"row_tokens": 256, "micro_batch_rows": 2}
+    packing: dict[str, Any] = {"row_tokens": 256, "micro_batch_rows": 2}
     place = {id(row): index for index, row in enumerate(rows)}
     order = [[place[id(shuffled[index])] for index in indices] for indices in packing_order(shuffled, **packing)]
     batches = pack(shuffled, **packing)
@@ -150,7 +155,7 @@ def evaluate(
     folder: Path, metrics: MetricsWriter, codec: Codec, version: int, *, noise: float, rng: np.random.Generator
 ) -> None:
     """Write an evaluation with every episode turn by turn."""
-    tasks = Sokoban(**SHAPE).tasks("held_out", 0)
+    tasks = _tasks("held_out", 24)
     played = [
         (tasks[k], _play(codec, tasks[k], f"eval-agent@{version}-{k:06d}/000", noise, version, rng)) for k in range(24)
     ]
