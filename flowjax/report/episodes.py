@@ -4,12 +4,15 @@ They go to the page in pieces, one for each batch and evaluation, which a browse
 """
 
 import functools
+import inspect
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -17,6 +20,7 @@ from flowjax.config import ConfigError, task_options
 from flowjax.envs.base import World, WorldError, find_world, view_reader
 from flowjax.monitor.transcripts import batch_path, held_out_path, read_lines, trained_path, whole_prompts
 from flowjax.records import Group, Status, Task, Trajectory, Turn
+from flowjax.rewards.components import canvas
 from flowjax.run import Run
 
 _CONTEXT_TOKENS = 4  # before a token, that its text may depend on
@@ -118,6 +122,42 @@ def _turn(turn: Mapping[str, Any], policy: str) -> Turn:
     )
 
 
+def workflow_use(groups: Sequence[RecordedGroup]) -> dict[str, Any]:
+    """Share of distinct ones among the workflows that a batch's episodes ended with, and calls of each operator in a
+    workflow on average; empty for a world without workflows."""
+    last = [_last_workflow(line) for group in groups for line in group.lines]
+    built = [steps for steps in last if steps]
+    if not built:
+        return {}
+    calls = Counter(operator for steps in built for operator in _operators(steps))
+    distinct = {json.dumps(_without_ids(steps), sort_keys=True) for steps in built}
+    return {
+        "unique": len(distinct) / len(built),
+        "operators": {name: round(count / len(built), 4) for name, count in calls.most_common()},
+    }
+
+
+def _last_workflow(line: Mapping[str, Any]) -> list[Any]:
+    traces = [turn.get("shown", {}).get("trace") for turn in line["turns"]]
+    workflows = [trace["workflow"] for trace in traces if isinstance(trace, dict) and "workflow" in trace]
+    return workflows[-1].get("steps", []) if workflows else []
+
+
+def _operators(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if "operator" in value:
+            yield value["operator"]
+        value = list(value.values())
+    for part in value if isinstance(value, list) else ():
+        yield from _operators(part)
+
+
+def _without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_ids(part) for name, part in value.items() if name not in ("id", "instruction")}
+    return [_without_ids(part) for part in value] if isinstance(value, list) else value
+
+
 # ------------------------------------------------------------------------------------------------------- text of tokens
 
 
@@ -193,6 +233,7 @@ class EpisodePages:
             }
             for group in groups
         ]
+        self._add_structure(shown)
         return {"groups": shown, "prompts": prompts.values, "pictures": pictures.values, "views": views.values}
 
     def _episode(self, line: Mapping[str, Any], prompts: _Table, pictures: _Table, views: _Table) -> dict[str, Any]:
@@ -224,6 +265,26 @@ class EpisodePages:
         kept = ("trajectory_id", "policy", "seed", "status", "error", "outcome", "reward", "rewards")
         found = {name: line[name] for name in kept if name in line}
         return {**found, "turns": turns, "view": views.place(last[0]), "picture": pictures.place(last[1])}
+
+    def _add_structure(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Add S and C of the reward of workflows to every episode, where the policy is paid by it."""
+        episodes = [episode for group in groups for episode in group["episodes"]]
+        for name, policy in self._run.policies.items():
+            paid = policy.reward.components.to_dict().get("canvas")
+            options = {field: value for field, value in (paid or {}).items() if field != "weight"}
+            theirs = [episode for episode in episodes if episode["policy"] == name]
+            if not isinstance(paid, dict) or not theirs:
+                continue
+            names = [each for each in inspect.signature(canvas).parameters if each in theirs[0]["outcome"]]
+            outcomes = {each: jnp.array([episode["outcome"].get(each, 0.0) for episode in theirs]) for each in names}
+            correct = outcomes.pop("correctness")
+            unsolved = np.asarray(canvas(jnp.zeros_like(correct), **outcomes, **options))
+            whole = np.asarray(canvas(correct, **outcomes, **options))
+            base = options.get("base", inspect.signature(canvas).parameters["base"].default)
+            for place, episode in enumerate(theirs):
+                found = {"base": base, "S": unsolved[place] - base, "C": correct[place]}
+                found["paid"] = whole[place] - unsolved[place]
+                episode["structure"] = {part: round(float(value), 4) for part, value in found.items()}
 
     def _world(self, source: str) -> World | None:
         """The world of a source; None where it cannot be had here, which costs the page its drawings."""

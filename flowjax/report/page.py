@@ -21,6 +21,7 @@ from flowjax.report.episodes import (
     index_of,
     read_batch,
     read_evaluation,
+    workflow_use,
 )
 from flowjax.report.overview import differences, methods, overview
 from flowjax.run import Run, read_run
@@ -45,8 +46,8 @@ def make_page(runs: Sequence[Path], *, groups_per_step: int = 0) -> str:
     shown = [overview(run_dir) for run_dir in runs]
     pieces: list[str] = []
     for number, (run_dir, data) in enumerate(zip(runs, shown, strict=True)):
-        data["pieces"], data["notes"] = [], []
-        for piece, described in _pieces(read_run(run_dir), groups_per_step, data["notes"]):
+        data |= {"pieces": [], "notes": [], "workflows": []}
+        for piece, described in _pieces(read_run(run_dir), groups_per_step, data):
             described["key"] = f"piece-{number}-{len(data['pieces'])}"
             data["pieces"].append(described)
             pieces.append(f'<script type="text/plain" id="{described["key"]}">{_packed(piece)}</script>')
@@ -68,9 +69,9 @@ def _packed(piece: dict[str, Any]) -> str:
     return base64.b64encode(gzip.compress(json.dumps(piece, separators=(",", ":")).encode(), _LEVEL, mtime=0)).decode()
 
 
-def _pieces(run: Run, groups_per_step: int, notes: list[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every piece of a run with its description; what was left out goes into `notes`."""
-    pages = EpisodePages(run)
+def _pieces(run: Run, groups_per_step: int, data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every piece of a run with its description; what was left out is said in `data["notes"]`."""
+    pages, notes = EpisodePages(run), data["notes"]
     evaluations = evaluations_of(run.folder)
     if len(evaluations) > _MOST_EVALUATIONS:
         last = len(evaluations) - 1
@@ -84,9 +85,12 @@ def _pieces(run: Run, groups_per_step: int, notes: list[str]) -> Iterator[tuple[
     for policy, settings in run.policies.items():
         steps = batches_of(run.folder, policy)
         for step in steps:
-            groups, of = _chosen(read_batch(run.folder, policy, step), groups_per_step or _share(len(steps)))
+            whole = read_batch(run.folder, policy, step)
+            groups = _chosen(whole, groups_per_step or _share(len(steps)))
             if not groups:
                 continue
+            if used := workflow_use(whole):
+                data["workflows"].append({"step": step + 1, "policy": policy, **used})
             piece = pages.piece(groups)
             explain_credit(groups, piece, settings.credit)
             ranks = [interest(group, made.get("graph")) for group, made in zip(groups, piece["groups"], strict=True)]
@@ -101,7 +105,7 @@ def _pieces(run: Run, groups_per_step: int, notes: list[str]) -> Iterator[tuple[
                     "episodes": index_of(groups),
                     "interest": ranks,
                     "groups": len(groups),
-                    "of": of,
+                    "of": len(whole),
                 },
             )
     if not steps_kept(run):
@@ -118,14 +122,14 @@ def _share(steps: int) -> int:
     return max(_MOST_GROUPS // max(steps, 1), 2)
 
 
-def _chosen(groups: Sequence[RecordedGroup], most: int) -> tuple[list[RecordedGroup], int]:
-    """The groups of a batch that are shown, and the number of all: those whose episodes differ most come first, but
+def _chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:
+    """The groups of a batch that are shown: those whose episodes differ most come first, but
     every other one is any, so that the page shows what is common, too."""
     if len(groups) <= most:
-        return list(groups), len(groups)
+        return list(groups)
     divided = sorted(groups, key=lambda group: -group.evenness)[: (most + 1) // 2]
     rest, others = [group for group in groups if group not in divided], most - len(divided)
-    return [*divided, *(rest[:: max(len(rest) // others, 1)][:others] if others else ())], len(groups)
+    return [*divided, *(rest[:: max(len(rest) // others, 1)][:others] if others else ())]
 
 
 def _version(evaluation: str) -> int:

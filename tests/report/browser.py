@@ -36,6 +36,8 @@ class Browser:
                 self._answers.pop(event["id"]).set_result(event)
             elif event["method"] == "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(event["params"]["exceptionDetails"])[:2000])
+            elif event["method"] == "Runtime.consoleAPICalled" and event["params"]["type"] == "error":
+                self.errors.append(json.dumps(event["params"]["args"])[:2000])
             elif event["method"] == "Network.requestWillBeSent":
                 self.requests.append(event["params"]["request"]["url"])
 

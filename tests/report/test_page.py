@@ -9,7 +9,7 @@ import pytest
 
 from flowjax.report.__main__ import main
 from tests.report.browser import CHROMIUM, Browser, browser
-from tests.report.recorded import record_run
+from tests.report.recorded import CANVAS, record_run
 
 STEPS = 200
 WIDTHS = {"desktop": 1280, "tablet": 820, "phone": 390}
@@ -131,6 +131,18 @@ def test_two_episodes_of_a_group_are_read_side_by_side_and_tokens_are_coloured(p
     visit(read)
 
 
+def test_an_address_that_leads_nowhere_says_so(page: Path):
+    async def read() -> None:
+        async with browser() as opened:
+            await opened.size(1280, 900)
+            await opened.open(page, "#episodes/piece-9-9/0/0")
+            assert "This cannot be shown" in await opened.text()
+            await opened.click("#section-episodes a")
+            await opened.until("document.querySelector('.count')")
+
+    asyncio.run(read())
+
+
 def test_words_are_found_in_replies(page: Path):
     async def read(opened: Browser) -> None:
         await opened.size(1280, 900)
@@ -185,6 +197,34 @@ def test_runs_are_shown_side_by_side_with_what_differs(tmp_path: Path):
         assert "2 seeds" in await opened.text() and await opened.run(
             "document.querySelectorAll('.chart polygon').length > 5"
         )
+
+    visit(read)
+
+
+def test_a_workflow_is_seen_to_grow(tmp_path: Path):
+    """Of a canvas run of 20 steps: the workflow after each edit, the reply of a node, and the reward's parts."""
+    run = record_run(tmp_path / "canvas", steps=20, groups=1, played=CANVAS)
+    assert main([str(run)]) == 0
+
+    async def read(opened: Browser) -> None:
+        for width in WIDTHS.values():
+            await opened.size(width, 900)
+            await opened.open(run / "report.html")
+            await opened.click("#tab-canvas")
+            await opened.until("document.body.dataset.ready === 'canvas'")
+            slider = "document.querySelector('#section-canvas input[type=range]')"
+            boxes = []
+            for edit in range(1, int(await opened.run(f"{slider}.max")) + 1):
+                await opened.run(f"({slider}.value = {edit}, {slider}.dispatchEvent(new Event('input')))")
+                boxes.append(await opened.run("document.querySelectorAll('.node-run').length"))
+            assert boxes == sorted(boxes) and boxes[0] < boxes[-1], "it grew"
+            assert await opened.run("document.querySelector('#section-canvas img').naturalWidth > 0")
+            await opened.click(".node-run summary")
+            text = await opened.text()
+            assert "It was given" in text and "It gave" in text and "problem: " in text and " tokens, cost " in text
+            assert "Reward of the workflow: base -1 + structure S" in text
+            assert "Unique workflows" in text and "Use of operators" in text
+            assert await opened.run("document.documentElement.scrollWidth <= innerWidth")
 
     visit(read)
 

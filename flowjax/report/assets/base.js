@@ -83,7 +83,13 @@ async function open() {
     const tab = document.getElementById(`tab-${id}`);
     if (tab) tab.toggleAttribute("aria-current", id === name);
   }
-  await SECTIONS[name].show(name === asked ? rest : []);
+  try {
+    await SECTIONS[name].show(name === asked ? rest : []);
+  } catch (error) {  // an address of another page, say
+    replace(document.getElementById(`section-${name}`), make("p", {class: "bad", role: "alert"}, `This cannot be shown: ${error.message}`), make("a", {href: `#${name}`}, "Begin anew"));
+    console.error(error);
+    document.body.dataset.failed = error.message;
+  }
   document.body.dataset.ready = name;  // for whoever waits until the page has been drawn
 }
 

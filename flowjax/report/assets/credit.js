@@ -17,7 +17,7 @@ SECTIONS.credit = {
     const group = made.groups[place], target = document.getElementById("section-credit");
     const won = group.episodes.filter((one) => wonOrLost(one) === "won").length;
     const panel = make("div", {class: "panel", "aria-live": "polite"});
-    const graph = group.graph ? stateGraph(made, group, (number) => { history.replaceState(null, "", `#credit/${described.key}/${place}/${number}`); showMove(panel, run, described, made, place, number); }) : null;
+    const graph = group.graph ? stateGraph(made, group, (at) => { history.replaceState(null, "", `#credit/${described.key}/${place}/${at}`); showMove(panel, described, made, place, at); }) : null;
     const paths = group.episodes.map((one, i) => [i, `episode ${i + 1}: ${wonOrLost(one)}, reward ${number(one.reward)}`]);
     replace(target,
       make("h2", {}, "Why a move got its credit"),
@@ -110,8 +110,8 @@ function route(source, target, x, y) {
   return [`M${x0} ${y0 + height * 0.75} C${x0 - 40} ${y0 + height * 0.75} ${x1 + width + 40} ${y1 + height * 0.75} ${x1 + width} ${y1 + height * 0.75}`, (x0 + x1 + width) / 2, (y0 + y1) / 2 + height * 0.75 + 12];
 }
 
-function showMove(panel, run, described, made, place, number) {
-  const group = made.groups[place], edge = group.graph.edges[number];
+function showMove(panel, described, made, place, at) {
+  const group = made.groups[place], edge = group.graph.edges[at];
   replace(panel, make("h3", {}, `The move “${shorten(edge.action, 60)}”: ${signed(edge.advantage)} on average, made ${edge.moves.length} ${edge.moves.length === 1 ? "time" : "times"}`),
     make("ol", {class: "why-list"}, edge.moves.map(([e, t]) => {
       const turn = group.episodes[e].turns[t];

@@ -94,8 +94,8 @@ function wonOrLost(episode) { return !["ok", "truncated"].includes(episode.statu
 function outcomeOf(one) { return make("span", {class: `outcome ${wonOrLost(one)}`}, wonOrLost(one)); }
 
 function rewardParts(run, episode) {
-  const parts = Object.entries(episode.rewards || {});
-  return parts.map(([name, value]) => `${name} ${number(value)}`).join(" + ");
+  const weight = (name) => run.config[`reward.components.${name}.weight`] ?? run.config[`reward.components.${name}`] ?? 1;
+  return Object.entries(episode.rewards || {}).map(([name, value]) => `${name} ${number(value)}${weight(name) === 1 ? "" : ` × ${weight(name)}`}`).join(" + ");
 }
 
 function turnCard(made, group, episode, i, scale, run) {
