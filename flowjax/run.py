@@ -329,15 +329,20 @@ def check_agents(run: Run) -> None:
 
 def read_models(folder: Path) -> dict[str, dict[str, str]]:
     """Base models that a run's launcher fetched: name -> `path` (the field's value), `revision`, `folder`; none where
-    it fetched none."""
+    it fetched none.
+
+    Raises:
+        ConfigError: the note is damaged.
+    """
+    path = folder / _MODELS_FILE
     try:
-        return json.loads((folder / _MODELS_FILE).read_text()) if folder.parts else {}
-    except FileNotFoundError:
+        noted = json.loads(path.read_text()) if folder.parts else {}
+        return {name: {part: str(of[part]) for part in ("path", "revision", "folder")} for name, of in noted.items()}
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder / _MODELS_FILE} cannot be read ({error}): remove it, and models are fetched again"
-        ) from error
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} cannot be read ({reason}): remove it, and the newest models are fetched") from error
 
 
 def write_models(folder: Path, models: Mapping[str, Mapping[str, str]]) -> None:

@@ -390,7 +390,7 @@ def _model(config: ConfigDict, base: Base) -> Any:
         world = find_world(config.env.name)(**config.env.options.to_dict())
         words = len(base_words(config.workflow, world))
         return nano_config(words + len(SPECIAL_TOKENS), **nano.to_dict())
-    return known_shape(folder.name)
+    return known_shape(Path(base.model.path.partition("@")[0]).name)  # without a revision
 
 
 def _newest_checkpoint(directory: Path) -> Iterator[str]:

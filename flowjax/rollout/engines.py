@@ -91,7 +91,8 @@ class EnginePool:
         """Sample one completion of `prompt_ids` from the model or adapter of that name, on whichever engine has it.
 
         Calls of one `group` meet at one engine while that has room. When the engine dies, the call goes on at another
-        one from the tokens that had been streamed, with what is left of the token budget.
+        one from the tokens that had been streamed, with what is left of the token budget; from the prompt where replies
+        end with a stop text or are held to a grammar.
 
         Raises:
             UnknownModel: no engine that is up serves `model`.
@@ -117,13 +118,15 @@ class EnginePool:
                 if member.up:
                     _log.info("calls move on: %s", away)
                 member.up = False
-                failing_s = math.inf if away.partial.sampled_ids else min(failing_s, clock())
+                # A stop text or a sentence of the grammar could span the seam, and no engine would see it whole.
+                partial = Partial() if sampling.stop or sampling.structured_outputs else away.partial
+                failing_s = math.inf if partial.sampled_ids else min(failing_s, clock())
                 if clock() - failing_s > self._timeout_s:
                     raise
                 self.moved_calls += 1
-                self.continued_calls += bool(away.partial.sampled_ids)
-                before.sampled_ids += away.partial.sampled_ids
-                before.logprobs += away.partial.logprobs
+                self.continued_calls += bool(partial.sampled_ids)
+                before.sampled_ids += partial.sampled_ids
+                before.logprobs += partial.logprobs
             else:
                 return _joined(before, rest)
             finally:

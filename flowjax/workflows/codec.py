@@ -64,8 +64,8 @@ def _template_variables(source: str) -> set[str]:
         for each in tree.find_all((nodes.Test, nodes.Filter))
         if isinstance(each.node, nodes.Name) and each.name in ("defined", "undefined", "default", "d")
     }
-    its_own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"} - asked
-    return meta.find_undeclared_variables(tree) - its_own - _GIVEN - set(environment.globals)
+    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"} - asked
+    return meta.find_undeclared_variables(tree) - assigned - _GIVEN - set(environment.globals)
 
 
 class Codec:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from fake_hub import SHAS, FakeHub
 
-from flowjax.config import default_config, save_run
+from flowjax.config import ConfigError, default_config, save_run
+from flowjax.launch.__main__ import read_request
 from flowjax.launch.checks import on_each_base
 from flowjax.launch.hub import hub_id, to_fetch
 from flowjax.launch.machine import check_model
+from flowjax.launch.probe import inspect_run
 from flowjax.models.nano import build_tokenizer
 from flowjax.run import read_run, resolve
 
@@ -180,6 +182,25 @@ def test_a_missing_folder_is_no_strangers_model(tmp_path, monkeypatch, path, ask
     assert bool(on_each_base(resolve(config), check_model)) == (asked is None)
     config.model.nano = {"layers": 2}
     assert hub_id(resolve(config).bases["base"]) is None, "it is made, not fetched"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"base": 3}', '{"base": {"path": "a/b"}}', '{"base": null}'])
+def test_a_damaged_note_is_named(tmp_path, text):
+    save_run(default_config(), tmp_path)
+    (tmp_path / "models.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"models\.json cannot be read .*: remove it"):
+        read_run(tmp_path)
+
+
+def test_a_note_is_not_looked_for_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert resolve(default_config(), tmp_path / "file" / "run").folder == tmp_path / "file" / "run"
+
+
+def test_a_plan_knows_the_shape_of_a_revision(recipe):
+    given = [f"--config={recipe}", "--config.model.nano=None", "--config.model.path=Qwen/Qwen3-0.6B@refs/pr/1"]
+    plan = inspect_run(read_request([*given, "--dry_run"]).run, 1, None)["plan"]
+    assert plan["bases"]["base"]["model"]["parameters"] > 5e8
 
 
 def test_each_base_has_a_model_of_its_own(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 from counting_engine import CountingEngine
@@ -122,6 +123,21 @@ def test_what_was_sampled_before_the_death_is_not_sampled_again(pair):
     assert (first["prompt"], first["max_tokens"]) == ([[7, 7]], 8)
     assert (second["prompt"], second["max_tokens"]) == ([[7, 7, 2, 3, 4]], 5)
     assert first["model"] == second["model"] == MODEL
+
+
+@pytest.mark.parametrize("held", [{"stop": ("</action>",)}, {"structured_outputs": "{}"}])
+def test_a_reply_that_no_engine_would_see_whole_begins_anew(pair, held):
+    async def ask(pool):
+        pair[0].dies_after = pair[1].dies_after = 3
+        pair[0].on_death = lambda: setattr(pair[1], "dies_after", None)
+        pair[1].on_death = lambda: setattr(pair[0], "dies_after", None)
+        answer = await pool.generate(MODEL, [7, 7], replace(SAMPLING, **held))
+        assert (pool.moved_calls, pool.continued_calls) == (1, 0)
+        return answer
+
+    assert run(ask, *pair, stream=True).sampled_ids == tuple(range(2, 10))
+    requests = [request for engine in pair for request in engine.requests]
+    assert [(request["prompt"], request["max_tokens"]) for request in requests] == [([[7, 7]], 8)] * 2
 
 
 def test_an_answer_is_there_as_soon_as_it_is_whole(pair):
