@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.code.generated import OPERATIONS, Recipe, draw, problem
+from flowjax.envs.code.problems import OPERATIONS, Recipe, draw, generated_problem
 from flowjax.grading.code import CallCase
 
 CASES, PUBLIC = 8, 2
 
 
 def _calls(recipe: Recipe, seed: int) -> list[tuple[Any, Any]]:
-    cases = problem(recipe, seed, cases=CASES, public=PUBLIC).suite.cases
+    cases = generated_problem(recipe, seed, cases=CASES, public=PUBLIC).suite.cases
     return [(case.arguments[0], case.expected) for case in cases if isinstance(case, CallCase)]
 
 

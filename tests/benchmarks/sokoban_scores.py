@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.envs.sokoban import Sokoban
-from flowjax.envs.sokoban.solver import moves_to_go
+from flowjax.envs.sokoban.levels import moves_to_go
 
 CASES: list[tuple[dict[str, Any], int, int]] = [  # options, turns, levels
     ({"max_moves": 15}, 15, 500),

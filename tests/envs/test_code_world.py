@@ -15,8 +15,7 @@ from two_processes import printed_in_two_processes
 from data.code.build import build
 from flowjax.envs.base import EnvDied, Past, WorldError
 from flowjax.envs.code import Code
-from flowjax.envs.code.generated import OPERATIONS, PROBES, Recipe, draw
-from flowjax.envs.code.problems import problem_of
+from flowjax.envs.code.problems import OPERATIONS, PROBES, Recipe, draw, problem_of
 from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, normalised
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.code import CallCase, Check

@@ -8,8 +8,8 @@ import pytest
 from flowjax.envs.base import WorldError
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.sokoban import Sokoban
+from flowjax.envs.sokoban.levels import moves_to_go
 from flowjax.envs.sokoban.rooms import DIRECTIONS, move, parse
-from flowjax.envs.sokoban.solver import moves_to_go
 
 WORLD = Sokoban()
 TASKS = Sokoban().tasks("train", 0)[:200]

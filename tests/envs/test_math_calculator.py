@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowjax.envs.math.calculator import CalculatorError, calculate
+from flowjax.envs.math.world import CalculatorError, calculate
 
 NUMBERS = st.integers(0, 999).map(str)
 EXPRESSIONS = st.recursive(

@@ -10,8 +10,8 @@ from two_processes import printed_in_two_processes
 
 from flowjax.envs.base import Past, Split, WorldError
 from flowjax.envs.sokoban import Sokoban
+from flowjax.envs.sokoban.levels import moves_to_go
 from flowjax.envs.sokoban.rooms import DIRECTIONS, key, move, parse, room_key
-from flowjax.envs.sokoban.solver import moves_to_go
 from flowjax.envs.sokoban.world import SokobanEnv
 from flowjax.published.worlds import PublishedSokoban
 from flowjax.records import Task

@@ -9,9 +9,8 @@ import pytest
 
 from flowjax.envs.base import WorldError
 from flowjax.envs.sokoban import Sokoban, batched
-from flowjax.envs.sokoban.levels import Shape, generate
+from flowjax.envs.sokoban.levels import Shape, best_direction, generate
 from flowjax.envs.sokoban.rooms import DIRECTIONS, SYMBOLS, Position, Room, grid, move, solved
-from flowjax.envs.sokoban.solver import best_direction
 from flowjax.envs.sokoban.world import SokobanEnv
 from flowjax.records import Task
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.sokoban import Sokoban, solver
+from flowjax.envs.sokoban import Sokoban, levels
 from flowjax.envs.sokoban.levels import Shape, generate
 from flowjax.envs.sokoban.rooms import Position, Room, grid, move, parse, solved
 from flowjax.records import Task
@@ -15,9 +15,9 @@ def test_both_searches_agree_everywhere(shape: Shape):
     rng = np.random.default_rng(0)
     for _ in range(15):
         room, position = generate(rng, shape)
-        known = solver.distances(room)
+        known = levels.distances(room)
         for _ in range(4):
-            found = solver.shortest_solution(room, position)
+            found = levels.shortest_solution(room, position)
             expected = known.get((position.player, position.boxes))
             assert (None if found is None else len(found)) == expected
             assert found is None or ends_solved(room, position, found)
@@ -39,8 +39,8 @@ def test_the_expert_solves_large_rooms_of_four_boxes():
     sizes = []
     for index in range(4):
         room, position = generate(rng, shape)
-        sizes.append(solver.is_small(room))
-        expected = solver.moves_to_go(room, position)
+        sizes.append(levels.is_small(room))
+        expected = levels.moves_to_go(room, position)
         assert expected is not None
         level = "\n".join(grid(room, position))
         env.reset(Task(str(index), "sokoban", 0, {"level": level}), 0)
@@ -53,13 +53,13 @@ def test_positions_beyond_saving_are_known_at_once():
     wide = ["#" * 12, *["#" + "_" * 10 + "#"] * 8, "#" * 12]
     wide[1], wide[4] = "#X________P#", "#_X_X_OOO__#"
     room, position = parse("\n".join(wide))
-    assert not solver.is_small(room)
-    assert solver.moves_to_go(room, position) is None
-    assert move(room, position, solver.best_direction(room, position)) != position
+    assert not levels.is_small(room)
+    assert levels.moves_to_go(room, position) is None
+    assert move(room, position, levels.best_direction(room, position)) != position
 
 
 def test_a_level_too_hard_for_the_expert_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(solver, "MAX_EXPANDED", 200)
+    monkeypatch.setattr(levels, "MAX_EXPANDED", 200)
     wide = "\n".join(["#" * 14, *["#" + "_" * 12 + "#"] * 4, "#P_X_X_X_____#", "#" + "_" * 9 + "OOO#", "#" * 14])
     env = Sokoban().env()
     env.reset(Task("t", "sokoban", 0, {"level": wide}), 0)

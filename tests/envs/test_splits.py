@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flowjax.envs.base import find_world
-from flowjax.envs.code.generated import PROBES, Recipe
+from flowjax.envs.code.problems import PROBES, Recipe
 from flowjax.envs.sokoban.rooms import parse, room_key
 
 SEEDS = range(5)

@@ -12,8 +12,8 @@ from flowjax.dataflow.rows import token_rows
 from flowjax.envs.base import EnvDied, Observation, Step
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.sokoban import Sokoban
+from flowjax.envs.sokoban.levels import moves_to_go
 from flowjax.envs.sokoban.rooms import key, parse
-from flowjax.envs.sokoban.solver import moves_to_go
 from flowjax.models.nano import build_tokenizer
 from flowjax.published.worlds import PublishedSokoban
 from flowjax.records import Task, Trajectory

@@ -28,9 +28,18 @@ from flowjax.envs.base import (
     check_split,
     user_says,
 )
-from flowjax.envs.code.generated import HEAD, OPERATIONS, Recipe, draw, words
-from flowjax.envs.code.generated import problem as generated_problem
-from flowjax.envs.code.problems import CodeProblem, ProblemFile, open_problems, problem_of
+from flowjax.envs.code.problems import (
+    HEAD,
+    OPERATIONS,
+    CodeProblem,
+    ProblemFile,
+    Recipe,
+    draw,
+    generated_problem,
+    open_problems,
+    problem_of,
+    program_words,
+)
 from flowjax.fields import Interval
 from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, CallCase, Lines, Suite, Verdict, judge
 from flowjax.grading.code_asserts import parse_quietly
@@ -208,7 +217,7 @@ class Code(World):
                 f"env.options path={self.options.path!r}: the problems of a file have no compact wording; set "
                 "env.prompt=instruct"
             )
-        return (*words(self.options.kinds), _WRONG, _FAILED)
+        return (*program_words(self.options.kinds), _WRONG, _FAILED)
 
     def reply(self, action: str, style: Style) -> str:
         return action if style == "compact" else f"```python\n{action}\n```"

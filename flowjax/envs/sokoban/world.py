@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from flowjax.envs.base import History, Message, Observation, Split, Step, Style, World, check_split, user_says
-from flowjax.envs.sokoban.levels import Shape, generate
+from flowjax.envs.sokoban.levels import Shape, best_direction, generate
 from flowjax.envs.sokoban.rooms import (
     DIRECTIONS,
     SYMBOLS,
@@ -24,7 +24,6 @@ from flowjax.envs.sokoban.rooms import (
     svg,
     tiles,
 )
-from flowjax.envs.sokoban.solver import best_direction
 from flowjax.records import Task
 
 if TYPE_CHECKING:
