@@ -16,7 +16,7 @@ from two_processes import printed_in_two_processes
 
 from data.search.build import build
 from flowjax.envs.base import Split, WorldError
-from flowjax.envs.search import Search, client
+from flowjax.envs.search import Search
 from flowjax.envs.search.corpus import (
     KINDS,
     SYLLABLES,
@@ -357,7 +357,7 @@ def test_a_corpus_that_cannot_be_read_is_named(tmp_path: Path, written: str | No
 
 
 def test_a_corpus_too_large_for_every_process_wants_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client, "LOCAL_LIMIT_BYTES", 100)
+    monkeypatch.setattr("flowjax.envs.search.index.LOCAL_LIMIT_BYTES", 100)
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"T"\n' + "x" * 100}) + "\n")
     with pytest.raises(WorldError, match=r"search\.server --corpus"):
         Search(path=str(tmp_path)).env()

@@ -17,9 +17,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from flowjax.envs.base import EnvDied, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.search import Search
-from flowjax.envs.search.client import RemoteRetriever, RetrievalError, local
 from flowjax.envs.search.corpus import encyclopedia
-from flowjax.envs.search.index import BM25Index, Scored
+from flowjax.envs.search.index import BM25Index, RemoteRetriever, RetrievalError, Scored, local
 from flowjax.envs.search.server import Batcher, RetrievalService, check_exposure, load, read_arguments
 
 DOCUMENTS = 200

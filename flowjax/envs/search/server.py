@@ -33,9 +33,8 @@ from typing import Any
 from aiohttp import web
 
 from flowjax.envs.base import WorldError
-from flowjax.envs.search.client import KEY_VARIABLE, pages
 from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, encyclopedia
-from flowjax.envs.search.index import BM25Index, DenseIndex, Index, Scored, load_encoder
+from flowjax.envs.search.index import KEY_VARIABLE, BM25Index, DenseIndex, Index, Scored, load_encoder, pages
 
 MAX_WAITING = 16_384  # queries
 MAX_BODY_BYTES = 1 << 20

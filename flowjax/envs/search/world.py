@@ -24,7 +24,6 @@ from flowjax.envs.base import (
     check_split,
     user_says,
 )
-from flowjax.envs.search.client import RemoteRetriever, Retriever, Wire, local
 from flowjax.envs.search.corpus import (
     CORPUS,
     HOW_TO_GET,
@@ -37,6 +36,7 @@ from flowjax.envs.search.corpus import (
     read_questions,
     syllables_for,
 )
+from flowjax.envs.search.index import RemoteRetriever, Retriever, Wire, local
 from flowjax.envs.search.protocol import (
     ACCESS,
     CLOSING,
