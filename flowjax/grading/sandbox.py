@@ -32,8 +32,8 @@ from flowjax.grading.sandbox_processes import (
     bubblewrap_command,
     interpreters,
     limited_command,
+    seccomp_filter,
 )
-from flowjax.grading.sandbox_seccomp import seccomp_filter
 
 __all__ = [
     "Box",

@@ -17,8 +17,7 @@ from hostile_programs import ATTACKS, FORGERIES, GREEDY
 from flowjax.grading import sandbox
 from flowjax.grading.code import CallCase, Check, Lines, Suite, judge
 from flowjax.grading.sandbox import Isolation, IsolationError, Limits, isolation, require_isolation, run
-from flowjax.grading.sandbox_processes import BOX_UIDS, PROGRAM, interpreters
-from flowjax.grading.sandbox_seccomp import ARCHITECTURES, allowed, instructions
+from flowjax.grading.sandbox_processes import ARCHITECTURES, BOX_UIDS, PROGRAM, allowed, instructions, interpreters
 
 WITHOUT = bool(os.environ.get("FLOWJAX_TESTS_WITHOUT_BUBBLEWRAP"))
 TIGHT = Limits(idle_s=0.4, cpu_s=1.0, memory_bytes=192 << 20, processes=8, disk_bytes=16 << 20, file_bytes=8 << 20)
