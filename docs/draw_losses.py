@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flowjax.losses.options import LossOptions
-from flowjax.losses.policy import policy_loss
+from flowjax.losses.policy import LossOptions, policy_loss
 
 PANELS = {
     "ppo, 0.2 / 0.28": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28},

@@ -5,22 +5,22 @@ What a command says about estimators before it needs JAX is kept here.
 
 # Name -> where it is. One's own are named by such a path.
 ESTIMATORS = {
-    "best_of_group": "flowjax.credit.episode:best_of_group",
-    "discounted_return": "flowjax.credit.returns:discounted_return",
-    "dr_grpo": "flowjax.credit.episode:dr_grpo",
+    "best_of_group": "flowjax.credit.estimators:best_of_group",
+    "discounted_return": "flowjax.credit.estimators:discounted_return",
+    "dr_grpo": "flowjax.credit.estimators:dr_grpo",
     "gae": "flowjax.credit.rewardflow:gae",
-    "gigpo": "flowjax.credit.returns:gigpo",
-    "grpo": "flowjax.credit.episode:grpo",
-    "maxrl": "flowjax.credit.episode:maxrl",
-    "pass_at_k": "flowjax.credit.episode:pass_at_k",
-    "published.gigpo": "flowjax.published.gigpo:gigpo",
-    "published.grpo": "flowjax.published.gigpo:grpo",
-    "published.rewardflow": "flowjax.published.rewardflow:rewardflow",
-    "published.rloo": "flowjax.published.gigpo:rloo",
-    "reinforce_plus_plus": "flowjax.credit.returns:reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "flowjax.credit.episode:reinforce_plus_plus_baseline",
+    "gigpo": "flowjax.credit.estimators:gigpo",
+    "grpo": "flowjax.credit.estimators:grpo",
+    "maxrl": "flowjax.credit.estimators:maxrl",
+    "pass_at_k": "flowjax.credit.estimators:pass_at_k",
+    "published.gigpo": "flowjax.published.credit:gigpo",
+    "published.grpo": "flowjax.published.credit:grpo",
+    "published.rewardflow": "flowjax.published.credit:rewardflow",
+    "published.rloo": "flowjax.published.credit:rloo",
+    "reinforce_plus_plus": "flowjax.credit.estimators:reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "flowjax.credit.estimators:reinforce_plus_plus_baseline",
     "rewardflow": "flowjax.credit.rewardflow:rewardflow",
-    "rloo": "flowjax.credit.episode:rloo",
+    "rloo": "flowjax.credit.estimators:rloo",
 }
 
 # Estimators that compare the episodes of a group: with one episode each, every advantage would be 0.

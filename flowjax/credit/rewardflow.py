@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flowjax.credit.episode import grpo
-from flowjax.credit.returns import Rewards, turn_rewards
+from flowjax.credit.estimators import Rewards, grpo, turn_rewards
 from flowjax.credit.segments import (
     Discount,
     Norm,
@@ -51,7 +50,7 @@ def rewardflow(
 
     A turn s -> s' earns d = r + gamma V(s') - V(s), V the policy's own value of a state (`state_values`), over the
     deviation of d within the group. In every state the mean of d is zero, and a turn that changes nothing earns
-    -(1 - gamma) V(s), never more than zero. `flowjax.published.rewardflow` has the published form, in which V is the
+    -(1 - gamma) V(s), never more than zero. `flowjax.published.credit` has the published form, in which V is the
     best that any sibling reached; `docs/credit/rewardflow.md` says why not here.
 
     Args:

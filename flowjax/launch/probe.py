@@ -255,7 +255,7 @@ def _credit(credit: ConfigDict) -> Iterator[str]:
 
 
 def _loss(loss: ConfigDict) -> Iterator[str]:
-    from flowjax.losses.options import check_loss_options
+    from flowjax.losses.policy import check_loss_options
 
     check_loss_options(loss.kind, loss.options.to_dict())
     yield from ()
@@ -371,8 +371,7 @@ def _trained(config: ConfigDict, policy: Policy, mesh: Mapping[str, int], plan: 
         quantize=settings.quantize,
         **axes,
     )
-    placement: Any = AbstractMesh(tuple(mesh.values()), MESH_AXES)  # only its shape is looked at
-    Placement(placement).check(model)
+    Placement(AbstractMesh(tuple(mesh.values()), MESH_AXES)).check(model)
     yield from ()
 
 

@@ -7,8 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flowjax.losses.options import Correction
-
+Correction = Literal[
+    "none",
+    "token_truncate",
+    "token_clamp",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "sequence_geometric_mask",
+    "sequence_outlier_mask",
+]
 KlKind = Literal["k1", "k2", "k3", "abs"]
 Scalar = float | Float[Array, ""]
 

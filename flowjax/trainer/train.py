@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 from flowjax.broker import Address, connect
 from flowjax.config import ConfigError
-from flowjax.losses.options import LossOptions
+from flowjax.losses.policy import LossOptions
 from flowjax.losses.ratios import mismatch_metrics
 from flowjax.models.cost import step_flops
 from flowjax.models.decoder import Decoder, with_adapter

@@ -20,16 +20,15 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, UInt32
 
-from flowjax.losses.options import DEFAULTS, Kind, LossOptions
-from flowjax.losses.policy import aggregate, policy_loss
+from flowjax.losses.policy import DEFAULTS, Kind, LossOptions, aggregate, policy_loss
 from flowjax.losses.ratios import kl_penalty, m2po_bounds
 from flowjax.models.logprobs import token_logprobs
 from flowjax.trainer.batch import MicroBatch
 
 Arrays = Any  # a pytree of arrays
-DropoutSeed = Int[np.ndarray, "numbers"]
+DropoutSeed = UInt32[np.ndarray, "numbers"] | UInt32[Array, "numbers"]
 Metrics = dict[str, Float[Array, ""]]
 
 

@@ -27,14 +27,11 @@ from absl import app, flags
 from jaxtyping import Array, Float
 from scipy import stats
 
-from flowjax.credit.episode import grpo
-from flowjax.credit.estimators import ESTIMATORS, estimate
-from flowjax.credit.returns import turn_rewards
+from flowjax.credit.estimators import ESTIMATORS, estimate, grpo, turn_rewards
 from flowjax.credit.segments import normalise, segment_statistics
 from flowjax.credit.table import TurnTable, table_from_columns, table_rows
-from flowjax.envs.sokoban.levels import Shape, generate
+from flowjax.envs.sokoban.levels import Shape, best_direction, generate
 from flowjax.envs.sokoban.rooms import Position, Room, move, solved
-from flowjax.envs.sokoban.solver import best_direction
 from flowjax.losses.policy import policy_loss
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -89,7 +89,7 @@ def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]
     import optax
     from flax import nnx
 
-    from flowjax.losses.options import LossOptions
+    from flowjax.losses.policy import LossOptions
     from flowjax.models.attention import choose_attention
     from flowjax.models.cost import step_flops
     from flowjax.models.decoder import Decoder

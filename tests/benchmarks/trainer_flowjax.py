@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from flowjax.losses.options import LossOptions
+from flowjax.losses.policy import LossOptions
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam

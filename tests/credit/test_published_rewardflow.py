@@ -6,7 +6,7 @@ from credit_tables import Path, paths_table
 
 from flowjax.credit.estimators import estimate
 from flowjax.credit.table import columns_of
-from flowjax.published.rewardflow import published_values
+from flowjax.published.credit import published_values
 from tests.benchmarks import credit_loops
 from tests.benchmarks.credit import as_turns
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flowjax.credit.estimators import estimate
 from flowjax.credit.rewardflow import rewardflow, state_values, step_credit
 from flowjax.credit.table import TurnTable, columns_of, table_from_columns
-from flowjax.published.rewardflow import rewardflow as published
+from flowjax.published.credit import rewardflow as published
 
 ROWS = 1024
 MEMBERS = 8

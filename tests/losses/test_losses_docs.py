@@ -4,7 +4,7 @@ import runpy
 import typing
 from pathlib import Path
 
-from flowjax.losses.options import Aggregation, Correction, Kind
+from flowjax.losses.policy import Aggregation, Correction, Kind
 
 DOCS = Path(__file__).parents[2] / "docs"
 

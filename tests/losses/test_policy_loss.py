@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flowjax.losses.options import Kind, LossError, LossOptions, check_loss_options
-from flowjax.losses.policy import aggregate, policy_loss
+from flowjax.losses.policy import Kind, LossError, LossOptions, aggregate, check_loss_options, policy_loss
 from flowjax.losses.ratios import correction_weights, kl_penalty, m2po_bounds, mismatch_metrics
 
 TOKENS = 40

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from flowjax.losses.options import DEFAULTS, LossOptions
+from flowjax.losses.policy import DEFAULTS, LossOptions
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
