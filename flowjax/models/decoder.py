@@ -32,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 Arrays = dict[str, jax.Array]
+Weights = dict[str, Any]  # arrays, some of them quantised
 
 
 class Decoder(nnx.Module):
@@ -107,7 +108,7 @@ class Decoder(nnx.Module):
         if len({config.window(i) for i in range(config.layers)}) > 1:
             by_layer["windowed"] = jnp.array([config.window(i) is not None for i in range(config.layers)])
 
-        def layer(x: jax.Array, xs: tuple[Arrays, dict[str, Arrays], Arrays], sparse: bool) -> jax.Array:
+        def layer(x: jax.Array, xs: tuple[Weights, dict[str, Arrays], Arrays], sparse: bool) -> jax.Array:
             weights, adapter, others = xs
             linear = self._linear(weights, adapter, adapter_scale, others.get("dropout_key"))
             mix = functools.partial(attention, others.get("windowed"))
@@ -143,7 +144,7 @@ class Decoder(nnx.Module):
         return self._constrain(head, None, "vocab")
 
     def _linear(
-        self, weights: Arrays, adapter: dict[str, Arrays], adapter_scale: float | jax.Array, key: jax.Array | None
+        self, weights: Weights, adapter: dict[str, Arrays], adapter_scale: float | jax.Array, key: jax.Array | None
     ) -> Callable[[str, jax.Array], jax.Array]:
         """x -> x W + bias + adapter branch, for the linear map of a name.
 
@@ -201,7 +202,7 @@ class Decoder(nnx.Module):
         """
         config, placement = self.config, self.placement
         mesh = None if placement is None or placement.mesh.size == 1 else placement.mesh
-        platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+        platform = (mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]).platform
         form = choose_attention(
             self.attention,
             config,
@@ -237,7 +238,7 @@ class Decoder(nnx.Module):
 
         return mix
 
-    def _attention(self, x: jax.Array, linear: Callable, weights: Arrays, mix: Callable) -> jax.Array:
+    def _attention(self, x: jax.Array, linear: Callable, weights: Weights, mix: Callable) -> jax.Array:
         config = self.config
         rows, tokens, _ = x.shape
 
@@ -253,7 +254,7 @@ class Decoder(nnx.Module):
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x, weight, self.config.norm_epsilon, self.config.norm_offset)
 
-    def _mixture(self, x: jax.Array, weights: Arrays) -> jax.Array:
+    def _mixture(self, x: jax.Array, weights: Weights) -> jax.Array:
         assert self.config.experts is not None
         matrices = (weights[name] for name in params.SPARSE)
         activate = ACTIVATIONS[self.config.activation]

@@ -228,13 +228,15 @@ def _stream(
         return jax.device_put(read(index), device)
     array = jnp.zeros(shape, spec.dtype, device=device)
     for first in range(start, stop, step):
-        array = _write_layers(array, read((slice(first, min(first + step, stop)), *index[1:])), first - start)
+        array = _write_layers(
+            array, read((slice(first, min(first + step, stop)), *index[1:])), jnp.asarray(first - start)
+        )
         array.block_until_ready()  # the piece is free before the next is read
     return array
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write_layers(array: jax.Array, piece: jax.Array, first: int) -> jax.Array:
+def _write_layers(array: jax.Array, piece: jax.Array, first: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(array, piece, first, axis=0)
 
 

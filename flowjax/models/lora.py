@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from flowjax.models.params import DENSE, ParamSpec, matrix_sizes, zeros
+from flowjax.models.params import DENSE, ParamSpec, Placeable, matrix_sizes, zeros
 from flowjax.models.shape import ModelConfig, ModelError
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -88,11 +88,11 @@ def lora_branch(
 
 @jax.custom_vjp
 def lora_linear(
-    x: Float[Array, "tokens in"],
-    w: Float[Array, "in out"],
-    a: Float[Array, "in rank"],
-    b: Float[Array, "rank out"],
-    scale: Float[Array, ""],
+    x: Float[Placeable, "tokens in"],
+    w: Float[Placeable, "in out"],
+    a: Float[Placeable, "in rank"],
+    b: Float[Placeable, "rank out"],
+    scale: Float[Placeable, ""],
 ) -> Float[Array, "tokens out"]:
     """x W + scale * (x A) B as one product, x (W + scale * A B).
 
@@ -102,11 +102,16 @@ def lora_linear(
     return x @ (w + scale * (a @ b))
 
 
-def _lora_linear_forward(x: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> tuple:
+_Saved = tuple[Placeable, Placeable, Placeable, Placeable, Placeable]
+
+
+def _lora_linear_forward(
+    x: Placeable, w: Placeable, a: Placeable, b: Placeable, scale: Placeable
+) -> tuple[Array, _Saved]:
     return lora_linear(x, w, a, b, scale), (x, w, a, b, scale)
 
 
-def _lora_linear_backward(saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
+def _lora_linear_backward(saved: _Saved, gradient: Array) -> tuple[Placeable, ...]:
     """Of A and B through their narrow side: the gradient of W, as large as W, is only there for who asks for it."""
     x, w, a, b, scale = saved
     low, low_gradient = x @ a, gradient @ b.T

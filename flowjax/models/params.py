@@ -6,13 +6,22 @@ a checkpoint holds few, big arrays. Layers that differ in their parameters are s
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from flowjax.models.shape import ModelConfig
 
 Initializer = Callable[..., jax.Array]
+# JAX's once it is placed or traced; numpy's on the host, and where JAX hands on a constant of the program. Type
+# checkers know the former alone, where the arithmetic is.
+if TYPE_CHECKING:
+    Placeable = Array
+else:
+    Placeable = Array | np.ndarray
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flowjax.models.shape import ModelConfig, ModelError
 
@@ -81,7 +81,7 @@ def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
 class Placement:
     """A mesh and the rules by which arrays are laid out on it."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # the latter where sizes are checked before there are devices
     rules: ShardingRules = field(default_factory=ShardingRules)
 
     def of(self, axes: Sequence[str | None]) -> NamedSharding:
@@ -181,7 +181,7 @@ def place(tree: Any, mesh: Mesh) -> Any:
     )
 
 
-def on_mesh(array: jax.Array, mesh: Mesh) -> jax.Array:
+def on_mesh(array: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
     """The array as it is if it lies on the mesh already, else a copy on each of its devices."""
     if isinstance(array.sharding, NamedSharding):
         return array

@@ -8,12 +8,13 @@ give that up: they have as many slots as their tokens need, in more shapes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
+from flowjax.models.params import Placeable
 from flowjax.records import TokenRow
 
 _SHORTEST_ROW_TOKENS = 16
@@ -52,13 +53,6 @@ def _unusable(row: TokenRow, row_tokens: int, vocabulary: int) -> str:
         if not np.isfinite(columns[name]).all():
             return f"{name} that are not finite"
     return ""
-
-
-# numpy's on the host, jax's once it is placed or traced; type checkers know the latter alone, where the arithmetic is.
-if TYPE_CHECKING:
-    Placeable = Array
-else:
-    Placeable = Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass

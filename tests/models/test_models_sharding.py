@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +134,7 @@ def test_mesh_that_does_not_fit_is_refused(stated, message):
 
 
 def _placement(**sizes: int) -> Placement:
-    mesh: Any = AbstractMesh(tuple(sizes.get(name, 1) for name in MESH_AXES), MESH_AXES)
+    mesh = AbstractMesh(tuple(sizes.get(name, 1) for name in MESH_AXES), MESH_AXES)
     return Placement(mesh)
 
 
