@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from flowjax.models.params import Placeable, matrix_sizes, owners
+from flowjax.models.params import matrix_sizes, owners
 from flowjax.models.shape import ModelConfig, ModelError
 
 KINDS = ("int8", "nf4")
@@ -38,8 +38,8 @@ class QuantizedMatrix:
     scales: float32 [..., blocks, out].
     """
 
-    codes: Placeable  # numpy's where this is a gradient: whole numbers have one of type float0
-    scales: Float[Array, "*stack blocks out"]
+    codes: Any  # as the scales unchecked: JAX builds one of whatever it has for leaves, float0 where it is a gradient
+    scales: Any
     kind: str
     dtype: Any = field(default=jnp.float32)
 

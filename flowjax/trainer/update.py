@@ -132,7 +132,7 @@ def sampled_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
-    adapter_scale: float = 1.0,
+    adapter_scale: float | Float[Array, ""] = 1.0,
     dropout_key: jax.Array | None = None,
     frozen_head: bool = False,
 ) -> tuple[Float[Array, "rows sampled"], Float[Array, "rows sampled"]]:

@@ -26,18 +26,18 @@ def test_no_buffer_holds_the_logits_of_all_tokens(train):
     model = nnx.eval_shape(lambda: Decoder(CONFIG, lora=lora, dtype=jnp.float32, key=jax.random.key(0)))
     graph, trained, frozen = nnx.split(model, LoraParam if lora else nnx.Param, ...)
 
-    def loss(trained: Any, frozen: Any, batch: MicroBatch) -> jax.Array:
-        model = nnx.merge(graph, trained, frozen)
+    def loss(trained: Any, frozen: Any, arrays: dict[str, jax.Array]) -> jax.Array:
+        model, batch = nnx.merge(graph, trained, frozen), MicroBatch(**arrays)
         options: dict[str, Any] = {"temperature": 1.0, "chunk_tokens": CHUNK}
         found = [(x * batch.advantages).sum() for x in sampled_logprobs(model, batch, **options)]
         return jnp.stack(found).sum()
 
-    def batch_of(shape: Any) -> MicroBatch:
-        ids, by_sampled = shape((ROWS, TOKENS), np.int32), shape((ROWS, SAMPLED), np.int32)
-        values = shape((ROWS, SAMPLED), np.float32)
-        mask = shape((ROWS, SAMPLED), np.bool_)
-        return MicroBatch(ids, ids, ids, by_sampled, mask, values, values, by_sampled, by_sampled, by_sampled)
-
-    text = jax.jit(jax.grad(loss)).lower(trained, frozen, batch_of(jnp.zeros)).compile().as_text()
+    by_token, kinds = ("tokens", "positions", "segments"), {"mask": np.bool_}
+    kinds |= dict.fromkeys(("behaviour_logprobs", "advantages"), np.float32)
+    arrays = {
+        name: jax.ShapeDtypeStruct((ROWS, TOKENS if name in by_token else SAMPLED), kinds.get(name, np.int32))
+        for name in MicroBatch.__dataclass_fields__
+    }
+    text = jax.jit(jax.grad(loss)).lower(trained, frozen, arrays).compile().as_text()
     beside = [math.prod(shape) // VOCABULARY for shape in hlo.shapes(text or "") if VOCABULARY in shape]
     assert max(beside) == max(HIDDEN, CHUNK)  # the head itself, and one chunk of logits
