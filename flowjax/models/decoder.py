@@ -16,6 +16,7 @@ from flowjax.models import params
 from flowjax.models.attention import attend_by, choose_attention, rope_angles, rotate
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch, lora_linear
 from flowjax.models.moe import mixture
+from flowjax.models.params import Placeable
 from flowjax.models.quantize import QuantizedMatrix
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import Placement, ShardingRules
@@ -74,9 +75,9 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "rows tokens"],
-        positions: Int[Array, "rows tokens"],
-        segments: Int[Array, "rows tokens"],
+        tokens: Int[Placeable, "rows tokens"],
+        positions: Int[Placeable, "rows tokens"],
+        segments: Int[Placeable, "rows tokens"],
         *,
         adapter_scale: float | Float[Array, ""] = 1.0,
         dropout_key: jax.Array | None = None,
@@ -91,6 +92,7 @@ class Decoder(nnx.Module):
             dropout_key: turns the adapter's dropout on.
         """
         config = self.config
+        tokens, positions, segments = map(jnp.asarray, (tokens, positions, segments))
         if self.placement is not None:
             self.placement.check_batch(*tokens.shape)
         table = self._constrain(self._base("embedding"), "vocab", None)  # gathered as head() is, not its look-ups
