@@ -35,7 +35,11 @@ def test_text_and_json_form_are_the_same_workflow(tmp_path: Path, capsys: pytest
         assert server.bodies[0] == server.bodies[1]
         command = [sys.executable, "-m", "flowjax.canvas.run", *options, "--workflow=Custom"]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "42\n"
-        record = tmp_path / "run.json"
+        record, program = tmp_path / "run.json", tmp_path / "workflow.py"
+        assert main([*options, "--workflow=Custom -> Format", f"--export={program}"]) == 0
+        assert capsys.readouterr().out == first.out
+        again = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+        assert (again.stdout, server.bodies[-1]) == ("42\n", server.bodies[0])
         assert main([*options, "--workflow=Custom -> Format", "--verbose", f"--json={record}"]) == 0
         lines = capsys.readouterr().err.splitlines()
         assert [line.split(maxsplit=2)[2] for line in lines[:4]] == [

@@ -6,7 +6,8 @@
 
 The workflow is its text, or a file of its JSON form; backends.json is as for `flowjax.canvas.doctor`. The answer goes
 to standard output; status, cost and what failed to standard error, with --verbose each call as it starts and ends.
---json writes the run (`WorkflowRun.to_json`), --save the workflow's JSON form, --svg a drawing. Exit status: 0 with an
+--json writes the run (`WorkflowRun.to_json`), --save the workflow's JSON form, --svg a drawing, --export a Python file
+that makes the same requests (`flowjax.canvas.python_form`). Exit status: 0 with an
 answer, 1 without, 2 for what is wrong in the command.
 """
 
@@ -25,6 +26,7 @@ from flowjax.canvas.draw import svg
 from flowjax.canvas.graph import Workflow, WorkflowError
 from flowjax.canvas.json_form import from_json, to_json
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
+from flowjax.canvas.python_form import python_form
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
 from flowjax.canvas.values import NodeEvent, Problem, ProblemKind, WorkflowRun
@@ -49,13 +51,25 @@ async def _run(arguments: argparse.Namespace) -> WorkflowRun:
     operators = load_operators(arguments.operators)
     text = arguments.problem
     text = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
-    async with open_backends(read_backends(arguments.backends)) as backends:
+    config = read_backends(arguments.backends)
+    problem = Problem(text, arguments.kind)
+    async with open_backends(config) as backends:
         if faults := problems(workflow, operators, backends):
             raise WorkflowError(" ".join(faults))
         first = next(iter(backends))
+        if arguments.export:
+            written = python_form(
+                workflow,
+                problem,
+                operators,
+                backends=config,
+                default_backend=first,
+                extra_operators=arguments.operators,
+            )
+            Path(arguments.export).write_text(written, encoding="utf-8")
         result = await run(
             workflow,
-            Problem(text, arguments.kind),
+            problem,
             operators=operators,
             backends=backends,
             default_backend=first,
@@ -86,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--svg", default="", help="where to draw the run")
     parser.add_argument("--json", default="", help="where to write the run as JSON")
     parser.add_argument("--save", default="", help="where to write the workflow's JSON form")
+    parser.add_argument("--export", default="", help="where to write the workflow as a Python file")
     parser.add_argument("--verbose", action="store_true", help="print each call as it starts and ends")
     try:
         result = asyncio.run(_run(parser.parse_args(argv)))
