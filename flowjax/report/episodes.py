@@ -304,9 +304,9 @@ def _completed(trace: Any, known: dict[Any, Any]) -> Any:
     for node in nodes if isinstance(nodes, list) else ():
         name = (node.get("id"), node.get("turn"))
         if "inputs" in node:
-            known[name] = {part: node[part] for part in ("inputs", "outputs") if part in node}
+            known[name] = {part: node.get(part) for part in ("inputs", "outputs", "tokens", "cost", "seconds")}
         elif name in known:
-            node.update(known[name])
+            node.update(known[name])  # what it cost when it was run: remembered, it costs nothing
     return trace
 
 

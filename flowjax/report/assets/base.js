@@ -23,6 +23,7 @@ function replace(parent, ...children) { parent.replaceChildren(...children.flat(
 
 function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value === 0) return "0";  // never −0
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1);
   return Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : digits);

@@ -6,7 +6,8 @@ SECTIONS.canvas = {
     const pieces = allPieces().filter(({run}) => run.world === "Canvas");
     const chosen = pieces.find(({piece}) => piece.key === key) || pieces.filter(({piece}) => piece.kind === "training").at(-1) || pieces.at(-1);
     const made = await piece(chosen.piece.key);
-    const longest = chosen.piece.episodes.reduce((best, one) => one.success >= 1 && one.turns > best.turns || best.turns < 0 ? one : best, {turns: -1});
+    const worth = (one) => (one.success >= 1 ? 1000 : 0) + one.turns;
+    const longest = [...chosen.piece.episodes].sort((a, b) => worth(b) - worth(a))[0];
     this.draw(chosen, made, Number(group ?? longest.group), Number(episode ?? longest.episode), edit === undefined ? null : Number(edit));
   },
   draw({run, piece: described}, made, group, place, edit) {
@@ -31,7 +32,7 @@ SECTIONS.canvas = {
     const nodes = edits.slice(0, at + 1).findLast((one) => one.made.trace)?.made.trace.nodes || [];  // a refused edit leaves what was there
     return [make("h3", {}, `Edit ${at + 1} of ${of}: `, make("code", {}, edit.made.action || "no action")), edit.made.valid ? null : make("p", {class: "bad"}, "It was refused."),
       drawing(made.pictures[edit.picture], made.views[edit.view]) || make("pre", {}, made.views[edit.view]),
-      nodes.length ? nodes.map((node) => make("details", {class: "node-run"}, make("summary", {}, `${node.id} ${node.operator}: ${node.status}${node.cached ? ", remembered" : ""}, ${number(node.tokens)} tokens, cost ${number(node.cost)}, ${duration(node.seconds)}`),
+      nodes.length ? nodes.map((node) => make("details", {class: "node-run"}, make("summary", {}, `${node.id} ${node.operator}: ${node.status}${node.cached ? ", remembered from when it took" : ","} ${number(node.tokens)} tokens, cost ${number(node.cost)}, ${duration(node.seconds)}`),
         make("h4", {}, "It was given"), make("pre", {}, node.inputs), make("h4", {}, "It gave"), make("pre", {}, node.outputs || node.error)))
         : make("p", {class: "hint"}, "Nothing has been run yet.")];
   },

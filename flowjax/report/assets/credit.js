@@ -1,7 +1,7 @@
 // Credit: the state graph of a group, with the states in its nodes; a move leads to the turns that made it and why they
 // got their credit.
 
-const NODE = {width: 104, height: 128, across: 86, down: 26, margin: 24, picture: 72};
+const NODE = {width: 104, height: 128, across: 112, down: 26, margin: 24, picture: 72};
 
 SECTIONS.credit = {
   get absent() { return !creditPieces().length; },
@@ -62,26 +62,26 @@ function stateGraph(made, group, onmove) {
     const kind = Math.abs(edge.advantage) < 1e-3 ? "even" : edge.advantage > 0 ? "gain" : "loss";
     const [path, tx, wanted] = route(at[edge.source], at[edge.target], x, y);
     let ty = wanted;
-    while (labels.some(([otherX, otherY]) => Math.abs(otherX - tx) < 80 && Math.abs(otherY - ty) < 13)) ty += 13;
-    labels.push([tx, ty]);
+    while (labels.some((other) => Math.abs(other.x - tx) < 96 && Math.abs(other.y - ty) < 13)) ty += 13;
+    labels.push({x: tx, y: ty, text: make("text", {x: tx, y: ty, "text-anchor": "middle", class: "label"}, `${shorten(edge.action, 12)} ${signed(edge.advantage)}`)});
     const name = `${edge.action}, advantage ${signed(edge.advantage)}, made ${edge.moves.length} times`;
     const element = make("g", {class: `edge ${kind}`, role: "button", tabindex: "0", "aria-label": name, onclick: () => choose(i),
       onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(i); } }},
       make("title", {}, name), make("path", {d: path, class: "hit"}),
-      make("path", {d: path, class: "line", "stroke-width": 1.2 + Math.log2(edge.moves.length) * 1.3, "marker-end": `url(#head-${kind})`}),
-      make("text", {x: tx, y: ty, "text-anchor": "middle"}, `${shorten(edge.action, 12)} ${signed(edge.advantage)}`));
+      make("path", {d: path, class: "line", "stroke-width": 1.2 + Math.log2(edge.moves.length) * 1.3, "marker-end": `url(#head-${kind})`}));
     svg.append(element);
     return element;
   });
   for (const node of nodes) svg.append(nodeBox(made, node, x(node), y(node), node.value / most));
+  svg.append(...labels.map((label) => label.text));  // above all, where a pointer goes through them
   function choose(i) {
-    drawnEdges.forEach((element, place) => element.classList.toggle("chosen", place === i));
+    for (const marked of [drawnEdges, labels.map((label) => label.text)]) marked.forEach((element, place) => element.classList.toggle("chosen", place === i));
     onmove(i);
   }
   function highlight(episode) {
     drawnEdges.forEach((element, i) => {
       const on = episode !== null && edges[i].moves.some(([e]) => e === episode);
-      element.classList.toggle("on-path", on); element.classList.toggle("off-path", episode !== null && !on);
+      for (const marked of [element, labels[i].text]) marked.classList.toggle("off-path", episode !== null && !on);
     });
   }
   return {element: make("div", {class: "scroll graphbox", tabindex: "0", role: "region", "aria-label": "State graph"}, svg), choose, highlight};
