@@ -10,8 +10,7 @@ import grain
 from flowjax.dataflow.algorithms.base import Chain, build_algorithms
 from flowjax.dataflow.batches import Batches
 from flowjax.dataflow.evaluations import Evaluations
-from flowjax.dataflow.groups import Groups
-from flowjax.dataflow.leases import Leases
+from flowjax.dataflow.leases import Groups, Leases
 from flowjax.dataflow.ledger import Ledger
 from flowjax.dataflow.policies import PolicyStatus
 from flowjax.dataflow.workers import RolloutWorkers

@@ -27,8 +27,7 @@ from flowjax.dataflow import messages
 from flowjax.dataflow.algorithms.base import AlgorithmError
 from flowjax.dataflow.batches import Assigned
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.groups import Played
-from flowjax.dataflow.leases import Capabilities
+from flowjax.dataflow.leases import Capabilities, Played
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
 from flowjax.record_checks import check_lease

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowjax.dataflow.rows import credit_batch
+from flowjax.dataflow.batches import credit_batch
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.transcripts import batch_path, transcript, write_lines
 from flowjax.records import Group

@@ -1,10 +1,9 @@
 """Steps of a flow as the service takes them, in one call each."""
 
-from flowjax.dataflow.batches import Assigned
+from flowjax.dataflow.batches import Assigned, CreditedBatch
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.leases import ANYTHING, Capabilities
 from flowjax.dataflow.ledger import Kind
-from flowjax.dataflow.rows import CreditedBatch
 from flowjax.records import Episode, Lease
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flowjax.config import default_config
+from flowjax.dataflow.batches import credit_batch
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.rows import credit_batch
 from flowjax.dataflow.tasks import episode_seed, task_at
 from flowjax.records import Episode, Group, Lease, Task, TokenRow, Trajectory, Turn
 from flowjax.run import resolve

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from flowjax.dataflow.rows import credit_batch, token_rows
+from flowjax.dataflow.batches import credit_batch, token_rows
 from flowjax.records import Group, Task, Trajectory, Turn
 
 

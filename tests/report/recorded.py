@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.config import default_config, save_run
-from flowjax.dataflow.rows import credit_batch
+from flowjax.dataflow.batches import credit_batch
 from flowjax.envs.base import Env, Observation, Split, Step, World, find_world
 from flowjax.models.nano import build_tokenizer
 from flowjax.monitor.metrics import MetricsWriter

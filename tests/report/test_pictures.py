@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flowjax.config import default_config, save_run
-from flowjax.dataflow.rows import credit_batch
+from flowjax.dataflow.batches import credit_batch
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import batch_path, transcript, write_lines
 from flowjax.records import Group, Task, Trajectory, Turn

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowjax.dataflow.rows import token_rows
+from flowjax.dataflow.batches import token_rows
 from flowjax.envs.base import EnvDied, Observation, Step
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.sokoban import Sokoban
