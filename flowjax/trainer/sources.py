@@ -28,7 +28,7 @@ class SourceError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The rows of one batch of `policy`, and sums over its episodes for the log (see `dataflow.batches.CreditedBatch`)."""
+    """The rows of one batch of `policy`, and sums over its episodes (see `dataflow.batches.CreditedBatch`)."""
 
     policy: str
     rows: Sequence[TokenRow]

@@ -1,7 +1,6 @@
 """Admission, staleness, evaluation and batches, over HTTP as the other roles see them."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import grain
@@ -16,6 +15,7 @@ from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
 from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.transcripts import batch_path, read_lines
 from flowjax.records import Episode, Task, Trajectory, Turn, pack, unpack
 from flowjax.run import resolve
 from tests.dataflow import flows
@@ -224,9 +224,7 @@ def test_trajectories_of_a_batch_are_written_down(tmp_path):
     flow.report_serving("agent", 0)
     play(flow, train_leases(flow), version=0)
     flows.credited(flow, "agent", 0)
-    lines = [
-        json.loads(line) for line in (tmp_path / "trajectories" / "agent" / "000000.jsonl").read_text().splitlines()
-    ]
+    lines = list(read_lines(batch_path(tmp_path, "agent", 0)))
     assert len(lines) == 6
     assert lines[0]["turns"][0]["sampled_ids"] == [4]
 
