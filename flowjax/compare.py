@@ -115,5 +115,8 @@ def _define() -> None:
 
 
 if __name__ == "__main__":
+    if {"--help", "-h", "--helpfull"} & set(sys.argv):  # for which absl's status is 1
+        print(__doc__)
+        sys.exit(0)
     _define()
     app.run(main)

@@ -2,11 +2,14 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from flowjax.launch.__main__ import read_request
+from flowjax.sweep import read_sweep
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "configs").glob("*.py"))]
@@ -32,3 +35,19 @@ def test_its_fields_are_there(command: tuple[str, ...], monkeypatch: pytest.Monk
 
 def test_some_are_documented():
     assert len(documented()) > 20
+
+
+@pytest.mark.parametrize("command", ["launch", "evaluate", "compare", "sweep", "export", "report", "canvas.doctor"])
+def test_every_command_has_help(command: str):
+    """What `--help` prints is where one begins: it names the command, and its status is that of no error."""
+    argv = [sys.executable, "-m", f"flowjax.{command}", "--help"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and f"flowjax.{command}" in done.stdout and not done.stderr, done.stderr
+
+
+def test_the_documented_sweep_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    (tmp_path / "sweep.py").write_text(page.split("```python\n")[1].split("```")[0] + f"RUNS = {str(tmp_path)!r}\n")
+    sweep = read_sweep(tmp_path / "sweep.py")
+    assert len(sweep.runs) == 9 and [sweep.runs[at].config.credit.name for at in (0, 3, 6)] == [*sweep.variants]

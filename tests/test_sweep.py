@@ -1,0 +1,253 @@
+"""A sweep: what its file may say, which runs are begun, resumed or left alone, and what is compared in the end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from flowjax.config import ConfigError, save_run
+from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
+from flowjax.sweep import Sweep, compare_variants, figure, main, read_sweep, table
+
+ROOT = Path(__file__).parent.parent
+RECIPE = """
+from flowjax.config import default_config
+
+def get_config(arg="grpo"):
+    config = default_config()
+    config.model.path = "base"
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
+    config.reward.components = {"success": 1.0}
+    config.trainer.steps, config.optimizer.warmup_steps = 4, 0
+    return config
+"""
+GOOD = """
+RECIPE = "recipe.py"
+SEEDS = (0, 1)
+VARIANTS = {
+    "grpo": {"credit.name": "grpo"},
+    "slow": {"config.optimizer.learning_rate": 1e-6, "policy.lora.targets": ("q_proj",), "trainer.steps": 3},
+    "gigpo": "recipe.py:grpo,gigpo",
+}
+helper = "mine"
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    return tmp_path
+
+
+def sweep_of(text: str) -> Sweep:
+    Path("sweep.py").write_text(text)
+    return read_sweep(Path("sweep.py"))
+
+
+def test_variants_times_seeds_are_runs_with_configs_of_their_own():
+    sweep = sweep_of(GOOD)
+    assert [run.folder for run in sweep.runs] == [
+        Path("runs/sweep") / f"{name}-{seed}" for name in ("grpo", "slow", "gigpo") for seed in (0, 1)
+    ]
+    grpo, slow, gigpo = sweep.runs[1], sweep.runs[2], sweep.runs[5]
+    assert (grpo.config.seed, grpo.config.credit.name, grpo.result.name) == (1, "grpo", "agent@4.jsonl")
+    assert (slow.config.optimizer.learning_rate, slow.config.policy.lora.targets) == (1e-6, ("q_proj",))
+    assert slow.result.name == "agent@3.jsonl"
+    assert (gigpo.config.credit.name, gigpo.config.seed) == ("gigpo", 1)
+    assert (sweep.at_once, sweep.metric) == (1, "success")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('RECIPE = "recipe.py"', "", "RECIPE is missing: give a recipe such as"),
+        (
+            '"recipe.py"',
+            '"recipes.py"',
+            r"VARIANTS\['grpo'\]: --config: there is no file recipes.py: did you mean recipe.py",
+        ),
+        ("SEEDS = (0, 1)", "SEEDS = (0, 0)", r"SEEDS is \(0, 0\): give a tuple of different whole numbers"),
+        ("SEEDS = (0, 1)", "SEEDS = 3", "SEEDS is 3: give a tuple"),
+        ("SEEDS = (0, 1)", "SEEDS = (True,)", r"SEEDS is \(True,\): give a tuple"),
+        ("SEEDS = (0, 1)", "SEEDS = ()", r"SEEDS is \(\): give a tuple"),
+        ("SEEDS", "SEED", r"SEED is nothing that a sweep has \(did you mean 'SEEDS'\?\)"),
+        ("helper", "AT_ONCE = 0\nhelper", "AT_ONCE is 0: give a whole number from 1 on"),
+        ("helper", "NAME = '../up'\nhelper", "NAME is '../up': give the name of a folder"),
+        (
+            "credit.name",
+            "credit.nam",
+            r"VARIANTS\['grpo'\]: config.credit.nam is not a field .* did you mean config.credit.name",
+        ),
+        ("1e-6", "'fast'", r"VARIANTS\['slow'\]: config.optimizer.learning_rate takes a number, not 'fast'"),
+        ("1e-6", "-1.0", r"VARIANTS\['slow'\]: config.optimizer.learning_rate is -1.0"),
+        ('"grpo": {', '"a/b": {', "VARIANTS has 'a/b': give"),
+        ('{"credit.name": "grpo"}', "3", r"VARIANTS\['grpo'\] is 3: give a dict of fields, or a recipe"),
+        ('"credit.name": "grpo"', '"seed": 3', "config.seed is the sweep's to set: use SEEDS, NAME and RUNS"),
+        ('"credit.name": "grpo"', '"eval.tasks": 0', "config.eval.tasks is 0: a sweep compares held-out evaluations"),
+        ("grpo,gigpo", "grpo,gigppo", "there is no estimator 'gigppo'"),
+        ("helper = ", "helper = 1 / 0 + ", "sweep.py line 9: ZeroDivisionError"),
+        ("helper = ", "helper = = ", "sweep.py line 9: SyntaxError"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_refused_with_field_value_and_remedy(old, new, message):
+    with pytest.raises(ConfigError, match=message):
+        sweep_of(GOOD.replace(old, new, 1))
+
+
+def test_a_run_that_was_begun_otherwise_is_not_gone_on_with():
+    run = sweep_of(GOOD).runs[0]
+    save_run(run.config, run.folder)
+    sweep_of(GOOD)
+    with pytest.raises(
+        ConfigError, match=r"grpo-0 was begun otherwise \(config.loss.kl_coefficient is 0.5, but .* 0.0"
+    ):
+        sweep_of(GOOD.replace('"credit.name": "grpo"', '"loss.kl_coefficient": 0.5'))
+
+
+def finish(run, share: float, tasks: int = 60) -> None:
+    rng = np.random.default_rng(run.seed)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    episodes = [
+        HeldOutEpisode(f"t{index}", f"t{index}", "", 0, "ok", float(rng.random() < share), 2, 4, {}, {"agent": 1.0})
+        for index in range(tasks)
+    ]
+    write_held_out(run.folder, run.result.stem, episodes)
+
+
+def test_variants_are_compared_with_the_first_and_drawn(capsys):
+    sweep = sweep_of(GOOD)
+    for run in sweep.runs[:-1]:
+        finish(run, {"grpo": 0.2, "slow": 0.9, "gigpo": 0.3}[run.variant])
+    rows, said = compare_variants(sweep)
+    assert [row.name for row in rows] == ["grpo", "slow", "gigpo"] and not rows[0].more
+    assert float(rows[1].improvement) > 0.7 and len(rows[1].seeds) == 2 and len(rows[2].seeds) == 1
+    assert said[0].startswith("slow (A) and grpo (B): A's success is higher than B's by 0.")
+    assert "several seeds of each" in said[1] and said[2] == "Not finished, and left out: gigpo-1."
+    page = table(sweep, rows, said)
+    assert page.count("\n| ") == 4 and "| less grpo [95 %] |" in page
+    drawn = ElementTree.fromstring(figure(sweep, rows))
+    assert "slow" in "".join(drawn.itertext())
+    circles = [each for each in drawn.iter() if each.tag.endswith("circle")]
+    assert len(circles) == 3 + 5  # means and seeds
+
+
+def test_a_dry_run_says_what_would_run(capsys):
+    sweep = sweep_of(GOOD)
+    finish(sweep.runs[0], 0.5)
+    save_run(sweep.runs[1].config, sweep.runs[1].folder)
+    assert main(["sweep.py", "--dry_run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:] for line in lines[:3]] == [["finished"], ["to", "resume"], ["to", "begin"]]
+    assert not Path("runs/sweep/sweep.md").exists()
+    for argv in ([], ["a.py", "b.py"], ["sweep.py", "--dry"]):
+        assert main(argv) == 2 and "give one sweep file" in capsys.readouterr().err
+
+
+LAUNCHER = '''
+"""A launcher that notes how it was called, and finishes, fails or takes its time as a file says."""
+import json, os, sys, time
+from pathlib import Path
+from flowjax.config import save_run
+from flowjax.launch.command_line import parse
+from flowjax.config import load_run
+
+argv = sys.argv[1:]
+with open("called.txt", "a") as file:
+    file.write(json.dumps(argv) + "\\n")
+if argv[0].startswith("--resume="):
+    folder = Path(argv[0].partition("=")[2]); config = load_run(folder)
+else:
+    config, _ = parse(argv)
+    folder = Path(config.runs) / config.name
+    save_run(config, folder)
+how = json.loads(Path("how.json").read_text()).get(folder.name, "")
+if how == "fails":
+    sys.exit(3)
+if how == "sleeps":
+    (folder / "asleep").touch()
+    time.sleep(60)
+(folder / "held_out").mkdir(exist_ok=True)
+line = {"task_id": "t", "source": "", "seed": 0, "status": "ok", "success": 1.0, "turns": 1, "sampled_tokens": 1,
+        "outcome": {}, "rewards": {}}
+text = "".join(json.dumps({"task": f"t{i}", **line}) + "\\n" for i in range(4))
+(folder / "held_out" / f"agent@{config.trainer.steps}.jsonl").write_text(text)
+'''
+
+
+@pytest.fixture
+def launcher(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of `flowjax.launch`: what a sweep starts, without engines."""
+    (folder / "launcher.py").write_text(LAUNCHER)
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if sys.orig_argv[1:3] == ['-m', 'flowjax.launch']:\n"
+        "    import os, runpy, pathlib\n"
+        "    sys.argv = sys.orig_argv[2:]\n"
+        "    try:\n"
+        "        runpy.run_path(str(pathlib.Path(__file__).with_name('launcher.py')), run_name='__main__')\n"
+        "    except SystemExit as error:\n"
+        "        os._exit(error.code)\n"
+        "    os._exit(0)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+    (folder / "how.json").write_text("{}")
+    monkeypatch.setattr("flowjax.sweep._problems", lambda sweep: [])
+    return folder
+
+
+def called(folder: Path) -> list[list[str]]:
+    path = folder / "called.txt"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_what_is_finished_is_not_run_again_and_what_is_broken_is_resumed(launcher, capsys):
+    (launcher / "how.json").write_text(json.dumps({"slow-0": "fails"}))
+    sweep_of(GOOD)
+    assert main(["sweep.py"]) == 1
+    assert "slow-0: exit status 3, see runs/sweep/logs/slow-0.log" in (out := capsys.readouterr().out)
+    assert "Not finished, and left out: slow-0." in out and len(called(launcher)) == 6
+    (launcher / "how.json").write_text("{}")
+    assert main(["sweep.py"]) == 0
+    assert called(launcher)[6:] == [["--resume=runs/sweep/slow-0"]]
+    assert "A and B have the same success on every task" in Path("runs/sweep/sweep.md").read_text()
+    assert Path("runs/sweep/sweep.svg").read_text().startswith("<svg")
+    assert main(["sweep.py"]) == 0 and len(called(launcher)) == 7
+
+
+def test_a_sweep_that_is_killed_takes_its_runs_along_and_goes_on(launcher):
+    sweep_of(GOOD.replace("helper", "AT_ONCE = 2\nhelper"))
+    (launcher / "how.json").write_text(json.dumps({"grpo-0": "sleeps", "grpo-1": "sleeps"}))
+    code = "import sys, flowjax.sweep as s; s._problems = lambda sweep: []; sys.exit(s.main(['sweep.py']))"
+    sweep = subprocess.Popen([sys.executable, "-c", code], cwd=launcher)
+    asleep = [launcher / "runs/sweep" / name / "asleep" for name in ("grpo-0", "grpo-1")]
+    until = time.monotonic() + 60
+    while not all(path.exists() for path in asleep) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(called(launcher)) == 2, "so many at a time"
+    sweep.send_signal(signal.SIGKILL)
+    sweep.wait()
+    (launcher / "how.json").write_text("{}")
+    assert main(["sweep.py"]) == 0
+    assert sorted(call[0] for call in called(launcher)[2:4]) == [f"--resume=runs/sweep/grpo-{seed}" for seed in (0, 1)]
+
+
+def test_a_sweep_that_is_interrupted_stops_its_runs_in_order(launcher):
+    sweep_of(GOOD)
+    (launcher / "how.json").write_text(json.dumps({"grpo-0": "sleeps"}))
+    code = "import sys, flowjax.sweep as s; s._problems = lambda sweep: []; sys.exit(s.main(['sweep.py']))"
+    sweep = subprocess.Popen([sys.executable, "-c", code], cwd=launcher, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (launcher / "runs/sweep/grpo-0/asleep").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    sweep.send_signal(signal.SIGTERM)
+    out, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 128 + signal.SIGTERM and "stopped; the same command goes on from here" in out
+    assert len(called(launcher)) == 1
