@@ -253,7 +253,9 @@ FIELDS = Section(
             0, "groups that wait for a policy's trainer; 0: twice what staleness admits", at_least=0, resume=True
         ),
         algorithms=Free("data algorithms by name, in order, each with its options"),
-        keep_trajectories=Entry(True, "write trajectories/*.jsonl, a file for each step, for the report", resume=True),
+        keep_trajectories=Entry(
+            True, "keep every turn of each batch in trajectories/, for the report (docs/report.md)", resume=True
+        ),
     ),
     reward=Section(
         "Outcome -> reward.",
