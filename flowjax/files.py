@@ -1,11 +1,13 @@
 """Files that are replaced in one step, so that who reads one sees all of it or what was there before, also after a
-crash; and files that one process holds."""
+crash; folders likewise; and files that one process holds."""
 
 import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -49,10 +51,40 @@ def held(path: Path, *, wait_s: float) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which is renamed into place once all of it is on disk.
+
+    `folder` either does not exist or is complete, also after a crash or a power cut. An existing one is never touched:
+    engines may have its bytes cached under its path.
+    """
+    if folder.exists():
+        raise FileExistsError(f"folder {folder} exists already, and folders of versions never change")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)
+        for path in unfinished.iterdir():
+            _sync(path)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def digest_of(path: Path) -> str:
-    """BLAKE2b of a file's content, 16 bytes in hexadecimal."""
+    """SHA-256 of a file's content in hexadecimal; processors have instructions for it."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def replace_file(path: Path, text: str | bytes, *, mode: int = 0o644, durable: bool = True) -> None:

@@ -1,15 +1,20 @@
 """Files that a node without the run's folder fetches over HTTP: the run's config, base models, published versions.
 
-    GET /run                             {name, config, bases}: config as JSON, bases by name
-    GET /files/bases/<base>              {files: [[path, bytes, digest], ...]} of a base model's folder
-    GET /files/weights                   {policies: {policy: {step: identity}}}: versions that a worker may need now
-    GET /files/weights/<policy>/<step>   {files} of that version's checkpoint, without the optimiser's state
-    GET <one of the two above>/<path>    the file itself; a part of it by the header Range
+    GET /run                                         {name, config, bases}: config as JSON, bases by name
+    GET /files/bases/<base>                          {files: [[path, bytes, digest], ...]} of a base model's folder
+    GET /files/bases/<base>/<path>                   one of them; a part of it by the header Range
+    GET /files/weights                               {policies: {policy: {step: identity}}}: versions that may be needed
+    GET /files/weights/<policy>/<step>?base=<key>    {pack: [name, bytes, digest], base: key}: a version as engines are
+                                                     given it, packed (`flowjax.weights.delta`) against the base where
+                                                     that is still here, else whole, which base "" says
+    GET /files/packs/<name>                          the packed version; a part of it by the header Range
 
-A step that is made anew, because its trainer has gone back, has another identity. Digests are BLAKE2b of the content.
+A step that is made anew, because its trainer has gone back, has another identity; a key is `<step>.<identity>`. Digests
+are SHA-256 of the content.
 """
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +24,12 @@ from aiohttp import web
 from flowjax.files import digest_of
 from flowjax.records import pack
 from flowjax.run import Run
-from flowjax.weights.publish import committed_at_ns, committed_steps
+from flowjax.weights.delta import pack_folder
+from flowjax.weights.publish import CheckpointError, committed_at_ns, committed_steps, read_adapter
 
-_PRIVATE = ("optimizer", "data")  # items of a checkpoint that only its trainer reads
+_PACKED = "packed"  # folder of the run with versions on their way
+_KEPT = 3  # versions of a policy there: nodes that are further behind get one whole
+_LONGEST = 20  # digits of a step
 Listing = list[tuple[str, int, str]]
 
 
@@ -35,8 +43,10 @@ class RunFiles:
 
     def __init__(self, run: Run, oldest_needed: Callable[[str], int]):
         self._run, self._oldest_needed = run, oldest_needed
+        self._packed = run.folder / _PACKED
+        self._digests: dict[Path, str] = {}  # of packs
         self._listings: dict[tuple[Path, str], Listing] = {}
-        self._hashing = asyncio.Lock()
+        self._busy = asyncio.Lock()  # one folder is read at a time, and once, however many nodes ask at that moment
 
     def routes(self) -> dict[str, Callable]:
         """Handlers of GET requests, by path."""
@@ -44,7 +54,7 @@ class RunFiles:
             "/run": self._describe,
             "/files/weights": self._versions,
             "/files/weights/{policy}/{step}": self._version,
-            "/files/weights/{policy}/{step}/{path:.+}": self._version,
+            "/files/packs/{name}": self._pack,
             "/files/bases/{base}": self._base,
             "/files/bases/{base}/{path:.+}": self._base,
         }
@@ -64,13 +74,61 @@ class RunFiles:
             policies[policy] = {str(step): str(at_ns) for step, at_ns in known.items() if at_ns is not None}
         return _answer({"policies": policies})
 
-    async def _version(self, request: web.Request) -> web.StreamResponse:
+    async def _version(self, request: web.Request) -> web.Response:
         policy, step = request.match_info["policy"], request.match_info["step"]
-        folder = self._run.folder / "checkpoints" / policy
-        made_ns = committed_at_ns(folder, int(step)) if policy in self._run.policies and step.isdecimal() else None
+        known = policy in self._run.policies and step.isdecimal() and len(step) < _LONGEST
+        made_ns = committed_at_ns(self._run.folder / "checkpoints" / policy, int(step)) if known else None
         if made_ns is None:
             raise web.HTTPNotFound(text=f"there is no version {step[:20]} of {policy[:100]} now: ask /files/weights")
-        return await self._answer(request, folder / step, str(made_ns), without=_PRIVATE)
+        base = self._handed(policy, request.query.get("base", ""))
+        async with self._busy:
+            try:
+                made = await asyncio.to_thread(self._make_pack, policy, f"{step}.{made_ns}", base)
+            except (CheckpointError, FileNotFoundError) as error:
+                raise web.HTTPNotFound(text=f"version {step} is being deleted: ask /files/weights again") from error
+        against = base.name.partition("@")[2] if base else ""
+        return _answer({"pack": [made.name, made.stat().st_size, self._digests[made]], "base": against})
+
+    async def _pack(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        path = self._packed / name
+        if name not in {each.name for each in self._packed.glob("*.pack")}:
+            raise web.HTTPNotFound(text=f"there is no {name[:200]} any more: ask /files/weights again")
+        return web.FileResponse(path)
+
+    def _handed(self, policy: str, key: str) -> Path | None:
+        """The folder of a version as engines are given it, if it is still here."""
+        folders = {folder.name: folder for folder in self._packed.glob(f"{policy}@*") if folder.is_dir()}
+        return folders.get(f"{policy}@{key}")
+
+    def _make_pack(self, policy: str, key: str, base: Path | None) -> Path:
+        """The packed version, made at the first call."""
+        from flowjax.weights.hand_over import hand_over, remove_unfinished  # slow, and for runs with nodes only
+
+        self._packed.mkdir(exist_ok=True)
+        folder = self._packed / f"{policy}@{key}"  # of that name no other content can be
+        step = int(key.partition(".")[0])
+        if not folder.exists():
+            remove_unfinished(self._packed, policy)
+            arrays = read_adapter(self._run.folder / "checkpoints" / policy, step)
+            hand_over(self._run.policies[policy]).write(folder, arrays)
+        made = self._packed / f"{folder.name}-from-{base.name.partition('@')[2] if base else 'nothing'}.pack"
+        if made not in self._digests or not made.exists():
+            unfinished = made.with_suffix(".part")
+            pack_folder(folder, base, unfinished)
+            self._digests[made] = digest_of(unfinished)
+            unfinished.rename(made)
+        self._thin(policy)
+        return made
+
+    def _thin(self, policy: str) -> None:
+        """Delete all but the newest versions; who reads one of them reads on."""
+        folders = [path for path in self._packed.glob(f"{policy}@*") if path.is_dir()]
+        for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns)[:-_KEPT]:
+            for made in self._packed.glob(f"{folder.name}-from-*"):
+                made.unlink(missing_ok=True)
+                self._digests.pop(made, None)
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def _base(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["base"]
@@ -79,22 +137,11 @@ class RunFiles:
         folder = Path(self._run.bases[name].model.path)
         if not (folder / "config.json").is_file():
             raise web.HTTPNotFound(text=f"{folder} of base {name} is not on this machine: put the model on the node")
-        return await self._answer(request, folder, str(folder.stat().st_mtime_ns))
-
-    async def _answer(
-        self, request: web.Request, folder: Path, identity: str, *, without: tuple[str, ...] = ()
-    ) -> web.StreamResponse:
-        """The folder's list, or the one of its files that was asked for. No other file has a way out of here."""
-        try:
-            async with self._hashing:  # once, however many nodes ask for the same version at the same moment
-                if (folder, identity) not in self._listings:
-                    if len(self._listings) >= 64:
-                        del self._listings[next(iter(self._listings))]
-                    self._listings[folder, identity] = await asyncio.to_thread(_listing, folder, without)
-        except FileNotFoundError as error:
-            raise web.HTTPNotFound(text=f"{folder.name} is being deleted: ask /files/weights again") from error
-        files = self._listings[folder, identity]
-        path = request.match_info.get("path")
+        identity = str(folder.stat().st_mtime_ns)
+        async with self._busy:
+            if (folder, identity) not in self._listings:
+                self._listings[folder, identity] = await asyncio.to_thread(_listing, folder)
+        files, path = self._listings[folder, identity], request.match_info.get("path")
         if path is None:
             return _answer({"files": files})
         if path not in {name for name, _, _ in files} or not (folder / path).is_file():
@@ -102,11 +149,11 @@ class RunFiles:
         return web.FileResponse(folder / path)
 
 
-def _listing(folder: Path, without: tuple[str, ...]) -> Listing:
+def _listing(folder: Path) -> Listing:
     """Path, size in bytes and digest of each file; those of Git and of unfinished downloads are left out."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    inside = [(path, path.relative_to(folder)) for path in paths]
-    kept = [(path, name) for path, name in inside if name.parts[0] not in without and not name.parts[0].startswith(".")]
+    names = [path.relative_to(folder) for path in paths]
+    kept = [(path, name) for path, name in zip(paths, names, strict=True) if not name.parts[0].startswith(".")]
     return [(str(name), path.stat().st_size, digest_of(path)) for path, name in kept]
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from flowjax.monitor.trouble import explain
-from flowjax.weights.hand_over import EngineWeights, HandOver, remove_unfinished
-from flowjax.weights.publish import committed_steps, read_adapter
+from flowjax.weights.hand_over import EngineWeights, HandOver, link_folder, remove_unfinished
+from flowjax.weights.publish import HANDED_OVER, committed_steps, read_adapter
 from flowjax.workflows.agent import UNVERSIONED, served_version
 
 _log = logging.getLogger(__name__)
@@ -306,7 +306,11 @@ class Follower:
             )
 
     def _write_folder(self, policy: str, version: int) -> None:
-        arrays = read_adapter(self._run_dir / "checkpoints" / policy, version)
+        checkpoints = self._run_dir / "checkpoints" / policy
+        if (made := checkpoints / str(version) / HANDED_OVER).exists():
+            link_folder(made, self._adapters / model_name(policy, version))
+            return
+        arrays = read_adapter(checkpoints, version)
         self._hand_overs[policy].write(self._adapters / model_name(policy, version), arrays)
 
     async def _retire(self, served: _Served, policy: str) -> None:

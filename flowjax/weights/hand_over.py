@@ -6,9 +6,7 @@ Either is an immutable folder, which appears once all of it is on disk.
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +16,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from flowjax.files import new_folder
 from flowjax.models.config import read_config
 from flowjax.models.decoder import Decoder, base_specs
 from flowjax.models.hf import save_decoder
@@ -41,40 +40,17 @@ def write_peft_folder(
             (unfinished / "README.md").write_text(card)
 
 
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which is renamed into place once all of it is on disk.
-
-    `folder` either does not exist or is complete, also after a crash or a power cut. An existing one is never touched:
-    engines may have its bytes cached under its path.
-    """
-    if folder.exists():
-        raise FileExistsError(f"adapter folder {folder} exists already, and adapter folders never change")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield unfinished
-        unfinished.chmod(0o755)
-        for path in unfinished.iterdir():
-            _sync(path)
-        unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+def link_folder(made: Path, folder: Path) -> None:
+    """The folder of a version whose files are on this disk already, as on a node; nothing is copied."""
+    with new_folder(folder) as unfinished:
+        for path in made.iterdir():
+            os.link(path, unfinished / path.name)
 
 
 def remove_unfinished(parent: Path, policy: str) -> None:
     """Sweep what a killed writer of the policy's versions left in `parent`."""
     for path in parent.glob(f".{policy}@*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class EngineWeights(Protocol):
@@ -104,15 +80,17 @@ class PeftHandOver:
 
     in_place = False
 
-    def __init__(self, model: ModelConfig, lora: Lora, base_path: str):
+    def __init__(self, model: ModelConfig, lora: Lora, base_path: str, dtype: str = "float32"):
         self._model, self._lora, self._described = model, lora, peft_config(lora, base_path)
+        self._dtype = jnp.dtype(dtype)  # of the engine, which would round it as it is rounded here
 
     def tensors(self, arrays: Any) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
         """The adapter's tensors and its adapter_config.json."""
         return peft_tensors(arrays, self._model, self._lora), self._described
 
     def write(self, folder: Path, arrays: Any) -> None:
-        write_peft_folder(folder, *self.tensors(arrays))
+        tensors, described = self.tensors(arrays)
+        write_peft_folder(folder, {name: x.astype(self._dtype) for name, x in tensors.items()}, described)
 
     async def load(self, engine: EngineWeights, name: str, folder: Path) -> None:
         await engine.load_adapter(name, folder)
@@ -140,7 +118,7 @@ def hand_over(policy: Policy) -> HandOver:
     model = read_config(Path(base.model.path))
     if policy.train == "full":
         return FullHandOver(model, base.engine.dtype)
-    return PeftHandOver(model, Lora(**policy.lora.to_dict()), base.model.path)
+    return PeftHandOver(model, Lora(**policy.lora.to_dict()), base.model.path, base.engine.dtype)
 
 
 def decoder_of(model: ModelConfig, arrays: Mapping[str, Any]) -> Decoder:

@@ -2,31 +2,32 @@
 
     python -m flowjax.weights.mirror --run=<run folder of the node>
 
-The copy has the layout of the run's own folder, so that all that follows reads it as if the trainer had written it
-(`flowjax.weights.follow`). Files come over HTTP from the dataflow (`flowjax.dataflow.files`), a few at a time, go on
-where a broken transfer has ended, and count only when their digests agree. A version is renamed into place when all of
-it is there.
+The copy has the layout of the run's own folder, with what engines are given of each version in the place of its arrays
+(`flowjax.weights.follow` takes either). Files come over HTTP from the dataflow (`flowjax.dataflow.files`), a few at a
+time, go on where a broken transfer has ended, and count only when their digests agree. A version comes as what differs
+from the newest one that is here, or whole, and is renamed into place when all of it is there.
 """
 
+import argparse
 import asyncio
 import contextlib
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from absl import app, flags, logging
+from absl import logging
 
 from flowjax.config import ConfigError
-from flowjax.files import digest_of, replace_file
+from flowjax.files import digest_of, new_folder, replace_file
 from flowjax.monitor.token import VARIABLE, bearer, known_token
 from flowjax.records import WireError, unpack
 from flowjax.run import Run, read_run
-from flowjax.weights.publish import committed_steps
+from flowjax.weights.delta import DeltaError, open_folder
+from flowjax.weights.publish import HANDED_OVER, commit_copy, committed_steps
 
-_RUN = flags.DEFINE_string("run", None, "Run folder of the node.", required=True)
 _LOOK_EVERY_S = 0.5  # at the versions of the run
 _LAST_RETRY_S = 10.0
 _AT_ONCE = 8  # files: over a slow link one connection alone does not fill it
@@ -83,12 +84,17 @@ class RunSource:
         for name, _, _ in files:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise MirrorError(f"{self.url}{path} lists {name[:200]!r}, which lies outside: it is no dataflow")
-        copies = [self._copy_file(f"{path}/{name}", folder / name, size, digest) for name, size, digest in files]
-        for result in await asyncio.gather(*copies, return_exceptions=True):
+        fetches = [self.fetch(f"{path}/{name}", folder / name, size, digest) for name, size, digest in files]
+        for result in await asyncio.gather(*fetches, return_exceptions=True):
             if isinstance(result, BaseException):  # the others have come as far as they could
                 raise result
 
-    async def _copy_file(self, path: str, target: Path, size_bytes: int, digest: str) -> None:
+    async def fetch(self, path: str, target: Path, size_bytes: int, digest: str) -> None:
+        """Have the file at `path` as `target`, whose folder is made.
+
+        Raises:
+            MirrorError, aiohttp.ClientError, OSError: it did not come whole, or not as it is there.
+        """
         if target.exists():
             return
         async with self._slots:
@@ -155,22 +161,29 @@ class WeightsMirror:
         """
         listed = (await self._origin.ask("/files/weights"))["policies"]
         for policy, steps in listed.items():
-            self._forget(policy, steps)
+            here = {step: _read(self._folder(policy, step) / _IDENTITY) for step in self._steps(policy)}
+            self._forget(policy, [step for step in here if steps.get(str(step), here[step]) != here[step]])
             for step in sorted(map(int, steps), reverse=True):
                 await self._fetch(policy, step, steps[str(step)])
+            self._forget(policy, [step for step in here if str(step) not in steps])  # a base until now
 
-    def _forget(self, policy: str, steps: Mapping[str, str]) -> None:
+    def _folder(self, policy: str, step: int) -> Path:
+        return self._checkpoints / policy / str(step)
+
+    def _steps(self, policy: str) -> list[int]:
+        return committed_steps(self._checkpoints / policy)
+
+    def _forget(self, policy: str, steps: Sequence[int]) -> None:
         """Delete versions that are gone at the run, or were made anew there."""
-        for step in committed_steps(self._checkpoints / policy):
-            folder = self._checkpoints / policy / str(step)
-            if steps.get(str(step)) != _read(folder / _IDENTITY):
-                gone = folder.with_name(f".gone-{step}")  # renamed first: half of a version is none
-                shutil.rmtree(gone, ignore_errors=True)
-                folder.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+        for step in steps:
+            folder = self._folder(policy, step)
+            gone = folder.with_name(f".gone-{step}")  # renamed first: half of a version is none
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
     async def _fetch(self, policy: str, step: int, identity: str) -> None:
-        folder = self._checkpoints / policy / str(step)
+        folder = self._folder(policy, step)
         if folder.exists():
             return
         unfinished = folder.with_name(f".part-{step}-{identity}")
@@ -178,10 +191,38 @@ class WeightsMirror:
             if other != unfinished:
                 shutil.rmtree(other, ignore_errors=True)
         unfinished.mkdir(parents=True, exist_ok=True)
-        await self._origin.copy(f"/files/weights/{policy}/{step}", unfinished)
-        replace_file(unfinished / _IDENTITY, identity, durable=False)
+        base = max(self._steps(policy), default=None)
+        try:
+            size_bytes = await self._unpack(policy, step, base, unfinished)
+        except DeltaError as error:  # the base here is not the one there, by whatever fault
+            logging.warning("%s %d comes whole: %s", policy, step, error)
+            size_bytes = await self._unpack(policy, step, None, unfinished)
+        replace_file(unfinished / _IDENTITY, identity)
+        commit_copy(unfinished)
         unfinished.rename(folder)
-        logging.info("%s %d is here", policy, step)
+        logging.info("%s %d is here, by %d bytes", policy, step, size_bytes)
+
+    async def _unpack(self, policy: str, step: int, base: int | None, unfinished: Path) -> int:
+        """Make what engines are given of a version from its pack. Returns the pack's size in bytes."""
+        path, made = f"/files/weights/{policy}/{step}", unfinished / HANDED_OVER
+        key = "" if base is None else f"{base}.{_read(self._folder(policy, base) / _IDENTITY)}"
+        answer = await self._origin.ask(f"{path}?base={key}")
+        name, size_bytes, digest = answer["pack"]
+        if Path(name).name != name or answer["base"] not in ("", key):
+            raise MirrorError(
+                f"{self._origin.url}{path} answers with {name[:200]!r}: it is no dataflow of this version"
+            )
+        packed = unfinished / name
+        await self._origin.fetch(f"/files/packs/{name}", packed, size_bytes, digest)
+        if made.exists():  # a start before this one was killed right after
+            shutil.rmtree(made)
+        known = self._folder(policy, base) / HANDED_OVER if base is not None and answer["base"] else None
+        try:
+            with new_folder(made) as opened:
+                await asyncio.to_thread(open_folder, packed, known, opened)
+        finally:
+            packed.unlink()
+        return size_bytes
 
 
 def _read(path: Path) -> str:
@@ -196,15 +237,17 @@ async def _follow(run: Run) -> None:
         await WeightsMirror(run.folder, origin).follow()
 
 
-def main(argv: list[str]) -> None:
-    del argv
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)  # absl's flags are one table for all that a process imports
+    parser.add_argument("--run", type=Path, required=True, help="run folder of the node")
     logging.set_verbosity(logging.INFO)
     try:
-        asyncio.run(_follow(read_run(Path(_RUN.value).absolute())))
+        asyncio.run(_follow(read_run(parser.parse_args().run.absolute())))
     except ConfigError as error:
         print(f"mirror: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    logging.use_absl_handler()
+    main()

@@ -27,6 +27,7 @@ from flowjax.monitor.trouble import explain
 
 PyTree = Any
 _COMMIT_MARKER = "commit_success.txt"
+HANDED_OVER = "handed_over"  # in a step of a node's copy: what engines are given, in the place of the arrays
 _LOCK_FILE = "trainer.lock"
 _HANDOVER_S = 10.0  # longest that a trainer that is stopping may take
 _log = logging.getLogger(__name__)
@@ -88,6 +89,11 @@ def committed_at_ns(directory: Path, step: int) -> int | None:
         return (directory / str(step) / _COMMIT_MARKER).stat().st_mtime_ns
     except FileNotFoundError:
         return None
+
+
+def commit_copy(step: Path) -> None:
+    """Mark the folder of a step as complete, which holds what was handed over and no arrays."""
+    (step / _COMMIT_MARKER).touch()
 
 
 def read_adapter(directory: Path, step: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import asyncio
 import random
 from typing import Any
 
+import ml_dtypes  # noqa: F401, so that numpy knows bfloat16 by name
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from safetensors.numpy import load_file

@@ -4,19 +4,26 @@ import asyncio
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from aiohttp import web
 from rollout_run import RolloutRun
+from safetensors.numpy import load_file
 
 from flowjax.run import resolve
 from flowjax.weights import mirror
+from flowjax.weights.hand_over import hand_over
 from flowjax.weights.mirror import MirrorError, WeightsMirror, fetch_bases, source
-from flowjax.weights.publish import committed_steps, read_adapter
+from flowjax.weights.publish import HANDED_OVER, committed_steps, read_adapter
+
+
+def read_adapter_of(run: RolloutRun, step: int):
+    return read_adapter(run.folder / "checkpoints" / "agent", step)
 
 
 def level(folder: Path, step: int) -> float:
-    return float(np.asarray(read_adapter(folder / "checkpoints" / "agent", step)["q_proj"]["b"]).mean())
+    """The number that `RolloutRun.publish` fills the adapter of a step with."""
+    tensors = load_file(folder / "checkpoints" / "agent" / str(step) / HANDED_OVER / "adapter_model.safetensors")
+    return float(next(array for name, array in tensors.items() if "lora_B" in name).mean())
 
 
 def test_a_node_has_the_versions_that_the_run_has(tmp_path):
@@ -33,8 +40,50 @@ def test_a_node_has_the_versions_that_the_run_has(tmp_path):
             await copy.update()
             assert committed_steps(node / "checkpoints" / "agent") == [2, 3], "within max_staleness of what is served"
             assert [level(node, step) for step in (2, 3)] == [2.0, 3.0]
-            kept = {path.name for path in (node / "checkpoints" / "agent" / "3").iterdir()}
-            assert "adapter" in kept and not kept & {"optimizer", "data"}
+            whole = tmp_path / "whole"
+            hand_over(resolve(run.config, run.folder).policies["agent"]).write(whole, read_adapter_of(run, 3))
+            copied = node / "checkpoints" / "agent" / "3" / HANDED_OVER
+            assert {path.name: path.read_bytes() for path in copied.iterdir()} == {
+                path.name: path.read_bytes() for path in whole.iterdir()
+            }
+
+    asyncio.run(scenario())
+
+
+def test_versions_travel_as_what_differs_and_whole_where_the_base_is_another(tmp_path):
+    run, node = RolloutRun(tmp_path), tmp_path / "node"
+    asked = []
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            copy, ask = WeightsMirror(node, origin), origin.ask
+
+            async def noting(path):
+                answer = await ask(path)
+                asked.extend([(path, answer["base"])] if "pack" in answer else [])
+                return answer
+
+            origin.ask = noting
+            await copy.update()
+            for step in (1, 2, 3, 4, 5):
+                run.publish(step)
+                servers.flow.report_serving("agent", step)
+                if step != 3:  # the node misses it
+                    await copy.update()
+                    assert level(node, step) == float(step)
+            bases = [base.partition(".")[0] for _, base in asked]
+            assert bases[:3] == ["", "0", "1"] and bases[-1] == "4", asked
+            assert sum(path.is_dir() for path in (run.folder / "packed").iterdir()) == 3, "no more than nodes may use"
+
+            other = node / "checkpoints/agent/5" / HANDED_OVER / "adapter_model.safetensors"
+            data = bytearray(other.read_bytes())
+            data[-1] ^= 1  # a bit that nobody has noticed
+            other.unlink()
+            other.write_bytes(data)
+            run.publish(6)
+            servers.flow.report_serving("agent", 6)
+            await copy.update()
+            assert level(node, 6) == 6.0
 
     asyncio.run(scenario())
 
@@ -155,7 +204,9 @@ def test_nothing_but_what_is_listed_can_be_had(tmp_path):
         async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
             for path in (
                 "/files/bases/base/../../secret", "/files/bases/base/%2e%2e/secret", "/files/bases/other",
-                "/files/weights/agent/7", "/files/weights/agent/0/optimizer/_METADATA", "/files/weights/../x",
+                "/files/weights/agent/7", "/files/weights/agent/0/optimizer/_METADATA",
+                "/files/packs/..%2Fconfig.json", "/files/packs/x.pack", "/files/weights/../x",
+                f"/files/weights/agent/{'1' * 5000}",
                 "/files/bases/base/%2Fetc%2Fpasswd", "/files/weights/agent/-1", "/files/weights/agent/0x1",
             ):  # fmt: skip
                 with pytest.raises(MirrorError, match=r"HTTP 4\d\d"):
