@@ -9,10 +9,10 @@ run's folder and nobody connects to it. What it was playing when it dies is play
 import asyncio
 import contextlib
 import json
+import os
 import re
 import socket
 import time
-from pathlib import Path
 
 import aiohttp
 from ml_collections import ConfigDict
@@ -21,7 +21,7 @@ from rich.console import Console
 from flowjax.config import ConfigError, default_config
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.progress import read_status
-from flowjax.monitor.token import bearer, known_token
+from flowjax.monitor.token import VARIABLE, bearer, known_token
 from flowjax.run import Run
 from flowjax.weights.mirror import MirrorError, fetch_bases, source
 
@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 30.0
 
 
-def config_of_run(url: str, folder: Path = Path()) -> ConfigDict:
+def config_of_run(url: str) -> ConfigDict:
     """The config of the run whose dataflow is at `url`, as a node of it begins with.
 
     Raises:
@@ -39,7 +39,7 @@ def config_of_run(url: str, folder: Path = Path()) -> ConfigDict:
     """
 
     async def ask() -> dict:
-        async with source(url, known_token(folder)) as origin:
+        async with source(url, os.environ.get(VARIABLE, "")) as origin:
             return await origin.ask("/run")
 
     try:
