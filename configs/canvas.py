@@ -18,14 +18,12 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
     Needs bubblewrap (apt-get install bubblewrap): workflows run programs.
 
-    nano          2 CPU cores, 5 min   python -m flowjax.launch --config=configs/canvas.py:nano
-                  (beside other load; about as long again for the base model, which is made once)
-                  two executors of different skill and price, simulated: docs/worlds/canvas.md. With one, free, and
-                  prompts of a problem's kind and size instead of its words: held-out correct 0.34 -> 0.66
-                  [0.62, 0.70], mean reward -0.89 -> 0.57; other seeds 0.38 -> 0.67 and 0.35, 0.34 -> 0.68 and 0.33
+    nano          2 CPU cores          python -m flowjax.launch --config=configs/canvas.py:nano
+                  two executors of different skill and price, simulated: docs/worlds/canvas.md
+                  held-out correct 0.37 [0.33, 0.42] -> 0.69 [0.65, 0.73], mean reward -0.94 -> 0.51; one seed, 23 min
+                  beside nine other processes, and 9 min for the base model, which is made once
     nano_append   the same, an episode being one growing conversation
-    nano_grpo     the same as nano, rewarded for right answers alone: held-out correct
-                  0.34 -> 0.65, 0.33 -> 0.64, 0.37 -> 0.64, with 3 min a run on the machine alone
+    nano_grpo     the same as nano, rewarded for right answers alone
     qwen3_8b      8 x A100 80 GB, and an executor   (not run by us)
                   python -m flowjax.launch --config=configs/canvas.py:qwen3_8b --config.env.options.path=FOLDER
                   the executor is the run's own base model, on all its engines; for another model name one of

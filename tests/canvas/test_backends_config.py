@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from flowjax.canvas.backends.base import Request
+from flowjax.canvas.backends.base import OfflineBackend, Request
 from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
-from flowjax.canvas.backends.offline import OfflineBackend
 from flowjax.canvas.backends.openai import OpenAIBackend
 from tests.canvas.toy_operators import Echo
 

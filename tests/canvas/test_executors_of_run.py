@@ -159,3 +159,39 @@ def test_endpoints_are_asked_before_anything_starts(config: ConfigDict, monkeypa
         config.env.options.backends = ConfigDict({"paid": backend(good.url, api_key_env="CANVAS_TEST_KEY")})
         monkeypatch.delenv("CANVAS_TEST_KEY", raising=False)
         assert "CANVAS_TEST_KEY, which is not set" in checked(config)[0][0]
+
+
+def test_five_deaths_of_the_engine_are_seen_by_no_episode(config: ConfigDict, tmp_path: Path):
+    """Every outcome is what it is on an engine that never dies, and no episode is lost."""
+    config.engine.port, config.env.options.step_s = consecutive_ports(1), 60.0
+    config.env.options.backends.executor.last_retry_s = 0.2
+    edits = ("add [Custom, AnswerGenerate, Custom] -> ScEnsemble", "add Verify ? done : Revise", "finish")
+    outcomes: dict[int, dict[str, float]] = {}
+    done = threading.Event()
+
+    def play() -> None:
+        for number in range(12):
+            config.env.options.executor_seed = number  # no reply is kept from another episode
+            env = start(config, tmp_path)
+            steps = [env.step(edit) for edit in edits]
+            outcome = steps[-1].outcome
+            outcomes[number] = {name: value for name, value in outcome.items() if name != "executor_seconds"}
+        done.set()
+
+    def answer(body: dict[str, Any]) -> Any:
+        schema = body.get("response_format", {}).get("json_schema", {}).get("schema", {}).get("properties", {})
+        return chat('{"feedback": "right", "passed": true}' if "passed" in schema else "Answer: 5")
+
+    episodes, deaths = threading.Thread(target=play), 0
+    episodes.start()
+    while not done.is_set() and episodes.is_alive():
+        with endpoint(answer, port=config.engine.port) as server:
+            while deaths < 5 and len(server.bodies) < 4 and not done.is_set():
+                time.sleep(0.01)
+            if deaths >= 5:
+                done.wait(60)
+        deaths += 1
+    episodes.join(60)
+    assert deaths >= 6 and len(outcomes) == 12
+    assert all(outcome == outcomes[0] for outcome in outcomes.values()), "whatever died in between"
+    assert outcomes[0]["success"] == 1.0 and outcomes[0]["finished"] == 1.0

@@ -16,8 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from flowjax.canvas.backends.base import Backend, Prices
-from flowjax.canvas.backends.offline import OfflineBackend, Rule
+from flowjax.canvas.backends.base import Backend, OfflineBackend, Prices, Rule
 from flowjax.canvas.backends.openai import OpenAIBackend, Patience, RateLimits
 
 Options = dict[str, Any]
