@@ -51,9 +51,16 @@ from flowjax.envs.pool import EnvPool
 from flowjax.files import replace_file
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_config, check_unchanged
-from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
 from flowjax.launch.hub import fetch_models, to_fetch
-from flowjax.launch.machine import RunInUse, hold
+from flowjax.launch.machine import (
+    Devices,
+    RunInUse,
+    engine_accelerators,
+    hold,
+    mesh_count,
+    share_out,
+    visible_accelerators,
+)
 from flowjax.launch.preflight import examine
 from flowjax.launch.roles import choose_ports, engine_roles, publish_endpoints
 from flowjax.launch.session import OK, ROLE_FAILED, RunSession
@@ -62,8 +69,8 @@ from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import markdown, rows, summarise
 from flowjax.monitor.progress import Progress
 from flowjax.records import Lease
-from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.client import EngineError
+from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodePlayer
 from flowjax.rollout.held_out import EpisodeFile, EvaluationStopped, play_missing
 from flowjax.run import Run, policy_sections, read_endpoints, read_models, resolve, write_models

@@ -27,17 +27,18 @@ from rich.console import Console
 from flowjax.config import FIELDS, ConfigError, load_run, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
-from flowjax.launch.devices import (
+from flowjax.launch.hub import fetch_models, to_fetch
+from flowjax.launch.machine import (
     Devices,
+    RunInUse,
     engine_accelerators,
+    hold,
     host_device_count,
     mesh_count,
     processes_here,
     share_out,
     visible_accelerators,
 )
-from flowjax.launch.hub import fetch_models, to_fetch
-from flowjax.launch.machine import RunInUse, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
     choose_ports,
@@ -237,7 +238,7 @@ def _show_status(run_dir: Path) -> int:
 
 
 def _show_plan(request: LaunchRequest, console: Console) -> int:
-    from flowjax.launch.plan import render_plan
+    from flowjax.launch.preflight import render_plan
 
     ports = choose_ports(request.run)
     found: Findings = examine(request.run, request.devices, resume=request.resume)

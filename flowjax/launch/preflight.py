@@ -1,16 +1,25 @@
-"""All checks of a run, on the config, this machine and the run's own modules, with what they find put together."""
+"""All checks of a run, on the config, this machine and the run's own modules, with what they find put together; and the
+plan that `--dry_run` shows, for this machine or a larger one."""
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from flowjax.launch.checks import check_config, on_each_base
-from flowjax.launch.devices import Devices
+from flowjax.launch.hub import to_fetch
 from flowjax.launch.machine import (
+    Devices,
     check_accelerators,
     check_engine,
     check_folder,
@@ -18,8 +27,10 @@ from flowjax.launch.machine import (
     check_ports,
     check_unused,
 )
+from flowjax.launch.roles import fixed_ports, missing_bases
+from flowjax.launch.supervisor import Role
 from flowjax.monitor.sinks import check_sinks
-from flowjax.run import Engine, Run
+from flowjax.run import Base, Engine, Run
 
 _PROBE_TIMEOUT_S = 120.0
 
@@ -103,3 +114,173 @@ def _finish_probe(process: subprocess.Popen[str]) -> tuple[list[str], list[str],
         reason = "\n    ".join(errors.strip().splitlines()[-5:])
         return [f"the modules that the config names could not be examined: {reason}"], [], {}
     return answer["problems"], answer["here"], answer["plan"]
+
+
+# ------------------------------------------------------------------------------------------------ the plan of a dry run
+
+
+def render_plan(
+    run: Run, roles: Sequence[Role], ports: Mapping[str, int], devices: Devices, found: Findings
+) -> RenderableType:
+    """Roles, devices, batch arithmetic, memory and disk; then what stands in the way."""
+    parts: list[RenderableType] = [
+        Text(f"plan of {run.folder}", "bold"),
+        _rows("batch", batch_lines(run.config)),
+        _rows("devices", device_lines(run, devices, found)),
+    ]
+    for base, plan in found.plan.get("bases", {}).items():
+        title = f" of {base}" if len(run.bases) > 1 else ""
+        if "model" in plan:
+            parts.append(_rows(f"model{title}", model_lines(run, run.bases[base], plan["model"])))
+        if "memory" in plan:
+            parts.append(_rows(f"trainer memory per device{title}, estimated", memory_lines(plan["memory"])))
+    if not found.problems:
+        needed_bytes = disk_bytes(run, found.plan)
+        parts.append(_rows("disk", [("run folder", f"about {size(needed_bytes)}, and logs and trajectories")]))
+    parts.append(_rows("ports on loopback", port_lines(run, ports)))
+    parts.append(Text("roles", "bold"))
+    for base, model in to_fetch(run).items():
+        path = run.bases[base].model.path
+        parts.append(Text(f"  first: {model} is fetched from Hugging Face, as {path} is a folder which does not exist"))
+    for base in missing_bases(run):
+        parts.append(Text(f"  first: warm start of a nano base model into {run.bases[base].model.path}"))
+    shared = dict(set.intersection(*(set(role.env.items()) for role in roles))) if roles else {}
+    parts.append(Text(f"  all: {_environment(shared)}"))
+    for role in roles:
+        differing = {name: value for name, value in role.env.items() if name not in shared}
+        note = (
+            "; arguments as for the vLLM of this machine" if devices.assumed and role.name.startswith("engine") else ""
+        )
+        command = f"{_environment(differing)} {shlex.join(role.argv)}".strip()
+        parts.append(Text(f"  {role.name} (restarts: {role.restarts}{note})\n    {command}"))
+    parts += _obstacles(found)
+    return Group(*parts)
+
+
+def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
+    """Arithmetic of one step and of the run, from the config alone."""
+    trainer, rollout = config.trainer, config.rollout
+    episodes = trainer.groups_per_step * rollout.group_size
+    turns = episodes * config.env.max_turns
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    tokens = trainer.micro_batch_rows * trainer.row_tokens
+    return [
+        ("episodes per step", f"{trainer.groups_per_step} groups x {rollout.group_size} members = {episodes}"),
+        ("turns per step", f"at most {episodes} x {config.env.max_turns} = {turns:,}"),
+        ("tokens per step", f"at most {turns:,} x {longest:,} = {turns * longest:,} (each turn its own sequence)"),
+        ("rows per pass", f"{trainer.micro_batch_rows} rows x {trainer.row_tokens:,} tokens = {tokens:,} token slots"),
+        ("passes per step", f"at most {-(-turns * longest // tokens):,} with full rows"),
+        (
+            "run",
+            f"{trainer.steps} steps x {trainer.updates_per_step} updates = {trainer.steps * trainer.updates_per_step}, "
+            f"{trainer.steps * episodes:,} episodes; {config.eval.tasks} held-out tasks before and after",
+        ),
+        ("staleness", f"at most {config.dataflow.max_staleness} versions"),
+    ]
+
+
+def device_lines(run: Run, devices: Devices, found: Findings) -> list[tuple[str, str]]:
+    """Devices of the trainer, of each base model's engines and of the other roles."""
+    mesh = found.plan.get("mesh")
+    shape = " x ".join(f"{name} {size}" for name, size in mesh.items()) if mesh else "does not fit"
+    note = "  (assumed: none here; --devices=N plans for N)" if devices.assumed else ""
+    if devices.shared:
+        note += f"  (shared: the engine takes {run.config.engine.gpu_memory_fraction:.0%} of the memory)"
+    trainer = (
+        f"accelerators {','.join(devices.trainer)}"
+        if devices.trainer
+        else f"{devices.cpu_devices} CPU device{'s' * (devices.cpu_devices != 1)}"
+    )
+    lines, used = [("trainer", f"{trainer}, mesh {shape}{note}")], 0
+    for base in run.bases.values():
+        if not base.engines:
+            continue
+        count = 0 if base.engine.urls else base.engine.replicas * base.engine.tensor_parallel
+        (name,) = base.engine_names(1)
+        lines.append((name, engine_line(base.engine, devices.engine[used : used + count])))
+        lines.append((f"{name}'s Python", base.engine.python or "the one running flowjax"))
+        used += count
+    count = run.config.env.workers
+    workers = f"CPU, {count} environment worker{'s' * (count != 1)}"
+    return [*lines, ("dataflow, rollout", workers)]
+
+
+def engine_line(engine: ConfigDict, accelerators: Sequence[str]) -> str:
+    """Place and manner of the engines of one base model, whose section `engine` this is."""
+    where = (
+        f"accelerators {','.join(accelerators)}"
+        if accelerators
+        else f"CPU, {engine.threads} thread{'s' * (engine.threads != 1)}"
+    )
+    if engine.urls:
+        where = f"at {', '.join(engine.urls)}"
+    elif engine.replicas > 1:
+        where = f"{engine.replicas} on {where}"
+    return f"{where}, tensor parallel {engine.tensor_parallel}, {engine.dtype}"
+
+
+def model_lines(run: Run, base: Base, model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Sizes of a base model, of what is saved and of what is served."""
+    engine, parallel = base.engine, base.engine.tensor_parallel
+    kv_tokens = engine.max_concurrent_sequences * engine.max_model_tokens
+    folder = f"{base.model.path}: {model['parameters']:,} parameters"
+    if "trained" in model:
+        lines = [
+            ("base", f"{folder}, {base.model.dtype} in the trainer"),
+            ("trained", f"{model['train']}, {model['trained']:,} parameters (float32)"),
+            ("checkpoint", f"{size(model['checkpoint_bytes'])} each, {run.config.trainer.keep_checkpoints} kept"),
+            ("handed to the engine", f"{size(model['adapter_bytes'])} per version"),
+        ]
+    else:
+        lines = [("base", f"{folder}, not trained")]
+    return [
+        *lines,
+        (
+            "engine per device",
+            f"{size(model['served_bytes'] // parallel)} weights + "
+            f"{size(model['kv_bytes_per_token'] * kv_tokens // parallel)} key-value cache if all "
+            f"{engine.max_concurrent_sequences} sequences were {engine.max_model_tokens:,} tokens long",
+        ),
+    ]
+
+
+def memory_lines(parts: Mapping[str, int]) -> list[tuple[str, str]]:
+    lines = [(name.replace("_", " "), size(value)) for name, value in parts.items() if value]
+    return [*lines, ("total", f"{size(sum(parts.values()))}, and about 20 % for the compiler's own buffers")]
+
+
+def size(size_bytes: float) -> str:
+    """Bytes in the unit that leaves one to three digits before the point."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def _environment(env: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(env.items()))
+
+
+def port_lines(run: Run, ports: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The ports of what is started here; those that are not fixed are marked."""
+    fixed = fixed_ports(run)
+    chosen = " (free now; chosen anew at the start)"
+    return [(name, f"{port}{'' if name in fixed else chosen}") for name, port in ports.items()]
+
+
+def _rows(title: str, lines: Sequence[tuple[str, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in lines:
+        table.add_row(f"  {name}", value)
+    return Group(Text(title, "bold"), table)
+
+
+def _obstacles(found: Findings) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for title, problems in (("this config cannot run", found.problems), ("not ready on this machine", found.here)):
+        if problems:
+            parts += [Text(title, "bold red"), *(Text(f"  {problem}") for problem in problems)]
+    return parts

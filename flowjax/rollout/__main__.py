@@ -21,11 +21,10 @@ from flowjax.files import FileHeldError, held
 from flowjax.models.shape import ModelError
 from flowjax.monitor.prometheus import MetricsEndpoint
 from flowjax.monitor.token import known_token
-from flowjax.rollout.bases import bases_of_run
 from flowjax.rollout.client import EngineError
-from flowjax.rollout.dataflow_client import DataflowClient
+from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodePlayer
-from flowjax.rollout.service import RolloutError, RolloutService
+from flowjax.rollout.service import DataflowClient, RolloutError, RolloutService
 from flowjax.run import Run, read_endpoints, read_run
 from flowjax.weights.follow import WeightsError
 from flowjax.workflows.codec import CodecError

@@ -21,9 +21,9 @@ from flowjax.models.config import vocabulary_sizes
 from flowjax.record_checks import Bounds, check_episode, check_outcomes
 from flowjax.records import Episode, Lease, Trajectory, WireError, state_key
 from flowjax.rewards.scores import required_outcomes
-from flowjax.rollout.bases import ServedBase
 from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions
 from flowjax.rollout.endpoint import EndpointAgent
+from flowjax.rollout.engines import ServedBase
 from flowjax.run import Run
 from flowjax.workflows.agent import UNVERSIONED, Agent, Generate, Played
 from flowjax.workflows.single import EpisodeOptions

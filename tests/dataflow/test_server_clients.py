@@ -22,7 +22,7 @@ from flowjax.launch.machine import free_port
 from flowjax.launch.roles import publish_endpoints
 from flowjax.monitor.token import known_token
 from flowjax.records import Lease, pack
-from flowjax.rollout.dataflow_client import DataflowClient
+from flowjax.rollout.service import DataflowClient
 from flowjax.run import resolve
 from flowjax.trainer.sources import DataflowSource
 from tests.dataflow.test_flow import configuration, make_flow, played

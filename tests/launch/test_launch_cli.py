@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowjax.config import load_run, save_run
-from flowjax.launch.devices import Devices, share_out
+from flowjax.launch.machine import Devices, share_out
 from flowjax.launch.preflight import disk_bytes, examine
 from flowjax.run import resolve
 
@@ -151,7 +151,7 @@ def test_memory_is_planned_for_the_devices_that_the_trainer_gets(config, tmp_pat
     assert json.dumps(found.plan)
 
 
-@pytest.mark.parametrize("module", ["flowjax.launch.__main__", "flowjax.launch.session", "flowjax.launch.plan"])
+@pytest.mark.parametrize("module", ["flowjax.launch.__main__", "flowjax.launch.session", "flowjax.launch.preflight"])
 def test_the_supervisor_imports_neither_jax_nor_vllm(module):
     code = f"import sys, {module}; print([m for m in ('jax', 'vllm', 'torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from flowjax.launch import machine
-from flowjax.launch.devices import host_device_count, mesh_count, share_out, visible_accelerators
+from flowjax.launch.machine import host_device_count, mesh_count, share_out, visible_accelerators
 from flowjax.run import resolve
 
 

@@ -21,10 +21,9 @@ from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Episode
-from flowjax.rollout.bases import bases_of_run
-from flowjax.rollout.dataflow_client import DataflowClient
+from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodePlayer
-from flowjax.rollout.service import RolloutService
+from flowjax.rollout.service import DataflowClient, RolloutService
 from flowjax.run import resolve
 from flowjax.weights.publish import Checkpoints
 

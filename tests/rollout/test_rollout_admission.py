@@ -2,8 +2,8 @@
 
 import pytest
 
-from flowjax.rollout.admission import Admission, next_slots
 from flowjax.rollout.client import Load, read_load
+from flowjax.rollout.engines import Admission, next_slots
 
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

@@ -18,8 +18,8 @@ from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.launch.checks import check_config
 from flowjax.models.nano import build_tokenizer
 from flowjax.rollout.__main__ import _engine_urls
-from flowjax.rollout.admission import Admission
 from flowjax.rollout.client import Load
+from flowjax.rollout.engines import Admission
 from flowjax.run import check_agents, resolve
 from flowjax.weights.publish import Checkpoints
 

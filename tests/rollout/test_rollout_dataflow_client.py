@@ -8,7 +8,7 @@ from aiohttp.test_utils import TestServer
 
 from flowjax.broker import DataflowError, connect
 from flowjax.records import pack
-from flowjax.rollout.dataflow_client import DataflowClient
+from flowjax.rollout.service import DataflowClient
 
 
 def _push(*statuses: int) -> tuple[int, int]:

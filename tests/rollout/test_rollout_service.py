@@ -20,9 +20,8 @@ from flowjax.records import Episode, Trajectory, Turn, pack
 from flowjax.rollout import __main__ as rollout_main
 from flowjax.rollout import service as rollout_service
 from flowjax.rollout.client import EngineError
-from flowjax.rollout.dataflow_client import DataflowClient
 from flowjax.rollout.episode import load_workflow
-from flowjax.rollout.service import RolloutError
+from flowjax.rollout.service import DataflowClient, RolloutError
 from flowjax.workflows import single
 from tests.dataflow import flows
 
