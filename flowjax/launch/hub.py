@@ -5,7 +5,6 @@ are offline: they find the folder by that note (`flowjax.run.resolve`).
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from flowjax.config import ConfigError
@@ -92,6 +91,6 @@ def _fetch(model: str, revision: str) -> Path:
     return Path(folder)
 
 
-def to_fetch(run: Run) -> Mapping[str, str]:
-    """Base models that have to be fetched first: name -> id."""
-    return {name: asked[0] for name, base in run.bases.items() if (asked := hub_id(base))}
+def to_fetch(run: Run) -> list[str]:
+    """Names of the base models that have to be fetched first."""
+    return [name for name, base in run.bases.items() if hub_id(base)]

@@ -139,9 +139,9 @@ def render_plan(
         parts.append(_rows("disk", [("run folder", f"about {size(needed_bytes)}, and logs and trajectories")]))
     parts.append(_rows("ports on loopback", port_lines(run, ports)))
     parts.append(Text("roles", "bold"))
-    for base, model in to_fetch(run).items():
+    for base in to_fetch(run):
         path = run.bases[base].model.path
-        parts.append(Text(f"  first: {model} is fetched from Hugging Face, as {path} is a folder which does not exist"))
+        parts.append(Text(f"  first: {path}, a folder which does not exist here, is fetched from Hugging Face"))
     for base in missing_bases(run):
         parts.append(Text(f"  first: warm start of a nano base model into {run.bases[base].model.path}"))
     shared = dict(set.intersection(*(set(role.env.items()) for role in roles))) if roles else {}
