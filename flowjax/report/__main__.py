@@ -19,9 +19,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from flowjax.files import replace_file
-from flowjax.report.page import make_page
+from flowjax.monitor.metrics import METRICS_FILE
+from flowjax.report.page import Made, make_page
 from flowjax.report.pictures import draw_state_graph, learning_curves
 
 _OPTIONS = ("out", "groups", "serve", "host", "svg")
@@ -83,7 +85,7 @@ def _write_pictures(runs: Sequence[Path], target: str) -> int:
 def _serve(runs: Sequence[Path], options: dict[str, str]) -> int:
     """Answer every look with the page as the runs are now."""
     host, port = options.get("host") or "127.0.0.1", int(options.get("serve") or _PORT)
-    handler = partial(PageHandler, runs, int(options.get("groups") or 0))
+    handler = partial(PageHandler, runs, int(options.get("groups") or 0), {})
     with http.server.ThreadingHTTPServer((host, port), handler) as server:
         print(f"http://{host}:{server.server_port}/ shows {', '.join(map(str, runs))}; Ctrl-C ends it", flush=True)
         try:
@@ -96,16 +98,17 @@ def _serve(runs: Sequence[Path], options: dict[str, str]) -> int:
 class PageHandler(http.server.BaseHTTPRequestHandler):
     """Answers with the page, made anew, and with nothing else of the machine."""
 
-    def __init__(self, runs: Sequence[Path], groups_per_step: int, *arguments: object):
-        self._runs, self._groups_per_step = runs, groups_per_step
+    def __init__(self, runs: Sequence[Path], groups_per_step: int, known: dict[Any, Made], *arguments: object):
+        self._runs, self._groups_per_step, self._known = runs, groups_per_step, known
         super().__init__(*arguments)  # pyright: ignore[reportArgumentType] (request, address and server, as they come)
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/":
+        path = self.path.partition("?")[0]
+        if path not in ("/", "/written"):
             self.send_error(404, "there is one page, at /")
             return
         try:
-            body, status = make_page(self._runs, groups_per_step=self._groups_per_step).encode(), 200
+            body, status = (self._page() if path == "/" else self._written()).encode(), 200
         except Exception as error:  # a run under way may be in the middle of anything: the next look finds it whole
             body, status = f"{type(error).__name__}: {error}".encode(), 503
         self.send_response(status)
@@ -114,10 +117,18 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
         # A run's page shows texts that a model wrote: they may load and send nothing.
         self.send_header(
             "Content-Security-Policy",
-            "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+            "default-src 'none'; connect-src 'self'; img-src data:; "
+            "style-src 'unsafe-inline'; script-src 'unsafe-inline'",
         )
         self.end_headers()
         self.wfile.write(body)
+
+    def _page(self) -> str:
+        return make_page(self._runs, groups_per_step=self._groups_per_step, known=self._known)
+
+    def _written(self) -> str:
+        """Bytes of the runs' metrics: another number where a run has gone on."""
+        return str(sum((run / METRICS_FILE).stat().st_size for run in self._runs))
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing of every look."""

@@ -7,11 +7,13 @@ evaluation, which the browser unpacks when somebody opens them: so a page of 200
 import base64
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from flowjax.monitor.transcripts import batch_path, held_out_path, trained_path
 from flowjax.report.credit import explain_credit, interest
 from flowjax.report.episodes import (
     EpisodePages,
@@ -33,33 +35,42 @@ _MOST_EVALUATIONS = 8
 _LEVEL = 6
 
 
-def make_page(runs: Sequence[Path], *, groups_per_step: int = 0) -> str:
+Made = tuple[str, dict[str, Any]]  # a piece, packed, and its description
+
+
+def make_page(runs: Sequence[Path], *, groups_per_step: int = 0, known: dict[Any, Made] | None = None) -> str:
     """The page as HTML text.
 
     Args:
         runs: their folders.
         groups_per_step: groups of each batch whose episodes are in the page; 0: as many as a page holds well.
+        known: pieces of pages before, for one that is made again and again; new ones are added.
 
     Raises:
         ConfigError: a folder is none of a run.
     """
     shown = [overview(run_dir) for run_dir in runs]
     pieces: list[str] = []
+    known = {} if known is None else known
     for number, (run_dir, data) in enumerate(zip(runs, shown, strict=True)):
         data |= {"pieces": [], "notes": [], "workflows": []}
-        for piece, described in _pieces(read_run(run_dir), groups_per_step, data):
-            described["key"] = f"piece-{number}-{len(data['pieces'])}"
-            data["pieces"].append(described)
-            pieces.append(f'<script type="text/plain" id="{described["key"]}">{_packed(piece)}</script>')
+        for packed, described in _pieces(read_run(run_dir), groups_per_step, data["notes"], known):
+            key = f"piece-{number}-{len(data['pieces'])}"
+            data["pieces"].append({name: value for name, value in described.items() if name != "use"} | {"key": key})
+            if described.get("use"):
+                data["workflows"].append({"step": described["step"], "policy": described["policy"], **described["use"]})
+            pieces.append(f'<script type="text/plain" id="{key}">{packed}</script>')
+        data["spent"]["cost"] = sum(piece.get("cost", 0.0) for piece in data["pieces"])
     data = {"runs": shown, "differences": differences(shown), "methods": methods(shown)}
-    template = (ASSETS / "page.html").read_text(encoding="utf-8")
     parts = {
         "TITLE": escape(", ".join(run["name"] for run in shown)),
         "STYLE": (ASSETS / "page.css").read_text(encoding="utf-8"),
-        "DATA": json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
+        # No "<" of a text that a model wrote may be read as the end of the script, or as the place of another part.
+        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "PIECES": "\n".join(pieces),
         "SCRIPT": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
+    template = (ASSETS / "page.html").read_text(encoding="utf-8")
     for name, part in parts.items():
         template = template.replace(f"<!-- {name} -->", part, 1)
     return template
@@ -69,57 +80,68 @@ def _packed(piece: dict[str, Any]) -> str:
     return base64.b64encode(gzip.compress(json.dumps(piece, separators=(",", ":")).encode(), _LEVEL, mtime=0)).decode()
 
 
-def _pieces(run: Run, groups_per_step: int, data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every piece of a run with its description; what was left out is said in `data["notes"]`."""
-    pages, notes = EpisodePages(run), data["notes"]
+def _pieces(run: Run, groups_per_step: int, notes: list[str], known: dict[Any, Made]) -> Iterator[Made]:
+    """Every piece of a run; what was left out is said in `notes`."""
+    pages = EpisodePages(run)
     evaluations = evaluations_of(run.folder)
     if len(evaluations) > _MOST_EVALUATIONS:
         last = len(evaluations) - 1
         kept = {round(place * last / (_MOST_EVALUATIONS - 1)) for place in range(_MOST_EVALUATIONS)}
         notes.append(f"Episodes of {len(kept)} of the {len(evaluations)} evaluations are in this page, evenly spread.")
         evaluations = [name for place, name in enumerate(evaluations) if place in kept]
+
+    def made(paths: Sequence[Path], most: int, make: Callable[[], Made | None]) -> Iterator[Made]:
+        """The piece of some files, made anew only where one of them has changed, or is there by now."""
+        stamp = (*((path, path.stat().st_mtime_ns) for path in paths if path.exists()), most)
+        if stamp not in known and (piece := make()) is not None:
+            known[stamp] = piece
+        if stamp in known:
+            yield known[stamp]
+
     for name in evaluations:
-        if groups := read_evaluation(run.folder, name):
-            described = {"kind": "held out", "label": f"held out, {name}", "step": _version(name), "policy": ""}
-            yield pages.piece(groups), {**described, "episodes": index_of(groups)}
-    for policy, settings in run.policies.items():
+        yield from made([held_out_path(run.folder, name)], 0, partial(_evaluation, run, pages, name))
+    for policy in run.policies:
         steps = batches_of(run.folder, policy)
+        most = groups_per_step or _share(len(steps))
         for step in steps:
-            whole = read_batch(run.folder, policy, step)
-            groups = _chosen(whole, groups_per_step or _share(len(steps)))
-            if not groups:
-                continue
-            if used := workflow_use(whole):
-                data["workflows"].append({"step": step + 1, "policy": policy, **used})
-            piece = pages.piece(groups)
-            explain_credit(groups, piece, settings.credit)
-            ranks = [interest(group, made.get("graph")) for group, made in zip(groups, piece["groups"], strict=True)]
-            label = f"step {step + 1}" + (f" of {policy}" if len(run.policies) > 1 else "")
-            yield (
-                piece,
-                {
-                    "kind": "training",
-                    "label": label,
-                    "step": step + 1,
-                    "policy": policy,
-                    "episodes": index_of(groups),
-                    "interest": ranks,
-                    "groups": len(groups),
-                    "of": len(whole),
-                },
-            )
-    if not steps_kept(run):
+            paths = [batch_path(run.folder, policy, step), trained_path(run.folder, policy, step)]
+            yield from made(paths, most, partial(_batch, run, pages, policy, step, most))
+    if not any(batches_of(run.folder, policy) for policy in run.policies):
         notes.append("No trajectories were kept (config.dataflow.keep_trajectories): there are no training episodes.")
     notes += pages.problems
 
 
-def steps_kept(run: Run) -> bool:
-    """True where any batch of the run has transcripts."""
-    return any(batches_of(run.folder, policy) for policy in run.policies)
+def _evaluation(run: Run, pages: EpisodePages, name: str) -> Made | None:
+    if not (groups := read_evaluation(run.folder, name)):
+        return None
+    described = {"kind": "held out", "label": f"held out, {name}", "step": _version(name), "policy": ""}
+    return _packed(pages.piece(groups)), {**described, "episodes": index_of(groups)}
+
+
+def _batch(run: Run, pages: EpisodePages, policy: str, step: int, most: int) -> Made | None:
+    whole = read_batch(run.folder, policy, step)
+    if not (groups := _chosen(whole, most)):
+        return None
+    piece = pages.piece(groups)
+    explain_credit(groups, piece, run.policies[policy].credit)
+    ranks = [interest(group, made.get("graph")) for group, made in zip(groups, piece["groups"], strict=True)]
+    return _packed(piece), {
+        "kind": "training",
+        "label": f"step {step + 1}" + (f" of {policy}" if len(run.policies) > 1 else ""),
+        "step": step + 1,
+        "policy": policy,
+        "episodes": index_of(groups),
+        "interest": ranks,
+        "groups": len(groups),
+        "of": len(whole),
+        "cost": sum(line["outcome"].get("executor_cost", 0.0) for group in whole for line in group.lines),
+        "use": workflow_use(whole),
+    }
 
 
 def _share(steps: int) -> int:
-    return max(_MOST_GROUPS // max(steps, 1), 2)
+    """Groups of each batch: a power of two, so that a page which is made again has most of its pieces already."""
+    return max(1 << (_MOST_GROUPS // max(steps, 1)).bit_length() - 1, 2) if steps <= _MOST_GROUPS else 2
 
 
 def _chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:

@@ -1,13 +1,17 @@
 """The report's page, opened and clicked through in a headless Chromium as a reader does."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from flowjax.report.__main__ import main
+from flowjax.monitor.metrics import MetricsWriter
+from flowjax.report.__main__ import PageHandler, main
 from tests.report.browser import CHROMIUM, Browser, browser
 from tests.report.recorded import CANVAS, record_run
 
@@ -141,6 +145,31 @@ def test_an_address_that_leads_nowhere_says_so(page: Path):
             await opened.until("document.querySelector('.count')")
 
     asyncio.run(read())
+
+
+def test_a_served_page_says_when_the_run_has_gone_on(tmp_path: Path):
+    run = record_run(tmp_path / "run", steps=2)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(PageHandler, [run], 0, {}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    async def read() -> None:
+        async with browser() as opened:
+            await opened.size(1280, 900)
+            await opened.call("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/")
+            await opened.until("document.body && document.body.dataset.ready")
+            assert await opened.run("document.getElementById('newer') === null")
+            MetricsWriter(run).write("train", step=3, policy="agent", success_rate=0.25, entropy=0.5)
+            await opened.until("document.getElementById('newer')")
+            await opened.click("#newer")
+            await opened.until(
+                "window.DATA === undefined && document.body?.dataset.ready && "
+                "DATA.runs[0].policies.agent.step.length === 3"
+            )
+            assert opened.errors == []
+
+    asyncio.run(read())
+    server.shutdown()
+    server.server_close()
 
 
 def test_words_are_found_in_replies(page: Path):

@@ -94,7 +94,7 @@ def test_a_world_that_has_gone_costs_the_drawings_and_nothing_else(run: Path):
 
 @pytest.fixture
 def served(run: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(PageHandler, [run], 1))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(PageHandler, [run], 1, {}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

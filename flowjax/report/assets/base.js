@@ -102,7 +102,19 @@ function start() {
     ? `${names.length} runs` : `${first.world} with ${first.estimator}, ${first.steps} steps`;
   replace(document.getElementById("tabs"), TABS.filter(([id]) => SECTIONS[id] && !SECTIONS[id].absent).map(([id, text]) =>
     make("li", {}, make("a", {href: `#${id}`, id: `tab-${id}`}, text))));
+  if (location.protocol.startsWith("http")) follow();
   addEventListener("hashchange", open);
   open();
+}
+
+// Of a page that is served: say when the run has gone on. It is not drawn anew by itself, under the eyes of a reader.
+async function follow() {
+  const written = async () => (await fetch("/written")).text();
+  const begun = await written();
+  const timer = setInterval(async () => {
+    if (await written().catch(() => begun) === begun) return;
+    clearInterval(timer);
+    document.querySelector("header").append(make("button", {id: "newer", onclick: () => location.reload()}, "The run has gone on: show it"));
+  }, 3000);
 }
 document.addEventListener("DOMContentLoaded", start);
