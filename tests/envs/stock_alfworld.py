@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowjax.envs.alfworld.packages import package
+from flowjax.envs.alfworld.generate import package
 
 
 class StockGame:

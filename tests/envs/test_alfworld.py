@@ -19,11 +19,10 @@ from textworld.logic import Proposition
 from two_processes import printed_in_two_processes
 
 from data.alfworld.build import build
-from flowjax.envs.alfworld import Alfworld, generate, packages
+from flowjax.envs.alfworld import Alfworld, generate
 from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Atom, Game, Playthrough
 from flowjax.envs.alfworld.env import AlfworldEnv, Games
-from flowjax.envs.alfworld.generate import TASK_TYPES, Spec
-from flowjax.envs.alfworld.packages import package
+from flowjax.envs.alfworld.generate import TASK_TYPES, Spec, package
 from flowjax.envs.alfworld.planner import loaded_bytes
 from flowjax.envs.alfworld.world import GENERATED, AlfworldOptions, GeneratedTasks
 from flowjax.envs.base import Observation, Split, WorldError
@@ -319,13 +318,13 @@ def test_games_start_unwon_with_the_goal_within_reach():
         assert len(wanted) >= (2 if spec.task_type == "pick_two_obj_and_place" else 1)
         assert all(thing.place.kind != spec.target for thing in wanted)
         assert len({thing.identity for thing in things}) == len(things)
-        kinds = packages.floor_plan(spec.scene).kinds()
+        kinds = generate.floor_plan(spec.scene).kinds()
         lamps = {thing.kind for thing in things}
         assert spec.target in (lamps if spec.task_type == "look_at_obj_in_light" else kinds)
 
 
 def test_all_120_floor_plans_are_used():
-    used = {scene for split in ("train", "held_out") for scene in packages.scenes(split)}
+    used = {scene for split in ("train", "held_out") for scene in generate.scenes(split)}
     assert len(used) == 120
     assert all(any(generate.choices(scene, kind) for kind in TASK_TYPES) for scene in used)
 

@@ -25,7 +25,7 @@ from textworld.envs.pddl.logic import _parse_and_convert as parse_logic
 from textworld.generator.game import EntityInfo
 from textworld.logic import Placeholder, Proposition, Rule, State, Type, TypeHierarchy, Variable
 
-from flowjax.envs.alfworld.packages import package
+from flowjax.envs.alfworld.generate import package
 from flowjax.envs.alfworld.planner import Translation, load_library, translated
 from flowjax.envs.alfworld.player import StaticFacts
 from flowjax.records import state_key

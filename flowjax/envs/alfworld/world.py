@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
-from flowjax.envs.alfworld.generate import TASK_TYPES, Spec, choices
-from flowjax.envs.alfworld.packages import DATA_VARIABLE, constants, floor_plan, package, scenes
+from flowjax.envs.alfworld.generate import (
+    DATA_VARIABLE,
+    TASK_TYPES,
+    Spec,
+    choices,
+    constants,
+    floor_plan,
+    package,
+    scenes,
+)
 from flowjax.envs.base import (
     History,
     Message,
