@@ -1,6 +1,5 @@
 """What must be true of a run folder in the end, whatever became of the processes that wrote it."""
 
-import json
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.transcripts import batch_path, read_lines
+from flowjax.report.episodes import batches_of
 from flowjax.run import read_run
 from flowjax.weights.publish import committed_steps, read_adapter
 
@@ -59,16 +60,17 @@ def assert_trained_once(run_dir: Path) -> None:
     version that its batch admits."""
     run = read_run(run_dir)
     for policy, own in run.policies.items():
-        files = sorted((run_dir / "trajectories" / policy).glob("*.jsonl"))
-        assert [int(file.stem) for file in files] == list(range(own.trainer.steps)), policy
+        assert batches_of(run_dir, policy) == list(range(own.trainer.steps)), policy
         trained: list[str] = []
         groups: list[str] = []
-        for step, file in enumerate(files):
-            lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for step in range(own.trainer.steps):
+            file = batch_path(run_dir, policy, step)
+            lines = list(read_lines(file))
             names = [line["trajectory_id"] for line in lines]
             trained += names
             groups += (of_batch := sorted({name.partition("/")[0] for name in names}))
             assert len(of_batch) == own.trainer.groups_per_step, f"{policy}, {file}"
+            assert all("advantage" in turn for line in lines for turn in line["turns"]), f"{policy}, {file}"
             versions = {turn["version"] for line in lines for turn in line["turns"]}
             assert versions <= set(range(max(step - run.config.dataflow.max_staleness, 0), step + 1)), (
                 f"{policy}, {file}"
