@@ -216,10 +216,10 @@ def _of_step(
             f"{said}it {end} and earned {earned:.2f}, where {before:.2f} was to be expected from here. {_choices(here)}"
         )
     then = earned + gamma * after
-    verb = "gained" if then > before + _SAME else "lost" if then < before - _SAME else "changed nothing of"
+    went = "rose" if then > before + _SAME else "fell" if then < before - _SAME else "stayed the same"
     path = f"V {before:.2f} before, {after:.2f} after, discounted by {gamma:g} to {then:.2f}"
-    stayed = "it changed nothing, and time costs. " if turn["state"] == turn["next"] and then < before else ""
-    return f"{said}{stayed}it {verb} what was to be expected ({path}). {_choices(here)}"
+    stayed = "the state is the same, and time costs: " if turn["state"] == turn["next"] and then < before else ""
+    return f"{said}{stayed}what was to be expected {went} ({path}). {_choices(here)}"
 
 
 def _choices(here: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
