@@ -160,15 +160,17 @@ def read_config(source: str) -> Mapping[str, Any]:
     return options
 
 
-def read_backends(source: str) -> Mapping[str, Any]:
-    """The backends of a config, or of a JSON file that has nothing else.
+def read_backends(source: str) -> tuple[Mapping[str, Any], str]:
+    """The backends of a config, or of a JSON file that has nothing else, and the name of the one that answers calls
+    that name nobody.
 
     Raises:
         DoctorError: it cannot be read, or is of a recipe that leaves them to its world.
     """
     options = read_config(source)
     if "backends" in options or not source.partition(":")[0].endswith(".py"):
-        return options.get("backends", options)
+        backends = options.get("backends", options)
+        return backends, options.get("default_backend") or next(iter(backends), "")
     raise DoctorError(
         f"{source} names no env.options.backends, so that its world's own executor answers, which is for training: "
         'give a JSON file {"backends": {...}}'

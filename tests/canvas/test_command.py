@@ -73,6 +73,15 @@ def test_a_recipe_that_leaves_the_executor_to_its_world_is_refused(tmp_path: Pat
     assert "names no env.options.backends" in capsys.readouterr().err
 
 
+def test_who_answers_is_the_first_or_the_one_that_the_config_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "backends.json"
+    each = {name: {"kind": "offline", "rules": [{"answer": f"Answer: {name}"}]} for name in ("a", "b")}
+    for config, answer in ((each, "a"), ({"backends": each, "default_backend": "b"}, "b")):
+        file.write_text(json.dumps(config))
+        assert main([f"--backends={file}", "--problem=?", "--workflow=Custom"]) == 0
+        assert capsys.readouterr().out == f"{answer}\n"
+
+
 def test_programs_are_refused_before_anything_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from flowjax.canvas.forms import from_json, to_json
 from flowjax.canvas.graph import Call, Sequence, Workflow, WorkflowError
-from flowjax.canvas.json_form import from_json, to_json
 from flowjax.canvas.text import parse, show
 from tests.canvas.graphs import WORKFLOWS
 

@@ -12,7 +12,7 @@ from chat_server import chat
 from test_outage import endpoint
 
 from flowjax.canvas import Problem, Workflow, load_operators, open_backends, parse, run
-from flowjax.canvas.python_form import python_form
+from flowjax.canvas.forms import python_form
 from flowjax.records import state_key
 
 OPERATORS = load_operators(entry_points=False)

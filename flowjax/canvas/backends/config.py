@@ -76,7 +76,8 @@ def _backend(where: str, options: Mapping[str, Any]) -> Backend:
         return _offline(where, given)
     if isinstance(kind, str) and ":" in kind:
         return _of_path(where, kind, given)
-    raise BackendConfigError(f'{where}.kind is {kind!r}: give "openai", "offline" or package.module:function')
+    engine = ", an engine of a training run, which only its world can ask" if kind == "run" else ""
+    raise BackendConfigError(f'{where}.kind is {kind!r}{engine}: give "openai", "offline" or package.module:function')
 
 
 def _openai(where: str, given: Options) -> Backend:

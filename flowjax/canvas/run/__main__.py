@@ -7,7 +7,7 @@
 The workflow is its text, or a file of its JSON form; backends.json is as for `flowjax.canvas.doctor`. The answer goes
 to standard output; status, cost and what failed to standard error, with --verbose each call as it starts and ends.
 --json writes the run (`WorkflowRun.to_json`), --save the workflow's JSON form, --svg a drawing, --export a Python file
-that makes the same requests (`flowjax.canvas.python_form`). Exit status: 0 with an
+that makes the same requests (`flowjax.canvas.forms`). Exit status: 0 with an
 answer, 1 without, 2 for what is wrong in the command.
 """
 
@@ -23,10 +23,9 @@ from flowjax.canvas.backends.config import BackendConfigError, open_backends
 from flowjax.canvas.checks import problems
 from flowjax.canvas.doctor import DoctorError, read_backends
 from flowjax.canvas.draw import svg
+from flowjax.canvas.forms import from_json, python_form, to_json
 from flowjax.canvas.graph import Workflow, WorkflowError
-from flowjax.canvas.json_form import from_json, to_json
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
-from flowjax.canvas.python_form import python_form
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
 from flowjax.canvas.values import NodeEvent, Problem, ProblemKind, WorkflowRun
@@ -51,19 +50,18 @@ async def _run(arguments: argparse.Namespace) -> WorkflowRun:
     operators = load_operators(arguments.operators)
     text = arguments.problem
     text = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
-    config = read_backends(arguments.backends)
+    config, default = read_backends(arguments.backends)
     problem = Problem(text, arguments.kind)
     async with open_backends(config) as backends:
         if faults := problems(workflow, operators, backends):
             raise WorkflowError(" ".join(faults))
-        first = next(iter(backends))
         if arguments.export:
             written = python_form(
                 workflow,
                 problem,
                 operators,
                 backends=config,
-                default_backend=first,
+                default_backend=default,
                 extra_operators=arguments.operators,
             )
             Path(arguments.export).write_text(written, encoding="utf-8")
@@ -72,7 +70,7 @@ async def _run(arguments: argparse.Namespace) -> WorkflowRun:
             problem,
             operators=operators,
             backends=backends,
-            default_backend=first,
+            default_backend=default,
             on_event=_print_event if arguments.verbose else None,
         )
     if arguments.svg:
@@ -95,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workflow", required=True, help="a workflow's text, or a file of its JSON form")
     parser.add_argument("--problem", required=True, help="the problem's text, or @file")
     parser.add_argument("--kind", default="general", choices=get_args(ProblemKind), help="of the problem")
-    parser.add_argument("--backends", required=True, help="a JSON file, or a recipe; the first one answers")
+    parser.add_argument("--backends", required=True, help="a JSON file, or a recipe")
     parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
     parser.add_argument("--svg", default="", help="where to draw the run")
     parser.add_argument("--json", default="", help="where to write the run as JSON")
@@ -104,8 +102,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--verbose", action="store_true", help="print each call as it starts and ends")
     try:
         result = asyncio.run(_run(parser.parse_args(argv)))
-    except (WorkflowError, BackendConfigError, DoctorError, OperatorRegistryError, OSError) as error:
+    except (WorkflowError, BackendConfigError, DoctorError, OperatorRegistryError) as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}: give another file", file=sys.stderr)
         return 2
     usage = result.usage
     tokens = usage.prompt_tokens + usage.sampled_tokens

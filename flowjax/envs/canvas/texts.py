@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from flowjax.canvas import actions
 from flowjax.canvas.actions import Action, Add, Modify, SetPrompt, Unreadable
 from flowjax.canvas.draw import output_text, shortened, svg
+from flowjax.canvas.forms import from_json, to_json
 from flowjax.canvas.graph import Call, Node, Workflow, children, with_children
-from flowjax.canvas.json_form import from_json, to_json
 from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.text import tokens, unquoted
 from flowjax.canvas.values import NodeRun, State, Usage, Value, WorkflowRun
