@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowjax.config import ConfigError
+from flowjax.launch.command_line import asks_help
 from flowjax.monitor.held_out import by_task, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 
@@ -115,8 +116,6 @@ def _define() -> None:
 
 
 if __name__ == "__main__":
-    if {"--help", "-h", "--helpfull"} & set(sys.argv):  # for which absl's status is 1
-        print(__doc__)
-        sys.exit(0)
-    _define()
-    app.run(main)
+    if not asks_help(sys.argv, __doc__):
+        _define()
+        app.run(main)

@@ -420,6 +420,9 @@ def task_options(config: ConfigDict, source: str) -> dict[str, Any]:
     return {**options, **config.env.sources[source].get("options", {})} if source else options
 
 
+_LEFT = ("trainer.tensorboard",)  # fields that are no more, and change nothing of what a run has trained
+
+
 def save_run(config: ConfigDict, run_dir: Path) -> None:
     """Write the resolved config to `<run_dir>/config.json`."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -435,6 +438,10 @@ def load_run(run_dir: Path) -> ConfigDict:
     path = run_dir / "config.json"
     try:
         saved = json.loads(path.read_text())
+        for field in _LEFT:  # a run of before is evaluated and exported as ever
+            section, _, name = field.partition(".")
+            if isinstance(saved, dict) and isinstance(saved.get(section), dict):
+                saved[section].pop(name, None)
         config = default_config()
         config.update(saved)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -140,9 +140,9 @@ def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest
         raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
     config = ConfigDict(config.to_dict())
     config.eval.seed = max(config.eval.seed, 0)
-    if folder is not None and (
-        conflicts := list(_conflicts(load_run(folder), config, other_model=bool(given["endpoint"] or given["model"])))
-    ):
+    # A run's own config with what the command changes: other levels, say, or a canvas's problems of another file.
+    besides = ("env.options", *(("model.path", "policy") if given["endpoint"] or given["model"] else ()))
+    if folder is not None and (conflicts := list(_conflicts(load_run(folder), config, besides=besides))):
         raise ConfigError("\n".join(conflicts))
     if given["endpoint"] or given["model"]:
         evaluations = [_of_model(config, folder, given)]
@@ -356,8 +356,9 @@ def _changed_s(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.rglob("*") if path.is_file()), default=0.0)
 
 
-def _conflicts(trained: ConfigDict, config: ConfigDict, *, other_model: bool = False) -> Iterator[str]:
-    fields = [name for name in _MUST_AGREE if not (other_model and name in ("model.path", "policy"))]
+def _conflicts(trained: ConfigDict, config: ConfigDict, *, besides: Sequence[str] = ()) -> Iterator[str]:
+    """Fields, other than those named, in which the command differs from what was trained."""
+    fields = [name for name in _MUST_AGREE if name not in besides]
     compared = [(f"config.{name}", _at(trained, name), _at(config, name)) for name in fields]
     runs = resolve(trained), resolve(config)
     compared += [
@@ -396,8 +397,7 @@ def _plain(value: object) -> object:
 
 
 def main(argv: Sequence[str]) -> int:
-    if {"--help", "-h", "--helpfull"} & set(argv):
-        print(__doc__)
+    if command_line.asks_help(argv, __doc__):
         return OK
     jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
     console = Console() if sys.stdout.isatty() else Console(width=140)

@@ -25,6 +25,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
 from flowjax.files import new_folder
+from flowjax.launch.command_line import asks_help
 from flowjax.models.config import read_config
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder, save_decoder
@@ -230,8 +231,6 @@ def _define() -> None:
 
 
 if __name__ == "__main__":
-    if {"--help", "-h", "--helpfull"} & set(sys.argv):  # for which absl's status is 1
-        print(__doc__)
-        sys.exit(0)
-    _define()
-    app.run(main)
+    if not asks_help(sys.argv, __doc__):
+        _define()
+        app.run(main)

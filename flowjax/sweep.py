@@ -117,7 +117,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """What the file says, with the defaults of what it leaves out."""
+    """Values of the file, with the defaults of what it leaves out."""
     if not path.is_file():
         raise ConfigError(f"there is no sweep file {path}: give a Python file with RECIPE, SEEDS and VARIANTS")
     spec = importlib.util.spec_from_file_location(f"flowjax_sweep_{path.stem}", path)
@@ -164,8 +164,8 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
     fields = (
         {} if isinstance(variant, str) else {field.removeprefix("config."): value for field, value in variant.items()}
     )
-    if taken := {"seed", "name", "runs"} & fields.keys():
-        raise ConfigError(f"config.{min(taken)} is the sweep's to set: use SEEDS, NAME and RUNS")
+    if reserved := {"seed", "name", "runs"} & fields.keys():
+        raise ConfigError(f"config.{min(reserved)} is the sweep's to set: use SEEDS, NAME and RUNS")
     run_name = f"{name}-{seed}"
     fields |= {"seed": seed, "name": run_name, "runs": str(folder)}
     argv = [f"--config={variant if isinstance(variant, str) else recipe}"]
@@ -336,8 +336,7 @@ def figure(sweep: Sweep, rows: Sequence[_Row]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    if {"--help", "-h", "--helpfull"} & set(argv):
-        print(__doc__)
+    if command_line.asks_help(argv, __doc__):
         return _OK
     console = Console() if sys.stdout.isatty() else Console(width=140)
     try:

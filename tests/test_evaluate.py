@@ -1,5 +1,6 @@
 """What is evaluated, in which folder, and what is made of its episodes."""
 
+import json
 import os
 import shutil
 import time
@@ -121,6 +122,9 @@ def test_a_run_folder_says_all_itself(run):
     assert len(read_requests([str(run), "--steps=all"])[0].evaluations) == 3
     assert only([str(run), "--base"]).run.folder.name == "base"
     assert len(read_requests([str(run), str(run)])) == 2
+    begin(evaluation)
+    larger = only([str(run), "--config.env.options.rows=9"])
+    assert (larger.run.folder.name, larger.run.config.env.options.rows) == ("2-2", 9)
 
 
 def test_a_folder_of_weights_or_an_endpoint_needs_no_run(run):
@@ -178,7 +182,10 @@ def test_checkpoints_that_do_not_fit_are_refused(run, recipe, named, message):
             "--endpoint_body=3 is no JSON obj",
         ),
         (["RUN", "--config.eval.tasks=0"], "config.eval.tasks is 0"),
-        (["RUN", "--config.env.options.rows=9"], "config.env.options is .* give the run's own"),
+        (
+            ["RUN", "--config.workflow=a.b"],
+            "config.workflow is a.b, but the checkpoint was trained with",
+        ),
         (["RUN", "--out=OUT"], "--out=.* holds another evaluation, or something else"),
         (["RUN", "--out=new", "--steps=all"], "--out=new is one folder, but there are 3 evaluations"),
     ],
@@ -188,6 +195,14 @@ def test_a_command_that_cannot_be_meant_is_refused(run, argv, message):
     places = {"RUN": str(run), "RECIPE": f"--config={run.parent / 'recipe.py'}:one", "--out=OUT": f"--out={run.parent}"}
     with pytest.raises(ConfigError, match=message):
         read_requests([str(places.get(each, each)) for each in argv])
+
+
+def test_a_run_of_before_with_a_field_that_is_no_more_is_evaluated_as_ever(run):
+    saved(run, "one")
+    config = json.loads((run / "config.json").read_text())
+    config["trainer"]["tensorboard"] = True
+    (run / "config.json").write_text(json.dumps(config))
+    assert only([str(run)]).name == "solver@2"
 
 
 def test_a_run_without_a_checkpoint_has_its_base_alone(run):

@@ -105,7 +105,7 @@ def check_sinks(config: ConfigDict) -> list[str]:
 def forwarding(run_dir: Path, config: ConfigDict, say: Callable[[str], None]) -> Iterator[None]:
     """Send the run's lines to its sinks, as they come, until the block has ended.
 
-    A sink that cannot be written to is told of by `say`, and gets no more.
+    A sink that cannot be written to is named by `say`, and gets no more.
     """
     stop = threading.Event()
     threads = [

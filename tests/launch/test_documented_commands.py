@@ -37,7 +37,10 @@ def test_some_are_documented():
     assert len(documented()) > 20
 
 
-@pytest.mark.parametrize("command", ["launch", "evaluate", "compare", "sweep", "export", "report", "canvas.doctor"])
+@pytest.mark.parametrize(
+    "command",
+    ["launch", "evaluate", "compare", "sweep", "export", "report", "canvas.doctor", "canvas.run", "canvas.evaluate"],
+)
 def test_every_command_has_help(command: str):
     """What `--help` prints is where one begins: it names the command, and its status is that of no error."""
     argv = [sys.executable, "-m", f"flowjax.{command}", "--help"]

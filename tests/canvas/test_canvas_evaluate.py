@@ -1,0 +1,127 @@
+"""Workflows over files of problems: hand counts, what is kept, and what is asked again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowjax.canvas.evaluate import main
+
+ROWS = [
+    {"problem": "What is 6 times 7?", "ground_truth": "42", "source": "gsm8k", "problem_type": "math"},
+    {"problem": "What is 1 and 1?", "ground_truth": "2", "source": "gsm8k", "problem_type": "math"},
+    {"problem": "What is 2 and 2?", "ground_truth": "4", "source": "gsm8k", "problem_type": "math"},
+    {"problem": "Capital of France?", "ground_truth": "Paris", "source": "nq", "problem_type": "qa"},
+]
+RULES: list[dict[str, Any]] = [
+    {"operator": "Plan", "answer": "Think of it."},
+    {"text": "6 times 7", "answer": "Answer: 42.0"},
+    {"text": "1 and 1", "answer": "Answer: 3"},
+    {"text": "2 and 2", "answer": ["Answer: 4"]},
+    {"text": "France", "answer": "Answer: the Paris"},
+]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    (tmp_path / "problems").mkdir()
+    (tmp_path / "problems/test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "problems/train.jsonl").write_text("{}\n")  # is not read beside a test.jsonl
+    backends(tmp_path, RULES)
+    where = [f"--data={tmp_path / 'problems'}", f"--backends={tmp_path / 'backends.json'}", f"--out={tmp_path / 'out'}"]
+    return ["--workflow=Plan -> Custom", *where]
+
+
+def backends(folder: Path, rules: list[dict[str, Any]], **more: Any) -> None:
+    told = {"main": {"kind": "offline", "rules": rules, "prices": {"prompt": 1.0, "sampled": 2.0}, **more}}
+    (folder / "backends.json").write_text(json.dumps(told))
+
+
+def kept(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out/rows.jsonl").read_text().splitlines()]
+
+
+def test_accuracy_is_that_of_a_hand_count_and_every_row_says_why(tmp_path, command, capsys):
+    assert main(command) == 0
+    results = json.loads((tmp_path / "out/results.json").read_text())["workflow"]
+    assert (results["accuracy"], results["problems"], results["calls"]) == (0.75, 4, 2.0)
+    assert results["low"] < 0.75 < results["high"] and results["cost"] > 0 < results["tokens"]
+    found = {source: (of["accuracy"], of["problems"]) for source, of in results["sources"].items()}
+    assert found == {"gsm8k": (pytest.approx(2 / 3), 3), "nq": (1.0, 1)}
+    rows = sorted(kept(tmp_path), key=lambda row: row["row"])
+    assert [row["correct"] for row in rows] == [True, False, True, True]
+    assert (rows[1]["question"], rows[1]["answer"], rows[1]["gold"]) == ("What is 1 and 1?", "3", ["2"])
+    assert [node["operator"] for node in rows[0]["trace"]] == ["Plan", "Custom"]
+    page = (tmp_path / "out/results.md").read_text()
+    assert "| workflow | `Plan -> Custom` | 75.0 % [" in page and page in capsys.readouterr().out
+
+
+def test_a_second_run_asks_nothing_and_one_that_was_cut_asks_for_the_rest(tmp_path, command):
+    assert main(command) == 0
+    before = (tmp_path / "out/rows.jsonl").read_text()
+    backends(tmp_path, [{"answer": "x", "error": "nobody may ask"}], identity=identity_of(RULES))
+    assert main(command) == 0 and (tmp_path / "out/rows.jsonl").read_text() == before
+    (tmp_path / "out/rows.jsonl").write_text(before[:-20])
+    backends(tmp_path, RULES)
+    assert main(command) == 0 and len(kept(tmp_path)) == 4
+    backends(tmp_path, RULES, seed=1)  # another model: nothing of the first holds for it
+    assert main(command) == 0 and len(kept(tmp_path)) == 8
+
+
+def identity_of(rules: list[dict[str, Any]]) -> str:
+    from flowjax.canvas.backends.base import OfflineBackend, Rule
+
+    return OfflineBackend([Rule(**rule) for rule in rules]).identity
+
+
+def test_baselines_have_the_calls_of_the_workflow_and_are_compared_with_it(tmp_path, command):
+    backends(tmp_path, [*RULES, {"answer": "Answer: 5"}])
+    assert main([*command, "--baselines"]) == 0
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert list(results) == ["workflow", "io", "cot", "sc"]
+    assert results["sc"]["workflow"] == "[Custom, Custom] -> ScEnsemble" and results["io"]["calls"] == 1
+    assert results["io"]["accuracy"] == 0.75 and results["io"]["against_first"]["first_is_better_by"] == 0.0
+    assert len(kept(tmp_path)) == 16
+    assert "workflow against io: +0.0 points" in (tmp_path / "out/results.md").read_text()
+
+
+def test_a_backend_that_goes_away_keeps_what_was_played(tmp_path, command, capsys, monkeypatch):
+    monkeypatch.setattr("flowjax.canvas.evaluate._PAUSE_S", 0.01)
+    package = tmp_path / "away_backend.py"
+    package.write_text(
+        "from flowjax.canvas.backends.base import BackendUnavailable, Completion\n"
+        "from flowjax.canvas.values import Usage\n"
+        "class Away:\n"
+        "    identity = 'away'\n"
+        "    def __init__(self, limit): self.left = limit\n"
+        "    async def complete(self, request):\n"
+        "        self.left -= 1\n"
+        "        if self.left < 0: raise BackendUnavailable('gone for lunch')\n"
+        "        return Completion('Answer: 42', Usage(1, 5, 2, 0.0))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    told = {"main": {"kind": "away_backend:Away", "limit": 5}}
+    (tmp_path / "backends.json").write_text(json.dumps(told))
+    assert main([*command, "--at_once=1"]) == 1
+    error = capsys.readouterr().err
+    assert "row 3: " in error and "gone for lunch" in error and "the same command goes on from here" in error
+    assert len(kept(tmp_path)) == 2 and not (tmp_path / "out/results.json").exists()
+    (tmp_path / "backends.json").write_text(json.dumps({"main": {**told["main"], "limit": 4}}))
+    assert main([*command, "--at_once=1"]) == 0 and len(kept(tmp_path)) == 4  # two calls for each of the other two
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--workflow=Nobody", "Nobody"),
+        ("--workflow=nowhere.json", "nowhere.json cannot be read"),
+        ("--data=nowhere", "--data=nowhere holds no problems: give a JSONL file, or a folder of some"),
+        ("--backends=nowhere.json", "nowhere.json"),
+    ],
+)
+def test_mistakes_are_one_line(command, capsys, change, message):
+    given = [each for each in command if not each.startswith(change.partition("=")[0])]
+    assert main([*given, change]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
