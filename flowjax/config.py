@@ -14,11 +14,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.fields import (
-    DOTTED,
     FOLDER_NAME,
     HOST,
     HOST_AND_PORT,
     NAME,
+    NAMED,
     NOT_EMPTY,
     OPTIONAL_URL,
     URL,
@@ -58,7 +58,7 @@ FIELDS = Section(
     separate_trainers=Entry(
         False, "a trainer process for each policy, with its share of the trainer's accelerators", resume=True
     ),
-    workflow=Entry("flowjax.workflows.single.play", "dotted path of the episode function", form=DOTTED),
+    workflow=Entry("flowjax.workflows.single:play", "package.module:function that plays an episode", form=NAMED),
     model=Section(
         "The base model of the policy.",
         path=Entry(
@@ -138,7 +138,7 @@ FIELDS = Section(
     ),
     env=Section(
         "The world that episodes are played in.",
-        name=Entry("", "package.module:Class of a world: one of docs/worlds, or one's own", form=DOTTED),
+        name=Entry("", "package.module:Class of a world: one of docs/worlds, or one's own", form=NAMED),
         options=Free("those of the world: its page in docs/worlds"),
         max_turns=Entry(15, "of an episode", at_least=1, at_most=10**6),
         prompt=Entry("instruct", "how the workflow words an observation", choices=("instruct", "compact")),

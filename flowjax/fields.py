@@ -6,6 +6,7 @@ annotations.
 """
 
 import difflib
+import importlib
 import inspect
 import math
 import re
@@ -57,7 +58,8 @@ OPTIONAL_URL = Pattern(rf"|{URL.expression}", URL.remedy)
 HOST = Pattern(rf"{_HOST}|[0-9A-Fa-f:]{{2,45}}", "give a host's name or address, as in 127.0.0.1")
 HOST_AND_PORT = Pattern(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 65535")
 NOT_EMPTY = Pattern(r".+", "give texts that are not empty")
-DOTTED = Pattern(r"|\w+([.:]\w+)*", "give a dotted path such as package.module.name")
+# The one spelling of code that a config names: a world, workflow, operator, estimator, reward, data algorithm, backend.
+NAMED = Pattern(r"|\w+(\.\w+)*:\w+", "give package.module:name, such as flowjax.workflows.single:play")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +334,28 @@ def _text_problem(text: str) -> str | None:
     if any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in text):
         return "leave out characters that no file can hold"
     return None
+
+
+def load_named(field: str, path: object, refusal: type[Exception], remedy: str = "give package.module:name") -> Any:
+    """The function or class at `package.module:name`, which is imported.
+
+    Raises:
+        refusal: there is none, or its module fails; the message has the field, the path and the remedy.
+    """
+    module = load_module(field, path, refusal, remedy)
+    try:
+        return getattr(module, str(path).partition(":")[2])
+    except AttributeError as error:
+        raise refusal(f"{field} is {path!r}, which cannot be imported ({error}): {remedy}") from error
+
+
+def load_module(field: str, path: object, refusal: type[Exception], remedy: str) -> types.ModuleType:
+    """The module of `package.module:name`, for who says more about a name that it lacks; otherwise as `load_named`."""
+    try:
+        return importlib.import_module(str(path).partition(":")[0])
+    except Exception as error:  # a module of the user's own may fail in any way
+        reason = str(error) if isinstance(error, ImportError | ValueError) else f"{type(error).__name__}: {error}"
+        raise refusal(f"{field} is {path!r}, which cannot be imported ({reason}): {remedy}") from error
 
 
 def nearest(name: Any, known: Iterable[Any]) -> str:

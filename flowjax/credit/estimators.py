@@ -1,10 +1,9 @@
-"""Estimators by name: the ones of this room, the published ones, and one's own by dotted path.
+"""Estimators by name: the ones of this room, the published ones, and one's own by `package.module:function`.
 
 Those that need nothing but rewards stand here.
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,7 +29,7 @@ from flowjax.credit.segments import (
     whiten,
 )
 from flowjax.credit.table import TurnTable
-from flowjax.fields import Interval, declared_types, nearest, option_problems
+from flowjax.fields import Interval, declared_types, load_named, nearest, option_problems
 
 Estimator = Callable[..., Float[Array, "turns"]]
 
@@ -51,11 +50,7 @@ def get_estimator(name: str) -> Estimator:
             f"config.credit.name is {name!r}{nearest(name, ESTIMATORS)}; known are {', '.join(ESTIMATORS)}, "
             "or package.module:function for your own"
         )
-    module, _, attribute = ESTIMATORS.get(name, name).partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise CreditError(f"config.credit.name is {name!r}, which cannot be imported: {error}") from error
+    return load_named("config.credit.name", ESTIMATORS.get(name, name), CreditError)
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:

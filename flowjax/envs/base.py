@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import types
 import typing
 from abc import ABC, abstractmethod
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 
-from flowjax.fields import declared_types, option_problems
+from flowjax.fields import declared_types, load_module, option_problems
 from flowjax.records import Status, Task
 
 if TYPE_CHECKING:
@@ -266,11 +265,7 @@ def find_world(path: str) -> type[World]:
         WorldError: there is none, or it lacks what every world has.
     """
     module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a module of one's own may fail in any way
-        reason = str(error) if isinstance(error, ImportError | ValueError) else f"{type(error).__name__}: {error}"
-        raise WorldError(f"env.name is {path!r}, which cannot be imported ({reason}): {_REMEDY}") from error
+    module = load_module("env.name", path, WorldError, _REMEDY)
     world = getattr(module, name, None)
     if not isinstance(world, type) or not issubclass(world, World):
         found = [each for each, value in vars(module).items() if isinstance(value, type) and issubclass(value, World)]

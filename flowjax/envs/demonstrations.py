@@ -92,4 +92,4 @@ def expert_conversations(workflow: str) -> Callable[..., Iterator[list[Exchange]
 
 
 def _module_of(workflow: str) -> ModuleType:
-    return importlib.import_module(workflow.rpartition(".")[0])
+    return importlib.import_module(workflow.partition(":")[0])

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict, config_flags
 
 from flowjax.config import FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options
 from flowjax.credit import ESTIMATORS
-from flowjax.fields import DOTTED, Free, nearest, shown
+from flowjax.fields import NAMED, Free, nearest, shown
 from flowjax.launch.checks import check_config
 from flowjax.run import field_problems
 
@@ -111,7 +111,7 @@ def load_recipe(source: str) -> ConfigDict:
 
 def _check_estimator(name: str) -> None:
     """Refuse what can be no estimator; one at package.module:function is looked up with the rest of the config."""
-    if name not in ESTIMATORS and not (":" in name and DOTTED.fits(name)):
+    if name not in ESTIMATORS and not (name and NAMED.fits(name)):
         raise ConfigError(
             f"there is no estimator {name!r}{nearest(name, ESTIMATORS)}: use one of {', '.join(ESTIMATORS)}, or "
             "package.module:function for your own"

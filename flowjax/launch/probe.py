@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options
 from flowjax.envs.base import NotReady, World, WorldError, find_world
+from flowjax.fields import NAMED
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.run import Base, Policy, Run, resolve
 
@@ -201,7 +202,7 @@ def _reward(components: ConfigDict, config: ConfigDict) -> Iterator[str]:
 
 def _workflow_outcomes(path: str) -> tuple[str, ...]:
     """Outcomes that the workflow's module adds to the world's, by its OUTCOMES."""
-    origin = _origin(path.rpartition(".")[0])
+    origin = _origin(path.partition(":")[0])
     for node in ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else ():
         if isinstance(node, ast.Assign) and "OUTCOMES" in [ast.unparse(target) for target in node.targets]:
             return tuple(ast.literal_eval(node.value))
@@ -209,9 +210,9 @@ def _workflow_outcomes(path: str) -> tuple[str, ...]:
 
 
 def _workflow(config: ConfigDict) -> Iterator[str]:
-    module, _, name = config.workflow.rpartition(".")
+    module, _, name = config.workflow.partition(":")
     field = f"config.workflow is {config.workflow!r}"
-    remedy = "give the dotted path of an episode function, such as flowjax.workflows.single.play"
+    remedy = NAMED.remedy
     origin = _origin(module)
     if not origin:
         yield f"{field}, but there is no module {module!r}: {remedy}"
@@ -221,7 +222,7 @@ def _workflow(config: ConfigDict) -> Iterator[str]:
 
 def _demonstrates(path: str) -> bool:
     """True where the workflow's module has demonstrations of its own."""
-    origin = _origin(path.rpartition(".")[0])
+    origin = _origin(path.partition(":")[0])
     return origin.endswith(".py") and "demonstrations" in _defined(ast.parse(Path(origin).read_text()))
 
 

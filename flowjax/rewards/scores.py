@@ -1,7 +1,6 @@
 """From groups to one score per trajectory: outcomes gathered on the host, combined by one jitted function."""
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from flowjax.fields import declared_types, nearest, option_problems
+from flowjax.fields import declared_types, load_named, nearest, option_problems
 from flowjax.records import COUNTED_STATUSES, Group, Trajectory, Turn
 
 Component = Callable[..., Float[Array, "trajectories"]]
@@ -168,7 +167,7 @@ def _part(name: str, setting: Any) -> _Part:
             f"{field} does not exist{nearest(name, COMPONENTS)}; known are {', '.join(COMPONENTS)}, or give "
             "path=package.module:function for your own"
         )
-    function = _load(field, path)
+    function = load_named(f"{field}.path", path, RewardError)
     known = {key: p for key, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
     types = {option: kind for option, kind in declared_types(function).items() if option in known}
     for problem in option_problems(field, options, types, repr(name)):
@@ -177,11 +176,3 @@ def _part(name: str, setting: Any) -> _Part:
         if parameter.default is parameter.empty and key not in options:
             raise RewardError(f"{field}.{key} is missing: give it a value")
     return _Part(function, float(weight), options)
-
-
-def _load(field: str, path: Any) -> Component:
-    module, _, attribute = str(path).partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RewardError(f"{field}.path is {path!r}, which cannot be imported: {error}") from error

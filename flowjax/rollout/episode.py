@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib
 import itertools
 import json
 import sys
@@ -17,6 +16,7 @@ from flowjax.canvas.backends.base import Backend
 from flowjax.config import ConfigError, task_options
 from flowjax.envs.base import World, find_world
 from flowjax.envs.pool import EnvPool
+from flowjax.fields import NAMED, load_named
 from flowjax.models.config import vocabulary_sizes
 from flowjax.record_checks import Bounds, check_episode, check_outcomes
 from flowjax.records import Episode, Lease, Trajectory, WireError, state_key
@@ -40,20 +40,12 @@ class Play(Protocol):
 
 
 def load_workflow(path: str) -> Play:
-    """The episode function at a dotted path.
+    """The episode function at `package.module:function`.
 
     Raises:
         ConfigError: there is none.
     """
-    module, _, name = path.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"config.workflow is {path!r}, which cannot be imported ({error}): give the dotted path of an async "
-            "function, for example flowjax.workflows.single.play"
-        ) from error
-    return function
+    return load_named("config.workflow", path, ConfigError, NAMED.remedy)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from configs import sokoban
 def get_config() -> ConfigDict:
     config = sokoban.get_config("nano")
     config.name = "dataflow-benchmark"
-    config.workflow = "tests.benchmarks.dataflow_slow.play"
+    config.workflow = "tests.benchmarks.dataflow_slow:play"
     config.trainer.groups_per_step = 8
     config.trainer.steps = 20
     config.trainer.micro_batch_rows = 64

@@ -33,5 +33,5 @@ class _Late:
 async def play(
     task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: single.EpisodeOptions, **more: Any
 ) -> Played:
-    """`flowjax.workflows.single.play`, late."""
+    """`flowjax.workflows.single:play`, late."""
     return await single.play(task, seed=seed, env=_Late(env, seed), agents=agents, options=options, **more)

@@ -333,7 +333,10 @@ def test_replay_takes_the_youngest_and_none_too_often():
         ({"dynamic": {}}, "config.dataflow.algorithms.dynamic is no data algorithm: use dynamic_sampling, "),
         ({"replay": {"ratio": 2.0}}, "config.dataflow.algorithms.replay .* ratio is 2.0: give a share between 0 and 1"),
         ({"greso": {"speed": 1}}, "config.dataflow.algorithms.greso.speed is no option of 'greso'; it has target_easy"),
-        ({"mine": {"path": "no.such:Thing"}}, "config.dataflow.algorithms.mine.path cannot be imported"),
+        (
+            {"mine": {"path": "no.such:Thing"}},
+            "config.dataflow.algorithms.mine.path is 'no.such:Thing', which cannot be imported",
+        ),
     ],
 )
 def test_mistakes_are_named(algorithms, message):

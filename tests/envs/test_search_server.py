@@ -205,7 +205,7 @@ def test_a_key_is_asked_for():
         ([], "either --corpus=FILE or --documents=N"),
         (["--corpus=/nowhere/corpus.jsonl"], "/nowhere/corpus.jsonl is missing.*data.search.build"),
         (["--documents=200", "--index=dense"], "needs --encoder"),
-        (["--documents=200", "--index=dense", "--encoder=no:no"], "cannot be loaded"),
+        (["--documents=200", "--index=dense", "--encoder=no:no"], "cannot be imported"),
     ],
 )
 def test_a_start_that_cannot_work_says_why(arguments: list[str], named: str):

@@ -52,7 +52,10 @@ def test_what_one_policy_has_of_its_own_is_checked_under_its_name(section, value
         ({"greso": {"windw": 3}}, r"config.dataflow.algorithms.greso.windw is no option .*did you mean 'window'\?"),
         ({"greso": {"window": 3.5}}, "config.dataflow.algorithms.greso.window is 3.5: give a whole number"),
         ({"gresso": {}}, "config.dataflow.algorithms.gresso is no data algorithm"),
-        ({"mine": {"path": "no.such:Thing"}}, "config.dataflow.algorithms.mine.path cannot be imported"),
+        (
+            {"mine": {"path": "no.such:Thing"}},
+            "config.dataflow.algorithms.mine.path is 'no.such:Thing', which cannot be imported",
+        ),
         (
             {"mine": {"path": "json:JSONDecoder"}},
             "config.dataflow.algorithms.mine.path is json:JSONDecoder, .*Algorithm",
@@ -66,5 +69,5 @@ def test_data_algorithms_that_cannot_be_made_are_refused(algorithms, message):
 
 
 def test_outcomes_of_another_workflow_are_not_there():
-    (found,) = problems(workflow="flowjax.workflows.single.play")
+    (found,) = problems(workflow="flowjax.workflows.single:play")
     assert "needs the outcome 'answer_right'" in found

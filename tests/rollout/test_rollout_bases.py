@@ -35,7 +35,7 @@ class TwoBases(RolloutRun):
         build_tokenizer(Sokoban().vocabulary()[::-1], self.judge)
         (self.judge / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 16}))
         bases = ConfigDict({"judge": {"model": {"path": str(self.judge)}}})
-        super().__init__(folder, bases=bases, workflow="two_agents.play", **overrides)
+        super().__init__(folder, bases=bases, workflow="two_agents:play", **overrides)
         if "critic" in self.config.policies:
             self.critics = Checkpoints(self.folder / "checkpoints" / "critic", keep=3)
             self.publish_critic(0)

@@ -100,7 +100,7 @@ def test_a_frozen_agent_plays_and_is_not_trained(tmp_path):
     """Two agents on the same base: only the turns of one belong to a policy."""
 
     async def scenario():
-        agents = {"agents": {"first": "agent", "second": "base"}, "workflow": "two_agents.play"}
+        agents = {"agents": {"first": "agent", "second": "base"}, "workflow": "two_agents:play"}
         run = RolloutRun(tmp_path, **agents)
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: len(servers.counted) == 16)
@@ -144,7 +144,7 @@ def test_slots_follow_the_load(tmp_path):
     async def scenario():
         run = RolloutRun(
             tmp_path,
-            workflow="unruly_workflows.hangs",
+            workflow="unruly_workflows:hangs",
             rollout__min_concurrent_episodes=2,
             rollout__max_concurrent_episodes=32,
             trainer__groups_per_step=8,

@@ -161,7 +161,7 @@ def test_an_engine_that_stays_away_ends_the_service_and_returns_its_leases(tmp_p
 
 def test_an_executor_that_is_away_uses_up_no_task_but_does_not_go_unseen_for_ever(tmp_path, monkeypatch):
     async def scenario():
-        run = RolloutRun(tmp_path, workflow="unruly_workflows.meets_an_outage", dataflow__max_attempts=2)
+        run = RolloutRun(tmp_path, workflow="unruly_workflows:meets_an_outage", dataflow__max_attempts=2)
         async with run.servers() as servers:
             with pytest.raises(RolloutError, match=r"an executor has been away for .*: the executor sleeps"):
                 async with run.serving(servers) as serving:
@@ -177,7 +177,7 @@ def test_an_executor_that_is_away_uses_up_no_task_but_does_not_go_unseen_for_eve
 @pytest.mark.parametrize("cause", ["engine", "workflow"])
 def test_endless_failure_ends_the_service_before_all_tasks_are_used_up(tmp_path, cause):
     async def scenario():
-        workflow = {"workflow": "unruly_workflows.raises"} if cause == "workflow" else {}
+        workflow = {"workflow": "unruly_workflows:raises"} if cause == "workflow" else {}
         run = RolloutRun(tmp_path, dataflow__max_attempts=100_000, **workflow)
         async with run.servers() as servers:
             servers.engine.refuse = cause == "engine"
@@ -192,7 +192,7 @@ def test_endless_failure_ends_the_service_before_all_tasks_are_used_up(tmp_path,
 
 def test_a_broken_episode_does_not_touch_its_siblings(tmp_path):
     async def scenario():
-        run = RolloutRun(tmp_path, workflow="unruly_workflows.every_fourth_raises", dataflow__max_attempts=2)
+        run = RolloutRun(tmp_path, workflow="unruly_workflows:every_fourth_raises", dataflow__max_attempts=2)
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: servers.flow.status()["ready_groups"] == 4)
         ok, broken = [], []
@@ -211,7 +211,7 @@ def test_a_broken_episode_does_not_touch_its_siblings(tmp_path):
 
 def test_a_reward_that_is_no_number_is_the_worlds_fault_and_ends_nothing_else(tmp_path):
     async def scenario():
-        workflow = "unruly_workflows.every_fourth_rewards_nothing_that_is_a_number"
+        workflow = "unruly_workflows:every_fourth_rewards_nothing_that_is_a_number"
         run = RolloutRun(tmp_path, workflow=workflow, dataflow__max_attempts=1)
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: servers.flow.status()["ready_groups"] == 4)
@@ -228,7 +228,7 @@ def test_an_outcome_that_the_reward_lacks_is_the_worlds_fault_and_ends_nothing_e
     """The dataflow refused the whole message, its sound episodes too, and the service ended of that."""
 
     async def scenario():
-        run = RolloutRun(tmp_path, workflow="unruly_workflows.every_fourth_lacks_its_outcome", dataflow__max_attempts=1)
+        run = RolloutRun(tmp_path, workflow="unruly_workflows:every_fourth_lacks_its_outcome", dataflow__max_attempts=1)
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: servers.flow.status()["ready_groups"] == 4)
         broken = [episode for episode in servers.counted if episode.seed % 4 == 0]
@@ -266,7 +266,7 @@ def test_a_message_of_episodes_stays_below_its_size():
 
 def test_an_episode_that_takes_too_long_is_a_timeout(tmp_path):
     async def scenario():
-        run = RolloutRun(tmp_path, workflow="unruly_workflows.hangs", rollout__episode_timeout_s=0.1)
+        run = RolloutRun(tmp_path, workflow="unruly_workflows:hangs", rollout__episode_timeout_s=0.1)
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: len(servers.counted) == 16)
         assert {episode.status for episode in servers.counted} == {"timeout"}
@@ -293,7 +293,7 @@ def test_an_episode_that_runs_out_of_time_without_an_engine_is_played_again(tmp_
 
 def test_leases_are_renewed_and_a_lost_one_stops_its_episode(tmp_path):
     async def scenario():
-        run = RolloutRun(tmp_path, workflow="unruly_workflows.hangs", dataflow__lease_s=3.0)
+        run = RolloutRun(tmp_path, workflow="unruly_workflows:hangs", dataflow__lease_s=3.0)
         async with run.servers() as servers, run.serving(servers) as serving:
             playing = serving.service._playing
             await until(lambda: len(playing) == 8)
@@ -420,7 +420,7 @@ def _children_of(pid: int) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workflow": "flowjax.workflows.single.plya"}, "config.workflow is 'flowjax.workflows.single.plya'"),
+        ({"workflow": "flowjax.workflows.single:plya"}, "config.workflow is 'flowjax.workflows.single:plya'"),
         ({"env__name": "flowjax.envs.nowhere"}, "env.name is 'flowjax.envs.nowhere'"),
         ({"model__path": "no/such/folder"}, "no/such/folder"),
     ],
@@ -441,6 +441,6 @@ def test_an_absent_engine_is_the_last_line_of_the_log(tmp_path, capsys):
 
 
 def test_workflows_are_found_by_dotted_path():
-    assert load_workflow("flowjax.workflows.single.play") is single.play
+    assert load_workflow("flowjax.workflows.single:play") is single.play
     with pytest.raises(ConfigError, match=r"config\.workflow is 'play'"):
         load_workflow("play")

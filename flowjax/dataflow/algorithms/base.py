@@ -1,7 +1,6 @@
 """Data algorithms: their hooks, how one is found by its name, and those of a run asked together."""
 
 import contextlib
-import importlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -14,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
-from flowjax.fields import declared_types, option_problems
+from flowjax.fields import declared_types, load_named, option_problems
 from flowjax.records import Group, Task, pack, state_key, unpack
 from flowjax.rewards.scores import trajectory_scores
 
@@ -198,16 +197,12 @@ def build_algorithms(config: ConfigDict) -> dict[str, Algorithm]:
 def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
     field = f"config.dataflow.algorithms.{name}"
     options = dict(options)
-    module, colon, attribute = options.pop("path", BUILT_IN.get(name, "")).partition(":")
-    if not colon:
+    path = options.pop("path", BUILT_IN.get(name, ""))
+    if not path:
         raise ConfigError(f"{field} is no data algorithm: use {', '.join(BUILT_IN)}, or give path=package.module:Class")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module of the user's own may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{field}.path cannot be imported ({reason}): give package.module:Class") from error
+    kind = load_named(f"{field}.path", path, ConfigError, "give package.module:Class")
     if not (isinstance(kind, type) and Algorithm in kind.__mro__):
-        raise ConfigError(f"{field}.path is {module}:{attribute}, which is no subclass of {__name__}.Algorithm")
+        raise ConfigError(f"{field}.path is {path}, which is no subclass of {__name__}.Algorithm")
     known = {option: of for option, of in declared_types(kind.__init__).items() if option not in ("self", "seed")}
     for problem in option_problems(field, options, known, repr(name)):
         raise ConfigError(problem)

@@ -7,7 +7,6 @@ corpus and query give the same passages on every machine.
 import contextlib
 import functools
 import http.client
-import importlib
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from jaxtyping import Float, Int
 
 from flowjax.envs.base import NotReady, WorldError
 from flowjax.envs.search.corpus import CORPUS, Corpus, Document, document, encyclopedia
+from flowjax.fields import load_named
 from flowjax.records import state_key
 
 Scored = list[tuple[int, float]]  # rows and their scores, best first
@@ -211,16 +211,9 @@ def load_encoder(name: str) -> Encoder:
     """
     if Path(name).is_dir():
         return _FolderEncoder(name)
-    module, separator, function = name.partition(":")
-    try:
-        if not separator:
-            raise ImportError("neither a folder nor package.module:function")
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise WorldError(
-            f"the encoder {name!r} cannot be loaded ({error}): give the folder of a Hugging Face sentence encoder, for "
-            "example intfloat/e5-base-v2 downloaded, or package.module:function"
-        ) from error
+    remedy = "give the folder of a Hugging Face sentence encoder, for example intfloat/e5-base-v2 downloaded, or \
+package.module:function"
+    return load_named("the encoder", name, WorldError, remedy)
 
 
 class _FolderEncoder:
