@@ -91,4 +91,5 @@ def test_programs_are_refused_before_anything_is_asked(
         options = [backends(tmp_path, server.url), "--problem=?"]
         assert main([*options, "--workflow=Custom -> Programmer"]) == 1
         assert "apt-get install bubblewrap" in capsys.readouterr().err and server.bodies == []
+        assert main([*options, "--workflow=Custom -> Programmer", "--allow-no-isolation"]) == 0
         assert main([*options, "--workflow=Custom"]) == 0

@@ -7,8 +7,8 @@
 The workflow is its text, or a file of its JSON form; backends.json is as for `flowjax.canvas.doctor`. The answer goes
 to standard output; status, cost and what failed to standard error, with --verbose each call as it starts and ends.
 --json writes the run (`WorkflowRun.to_json`), --save the workflow's JSON form, --svg a drawing, --export a Python file
-that makes the same requests (`flowjax.canvas.forms`). Exit status: 0 with an
-answer, 1 without, 2 for what is wrong in the command.
+that makes the same requests (`flowjax.canvas.forms`). Exit status: 0 with an answer, 1 without, 2 for what is wrong in
+the command.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import get_args
 
 from flowjax.canvas.backends.config import BackendConfigError, open_backends
 from flowjax.canvas.checks import problems
+from flowjax.canvas.context import Sandbox
 from flowjax.canvas.doctor import DoctorError, read_backends
 from flowjax.canvas.draw import svg
 from flowjax.canvas.forms import from_json, python_form, to_json
@@ -71,6 +72,7 @@ async def _run(arguments: argparse.Namespace) -> WorkflowRun:
             operators=operators,
             backends=backends,
             default_backend=default,
+            sandbox=Sandbox(allow_none=arguments.allow_no_isolation),
             on_event=_print_event if arguments.verbose else None,
         )
     if arguments.svg:
@@ -98,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--svg", default="", help="where to draw the run")
     parser.add_argument("--json", default="", help="where to write the run as JSON")
     parser.add_argument("--save", default="", help="where to write the workflow's JSON form")
+    parser.add_argument("--allow-no-isolation", action="store_true", help="run programs with resource limits only")
     parser.add_argument("--export", default="", help="where to write the workflow as a Python file")
     parser.add_argument("--verbose", action="store_true", help="print each call as it starts and ends")
     try:
