@@ -10,7 +10,6 @@ Nothing is guessed: an unknown name, a missing address or an unset key variable 
 
 import contextlib
 import difflib
-import importlib
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 
 from flowjax.canvas.backends.base import Backend, OfflineBackend, Prices, Rule
 from flowjax.canvas.backends.openai import OpenAIBackend, Patience, RateLimits
+from flowjax.fields import load_named
 
 Options = dict[str, Any]
 
@@ -117,11 +117,7 @@ def _offline(where: str, given: Options) -> Backend:
 
 
 def _of_path(where: str, path: str, given: Options) -> Backend:
-    module, _, attribute = path.partition(":")
-    try:
-        make: Callable[..., Backend] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BackendConfigError(f"{where}.kind is {path!r}, which cannot be imported: {error}") from error
+    make: Callable[..., Backend] = load_named(f"{where}.kind", path, BackendConfigError)
     try:
         return make(**given)
     except TypeError as error:

@@ -10,7 +10,6 @@ A name that is known keeps its work and gets the description; an unknown one bec
 for the outputs that its interface names.
 """
 
-import importlib
 import importlib.metadata
 import inspect
 import json
@@ -50,6 +49,7 @@ from flowjax.canvas.operators.prompted import (
     Verify,
 )
 from flowjax.canvas.values import Field, Kind, State, Value
+from flowjax.fields import load_named
 
 ADVERTISED: tuple[type[Operator], ...] = (
     Plan,
@@ -149,15 +149,9 @@ def _line(operator: type[Operator]) -> str:
 
 
 def _loaded(path: str) -> Any:
-    module, colon, name = path.partition(":")
-    if not colon:
+    if ":" not in path:
         raise OperatorRegistryError(f"{path!r} names no operator: give package.module:Class")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise OperatorRegistryError(
-            f"the operator {path!r} cannot be imported ({error}): check the path, and that its package is installed"
-        ) from error
+    return load_named("the operator", path, OperatorRegistryError, "check the path, and that its package is installed")
 
 
 def _fault(operator: type[Operator]) -> str | None:
