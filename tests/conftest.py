@@ -1,10 +1,10 @@
-"""Settings of all tests; types and shapes in the signatures of three rooms are checked wherever a test goes through."""
+"""Settings of all tests; types and shapes in the signatures of five rooms are checked wherever a test goes through."""
 
 from beartype import BeartypeConf, beartype
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-CHECKED = ("credit", "losses", "rewards")
+CHECKED = ("credit", "losses", "models", "rewards", "trainer")
 
 # Hypothesis fails an example that takes over 0.2 s, and a test whose examples are slow to make: both are a matter of
 # what else the machine does.

@@ -10,10 +10,13 @@ from jaxtyping import TypeCheckError
 from flowjax.credit.segments import normalise
 from flowjax.credit.table import TurnTable
 from flowjax.losses.policy import policy_loss
+from flowjax.models.lora import lora_branch
 from flowjax.rewards.components import zero_sum
+from flowjax.trainer.batch import MicroBatch
 
 TWO, THREE = jnp.zeros(2), jnp.zeros(3)
 ON_HOST: dict[str, Any] = dict.fromkeys(TurnTable.__dataclass_fields__, np.zeros(3, np.int32))
+FLAT: dict[str, Any] = dict.fromkeys(MicroBatch.__dataclass_fields__, np.zeros(3, np.int32))
 
 
 @pytest.mark.parametrize(
@@ -22,9 +25,11 @@ ON_HOST: dict[str, Any] = dict.fromkeys(TurnTable.__dataclass_fields__, np.zeros
         lambda: normalise(THREE, TWO, THREE, "mean"),
         lambda: policy_loss(THREE, THREE, TWO, jnp.ones(3, bool)),
         lambda: zero_sum(THREE, TWO),
+        lambda: lora_branch(TWO, jnp.zeros((3, 1)), jnp.zeros((1, 2)), 1.0),
+        lambda: MicroBatch(**FLAT),
         lambda: TurnTable(**ON_HOST),
     ],
-    ids=["credit", "losses", "rewards", "a table on the host"],
+    ids=["credit", "losses", "rewards", "models", "trainer", "a table on the host"],
 )
 def test_a_wrong_shape_or_array_is_refused(call):
     with pytest.raises(TypeCheckError):
