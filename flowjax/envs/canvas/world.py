@@ -290,7 +290,11 @@ class Canvas(World):
 
     def draw(self, view: CanvasView, trace: Any = None) -> str:
         """The workflow with how its nodes went."""
-        return drawn(trace, self.options.on_offer()) if trace else ""
+        return drawn(trace, self._offered) if trace else ""
+
+    @functools.cached_property
+    def _offered(self) -> dict[str, type[Operator]]:
+        return self.options.on_offer()  # looks for entry points in every package that is installed
 
     def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
         """An edit of any kind, or now and then `finish`."""
