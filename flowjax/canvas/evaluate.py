@@ -4,10 +4,10 @@
     python -m flowjax.canvas.evaluate --workflow=workflow.json --data=gsm8k.jsonl --backends=backends.json --baselines
 
 The data are a JSONL file, or a folder with `test.jsonl` or else several files (flowjax/envs/canvas/problem_files.py);
-backends.json is as for `flowjax.canvas.doctor`, and its first entry answers. `--workflow` may be given several times.
-`--baselines` adds a single call (io), one with its reasoning (cot), and self-consistency (sc) of as many calls as the
-first workflow made in the mean, rounded, at `--sc_temperature`; each is compared with that workflow, paired over
-problems.
+backends.json is as for `flowjax.canvas.doctor`: its `default_backend`, or else the first, answers. `--workflow` may be
+given several times. `--baselines` adds a single call (io), one with its reasoning (cot), and self-consistency (sc) of
+as many calls as the first workflow made in the mean, rounded, at `--sc_temperature`; each is compared with that
+workflow, paired over problems.
 
 `--out` (by default `evaluations/<data>`) gets `rows.jsonl`, one row per problem and workflow with question, workflow,
 trace, answer and gold, and `results.json` and `results.md`. The same command again asks nothing that is in rows.jsonl.
@@ -32,10 +32,10 @@ from flowjax.canvas.backends.base import Backend
 from flowjax.canvas.backends.config import BackendConfigError, open_backends
 from flowjax.canvas.checks import problems
 from flowjax.canvas.doctor import DoctorError, read_backends
+from flowjax.canvas.forms import read_workflow
 from flowjax.canvas.graph import Workflow, WorkflowError
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
 from flowjax.canvas.run import Operators, run
-from flowjax.canvas.run.__main__ import read_workflow
 from flowjax.canvas.text import parse, show
 from flowjax.canvas.values import WorkflowRun
 from flowjax.envs.base import WorldError
@@ -61,10 +61,10 @@ class _Job:
     workflow: Workflow
     temperature: float
 
-    def key(self, record: Record, file: Path, backends: Mapping[str, Backend]) -> str:
+    def key(self, record: Record, file: Path, backends: Mapping[str, Backend], default: str) -> str:
         """Equal for rows that are interchangeable: the same workflow, problem, model and temperature."""
         identities = {name: backend.identity for name, backend in backends.items()}
-        said = [show(self.workflow), self.temperature, identities, file.name, record.row, record.problem.text]
+        said = [show(self.workflow), self.temperature, identities, default, file.name, record.row, record.problem.text]
         return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
@@ -91,12 +91,13 @@ async def _play(
     *,
     operators: Operators,
     backends: Mapping[str, Backend],
+    default: str,
     at_once: int,
 ) -> list[dict[str, Any]]:
     """The rows of a job, in the order of the problems; those that are missing are played and kept."""
     slots = asyncio.Semaphore(at_once)
-    keys = [job.key(record, path, backends) for path, record in wanted]
-    settings: dict[str, Any] = {"operators": operators, "backends": backends, "default_backend": next(iter(backends))}
+    keys = [job.key(record, path, backends, default) for path, record in wanted]
+    settings: dict[str, Any] = {"operators": operators, "backends": backends, "default_backend": default}
 
     async def one(key: str, path: Path, record: Record) -> None:
         async with slots:
@@ -220,7 +221,8 @@ async def _evaluate(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     wanted = read_problems(data, arguments.limit)
     out = Path(arguments.out or f"evaluations/{data.stem}")
     results: dict[str, dict[str, Any]] = {}
-    async with open_backends(read_backends(arguments.backends)) as backends:
+    config, default = read_backends(arguments.backends)
+    async with open_backends(config) as backends:
         for job in jobs:
             if faults := problems(job.workflow, operators, backends):
                 raise WorkflowError(" ".join(faults))
@@ -228,8 +230,8 @@ async def _evaluate(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         kept, first = _kept_rows(out / "rows.jsonl"), []
         while jobs:
             job = jobs.pop(0)
-            parts: dict[str, Any] = {"operators": operators, "backends": backends, "at_once": arguments.at_once}
-            rows = await _play(job, wanted, kept, out / "rows.jsonl", **parts)
+            parts: dict[str, Any] = {"operators": operators, "backends": backends, "default": default}
+            rows = await _play(job, wanted, kept, out / "rows.jsonl", at_once=arguments.at_once, **parts)
             results[job.name] = summarise(rows)
             if first and (against := _against(rows, first)):
                 results[job.name]["against_first"] = against
@@ -251,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--workflow", required=True, action="append", help="a workflow's text, or its JSON form's file")
     parser.add_argument("--data", required=True, help="a JSONL file of problems, or a folder")
-    parser.add_argument("--backends", required=True, help="a JSON file, or a recipe; the first one answers")
+    parser.add_argument("--backends", required=True, help="a JSON file, or a recipe that names backends")
     parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
     parser.add_argument("--baselines", action="store_true", help="io, cot and sc as well")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the workflows' calls")

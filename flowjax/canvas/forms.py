@@ -25,6 +25,7 @@ import json
 import textwrap
 from collections.abc import Mapping
 from collections.abc import Sequence as Listed
+from pathlib import Path
 from typing import Any
 
 from flowjax.canvas.context import Sampling
@@ -42,7 +43,7 @@ from flowjax.canvas.graph import (
 )
 from flowjax.canvas.operators.base import Operator
 from flowjax.canvas.run import branch_seeds
-from flowjax.canvas.text import NAME, show
+from flowjax.canvas.text import NAME, parse, show
 from flowjax.canvas.values import Problem
 
 _FIELDS = {
@@ -69,6 +70,20 @@ def from_json(value: Any) -> Workflow:
     steps = tuple(_node(step, f"$.steps[{i}]", 1) for i, step in enumerate(_list(given, "steps", "$")))
     next_number = _whole(given.get("next_number", 1), "$.next_number")
     return Workflow(Sequence(steps), max(1, next_number)).numbered()
+
+
+def read_workflow(source: str) -> Workflow:
+    """The workflow of a text, or of a file that ends in `.json`.
+
+    Raises:
+        WorkflowError: it is none, or the file cannot be read.
+    """
+    if not source.endswith(".json"):
+        return parse(source)
+    try:
+        return from_json(json.loads(Path(source).read_text(encoding="utf-8")))
+    except (OSError, json.JSONDecodeError) as error:
+        raise WorkflowError(f"{source} cannot be read ({error}): give a file of a workflow's JSON form") from error
 
 
 def _node_to_json(node: Node) -> dict[str, Any]:

@@ -24,26 +24,11 @@ from flowjax.canvas.checks import problems
 from flowjax.canvas.context import Sandbox
 from flowjax.canvas.doctor import DoctorError, read_backends
 from flowjax.canvas.draw import svg
-from flowjax.canvas.forms import from_json, python_form, to_json
-from flowjax.canvas.graph import Workflow, WorkflowError
+from flowjax.canvas.forms import python_form, read_workflow, to_json
+from flowjax.canvas.graph import WorkflowError
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
 from flowjax.canvas.run import run
-from flowjax.canvas.text import parse
 from flowjax.canvas.values import NodeEvent, Problem, ProblemKind, WorkflowRun
-
-
-def read_workflow(source: str) -> Workflow:
-    """The workflow of a text, or of a file that ends in `.json`.
-
-    Raises:
-        WorkflowError: it is none, or the file cannot be read.
-    """
-    if not source.endswith(".json"):
-        return parse(source)
-    try:
-        return from_json(json.loads(Path(source).read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError) as error:
-        raise WorkflowError(f"{source} cannot be read ({error}): give a file of a workflow's JSON form") from error
 
 
 async def _run(arguments: argparse.Namespace) -> WorkflowRun:
