@@ -62,6 +62,7 @@ def test_options_that_are_none_are_not_given():
         ({"base_url": []}, r"base_url is missing"),
         ({"base_url": "127.0.0.1:8000"}, r"base_url is '127\.0\.0\.1:8000': give an address such as"),
         ({"base_url": "http://a:b/v1"}, r"base_url is 'http://a:b/v1': give"),
+        ({"base_url": "http://a:0/v1"}, r"base_url is 'http://a:0/v1': give"),
         ({"base_url": ["http://a/v1", 3]}, r"base_url is 3: give an address"),
         ({"model": None}, r"backends\.small\.model is missing"),
         ({"model": 3}, r"model is 3: give a text"),

@@ -10,6 +10,7 @@ import pytest
 
 from flowjax.config import ConfigError, default_config
 from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms
+from flowjax.dataflow.algorithms.curricula import Greso
 from flowjax.dataflow.flow import Flow
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
 from flowjax.run import resolve
@@ -350,3 +351,12 @@ def test_one_of_the_users_own_is_found_by_its_path(tmp_path):
     population = Population(tmp_path, {"even": {"path": "tests.dataflow.own_algorithm:OnlyEven", "modulus": 2}})
     population.step()
     assert population.flow.status()["passed_over_tasks"] > 0
+
+
+def test_greso_shows_its_chances_by_kind_and_where_there_are_several_by_policy():
+    greso = Greso(seed=0)
+    assert greso.metrics() == {"streaks": 0}
+    greso.restore({"_chances": {"first": {"easy": 0.5, "hard": 0.4}}, "_streaks": 3})
+    assert greso.metrics() == {"p_easy": 0.5, "p_hard": 0.4, "streaks": 3}
+    greso.restore({"_chances": {"first": {"easy": 0.5}, "second": {"easy": 0.3}}})
+    assert greso.metrics() == {"p_easy_first": 0.5, "p_easy_second": 0.3, "streaks": 3}

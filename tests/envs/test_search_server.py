@@ -186,6 +186,28 @@ def test_a_full_queue_is_refused_and_a_failing_index_fails_its_batch_only():
     assert batches == [1, 4]
 
 
+def test_requests_are_answered_together_and_each_as_it_asked():
+    class Numbers:
+        kind = "numbers"
+
+        def search(self, queries: Any, count: int) -> list[Scored]:
+            return [[(int(query) + place, 0.0) for place in range(count)] for query in queries]
+
+    async def scenario() -> tuple[list[list[Scored]], int, int]:
+        batcher: Any = Batcher(Numbers(), max_batch=8, window_s=0.0, max_waiting=100)  # type: ignore[arg-type]
+        asked = [asyncio.create_task(batcher.search(*one)) for one in ((["10", "20"], 1), (["30"], 3))]
+        await asyncio.sleep(0)  # both wait before the first batch is taken
+        answering = asyncio.create_task(batcher.run())
+        found = await asyncio.wait_for(asyncio.gather(*asked), 30)
+        answering.cancel()
+        batcher.close()
+        return found, batcher.batches, batcher.queries
+
+    found, batches, queries = asyncio.run(scenario())
+    assert [[[row for row, _ in scored] for scored in answer] for answer in found] == [[[10], [20]], [[30, 31, 32]]]
+    assert (batches, queries) == (1, 3)
+
+
 def test_a_key_is_asked_for():
     async def scenario() -> list[int]:
         index = BM25Index([document.contents for document in encyclopedia(DOCUMENTS, 0).documents()])

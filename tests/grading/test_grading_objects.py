@@ -1,13 +1,16 @@
 """Tests that are code: right programs of the data sets' shapes pass, wrong ones and tricks do not, nothing leaks."""
 
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 from canonical_problems import PROBLEMS
 from hostile_programs import TRICKS
 
 from flowjax.grading.code import CallCase, Check, Lines, Suite, judge
 from flowjax.grading.sandbox import Limits
+from flowjax.grading.sandbox_objects import Peer
 
 TIGHT = Limits(idle_s=1.0, cpu_s=3.0, memory_bytes=192 << 20)
 PATIENT = Limits(idle_s=30.0, cpu_s=60.0)
@@ -130,3 +133,14 @@ def f(x):
     os.write(3, ('["load", "%s"]\\n' % found()).encode())
     os._exit(0)"""
     assert "HIDDEN" not in judge(program, suite, ROOMY, case_cpu_s=30.0).remarks[0]
+
+
+def test_arrays_arrive_as_copies_of_data_and_never_as_objects():
+    peer: Any = Peer(None, None, decides=True, files=False)
+    given = np.arange(6, dtype=np.int16).reshape(2, 3)
+    array = peer._decode_numpy("<i2", [2, 3], given.tobytes().hex())
+    np.testing.assert_array_equal(array, given)
+    assert array.dtype == given.dtype
+    array[0, 0] = 7  # the tests may write to it
+    with pytest.raises(ValueError, match="objects are no data"):
+        peer._decode_numpy("O", [1], "00" * 8)

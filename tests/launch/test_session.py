@@ -1,16 +1,20 @@
 """A run's session with small scripts as its roles, supervised in a process of its own."""
 
+import asyncio
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from flowjax.launch.__main__ import _trained_by_others
 from flowjax.monitor.metrics import read_metrics
-from flowjax.monitor.progress import read_status
+from flowjax.monitor.progress import read_status, write_status
 
 # What the launch does with its roles, with other commands in them.
 SESSION = """
@@ -157,3 +161,23 @@ def test_the_second_signal_stops_at_once(tmp_path):
     killed = {e["role"]: e["text"] for e in read_metrics(tmp_path) if e.get("event") == "kill"}
     assert killed["trainer"] == "hurried", "not because its time to stop was over"
     assert not alive(int((tmp_path / "trainer.pid").read_text()))
+
+
+def test_a_run_whose_trainers_are_remote_ends_with_the_last_version_of_each(tmp_path):
+    run: Any = SimpleNamespace(
+        folder=tmp_path,
+        policies={name: SimpleNamespace(trainer=SimpleNamespace(steps=steps)) for name, steps in (("a", 2), ("b", 3))},
+    )
+
+    async def ends_with(**committed: int) -> bool:
+        write_status(tmp_path, "dataflow", {"policies": {name: {"committed": n} for name, n in committed.items()}})
+        try:
+            await asyncio.wait_for(_trained_by_others(run), 0.2)
+        except TimeoutError:
+            return False
+        return True
+
+    assert not asyncio.run(ends_with())
+    assert not asyncio.run(ends_with(a=2))
+    assert not asyncio.run(ends_with(a=2, b=2))
+    assert asyncio.run(ends_with(a=2, b=3))

@@ -21,7 +21,7 @@ from flowjax.models.attention import attend, segment_mask
 from flowjax.models.decoder import Decoder
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
-from flowjax.models.shape import ModelError
+from flowjax.models.shape import LinearScaling, ModelError
 
 BIG = dataclasses.replace(TINY, head_dim=64)
 SOFT = dataclasses.replace(BIG, attention_soft_cap=50.0)
@@ -219,3 +219,9 @@ def test_blocks_of_queries_change_neither_values_nor_gradients(block_tokens, sof
     mine, whole = find(query, key, value, block_tokens), find(query, key, value, tokens)
     for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scaling", "stretch"), [(None, 1.0), (LinearScaling(4.0), 4.0)])
+def test_rotary_frequencies_fall_from_one_to_nearly_one_over_theta(scaling, stretch):
+    expected = [10_000.0 ** (-2 * i / 8) / stretch for i in range(4)]
+    np.testing.assert_allclose(kernels.rope_frequencies(8, 10_000.0, scaling), expected, rtol=1e-6)

@@ -1,8 +1,9 @@
 """A trainer's questions to a dataflow that dies while it answers."""
 
 import http.server
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,7 +12,7 @@ import pytest
 from flowjax.broker import DataflowError, connect
 from flowjax.config import ConfigError
 from flowjax.records import pack
-from flowjax.trainer.sources import DataflowSource, SourceError
+from flowjax.trainer.sources import DataflowSource, Served, Shared, SourceError
 
 BATCH = pack({"state": "run", "policy": "agent", "rows": [], "totals": {}, "dropped": 0})
 
@@ -78,3 +79,21 @@ def test_a_dataflow_that_stays_away_is_given_up():
 def test_an_address_that_no_broker_reaches_is_refused():
     with pytest.raises(ConfigError, match="give an address that begins with http://"):
         DataflowSource(partial(connect, "tcp://127.0.0.1:9"), timeout_s=10.0).committed("agent", 1)
+
+
+class Counting:
+    """A source that answers at once with what it was asked for."""
+
+    def batch(self, steps: Mapping[str, int]) -> Served:
+        return Served(next(iter(steps)), [], dict(steps))
+
+    def committed(self, policy: str, version: int) -> None:
+        pass
+
+
+def test_the_first_process_fetches_the_batch_that_was_asked_for():
+    shared, answers = Shared(Counting()), queue.Queue()
+    for version in (3, 4):
+        shared.ask({"agent": version})
+        threading.Thread(target=lambda: answers.put(shared.take()), daemon=True).start()
+        assert answers.get(timeout=30).totals == {"agent": version}
