@@ -12,8 +12,7 @@ from flowjax.dataflow.batches import Batches
 from flowjax.dataflow.evaluations import Evaluations
 from flowjax.dataflow.leases import Groups, Leases
 from flowjax.dataflow.ledger import Ledger
-from flowjax.dataflow.policies import PolicyStatus
-from flowjax.dataflow.workers import RolloutWorkers
+from flowjax.dataflow.policies import PolicyStatus, RolloutWorkers
 from flowjax.models.config import vocabulary_sizes
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.record_checks import Bounds

@@ -9,9 +9,8 @@ import grain
 
 from flowjax.dataflow.algorithms.base import Candidate, Chain, Result
 from flowjax.dataflow.ledger import Kind, Ledger
-from flowjax.dataflow.policies import PolicyStatus
+from flowjax.dataflow.policies import PolicyStatus, RolloutWorkers
 from flowjax.dataflow.tasks import episode_seed, task_at
-from flowjax.dataflow.workers import RolloutWorkers
 from flowjax.records import Episode, Lease, Task
 from flowjax.run import Run
 

@@ -83,6 +83,7 @@ def test_a_sender_below_the_least_pace_is_sent_away_in_words(tmp_path, monkeypat
             for sender in senders:
                 assert "503" in await asyncio.wait_for(sender.answer(), 30)
             assert dataflow.everything() == before and not dataflow.bodies._held
+            assert dataflow.status()["last_refused"]
             assert all(
                 "has to keep 16,384 bytes a second" in said for said in dataflow.status()["last_refused"].values()
             )

@@ -2,8 +2,8 @@
 
 import asyncio
 
+from flowjax.dataflow.policies import RolloutWorkers
 from flowjax.dataflow.service import DataflowService
-from flowjax.dataflow.workers import RolloutWorkers
 from tests.dataflow.test_flow import configuration, make_flow
 
 
@@ -55,7 +55,7 @@ def test_workers_are_shown_while_they_say_something():
 
 
 def test_names_of_strangers_do_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr("flowjax.dataflow.workers._MOST_KNOWN", 3)
+    monkeypatch.setattr("flowjax.dataflow.policies._MOST_KNOWN", 3)
     workers = RolloutWorkers(max_staleness=1, clock=lambda: 0.0)
     for name in "abcade":
         workers.heard(name)
