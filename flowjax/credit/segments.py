@@ -53,6 +53,7 @@ def state_visits(table: TurnTable) -> Int[Array, "turns"]:
     Two policies of one task may act in the same state; what follows for one says nothing about the other, so the group
     is part of the segment.
     """
+    # The last key leads: rows of a group come together, and among them those of a state.
     order = jnp.lexsort((table.state, table.group))
     group, state = table.group[order], table.state[order]
     differs = (group[1:] != group[:-1]) | (state[1:] != state[:-1])

@@ -176,6 +176,7 @@ def place(tree: Any, mesh: Mesh) -> Any:
     sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES))
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
+    # Local data of the global shape is taken for the whole array, of which each process keeps its devices' part.
     return jax.tree.map(
         lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf), np.shape(leaf)), tree
     )

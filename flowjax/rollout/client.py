@@ -373,7 +373,7 @@ class EngineClient:
                         f" ({error or type(error).__name__}){self._see_log()}"
                     ) from error
             finally:
-                attempt.cancel()
+                attempt.cancel()  # closes the connection, so that the engine samples for nobody no longer
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
 

@@ -171,7 +171,7 @@ class Ahead:
         while True:
             try:
                 self._answers.put(self._source.batch(self._asked.get()))
-            except BaseException as error:
+            except BaseException as error:  # a thread that died in silence would leave `take` waiting for ever
                 self._answers.put(error)
 
 

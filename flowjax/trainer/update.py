@@ -303,6 +303,7 @@ def _apply(
     optimizer_state: Arrays,
     total: GradientSum,
 ) -> tuple[Arrays, Arrays, Metrics]:
+    # Without a trained token the sums are zero, and so is the gradient then, instead of 0 / 0.
     denominator = jnp.maximum(total.sums["denominator"], 1e-8)
     gradient = jax.tree.map(lambda leaf: leaf / denominator, total.gradient)
     norm = optax.global_norm(gradient)
