@@ -31,6 +31,7 @@ from flowjax.run import Run, read_run
 ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("base.js", "charts.js", "overview.js", "episodes.js", "credit.js", "canvas.js", "runs.js")
 _MOST_GROUPS = 800  # of all batches of a run, where the command does not say
+_MOST_BYTES = 10 * 2**20  # of the files that they are made of
 _MOST_EVALUATIONS = 8
 _LEVEL = 6
 
@@ -84,11 +85,8 @@ def _pieces(run: Run, groups_per_step: int, notes: list[str], known: dict[Any, M
     """Every piece of a run; what was left out is said in `notes`."""
     pages = EpisodePages(run)
     evaluations = evaluations_of(run.folder)
-    if len(evaluations) > _MOST_EVALUATIONS:
-        last = len(evaluations) - 1
-        kept = {round(place * last / (_MOST_EVALUATIONS - 1)) for place in range(_MOST_EVALUATIONS)}
+    if len(kept := _spread(evaluations, _MOST_EVALUATIONS)) < len(evaluations):
         notes.append(f"Episodes of {len(kept)} of the {len(evaluations)} evaluations are in this page, evenly spread.")
-        evaluations = [name for place, name in enumerate(evaluations) if place in kept]
 
     def made(paths: Sequence[Path], most: int, make: Callable[[], Made | None]) -> Iterator[Made]:
         """The piece of some files, made anew only where one of them has changed, or is there by now."""
@@ -98,11 +96,13 @@ def _pieces(run: Run, groups_per_step: int, notes: list[str], known: dict[Any, M
         if stamp in known:
             yield known[stamp]
 
-    for name in evaluations:
+    for name in kept:
         yield from made([held_out_path(run.folder, name)], 0, partial(_evaluation, run, pages, name))
     for policy in run.policies:
-        steps = batches_of(run.folder, policy)
-        most = groups_per_step or _share(len(steps))
+        every = batches_of(run.folder, policy)
+        steps, most = (every, groups_per_step) if groups_per_step else _affordable(run, policy, every)
+        if len(steps) < len(every):
+            notes.append(f"Episodes of {len(steps)} of the {len(every)} batches of {policy} are in this page.")
         for step in steps:
             paths = [batch_path(run.folder, policy, step), trained_path(run.folder, policy, step)]
             yield from made(paths, most, partial(_batch, run, pages, policy, step, most))
@@ -139,9 +139,24 @@ def _batch(run: Run, pages: EpisodePages, policy: str, step: int, most: int) -> 
     }
 
 
-def _share(steps: int) -> int:
-    """Groups of each batch: a power of two, so that a page which is made again has most of its pieces already."""
-    return max(1 << (_MOST_GROUPS // max(steps, 1)).bit_length() - 1, 2) if steps <= _MOST_GROUPS else 2
+def _affordable(run: Run, policy: str, steps: Sequence[int]) -> tuple[list[int], int]:
+    """The batches of a policy that a page can hold, evenly spread, and the groups of each: a power of two, so that a
+    page which is made again has most of its pieces already. Pieces are about as large as the files they are made of."""
+    if not steps:
+        return [], 0
+    size = sum(batch_path(run.folder, policy, step).stat().st_size for step in steps)
+    each = size / (len(steps) * run.policies[policy].trainer.groups_per_step)
+    groups = max(min(int(_MOST_BYTES / max(each, 1.0)), _MOST_GROUPS), 2)
+    if groups >= 2 * len(steps):
+        return list(steps), 1 << (groups // len(steps)).bit_length() - 1
+    return _spread(steps, groups // 2), 2
+
+
+def _spread(values: Sequence[Any], most: int) -> list[Any]:
+    """So many of the values, evenly, with the first and the last."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(place * (len(values) - 1) / max(most - 1, 1))] for place in range(most)]
 
 
 def _chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import jax.numpy as jnp
 
 from flowjax.dataflow.batches import credit_batch
 from flowjax.monitor.metrics import read_metrics
@@ -70,7 +70,7 @@ def _seconds(policy: Policy, recorded: list[RecordedGroup]) -> dict[str, float]:
         def train() -> None:
             order, found = (
                 packing_order(batch.rows, **packing),
-                [np.asarray(b.behaviour_logprobs) for b in micro_batches],
+                [jnp.asarray(b.behaviour_logprobs) for b in micro_batches],
             )
             write_trained(Path(folder) / "trained.gz", batch.rows, order, micro_batches, found)
 

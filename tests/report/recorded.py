@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from flowjax.config import default_config, save_run
@@ -196,5 +197,5 @@ def _train(folder: Path, step: int, rows: Sequence[TokenRow]) -> None:
     place = {id(row): index for index, row in enumerate(rows)}
     order = [[place[id(shuffled[index])] for index in indices] for indices in packing_order(shuffled, **packing)]
     batches = pack(shuffled, **packing)
-    found: list[Any] = [np.asarray(batch.behaviour_logprobs) - TRAINED_LESS for batch in batches]
+    found = [jnp.asarray(batch.behaviour_logprobs) - TRAINED_LESS for batch in batches]
     write_trained(trained_path(folder, "agent", step), rows, order, batches, found)

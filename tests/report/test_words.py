@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowjax.report import page
 from flowjax.report.__main__ import PageHandler, main
 from flowjax.report.credit import explain_credit
 from flowjax.report.episodes import EpisodePages, RecordedGroup, read_batch
@@ -86,10 +87,20 @@ def test_a_world_that_has_gone_costs_the_drawings_and_nothing_else(run: Path):
     changed["env"]["name"] = "no.such.module:World"
     try:
         (run / "config.json").write_text(json.dumps(changed))
-        page = make_page([run])
+        without = make_page([run])
     finally:
         (run / "config.json").write_text(text)
-    assert "states are not drawn" in page and "states are not drawn" not in make_page([run])
+    assert "states are not drawn" in without and "states are not drawn" not in make_page([run])
+
+
+def test_a_run_of_long_episodes_is_shown_in_part(run: Path, monkeypatch):
+    assert "batches of agent are in this page" not in make_page([run])
+    monkeypatch.setattr(page, "_MOST_GROUPS", 6)
+    text = make_page([run])
+    assert "Episodes of 3 of the 6 batches of agent are in this page." in text
+    for step in (1, 6):  # the first and the last are among them
+        assert f'"label":"step {step}"' in text
+    assert "batches of agent are in this page" not in make_page([run], groups_per_step=1)
 
 
 @pytest.fixture
