@@ -170,7 +170,7 @@ def read_backends(source: str) -> Mapping[str, Any]:
     options = read_config(source)
     if "backends" in options or not source.partition(":")[0].endswith(".py"):
         backends = options.get("backends", options)
-        default = options.get("default_backend")
+        default = str(options.get("default_backend") or "")
         return {default: backends[default], **backends} if default in backends else backends
     raise DoctorError(
         f"{source} names no env.options.backends, so that its world's own executor answers, which is for training: "
