@@ -183,8 +183,8 @@ def test_checkpoints_that_do_not_fit_are_refused(run, recipe, named, message):
         ),
         (["RUN", "--config.eval.tasks=0"], "config.eval.tasks is 0"),
         (
-            ["RUN", "--config.workflow=a.b"],
-            "config.workflow is a.b, but the checkpoint was trained with",
+            ["RUN", "--config.workflow=a:b"],
+            "config.workflow is a:b, but the checkpoint was trained with",
         ),
         (["RUN", "--out=OUT"], "--out=.* holds another evaluation, or something else"),
         (["RUN", "--out=new", "--steps=all"], "--out=new is one folder, but there are 3 evaluations"),
