@@ -160,9 +160,9 @@ def read_config(source: str) -> Mapping[str, Any]:
     return options
 
 
-def read_backends(source: str) -> Mapping[str, Any]:
-    """The backends of a config, or of a JSON file that has nothing else; first the one that answers calls that name
-    nobody, which is its `default_backend` if it has one.
+def read_backends(source: str) -> tuple[Mapping[str, Any], str]:
+    """The backends of a config, or of a JSON file that has nothing else, and the name of the one that answers calls
+    that name nobody: its `default_backend`, or else the first.
 
     Raises:
         DoctorError: it cannot be read, or is of a recipe that leaves them to its world.
@@ -170,8 +170,7 @@ def read_backends(source: str) -> Mapping[str, Any]:
     options = read_config(source)
     if "backends" in options or not source.partition(":")[0].endswith(".py"):
         backends = options.get("backends", options)
-        default = str(options.get("default_backend") or "")
-        return {default: backends[default], **backends} if default in backends else backends
+        return backends, options.get("default_backend") or next(iter(backends), "")
     raise DoctorError(
         f"{source} names no env.options.backends, so that its world's own executor answers, which is for training: "
         'give a JSON file {"backends": {...}}'

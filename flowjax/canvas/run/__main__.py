@@ -36,10 +36,9 @@ async def _run(arguments: argparse.Namespace) -> WorkflowRun:
     operators = load_operators(arguments.operators)
     text = arguments.problem
     text = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
-    config = read_backends(arguments.backends)
+    config, default = read_backends(arguments.backends)
     problem = Problem(text, arguments.kind)
     async with open_backends(config) as backends:
-        default = next(iter(backends))
         if faults := problems(workflow, operators, backends):
             raise WorkflowError(" ".join(faults))
         if arguments.export:
