@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from flowjax.canvas.graph import Call, Conditional, Loop, Parallel, Sequence, Workflow, WorkflowError
 from flowjax.canvas.text import parse, parse_piece, show
+from flowjax.canvas.values import in_thinking
 from tests.canvas.graphs import WORKFLOWS
 
 A, B, C, D = (Call(name) for name in "ABCD")
@@ -155,3 +156,11 @@ def test_time_is_linear():
     unit = 'Custom{"do it"} -> [A, B] -> (C ? done : D) -> (E -> F) * 2'
     short, long = (" -> ".join([unit] * repeats) for repeats in (200, 1600))
     assert min(seconds(long) for _ in range(3)) < 8 * 4 * min(seconds(short) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("reply", "ends_in_thoughts"),
+    [("<think>so", True), (" \n<think>so", True), ("<think>so</think>4", False), ("4", False), ("4 <think>so", False)],
+)
+def test_a_reply_that_ends_in_its_thoughts_holds_no_answer(reply, ends_in_thoughts):
+    assert in_thinking(reply) == ends_in_thoughts
