@@ -160,7 +160,7 @@ def test_time_is_linear():
 
 @pytest.mark.parametrize(
     ("reply", "ends_in_thoughts"),
-    [("<think>so", True), (" \n<think>so", True), ("<think>so</think>4", False), ("4", False), ("4 <think>so", False)],
+    [("<think>so", True), (" \n<think>so", True), ("<think>so</think>4", False), ("4", False), ("4 <think>so", True)],
 )
 def test_a_reply_that_ends_in_its_thoughts_holds_no_answer(reply, ends_in_thoughts):
     assert in_thinking(reply) == ends_in_thoughts
