@@ -1,12 +1,13 @@
 """A node that joins a run: it has nothing of the run's folder, plays, dies, and another one goes on."""
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ def wait_for(condition: Callable[[], Any], say: Callable[[], str], timeout_s: fl
     while not condition():
         assert time.monotonic() < until, say()
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def started() -> Iterator[list[subprocess.Popen]]:
+    """Processes that end with the test, whatever comes of it."""
+    processes: list[subprocess.Popen] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()  # its guards end the roles
+            process.wait()
 
 
 class Node:
@@ -54,8 +67,10 @@ class Node:
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 def test_nodes_play_a_run_whose_own_machine_plays_nothing(tmp_path):
-    with LightRun(tmp_path, trainer__steps=12, dataflow__lease_s=12.0, elsewhere=("rollout",)) as light:
+    options: dict[str, Any] = {"trainer__steps": 12, "dataflow__lease_s": 12.0, "elsewhere": ("rollout",)}
+    with LightRun(tmp_path, **options) as light, started() as all_of:
         run = light.launch()
+        all_of.append(run)
         wait_for(lambda: (light.run_dir / "endpoints.json").exists() or run.poll() is not None, light.logs)
         assert run.poll() is None, light.logs()
         url = read_endpoints(light.run_dir)["dataflow"]
@@ -69,6 +84,7 @@ def test_nodes_play_a_run_whose_own_machine_plays_nothing(tmp_path):
 
         wait_for(answers, light.logs)
         first = Node(light, url, "first")
+        all_of.append(first.process)
         wait_for(lambda: first.episodes > 8 or first.process.poll() is not None, first.logs)
         assert (first.folder / "model" / "config.json").exists(), "the base model came over the network"
         with urllib.request.urlopen(f"{url}/status", timeout=5) as answer:
@@ -76,6 +92,7 @@ def test_nodes_play_a_run_whose_own_machine_plays_nothing(tmp_path):
         assert worker["serving"].keys() == {"agent"} and worker["episodes"] > 0
         first.process.send_signal(signal.SIGKILL)  # its guards end the roles
         second = Node(light, url, "second")
+        all_of.append(second.process)
         wait_for(lambda: run.poll() is not None, lambda: light.logs() + second.logs(), 600.0)
         assert run.returncode == 0, light.logs() + second.logs()
         assert second.process.wait(timeout=120) == 0, second.logs()
