@@ -17,6 +17,8 @@ from rollout_run import RolloutRun
 
 from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.launch.machine import free_port
+from flowjax.monitor.transcripts import batch_path, read_lines
+from flowjax.report.episodes import batches_of
 from flowjax.weights.publish import committed_steps
 
 HERE = Path(__file__).parent
@@ -193,6 +195,7 @@ class ChaosRun:
             consumed += map(tuple, data["fingerprints"])
         assert len(consumed) == len(set(consumed)), "a turn was trained on twice"
         written: list[str] = []
-        for path in (self.folder / "trajectories" / "agent").glob("*.jsonl"):
-            written += [json.loads(line)["trajectory_id"] for line in path.read_text().splitlines()]
+        for step in batches_of(self.folder, "agent"):
+            written += [line["trajectory_id"] for line in read_lines(batch_path(self.folder, "agent", step))]
+        assert written
         assert len(written) == len(set(written)), "a trajectory is in two batches"

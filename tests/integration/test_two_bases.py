@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.transcripts import batch_path, read_lines
+from flowjax.report.episodes import batches_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -56,8 +58,8 @@ def check_trained(run_dir: Path, policies: set[str]) -> None:
         lines = [line for line in train if line["policy"] == policy]
         assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
         assert all(line["trained_tokens"] > 0 and line["mismatch_kl"] < 1e-6 for line in lines), lines
-        files = sorted((run_dir / "trajectories" / policy).glob("*.jsonl"))
-        turns = [turn for file in files for line in file.read_text().splitlines() for turn in json.loads(line)["turns"]]
+        files = [batch_path(run_dir, policy, step) for step in batches_of(run_dir, policy)]
+        turns = [turn for file in files for line in read_lines(file) for turn in line["turns"]]
         assert {turn["version"] for turn in turns} <= set(range(STEPS)) and any(turn["version"] for turn in turns)
     assert {line["policy"] for line in train} == policies
     evaluations = [line for line in read_metrics(run_dir) if line["kind"] == "eval"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.transcripts import read_lines
 from flowjax.rollout.held_out import EpisodeFile
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -99,9 +100,9 @@ def assert_complete(run_dir: Path) -> None:
     assert steps_of(run_dir) == list(range(1, STEPS + 1))
     evals = {entry["step"]: entry["episodes"] for entry in read_metrics(run_dir) if entry["kind"] == "eval"}
     assert evals == {0: 16, STEPS: 16}
-    files = sorted((run_dir / "trajectories").glob("*/*.jsonl"))
+    files = sorted((run_dir / "trajectories").glob("*/*.jsonl.gz"))
     assert len(files) == STEPS
-    trained = [json.loads(line)["trajectory_id"] for file in files for line in file.read_text().splitlines()]
+    trained = [line["trajectory_id"] for file in files for line in read_lines(file)]
     assert len(trained) == STEPS * 4 * 4
     assert len(set(trained)) == len(trained)
     train = [entry for entry in read_metrics(run_dir) if entry["kind"] == "train"]
