@@ -59,16 +59,16 @@ def test_a_few_steps_say_nothing(rule: str):
 
 
 def test_groups_that_are_all_won_want_harder_tasks():
-    (finding,) = diagnose(lines(no_signal_share=(0.99, 0.99), success_rate=(0.99, 1.0)))
+    (finding,) = diagnose(lines({"no_signal_share": (0.99, 0.99), "success_rate": (0.99, 1.0)}))
     assert "harder tasks" in finding.text
 
 
 def test_a_policy_that_has_mastered_its_tasks_may_have_no_entropy():
-    assert diagnose(lines(entropy=(0.5, 0.001), success_rate=(0.5, 1.0))) == []
+    assert diagnose(lines({"entropy": (0.5, 0.001), "success_rate": (0.5, 1.0)})) == []
 
 
 def test_every_policy_is_judged_alone():
-    other = [{**line, "policy": "judge"} for line in lines(cut_share=(0.5, 0.5))]
+    other = [{**line, "policy": "judge"} for line in lines({"cut_share": (0.5, 0.5)})]
     mixed = [line for pair in zip(lines(), other, strict=True) for line in pair]
     assert [(finding.policy, finding.rule) for finding in diagnose(mixed)] == [("judge", "cut replies")]
 
