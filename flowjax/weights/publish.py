@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -50,15 +51,23 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname or record.levelno == logging.CRITICAL
 
 
+def _not_of_an_array(record: logging.LogRecord) -> bool:
+    """Asyncio's record of an error that nobody waited for, unless an array's write or read by Orbax raised it."""
+    trace = record.exc_info[2] if record.exc_info else None
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+    return not ("never retrieved" in record.getMessage() and any("orbax" in name for name in files))
+
+
 @functools.cache
 def quiet_orbax() -> None:
     """Silence, in this process, the tracebacks that a failed save or restore leaves behind.
 
     Orbax logs an error once per array before it raises it. After the first failed array it closes its event loop while
-    TensorStore still answers for the others, and each of those answers prints "Event loop is closed". Both say nothing
-    that the raised error does not.
+    TensorStore still answers for the others: asyncio logs the errors that come before the end, and each later answer
+    prints "Event loop is closed". All of it says nothing that the raised error does not.
     """
     logging.getLogger("absl").addFilter(_not_from_orbax)
+    logging.getLogger("asyncio").addFilter(_not_of_an_array)
     shown = sys.unraisablehook
 
     def hook(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -1,5 +1,7 @@
 """Checkpoints: what is committed is complete, what fails says why and harms nothing else."""
 
+import asyncio
+import gc
 import os
 import shutil
 import signal
@@ -267,6 +269,21 @@ def test_full_disk_is_said_once_and_earlier_checkpoints_stay(tmp_path):
     assert "bytes are free" in message or not can_mount
     assert kept.startswith("KEPT [0") and kept.endswith("AFTERWARDS 100")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("raised_in, shown", [("orbax/checkpoint/x.py", False), ("flowjax/x.py", True)])
+def test_errors_of_arrays_that_nobody_waited_for_are_not_told_again(raised_in, shown, caplog):
+    publish.quiet_orbax()
+    names = {}
+    exec(compile("async def write():\n    raise OSError('no space')", raised_in, "exec"), names)
+
+    async def save():
+        asyncio.ensure_future(names["write"]())  # noqa: RUF006 - forgetting it is the point
+        await asyncio.sleep(0)
+
+    asyncio.run(save())
+    gc.collect()
+    assert ("never retrieved" in caplog.text) is shown
 
 
 def damage(folder: Path, item: str) -> None:
