@@ -80,14 +80,14 @@ class RunFiles:
         made_ns = committed_at_ns(self._run.folder / "checkpoints" / policy, int(step)) if known else None
         if made_ns is None:
             raise web.HTTPNotFound(text=f"there is no version {step[:20]} of {policy[:100]} now: ask /files/weights")
-        base = self._handed(policy, request.query.get("base", ""))
-        async with self._busy:
+        async with self._busy:  # until the answer is made: another request may delete what this one finds
+            base = self._handed(policy, request.query.get("base", ""))
             try:
                 made = await asyncio.to_thread(self._make_pack, policy, f"{step}.{made_ns}", base)
             except (CheckpointError, FileNotFoundError) as error:
                 raise web.HTTPNotFound(text=f"version {step} is being deleted: ask /files/weights again") from error
-        against = base.name.partition("@")[2] if base else ""
-        return _answer({"pack": [made.name, made.stat().st_size, self._digests[made]], "base": against})
+            against = base.name.partition("@")[2] if base else ""
+            return _answer({"pack": [made.name, made.stat().st_size, self._digests[made]], "base": against})
 
     async def _pack(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]

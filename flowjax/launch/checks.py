@@ -88,13 +88,19 @@ def _renamed(text: str, sections: Iterable[str], holder: str) -> str:
 
 def check_unchanged(saved: ConfigDict, config: ConfigDict) -> list[str]:
     """Fields in which `config` would make another run of the one that `saved` describes."""
-    before, now = _flat(saved), _flat(config)
     return [
-        f"config.{field} is {now.get(field)!r}, but this run was started with {before.get(field)!r}: "
+        f"config.{field} is {now!r}, but this run was started with {before!r}: "
         "leave it out of --resume, or start a new run"
-        for field in sorted(before.keys() | now.keys())
-        if before.get(field) != now.get(field) and not may_change(field)
+        for field, before, now in differences(saved, config)
+        if not may_change(field)
     ]
+
+
+def differences(one: ConfigDict, other: ConfigDict) -> list[tuple[str, object, object]]:
+    """Fields in which two configs differ, by dotted path, with the value in each; None where there is no such field."""
+    before, now = _flat(one), _flat(other)
+    fields = sorted(before.keys() | now.keys())
+    return [(name, before.get(name), now.get(name)) for name in fields if before.get(name) != now.get(name)]
 
 
 def _engines(base: Base) -> Iterator[str]:

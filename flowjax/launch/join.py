@@ -19,14 +19,16 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from flowjax.config import ConfigError, default_config
+from flowjax.launch.checks import differences
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.progress import read_status
 from flowjax.monitor.token import VARIABLE, bearer, known_token
 from flowjax.run import Run
-from flowjax.weights.mirror import MirrorError, fetch_bases, source
+from flowjax.weights.mirror import MirrorError, OtherModelError, fetch_bases, source
 
-_MAY_DIFFER = ("engine.", "bases.", "env.workers", "rollout.max_concurrent_episodes", "rollout.min_concurrent_episodes",
-               "max_restarts", "model.path", "name", "runs")  # fmt: skip
+_OF_HARDWARE = re.compile(
+    r"(bases\.[^.]+\.)?(engine\..+|model\.path)|env\.workers|rollout\.(max|min)_concurrent_episodes|max_restarts|name|runs"
+)
 _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 30.0
 
@@ -72,31 +74,19 @@ def check_difference(joined: ConfigDict, config: ConfigDict) -> None:
     Raises:
         ConfigError: `config` plays another run than `joined` does.
     """
-    before, now = _flat(joined), _flat(config)
-    for field in sorted(before.keys() | now.keys()):
-        if before.get(field) != now.get(field) and not field.startswith(_MAY_DIFFER):
+    for field, before, now in differences(joined, config):
+        if not _OF_HARDWARE.fullmatch(field):
             raise ConfigError(
-                f"config.{field} is {now.get(field)!r}, but the run has {before.get(field)!r}: a node may differ in "
-                f"{', '.join(name.rstrip('.') for name in _MAY_DIFFER)} only"
+                f"config.{field} is {now!r}, but the run has {before!r}: a node may differ in engine, env.workers, "
+                "rollout.max_concurrent_episodes, rollout.min_concurrent_episodes, max_restarts and model.path only"
             )
-
-
-def _flat(config: ConfigDict) -> dict[str, object]:
-    def leaves(prefix: str, values: dict):
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from leaves(f"{prefix}{name}.", value)
-            else:
-                yield f"{prefix}{name}", value
-
-    return dict(leaves("", json.loads(config.to_json())))
 
 
 def fetch(run: Run) -> None:
     """Have the run's base models on this machine.
 
     Raises:
-        ConfigError: one cannot be had.
+        ConfigError: one cannot be had, or is another here.
     """
 
     async def copy() -> None:
@@ -105,6 +95,8 @@ def fetch(run: Run) -> None:
 
     try:
         asyncio.run(copy())
+    except OtherModelError as error:
+        raise ConfigError(str(error)) from error
     except (MirrorError, aiohttp.ClientError, OSError) as error:
         raise ConfigError(
             f"the base models of {run.config.dataflow.url} cannot be fetched ({error}): start again to go on with "

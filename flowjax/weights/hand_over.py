@@ -80,7 +80,7 @@ class PeftHandOver:
 
     in_place = False
 
-    def __init__(self, model: ModelConfig, lora: Lora, base_path: str, dtype: str = "float32"):
+    def __init__(self, model: ModelConfig, lora: Lora, base_path: str, dtype: str):
         self._model, self._lora, self._described = model, lora, peft_config(lora, base_path)
         self._dtype = jnp.dtype(dtype)  # of the engine, which would round it as it is rounded here
 

@@ -33,11 +33,16 @@ _LAST_RETRY_S = 10.0
 _AT_ONCE = 8  # files: over a slow link one connection alone does not fill it
 _SILENT_S = 60.0  # that a transfer may be, after which it is begun again where it was
 _CHUNK_BYTES = 256 * 1024
+_OF_MODELS = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _IDENTITY = ".identity"  # of the version as the run has it
 
 
 class MirrorError(RuntimeError):
     """A file cannot be had from the run; the message names it, the cause and the remedy."""
+
+
+class OtherModelError(MirrorError):
+    """A base model here is not the one that the run has."""
 
 
 @contextlib.asynccontextmanager
@@ -119,19 +124,40 @@ class RunSource:
 
 
 async def fetch_bases(run: Run, origin: RunSource) -> None:
-    """Have every base model of the run on this machine.
+    """Have every base model of the run on this machine, and the very one where a folder of that name is here already.
 
     Raises:
+        OtherModelError: that folder holds another.
         MirrorError: the run's machine does not have one either, or it does not come whole.
         aiohttp.ClientError, OSError: the run does not answer any more.
     """
     for name, base in run.bases.items():
         folder = Path(base.model.path)
         if (folder / "config.json").exists():
+            files = (await origin.ask(f"/files/bases/{name}"))["files"]
+            if other := await asyncio.to_thread(_other_file, folder, files):
+                raise OtherModelError(
+                    f"config.model.path is {str(folder)!r}, whose {other} is not that of base {name} of the run: "
+                    "give a path that does not exist, and the run's model is fetched"
+                )
             continue
         unfinished = folder.with_name(f".{folder.name}.part")
         await origin.copy(f"/files/bases/{name}", unfinished)
         unfinished.rename(folder)
+
+
+def _other_file(folder: Path, files: Sequence[tuple[str, int, str]]) -> str:
+    """The first of a model's listed files that is missing in `folder`, or another there; "" if there is none.
+
+    Pages and other formats of the weights do not count.
+    """
+    for name, size_bytes, digest in files:
+        path = folder / name
+        if path.suffix not in _OF_MODELS or len(path.relative_to(folder).parts) > 1:
+            continue
+        if not path.is_file() or path.stat().st_size != size_bytes or digest_of(path) != digest:
+            return name
+    return ""
 
 
 class WeightsMirror:

@@ -1,5 +1,6 @@
 """A node that joins a run: it has nothing of the run's folder, plays, dies, and another one goes on."""
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -13,13 +14,15 @@ from typing import Any
 
 import pytest
 from light_run import LightRun, environment
+from rich.console import Console
 
 from flowjax.config import ConfigError
 from flowjax.launch import join
 from flowjax.launch.__main__ import read_request
+from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.progress import read_status
-from flowjax.run import read_endpoints
+from flowjax.run import read_endpoints, resolve
 
 
 def wait_for(condition: Callable[[], Any], say: Callable[[], str], timeout_s: float = 300.0) -> None:
@@ -116,3 +119,22 @@ def test_a_node_differs_in_its_hardware_alone(config, tmp_path, monkeypatch):
     assert request.run.folder == Path(config.runs) / "node"
     with pytest.raises(ConfigError, match=r"config\.rollout\.temperature is 0\.5, but the run has 1\.0: a node may"):
         read_request([*argv, "--config.rollout.temperature=0.5"])
+
+
+def test_a_node_may_place_the_models_of_its_bases_and_nothing_else_of_them(config):
+    config.bases = {"judge": {"model": {"path": "a"}}}
+    for change in ({"model": {"path": "b"}}, {"model": {"path": "a"}, "engine": {"replicas": 2}}):
+        changed = config.copy_and_resolve_references()
+        changed.bases = {"judge": change}
+        join.check_difference(config, changed)
+    changed = config.copy_and_resolve_references()
+    changed.bases = {"judge": {"model": {"path": "a", "dtype": "float32"}}}
+    with pytest.raises(ConfigError, match=r"config\.bases\.judge\.model\.dtype is 'float32', but the run has None"):
+        join.check_difference(config, changed)
+
+
+def test_a_node_ends_when_its_run_has_been_away_for_two_leases(config, tmp_path):
+    config.dataflow.update({"url": "http://127.0.0.1:9", "lease_s": 1.0})
+    run = resolve(config, tmp_path)
+    with pytest.raises(RoleFailed, match=r"the run at http://127\.0\.0\.1:9 has not answered for 2 s"):
+        asyncio.run(join.until_done(run, Console()))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 from flowjax.run import resolve
 from flowjax.weights import mirror
 from flowjax.weights.hand_over import hand_over
-from flowjax.weights.mirror import MirrorError, WeightsMirror, fetch_bases, source
+from flowjax.weights.mirror import MirrorError, OtherModelError, WeightsMirror, fetch_bases, source
 from flowjax.weights.publish import HANDED_OVER, committed_steps, read_adapter
 
 
@@ -97,8 +98,6 @@ def test_a_version_that_is_made_anew_is_fetched_anew(tmp_path):
             run.publish(1)
             await copy.update()
             run.checkpoints.close()
-            import shutil
-
             shutil.rmtree(run.folder / "checkpoints" / "agent" / "1")
             again = RolloutRun(tmp_path / "again")
             again.publish(5)
@@ -107,6 +106,29 @@ def test_a_version_that_is_made_anew_is_fetched_anew(tmp_path):
             marker.touch()
             await copy.update()
             assert level(node, 1) == 5.0
+
+    asyncio.run(scenario())
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path):
+    run = RolloutRun(tmp_path)
+    (run.model / "model.safetensors").write_bytes(b"weights")
+    (run.model / "README.md").write_text("a page")
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            config = run.config.copy_and_resolve_references()
+            config.model.path = str(tmp_path / "mine")
+            shutil.copytree(run.model, tmp_path / "mine")
+            (tmp_path / "mine" / "README.md").unlink()
+            await fetch_bases(resolve(config), origin)
+            for data in (b"weightz", b"other weights"):
+                (tmp_path / "mine" / "model.safetensors").write_bytes(data)
+                with pytest.raises(OtherModelError, match=r"mine', whose model\.safetensors is not that of base base"):
+                    await fetch_bases(resolve(config), origin)
+            (tmp_path / "mine" / "model.safetensors").unlink()
+            with pytest.raises(OtherModelError, match=r"model\.safetensors"):
+                await fetch_bases(resolve(config), origin)
 
     asyncio.run(scenario())
 
