@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from flowjax.credit.segments import normalise
-from flowjax.credit.table import TurnTable
+from flowjax.credit.table import TurnTable, normalise
 from flowjax.losses.policy import policy_loss
 from flowjax.models.lora import lora_branch
 from flowjax.rewards.components import zero_sum

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from flowjax.credit import ESTIMATORS
-from flowjax.credit.segments import (
+from flowjax.credit.table import (
     Discount,
     Norm,
     Number,
+    TurnTable,
     Weight,
     discounted_sums,
     first_rows,
@@ -28,7 +29,6 @@ from flowjax.credit.segments import (
     state_visits,
     whiten,
 )
-from flowjax.credit.table import TurnTable
 from flowjax.fields import Interval, declared_types, load_named, nearest, option_problems
 
 Estimator = Callable[..., Float[Array, "turns"]]

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.credit.estimators import Rewards, grpo, turn_rewards
-from flowjax.credit.segments import (
+from flowjax.credit.table import (
     Discount,
     Norm,
+    TurnTable,
     Weight,
     discounted_sums,
     is_last_turn,
@@ -19,7 +20,6 @@ from flowjax.credit.segments import (
     state_visits,
     whiten,
 )
-from flowjax.credit.table import TurnTable
 
 # Deviations of the step part below this share of the group's highest value are rounding, not signal.
 _LEAST_DEVIATION = 1e-4

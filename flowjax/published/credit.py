@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flowjax.credit.segments import (
+from flowjax.credit.table import (
     Discount,
     Norm,
+    TurnTable,
     Weight,
     discounted_sums,
     is_last_turn,
@@ -18,7 +19,6 @@ from flowjax.credit.segments import (
     segment_statistics,
     segment_total,
 )
-from flowjax.credit.table import TurnTable
 
 # ---------------------------------------------------------------------------------------------------- GRPO, RLOO, GiGPO
 

@@ -28,8 +28,7 @@ from jaxtyping import Array, Float
 from scipy import stats
 
 from flowjax.credit.estimators import ESTIMATORS, estimate, grpo, turn_rewards
-from flowjax.credit.segments import normalise, segment_statistics
-from flowjax.credit.table import TurnTable, table_from_columns, table_rows
+from flowjax.credit.table import TurnTable, normalise, segment_statistics, table_from_columns, table_rows
 from flowjax.envs.sokoban.levels import Shape, best_direction, generate
 from flowjax.envs.sokoban.rooms import Position, Room, move, solved
 from flowjax.losses.policy import policy_loss
