@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from flowjax.credit.estimators import estimate
-from flowjax.credit.graph import state_graph, to_svg
 from flowjax.credit.table import TurnTable, table_from_columns
 from flowjax.envs.sokoban.levels import Shape, best_direction, generate, moves_to_go
 from flowjax.envs.sokoban.rooms import Position, Room, grid, move, solved
+from flowjax.report.pictures import state_graph, to_svg
 
 LEVEL_SEED, EPISODE_SEED, EPISODES, MAX_TURNS, NOISE = 20, 1, 6, 8, 0.5
 

@@ -5,11 +5,11 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-from credit_tables import Path, paths_table
 
-from flowjax.credit import graph as drawing
 from flowjax.credit.estimators import estimate
-from flowjax.credit.graph import plain_svg, state_graph, to_dot, to_svg
+from flowjax.report import pictures
+from flowjax.report.pictures import plain_svg, state_graph, to_dot, to_svg
+from tests.credit.credit_tables import Path, paths_table
 
 PATHS = [
     Path([0, 1, 2], [0, 1.0]),
@@ -54,8 +54,8 @@ def test_plain_svg_is_well_formed():
 
 def test_svg_with_and_without_graphviz(monkeypatch):
     ElementTree.fromstring(to_svg(GRAPH))
-    monkeypatch.setattr(drawing.shutil, "which", lambda name: None)
+    monkeypatch.setattr(pictures.shutil, "which", lambda name: None)
     assert to_svg(GRAPH) == plain_svg(GRAPH)
     false = shutil.which("false") or "/bin/false"
-    monkeypatch.setattr(drawing.shutil, "which", lambda name: false)
+    monkeypatch.setattr(pictures.shutil, "which", lambda name: false)
     assert to_svg(GRAPH) == plain_svg(GRAPH)  # a dot that fails
