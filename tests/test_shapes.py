@@ -10,7 +10,7 @@ from jaxtyping import TypeCheckError
 from flowjax.credit.table import TurnTable, normalise
 from flowjax.losses.policy import policy_loss
 from flowjax.models.lora import lora_branch
-from flowjax.rewards.components import zero_sum
+from flowjax.rewards import zero_sum
 from flowjax.trainer.batch import MicroBatch
 
 TWO, THREE = jnp.zeros(2), jnp.zeros(3)

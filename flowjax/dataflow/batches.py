@@ -20,7 +20,7 @@ from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.monitor.transcripts import Credit, batch_path, transcript, write_lines
 from flowjax.monitor.trouble import is_machine_fault
 from flowjax.records import Group, TokenRow, Trajectory
-from flowjax.rewards.scores import trajectory_scores
+from flowjax.rewards import trajectory_scores
 
 # ----------------------------------------------------------------------------------------------------------------- rows
 

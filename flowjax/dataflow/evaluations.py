@@ -17,7 +17,7 @@ from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.statistics import wilson
 from flowjax.monitor.transcripts import Credit, held_out_path, transcript, write_lines
 from flowjax.records import Episode, Group, Task, Trajectory
-from flowjax.rewards.scores import Components, trajectory_scores
+from flowjax.rewards import Components, trajectory_scores
 from flowjax.run import Run
 
 _P = TypeVar("_P", Episode, Trajectory)

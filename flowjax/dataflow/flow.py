@@ -17,7 +17,7 @@ from flowjax.models.config import vocabulary_sizes
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.record_checks import Bounds
 from flowjax.records import Task
-from flowjax.rewards.scores import required_outcomes
+from flowjax.rewards import required_outcomes
 from flowjax.run import Run
 
 

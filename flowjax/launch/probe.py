@@ -192,7 +192,7 @@ def _learning(run: Run) -> Iterator[str]:
 
 
 def _reward(components: ConfigDict, config: ConfigDict) -> Iterator[str]:
-    from flowjax.rewards.scores import check_reward
+    from flowjax.rewards import check_reward
 
     if components:
         outcomes = (*find_world(config.env.name).OUTCOMES, *_workflow_outcomes(config.workflow))

@@ -26,7 +26,7 @@ from flowjax.records import Task
 
 # JAX is imported for type checkers alone: workers of environments read the score, and have no use for it.
 if TYPE_CHECKING:
-    from flowjax.rewards.components import Outcome
+    from flowjax.rewards import Outcome
 
 OPERATORS = (
     "Custom", "Plan", "Programmer", "Review", "Revise", "Verify", "Decompose", "Aggregate", "AnswerGenerate", "Format",

@@ -20,7 +20,7 @@ from flowjax.config import ConfigError, task_options
 from flowjax.envs.base import World, WorldError, find_world, view_reader
 from flowjax.monitor.transcripts import batch_path, held_out_path, read_lines, trained_path, whole_prompts
 from flowjax.records import Group, Status, Task, Trajectory, Turn
-from flowjax.rewards.components import canvas
+from flowjax.rewards import canvas
 from flowjax.run import Run
 
 _CONTEXT_TOKENS = 4  # before a token, that its text may depend on

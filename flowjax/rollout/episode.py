@@ -21,7 +21,7 @@ from flowjax.fields import NAMED, load_named
 from flowjax.models.config import vocabulary_sizes
 from flowjax.record_checks import Bounds, check_episode, check_outcomes
 from flowjax.records import Episode, Lease, Trajectory, WireError, state_key
-from flowjax.rewards.scores import required_outcomes
+from flowjax.rewards import required_outcomes
 from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions
 from flowjax.rollout.engines import ServedBase
 from flowjax.run import Run

@@ -35,7 +35,7 @@ LEARNING = {
     ),
     "finishing, turns and cost have no effect on the reward": (
         "envs/test_canvas.py: test_finish_ends_and_out_of_turns_is_scored_as_it_stands; "
-        "rewards/test_scores.py: test_weighted_sum_with_each_part_logged, test_executor_cost_in_units_of_its_options"
+        "test_rewards.py: test_weighted_sum_with_each_part_logged, test_executor_cost_in_units_of_its_options"
     ),
     "one template fills the structure score": (
         "envs/test_canvas_structure.py: test_plans_and_mentions_earn_nothing, test_failed_steps_do_not_count, "
@@ -45,7 +45,7 @@ LEARNING = {
     "no diversity is measured": (
         "envs/test_canvas_structure.py: test_entropy_of_kinds, "
         "test_siblings_differ_by_operator_instruction_or_backend; "
-        "rewards/test_scores.py: test_canvas_parts_are_graded_and_bounded"
+        "test_rewards.py: test_canvas_parts_are_graded_and_bounded"
     ),
     "a rule hands the policy the next operator": "envs/test_canvas.py: test_hints_are_an_option_and_off",
     "short answers collapse to a letter": "grading/test_scoring.py: test_short_answers, test_choices",

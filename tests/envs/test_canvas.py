@@ -21,7 +21,7 @@ from flowjax.launch.checks import check_config
 from flowjax.launch.probe import inspect_run
 from flowjax.published.canvas import PublishedCanvas
 from flowjax.records import Task
-from flowjax.rewards.scores import COMPONENTS, check_reward, required_outcomes
+from flowjax.rewards import COMPONENTS, check_reward, required_outcomes
 from flowjax.run import resolve
 from tests.canvas.shown_text import read, text_of
 

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError
 from flowjax.fields import declared_types, load_named, option_problems
 from flowjax.records import Group, Task, pack, state_key, unpack
-from flowjax.rewards.scores import trajectory_scores
+from flowjax.rewards import trajectory_scores
 
 K = TypeVar("K")
 V = TypeVar("V")

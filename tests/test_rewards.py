@@ -1,14 +1,16 @@
 """Rewards: each component's formula, gathering of outcomes, and start-up checks."""
 
+import inspect
+from pathlib import Path
 from pkgutil import resolve_name
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flowjax import rewards
 from flowjax.records import Group, Task, Trajectory, Turn
-from flowjax.rewards import components
-from flowjax.rewards.scores import (
+from flowjax.rewards import (
     COMPONENTS,
     RewardError,
     check_reward,
@@ -105,14 +107,14 @@ def test_canvas_parts_are_graded_and_bounded():
 
 def test_executor_cost_in_units_of_its_options():
     spent = [jnp.array([value]) for value in (20.0, 3000.0, 0.5)]
-    assert float(components.executor_cost(*spent)[0]) == pytest.approx(-2.0)
-    costs = components.executor_cost(*spent, per_calls=float("inf"), per_tokens=1000.0, per_cost=1.0)
+    assert float(rewards.executor_cost(*spent)[0]) == pytest.approx(-2.0)
+    costs = rewards.executor_cost(*spent, per_calls=float("inf"), per_tokens=1000.0, per_cost=1.0)
     assert float(costs[0]) == pytest.approx(-3.5)
 
 
 def test_verdict():
     success, answer_right = jnp.array([1.0, 0.0, 1.0, 0.0]), jnp.array([1.0, 1.0, 0.0, 0.0])
-    np.testing.assert_allclose(components.verdict(success, answer_right), success)
+    np.testing.assert_allclose(rewards.verdict(success, answer_right), success)
 
 
 @pytest.mark.parametrize("right", [50, 80, 92])
@@ -121,34 +123,34 @@ def test_a_balanced_verdict_is_worth_the_balanced_accuracy(right):
     answer_right = jnp.array([1.0] * right + [0.0] * (100 - right))
     agrees = jnp.array(dice.random(100) < 0.7, jnp.float32)
     accuracy = 0.5 * (float(agrees[:right].mean()) + float(agrees[right:].mean()))
-    assert float(components.verdict(agrees, answer_right, balanced=True).mean()) == pytest.approx(accuracy, abs=1e-6)
+    assert float(rewards.verdict(agrees, answer_right, balanced=True).mean()) == pytest.approx(accuracy, abs=1e-6)
     for constant in (answer_right, 1 - answer_right):  # always approving, always rejecting
-        assert float(components.verdict(constant, answer_right, balanced=True).mean()) == pytest.approx(0.5, abs=1e-6)
+        assert float(rewards.verdict(constant, answer_right, balanced=True).mean()) == pytest.approx(0.5, abs=1e-6)
 
 
 def test_a_lone_wrong_answer_does_not_outweigh_all_others():
     answer_right, approving = jnp.array([1.0] * 99 + [0.0]), jnp.array([1.0] * 99 + [0.0])
-    assert float(components.verdict(approving, answer_right, balanced=True)[-1]) == -7.0
+    assert float(rewards.verdict(approving, answer_right, balanced=True)[-1]) == -7.0
 
 
 @pytest.mark.parametrize("answer_right", [jnp.ones(4), jnp.zeros(4)])
 def test_verdicts_on_answers_of_one_kind_are_finite(answer_right):
-    found = components.verdict(jnp.array([1.0, 0.0, 1.0, 1.0]), answer_right, balanced=True)
+    found = rewards.verdict(jnp.array([1.0, 0.0, 1.0, 1.0]), answer_right, balanced=True)
     np.testing.assert_allclose(found, [1.0, 0.5, 1.0, 1.0])
 
 
 def test_format_components():
     formed, solved = jnp.array([1.0, 1.0, 0.5]), jnp.array([1.0, 0.0, 1.0])
-    np.testing.assert_allclose(components.solved_well_formed(solved, formed), [1.0, 0.1, 0.0], rtol=1e-6)
-    np.testing.assert_allclose(components.well_formed(formed), [1.0, 1.0, 0.5])
+    np.testing.assert_allclose(rewards.solved_well_formed(solved, formed), [1.0, 0.1, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(rewards.well_formed(formed), [1.0, 1.0, 0.5])
 
 
 def test_other_components():
     one, three = jnp.array([1.0]), jnp.array([3.0])
-    assert float(components.invalid_actions(one, three, per_turn=True)[0]) == pytest.approx(-1 / 3)
-    assert float(components.zero_sum(three, one)[0]) == -float(components.zero_sum(one, three)[0]) == 1.0
-    assert float(components.token_penalty(jnp.array([500.0]))[0]) == pytest.approx(-0.5)
-    assert float(components.partial_score(three)[0]) == 3.0
+    assert float(rewards.invalid_actions(one, three, per_turn=True)[0]) == pytest.approx(-1 / 3)
+    assert float(rewards.zero_sum(three, one)[0]) == -float(rewards.zero_sum(one, three)[0]) == 1.0
+    assert float(rewards.token_penalty(jnp.array([500.0]))[0]) == pytest.approx(-0.5)
+    assert float(rewards.partial_score(three)[0]) == 3.0
 
 
 def test_needs_only_what_turns_do_not_show():
@@ -204,3 +206,18 @@ def test_a_component_of_ones_own():
 
 def doubled(success):
     return 2 * success
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
+
+
+def test_every_component_is_in_the_table():
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    table = {line.split("`")[1]: line for line in lines}
+    assert set(table) == set(COMPONENTS)
+    for name in COMPONENTS:
+        for outcome, parameter in inspect.signature(resolve_name(COMPONENTS[name])).parameters.items():
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                assert outcome in table[name].split("|")[3], (name, outcome)
+            elif not outcome.endswith("_weight"):
+                assert outcome in table[name].split("|")[4] or outcome == "base", (name, outcome)

@@ -1,1 +1,0 @@
-"""Rewards: pure functions from the outcomes of episodes to one score per trajectory."""
