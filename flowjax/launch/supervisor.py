@@ -24,6 +24,7 @@ _PROVEN_S = 30.0  # a role that cannot be asked counts as up once it has lived t
 _DEAF_S = 120.0  # a role that was up and has not answered for this long is killed
 _UNWELL_S = 10.0  # so is one that has refused for this long: busy is silent, refusing is no server any more
 _FORGIVEN_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
+_LONGEST_BACKOFF_S = 15.0  # between lives of a role: with the time that a start takes, a run goes on within a minute
 _PAUSE_S = 3600.0  # a disk may be full for this long: then the run ends
 _ERROR_LINE = re.compile(r"(?:[\w.]*(?:Error|Exception|Refused)|trainer|rollout|dataflow|warm_start)\b.*: .")
 USER_MISTAKE = 2  # exit status of a role that its config does not allow to run: starting it again changes nothing
@@ -229,7 +230,7 @@ class Supervisor:
             cause = _error_line(log, state.log_start_bytes)
             state.phase, state.detail = "waiting", reason
             self._on_event(role.name, "down", f"{reason} ({cause})" if cause else reason)
-            await asyncio.sleep(min(self._backoff_s * 2 ** len(restarted_s), 30.0))
+            await asyncio.sleep(min(self._backoff_s * 2 ** len(restarted_s), _LONGEST_BACKOFF_S))
             state.restarts += 1
             restarted_s.append(time.monotonic())
 
