@@ -8,7 +8,7 @@
 A message that is refused is answered with 400 and {error}, one without the run's token (where it has one) with 401, one
 of a trainer that another has replaced with 409, one too large with 413; nothing has changed then, and each is counted
 (`refused` of /status). 429: there is no room for it yet; it is to be sent again, however long that lasts. 503: its body
-came too slowly.
+came too slowly. A connection whose header is not in after a while is closed.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -210,6 +210,8 @@ _HANDLED_AT_ONCE = 4  # messages with episodes: as many may be held back at a ti
 _SMALL_BYTES = 16 * 1024  # a message that is decoded faster than a thread is asked to
 _WAIT = 429
 _QUESTIONS = ("status", "metrics", "health")
+_HEADER_S = 20.0  # from connecting until the header of the first request is in
+_IDLE_S = 60.0  # from an answer until the next header is in; clients keep an idle connection for less (aiohttp: 15 s)
 
 
 class Server:
@@ -224,6 +226,8 @@ class Server:
         self._handling = asyncio.Semaphore(_HANDLED_AT_ONCE)
         self._refused: Counter[str] = Counter()  # by name and HTTP status
         self._last_refused: dict[str, str] = {}
+        self._heard: set[web.RequestHandler] = set()
+        self._silent_since_s: dict[web.RequestHandler, float] = {}
 
     @property
     def failure(self) -> Exception | None:
@@ -247,9 +251,24 @@ class Server:
     async def _authorise(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        self._heard.add(request.protocol)
         if accepts(request.headers, self._token) or request.path == "/health":
             return await handler(request)
         return _refusal(401, f"{request.path}: show the run's token (runs/<name>/token) as a bearer token")
+
+    def close_silent(self, connections: Sequence[web.RequestHandler]) -> None:
+        """Close those over which no request has come in time. To be called again and again.
+
+        aiohttp bounds a header's size but not its time, and watches connections from their first answer on only:
+        whoever may connect could hold as many files open as a process may have.
+        """
+        now_s = time.monotonic()
+        self._heard.intersection_update(connections)
+        silent = [connection for connection in connections if connection not in self._heard]
+        self._silent_since_s = {connection: self._silent_since_s.get(connection, now_s) for connection in silent}
+        for connection, since_s in self._silent_since_s.items():
+            if now_s - since_s > _HEADER_S:
+                connection.force_close()
 
     async def _message(self, request: web.Request) -> web.Response:
         """Answer a message; whatever goes wrong is answered in words, and counted."""
@@ -348,11 +367,13 @@ async def serve(flow: Flow, run_dir: Path, *, dataflow: ConfigDict, port: int, s
     host = dataflow.host
     token = "" if is_loopback(host) else make_token(run_dir)
     server = Server(flow, token=token, max_message_bytes=dataflow.max_message_bytes)
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, keepalive_timeout=_IDLE_S)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
     try:
         while not stop.is_set():
+            if runner.server is not None:
+                server.close_silent(runner.server.connections)
             if server.failure is not None:
                 broken = is_damage(server.failure)
                 raise damaged(run_dir / "dataflow.sqlite", str(server.failure)) if broken else server.failure

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from flowjax.dataflow.server import Limit, limits
 from flowjax.record_checks import Bounds
 from flowjax.records import WireError, unpack
 from tests.dataflow.hostile_messages import episode, on_the_wire
-from tests.dataflow.test_hostile import Dataflow, run
+from tests.dataflow.test_hostile import Dataflow, body_of, run
 
 SENDERS = 20
 
@@ -176,3 +177,58 @@ def test_each_kind_of_message_has_its_own_limit(tmp_path, path, size):
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def closed_after_s(port: int, *sent: bytes) -> float:
+    """Seconds until the server hangs up on a connection over which these are sent, and then a byte now and then."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    began_s, data = time.monotonic(), b"".join(sent)
+    with contextlib.suppress(ConnectionError):
+        while not reader.at_eof():
+            writer.write(data)
+            await writer.drain()
+            data = b"x"
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(1000), 0.1)
+    writer.close()
+    return time.monotonic() - began_s
+
+
+def test_a_header_without_end_is_not_waited_for(tmp_path, monkeypatch):
+    """Be it the first of its connection or a later one; a message that waits for its answer keeps its connection."""
+    monkeypatch.setattr(server, "_HEADER_S", 1.0)
+    monkeypatch.setattr(server, "_IDLE_S", 1.0)
+    monkeypatch.setattr(server, "HOLD_S", 5.0)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def scenario() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+        flow, stop = Dataflow(tmp_path).flow, asyncio.Event()
+        serving = asyncio.create_task(
+            server.serve(flow, tmp_path, dataflow=flow.run.config.dataflow, port=port, stop=stop)
+        )
+        await until_listening(port)
+        lease, began_s = on_the_wire({"worker": "w", "slots": 100, "kind": "train"}), time.monotonic()
+        async with ClientSession() as session, asyncio.TaskGroup() as group:
+            ends = [
+                group.create_task(closed_after_s(port, *sent)) for sent in ([b"GET /"], [whole[:-2]], [whole, b"GET /"])
+            ]
+            async with session.post(f"http://127.0.0.1:{port}/lease", data=lease) as answer:  # version 0 is not there
+                assert answer.status == 200 and body_of(await answer.read())["leases"] == []
+            assert time.monotonic() - began_s >= 5.0
+        assert min(end.result() for end in ends) >= 1.0
+        stop.set()
+        await serving
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+async def until_listening(port: int) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            return
+        await asyncio.sleep(0.05)
