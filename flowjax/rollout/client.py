@@ -15,6 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from flowjax.monitor.trouble import explain
+
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _CONTROL_TIMEOUT_S = 60.0  # for everything but completions
 _HEALTH_TIMEOUT_S = 5.0
@@ -210,6 +212,7 @@ class EngineClient:
         self._timeout_s = request_timeout_s
         self._patient, self._stream = patient, stream
         self._log = log
+        self.trouble = ""
         self._session: aiohttp.ClientSession | None = None
         self._open: dict[tuple[str, SamplingOptions], _Batch] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -305,12 +308,13 @@ class EngineClient:
             raise EngineError(f"the engine cannot unload {name}: {_reason(answer)}{self._see_log()}")
 
     async def healthy(self) -> bool:
-        """True if server and engine are alive."""
+        """True if server and engine are alive. Otherwise `trouble` says why not."""
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S), self._request("GET", "/health") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
-            return False
+                self.trouble = "" if response.status == 200 else f"HTTP {response.status}"
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            self.trouble = explain(error) or str(error) or type(error).__name__
+        return not self.trouble
 
     async def load(self) -> Load:
         """Ask how busy the engine is.

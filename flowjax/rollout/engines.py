@@ -144,6 +144,11 @@ class EnginePool:
         await asyncio.gather(*(member.probe() for member in self.members))
         return any(member.up for member in self.members)
 
+    @property
+    def trouble(self) -> str:
+        """Why one of them was not alive when they were last asked."""
+        return next((member.client.trouble for member in self.members if member.client.trouble), "")
+
     async def load(self) -> Load:
         """Sum of the engines' loads, those that are away left out.
 
@@ -376,7 +381,9 @@ class ServedBase:
         self.up = up
         self._seen_s = now_s if up else self._seen_s
         if now_s - self._seen_s > self._patience_s:
-            raise EngineError(f"the engine has been away for {now_s - self._seen_s:.0f} s: see {self._logs}")
+            raise EngineError(
+                f"the engine has been away for {now_s - self._seen_s:.0f} s ({self.engine.trouble}): see {self._logs}"
+            )
 
     def status(self) -> dict[str, Any]:
         return {

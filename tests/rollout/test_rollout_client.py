@@ -5,6 +5,7 @@ What a real vLLM answers is tested in test_rollout_engine.py.
 
 import asyncio
 import contextlib
+import errno
 import json
 from collections.abc import Callable
 
@@ -170,6 +171,16 @@ def test_gives_up_on_an_engine_that_stays_away(tmp_path):
 
     with pytest.raises(EngineError, match=r"away for .*engine\.log"):
         asyncio.run(ask())
+
+
+def test_an_engine_that_cannot_be_asked_for_a_reason_of_our_own_is_not_blamed(monkeypatch):
+    def without_files(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    client = EngineClient("http://127.0.0.1:9")
+    monkeypatch.setattr(client, "_request", without_files)
+    assert not asyncio.run(client.healthy())
+    assert client.trouble.startswith("Too many open files: raise the limit of open files (ulimit -n)")
 
 
 def test_gives_up_on_an_engine_that_only_fails(script):

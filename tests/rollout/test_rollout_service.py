@@ -147,7 +147,7 @@ def test_an_engine_that_stays_away_ends_the_service_and_returns_its_leases(tmp_p
     async def scenario():
         run = RolloutRun(tmp_path, engine__request_timeout_s=0.5, engine__start_timeout_s=2.0)
         async with run.servers() as servers:
-            with pytest.raises(EngineError, match=r"has been away for \d+ s.*engine\.log"):
+            with pytest.raises(EngineError, match=r"has been away for \d+ s \(.+\): see .*engine\.log"):
                 async with run.serving(servers) as serving:
                     await until(lambda: servers.counted)
                     servers.engine.away = True
