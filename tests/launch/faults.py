@@ -136,6 +136,7 @@ class Arena:
         if self._process is None or self._process.poll() is not None or self._met >= FAULTS_PER_RUN:
             self._start()
         self._met += 1
+        self._wait(self._well, self.patience_s)  # a restart that the fault before has led to is not this one's
         self._from_bytes, from_s = self._output.stat().st_size, time.time()
         wanted = self.marks / "wanted"
         wanted.write_text(json.dumps({**asdict(fault), "runs": str(self.run_dir)}))
@@ -181,6 +182,12 @@ class Arena:
             if self._process is None or self._process.poll() is not None:
                 return
             time.sleep(0.1)
+
+    def _well(self) -> bool:
+        """True while every role lives, and what is newest is served."""
+        phases = [role["phase"] for role in read_status(self.run_dir, "launch")["roles"].values()]
+        served = read_status(self.run_dir, "rollout").get("serving_version", -1)
+        return set(phases) <= {"up", "starting"} and served >= self._version() - 2
 
     def _version(self) -> int:
         return max(committed_steps(self.run_dir / "checkpoints" / "agent"), default=-1)
