@@ -24,12 +24,14 @@ from flowjax.grading.sandbox_processes import (
     GROWTH_BYTES_PER_S,
     SHORTEST_WATCH_S,
     WATCH_S,
+    ControlGroup,
     Interpreter,
     Limits,
     ProcessTree,
     ProcessUsage,
     box_uid,
     bubblewrap_command,
+    groups_parent,
     interpreters,
     limited_command,
     seccomp_filter,
@@ -186,6 +188,7 @@ class Box:
     def __init__(self, program: str, limits: Limits, isolation: Isolation, *, packages: Sequence[str] = ()):
         self._limits, self._isolation = limits, isolation
         self._folder: str | None = None
+        self._group: ControlGroup | None = None
         self._pending = bytearray()
         self._input_ended = False
         self._ending: Status | None = None
@@ -196,7 +199,7 @@ class Box:
         try:
             self._process = self._start(program, packages)
         except OSError:
-            self._remove_folder()
+            self._remove()
             raise
         self._tree = ProcessTree(self._process.pid, complete=3 if isolation.name == BUBBLEWRAP else 1)
         self._watch = _Watch(limits, count_threads=not isolation.drop_root)
@@ -219,7 +222,7 @@ class Box:
             self._close(name)
         self._selector.close()
         self._reap(block=True)
-        self._remove_folder()
+        self._remove()
 
     def send(self, data: bytes) -> None:
         """Queue input; it is written while output is read."""
@@ -280,6 +283,9 @@ class Box:
                 drop_root=self._isolation.drop_root,
                 packages=packages,
             )
+            if parent := groups_parent():
+                self._group = ControlGroup(parent, self._limits)
+                command = self._group.holding(command)
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -402,7 +408,9 @@ class Box:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _remove_folder(self) -> None:
+    def _remove(self) -> None:
+        if self._group is not None:
+            self._group.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

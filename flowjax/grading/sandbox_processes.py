@@ -14,7 +14,9 @@ import os
 import platform
 import shutil
 import struct
+import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,6 +301,90 @@ def _resident_bytes(pid: int) -> int:
     """Memory of a process that is no file's."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+# ------------------------------------------------------------------------------------------------------- control groups
+
+_CONTROLLERS = {"memory", "pids"}
+_KERNEL_BYTES = 64 << 20  # of a box: page tables, pipes and sockets, and the programs that start its own
+_STARTERS = 3  # bubblewrap outside, the shell inside, and what becomes the program
+
+
+class ControlGroup:
+    """A control group (cgroup v2) of one box: the kernel itself holds all its processes together to their limits.
+
+    What looks at processes cannot promise: the first moments of a box, a machine too busy to look, kernel memory. Files
+    of the box's /tmp and /dev/shm count here. A box that needs more memory is killed whole.
+
+    Args:
+        parent: folder of a group whose children have the controllers of memory and processes.
+
+    Raises:
+        OSError: there can be no such group.
+    """
+
+    def __init__(self, parent: Path, limits: Limits):
+        self.folder = parent / f"flowjax-box-{os.getpid()}-{next(_counter)}"
+        memory_bytes = limits.memory_bytes + limits.disk_bytes + _SHARED_MEMORY_BYTES + _KERNEL_BYTES
+        settings = {"memory.max": memory_bytes, "memory.oom.group": 1, "pids.max": limits.processes + _STARTERS}
+        self.folder.mkdir()
+        try:
+            for name, value in settings.items():
+                (self.folder / name).write_text(str(value))
+            with contextlib.suppress(FileNotFoundError):  # a kernel that does not count what is swapped out
+                (self.folder / "memory.swap.max").write_text("0")
+        except OSError:
+            self.close()
+            raise
+
+    def holding(self, command: Sequence[str]) -> list[str]:
+        """The command, which enters the group before it does anything: no child of it can be outside."""
+        return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *command]
+
+    def close(self) -> None:
+        """Kill whatever is left in the group, and remove it."""
+        with contextlib.suppress(OSError):  # before Linux 5.14 there is no such file: bubblewrap ends its namespace
+            (self.folder / "cgroup.kill").write_text("1")
+        for pause_s in (0.0, 0.001, 0.01, 0.1, 1.0):  # a group is empty some time after its processes were killed
+            time.sleep(pause_s)
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                return
+
+
+@functools.cache
+def groups_parent() -> Path | None:
+    """The folder in which boxes have their control groups; None where this process may not make any.
+
+    That is the group of this process, where the kernel lets it have children (the root group alone does beside
+    processes), or the one above, where that has been handed to us: as root, or in a session of systemd.
+    """
+    try:
+        mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+        mounted = next(Path(fields[4]) for fields in mounts if fields[fields.index("-") + 1] == "cgroup2")
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        ours = mounted / next(line[4:] for line in groups if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return None
+    for parent in (ours, ours.parent):
+        if parent.is_relative_to(mounted) and ".." not in parent.parts and _may_have_boxes(parent):
+            return parent
+    return None
+
+
+def _may_have_boxes(parent: Path) -> bool:
+    """True where a trial group can be made and entered."""
+    given = parent / "cgroup.subtree_control"
+    try:
+        if not set(given.read_text().split()) >= _CONTROLLERS:
+            given.write_text(" ".join(f"+{name}" for name in sorted(_CONTROLLERS)))
+        group = ControlGroup(parent, Limits())
+    except OSError:
+        return False
+    try:
+        return subprocess.run(group.holding(["true"]), capture_output=True, timeout=10.0).returncode == 0
+    finally:
+        group.close()
 
 
 # --------------------------------------------------------------------------------------------------- system-call filter

@@ -146,7 +146,7 @@ class EnginePool:
 
     @property
     def trouble(self) -> str:
-        """Why one of them was not alive when they were last asked."""
+        """The reason for which one of them was not alive when last asked, "" if all were."""
         return next((member.client.trouble for member in self.members if member.client.trouble), "")
 
     async def load(self) -> Load:
