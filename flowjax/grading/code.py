@@ -21,6 +21,7 @@ from typing import Any
 from flowjax.grading import sandbox_objects, sandbox_runner, sandbox_surroundings, sandbox_values
 from flowjax.grading.code_asserts import CallCase, Check, parse_quietly
 from flowjax.grading.sandbox import STARTS, Box, Isolation, Limits, NoProcessorError, require_isolation
+from flowjax.grading.sandbox_values import check_data
 
 __all__ = ["JUDGE_LIMITS", "CallCase", "Check", "Lines", "Suite", "Verdict", "judge", "matches", "same_text"]
 
@@ -28,6 +29,25 @@ JUDGE_LIMITS = Limits(cpu_s=8.0, idle_s=5.0, wall_guard_s=120.0, processes=8)
 CASE_CPU_S = 3.0
 TALK_BYTES = 64 << 20  # longest message between tests and program
 NOT_RUN = "not reached"
+# Of tests that run the program as a part of their text, it is the text that runs beside no test. What it leaves must be
+# data: an object that stays there could say that it equals whatever it is compared with.
+_RUN_TEXT = "run_text"
+_RUNS_TEXT = f"""
+def {_RUN_TEXT}(text, names):
+    names = dict(names)
+    exec(compile(text, "solution.py", "exec"), names)
+    if "result" not in names:
+        raise NameError("name 'result' is not defined")
+    return names["result"]
+"""
+_RUNS_THERE = f"""
+def exec(text, names):
+    from {check_data.__module__} import {check_data.__name__}
+    result = {_RUN_TEXT}(text, names)
+    {check_data.__name__}(result)
+    names["result"] = result
+"""
+_LIBRARIES = 4  # times the processor time: such tests load libraries, in both boxes, and compute with them
 _FILES = re.compile(r"\b(?:open|os|shutil|tempfile|pathlib|Path|zipfile|tarfile|glob|sqlite3|csv|chdir|cwd)\b")
 _NUMBER = re.compile(r"[+-]?\d{1,1000}(\.\d{0,1000})?(e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE)
 
@@ -45,13 +65,15 @@ class Suite:
     """The tests of one problem. `entry` is the tested function, "" where the program reads standard input.
 
     `preamble` is put before a program that defines the function without it (imports and helpers that the problem
-    gives); `setup` before each `Check`.
+    gives); `setup` before each `Check`. With `runs_text` the program is a part of one: each `Check` finds its text as
+    `solution`, puts it into a text of its own, and runs that by `exec(text, names)`, which leaves names["result"].
     """
 
     cases: tuple[CallCase | Check | Lines, ...]
     entry: str = ""
     preamble: str = ""
     setup: str = ""
+    runs_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +116,10 @@ def judge(
     """
     where = isolation or require_isolation(allow_none=allow_none)
     started_s = time.monotonic()
+    if suite.runs_text:
+        setup = f"solution = {program!r}\n{_RUNS_THERE}"
+        program, suite = _RUNS_TEXT, Suite(suite.cases, _RUN_TEXT, setup=setup)
+        limits, case_cpu_s = replace(limits, cpu_s=_LIBRARIES * limits.cpu_s), _LIBRARIES * case_cpu_s
     session = _Session(complete(program, suite), suite, limits, case_cpu_s, where, packages)
     remarks = [NOT_RUN] * len(suite.cases)  # "" where a case passed
     for kind, judged in ((CallCase, _calls), (Lines, _scripts), (Check, _checks)):

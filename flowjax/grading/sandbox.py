@@ -22,6 +22,7 @@ from typing import IO, Literal
 
 from flowjax.grading.sandbox_processes import (
     GROWTH_BYTES_PER_S,
+    ONE_THREAD,
     SHORTEST_WATCH_S,
     WATCH_S,
     ControlGroup,
@@ -187,6 +188,7 @@ class Box:
 
     def __init__(self, program: str, limits: Limits, isolation: Isolation, *, packages: Sequence[str] = ()):
         self._limits, self._isolation = limits, isolation
+        packages = [os.path.realpath(folder) for folder in packages]
         self._folder: str | None = None
         self._group: ControlGroup | None = None
         self._pending = bytearray()
@@ -318,7 +320,7 @@ class Box:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self._folder,
-            env={"PATH": "/usr/bin", "HOME": self._folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+            env={"PATH": "/usr/bin", "HOME": self._folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **ONE_THREAD},
             process_group=0,
             user=user,
             group=user,

@@ -39,6 +39,7 @@ from flowjax.grading.sandbox_values import (
     PUBLIC_DUNDERS,
     READERS,
     SCALARS,
+    SPARSE,
     WRITERS,
     Gone,
     Mirror,
@@ -48,6 +49,7 @@ from flowjax.grading.sandbox_values import (
     base_of,
     empty_container,
     encode_numpy,
+    encode_sparse,
     fill,
     forward,
     importable,
@@ -382,7 +384,9 @@ class Peer:
             return ["generator", self._number(value)]
         if isinstance(value, BaseException):
             return self._encode_exception(value)
-        if kind.__module__ == "numpy" and (encoded := encode_numpy(value)) is not None:
+        if kind.__module__ == "numpy" and (encoded := encode_numpy(self, value)) is not None:
+            return encoded
+        if kind.__module__.startswith("scipy.sparse") and (encoded := encode_sparse(self, value)) is not None:
             return encoded
         for base, plain in PLAIN_READERS.items():
             if isinstance(value, base):
@@ -540,6 +544,25 @@ class Peer:
         if kind.hasobject:
             raise ValueError("objects are no data")
         return numpy.frombuffer(bytes.fromhex(data), kind).reshape(shape).copy()
+
+    def _decode_objects(self, shape, *parts):
+        import numpy
+
+        array = numpy.empty(len(parts), object)
+        for number, part in enumerate(parts):
+            array[number] = self._decode(part)
+        return array.reshape(shape)
+
+    def _decode_sparse(self, name, shape, data, *places):
+        import numpy
+        import scipy.sparse
+
+        if name[:3] not in SPARSE or name[3:] not in ("_array", "_matrix"):
+            raise ValueError(f"{name} is no sparse array")
+        values, *places = [self._decode(part) for part in (data, *places)]
+        if any(type(array) is not numpy.ndarray or array.dtype.hasobject for array in (values, *places)):
+            raise ValueError("objects are no data")
+        return getattr(scipy.sparse, name)(scipy.sparse.coo_array((values, tuple(places)), shape=tuple(shape)))
 
     def _decode_scalar(self, dtype, data):
         return self._decode_numpy(dtype, [1], data)[0]

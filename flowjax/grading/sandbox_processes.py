@@ -25,6 +25,8 @@ WATCH_S = 0.05  # longest time between two looks at what a program has used
 SHORTEST_WATCH_S = 0.002
 GROWTH_BYTES_PER_S = 8 << 30  # of the memory of a box, at most: touching a page takes a processor 0.5 us or more
 PROGRAM = "/box/program.py"  # where bubblewrap shows the program
+# Libraries for arrays would start as many as the machine has processors, which is over the limit of processes.
+ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _SHARED_MEMORY_BYTES = 16 << 20
 BOX_UIDS = 1 << 30  # uids from here on are one per box, so that no box counts another's processes
 _counter = itertools.count()
@@ -43,7 +45,7 @@ for name, value in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     except (AttributeError, ValueError, OSError):
         pass
-sys.path[:0] = settings["packages"]
+sys.path[:1] = settings["packages"]
 sys.argv = [settings["program"]]
 with open(settings["program"], encoding="utf-8") as file:
     source = file.read()
@@ -144,6 +146,7 @@ def bubblewrap_command(
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
     command += ["--setenv", "PYTHONHASHSEED", "0"]  # sets in the same order every time
+    command += [word for name, value in ONE_THREAD.items() for word in ("--setenv", name, value)]
     command += ["--seccomp", str(filter_fd)] if filter_fd is not None else []
     command += ["sh", "-c", '"$@"; exit $?', "sh"]
     if drop_root:
@@ -178,7 +181,8 @@ def _visible_parents(path: str) -> list[str]:
 def _python_options(packages: Sequence[str]) -> list[str]:
     if not packages:
         return ["-s", "-S", "-B"]
-    start = f"import runpy, sys; sys.path[:0] = {list(packages)!r}; sys.argv = ['{PROGRAM}']; "
+    # In place of the working folder: tests have copies of the program's files there, and must import none of them.
+    start = f"import runpy, sys; sys.path[:1] = {list(packages)!r}; sys.argv = ['{PROGRAM}']; "
     return ["-s", "-S", "-B", "-c", f"{start}runpy.run_path('{PROGRAM}', run_name='__main__')"]
 
 

@@ -51,7 +51,8 @@ class MirrorType(type):
 
     def __getattr__(cls, name):
         peer, number = type.__getattribute__(cls, "_mirror")
-        if name in ("__abstractmethods__", "__set_name__", "__get__"):
+        # numpy hands a comparison over to a class that has the latter.
+        if name in ("__abstractmethods__", "__set_name__", "__get__") or name.startswith("__array_"):
             raise AttributeError(name)
         return peer.ask("get", number, name)
 
@@ -418,11 +419,55 @@ class _Readers(dict):
 READERS = _Readers()
 
 
-def encode_numpy(value):
-    """An array or a number of numpy as data; None where it holds objects."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, range)
+_VALUE_MODULES = ("decimal", "fractions", "datetime", "uuid", "pathlib", "numpy", "scipy")
+_FACTORIES = (None, int, float, str, tuple, list, dict, set)  # of a defaultdict
+_MOST_PARTS = 1_000_000
+
+
+def check_data(value):
+    """Nothing, where a value that was sent is data in all its parts, none of which asks the other side for anything.
+
+    Raises:
+        TypeError: it is not.
+    """
+    parts = [value]
+    for part in parts:
+        kind = type(part)
+        module = kind.__module__.split(".")[0]
+        if kind in (list, tuple, set, frozenset) or (module == "collections" and kind.__name__ == "deque"):
+            parts += part
+        elif issubclass(kind, dict) and module in ("builtins", "collections"):
+            if getattr(part, "default_factory", None) not in _FACTORIES:
+                raise TypeError("the result holds a defaultdict with a function of its own")
+            parts += [*dict.keys(part), *dict.values(part)]
+        elif module == "numpy" and kind.__name__ == "ndarray" and part.dtype == object:
+            parts += part.ravel().tolist()
+        elif kind not in _PLAIN and module not in _VALUE_MODULES:
+            raise TypeError(f"the result is or holds no data, but an object of class {kind.__name__}")
+        if len(parts) > _MOST_PARTS:
+            raise TypeError(f"the result has more than {_MOST_PARTS} parts")
+
+
+def encode_numpy(peer, value):
+    """An array or a number of numpy as data; None for one of a class of its own."""
     numpy = sys.modules["numpy"]
+    if type(value) is numpy.ndarray and value.dtype == object:
+        return ["objects", list(value.shape), *(peer._encode(part) for part in value.ravel())]
     if type(value) is numpy.ndarray and not value.dtype.hasobject:
         return ["numpy", value.dtype.str if value.dtype.names is None else "", list(value.shape), value.tobytes().hex()]
     if isinstance(value, numpy.generic) and not value.dtype.hasobject and value.dtype.names is None:
         return ["scalar", value.dtype.str, value.tobytes().hex()]
     return None
+
+
+SPARSE = ("bsr", "coo", "csc", "csr", "dia", "dok", "lil")
+
+
+def encode_sparse(peer, value):
+    """A sparse array or matrix of scipy as data; None for anything else."""
+    kind, library = type(value), sys.modules["scipy.sparse"]
+    if kind.__name__[:3] not in SPARSE or getattr(library, kind.__name__, None) is not kind:
+        return None
+    parts = value.tocoo()
+    return ["sparse", kind.__name__, list(value.shape), *(peer._encode(part) for part in (parts.data, *parts.coords))]

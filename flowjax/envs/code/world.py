@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -86,6 +87,8 @@ class CodeOptions:
     allow_no_isolation: bool = False
 
     def __post_init__(self):
+        if missing := [folder for folder in self.packages if not Path(folder).is_dir()]:
+            raise WorldError(f"env.options packages={missing[0]!r} is no folder: give those of installed packages")
         unknown = [kind for kind in self.kinds if kind not in OPERATIONS]
         if unknown or not self.kinds:
             raise WorldError(f"env.options kinds={list(self.kinds)}: give some of {', '.join(OPERATIONS)}")
