@@ -166,7 +166,10 @@ def problem_digest(problem: Problem) -> str:
     options = list(problem.options.items())
     return _digest(
         json.dumps(
-            [problem.text, problem.kind, problem.context, options, problem.entry_point, list(problem.public_tests)]
+            [
+                *(problem.text, problem.kind, problem.context, options),
+                *(problem.entry_point, list(problem.public_tests), problem.part),
+            ]
         )
     )
 

@@ -38,7 +38,7 @@ class Problem:
     """Part of a task that a workflow may see. The right answer and hidden tests are not in it.
 
     `options` are those of a multiple choice, letter -> text; `public_tests` are assert statements that operators may
-    run, and `entry_point` the function that they call.
+    run, and `entry_point` the function that they call. `part`: the program is the rest of one that the text begins.
     """
 
     text: str
@@ -47,6 +47,7 @@ class Problem:
     options: Mapping[str, str] = field(default_factory=dict)
     entry_point: str = ""
     public_tests: tuple[str, ...] = ()
+    part: bool = False
 
 
 NodeStatus = Literal["ok", "error", "budget", "executor_error"]

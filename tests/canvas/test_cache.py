@@ -122,12 +122,13 @@ def test_a_changed_operator_of_the_same_name_runs_again():
         replace(PROBLEM, options={"A": "42", "B": "41"}),
         replace(PROBLEM, entry_point="f"),
         replace(PROBLEM, public_tests=("assert f(1) == 1",)),
+        replace(PROBLEM, part=True),
         PROBLEM,
     ],
 )
 def test_every_part_of_a_problem_is_in_its_digest(problem):
     parts = [field.name for field in Problem.__dataclass_fields__.values()]
-    assert parts == ["text", "kind", "context", "options", "entry_point", "public_tests"]
+    assert parts == ["text", "kind", "context", "options", "entry_point", "public_tests", "part"]
     assert (problem_digest(problem) == problem_digest(replace(PROBLEM))) == (problem == PROBLEM)
 
 

@@ -142,7 +142,7 @@ def test_passages_reach_the_problem(tmp_path: Path):
     ],
 )
 def test_tests_that_check_nothing_are_none(tmp_path: Path, test: str):
-    """Any program would pass them. The last is the form of DS-1000."""
+    """Any program would pass them. The last has the form of DS-1000."""
     found = read(tmp_path, {"problem": "Double.", "source": "ds1000", "meta": {"test": test, "entry_point": "double"}})
     assert not found.records and found.left_out == {"ds1000: no tests that can be run": 1}
 

@@ -164,6 +164,11 @@ def solution_form(problem: Problem) -> str:
 
 def code_form(problem: Problem) -> str:
     """Instruction on how to write a program."""
+    if problem.part:
+        return (
+            "Give the Python 3 code that goes on where the program in the problem leaves off, and none of what stands "
+            "there, in one ```python block; only the last such block counts."
+        )
     wanted = (
         f"that defines the function {problem.entry_point}"
         if problem.entry_point

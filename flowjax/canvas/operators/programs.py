@@ -62,9 +62,12 @@ class Programmer(Operator):
 async def try_program(program: str, context: Context) -> tuple[str, str]:
     """Reason why the program fails ("" where it does not), and the last line that it printed.
 
-    For a code problem it has to load and define the function; one that reads standard input has only to be Python.
+    For a code problem it has to load and define the function; one that reads standard input has only to be Python, and
+    a part of a program has no sense by itself.
     """
     problem = context.problem
+    if problem.part:
+        return "", ""
     if parse_quietly(program) is None:
         return f"it is no Python: {_syntax_error(program)}", ""
     if problem.kind == "code" and not problem.entry_point:

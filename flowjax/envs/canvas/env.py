@@ -49,7 +49,7 @@ class CanvasEnv:
         self._operators = options.on_offer()
         self._roles = {name: operator.role for name, operator in self._operators.items()}
         self._backends = options.open_backends()
-        self._sandbox = RememberingSandbox(allow_none=options.allow_no_isolation)
+        self._sandbox = RememberingSandbox(allow_none=options.allow_no_isolation, packages=tuple(options.packages))
         self._problem: Problem | None = None
 
     @property
@@ -138,7 +138,12 @@ class CanvasEnv:
         gold, options = self._gold, dict(problem.options)
         try:
             self._score = scored(
-                run.answer, gold, problem.kind, allow_none=self._options.allow_no_isolation, options=options
+                run.answer,
+                gold,
+                problem.kind,
+                allow_none=self._options.allow_no_isolation,
+                options=options,
+                packages=tuple(self._options.packages),
             )
         except (NoProcessorError, OSError) as away:
             raise EnvDied(f"sandbox: {away}", "executor_error") from away
@@ -231,7 +236,7 @@ def _size(workflow: Workflow) -> int:
 def load(payload: Mapping[str, Any]) -> tuple[Problem, tuple[str, ...] | Suite]:
     """The problem of a task, and its gold answers or hidden tests."""
     if "row" in payload:
-        record = records(payload["file"])[payload["row"]]
+        record = records(payload["file"], tuple(payload.get("packages", ())))[payload["row"]]
         return record.problem, record.tests or record.gold
     problem = exercises.problem(payload)
     if problem.kind == "code":

@@ -205,7 +205,7 @@ class RememberingSandbox(Sandbox):
 
     def run(self, program: str, stdin: bytes) -> ProgramResult:
         """See `Sandbox`."""
-        key = (program, stdin, self.limits)
+        key = (program, stdin, self.limits, self.packages)
         if (known := _results.get(key)) is not None:
             return known
         result = super().run(program, stdin)
@@ -213,7 +213,7 @@ class RememberingSandbox(Sandbox):
 
     def judge(self, program: str, suite: Suite) -> Verdict:
         """See `Sandbox`."""
-        key = (program, repr(suite), self.judge_limits)
+        key = (program, repr(suite), self.judge_limits, self.packages)
         if (known := _results.get(key)) is not None:
             return known
         verdict = super().judge(program, suite)
@@ -221,21 +221,27 @@ class RememberingSandbox(Sandbox):
 
 
 def scored(
-    answer: str, gold: tuple[str, ...] | Suite, kind: Kind, *, allow_none: bool, options: dict[str, str]
+    answer: str,
+    gold: tuple[str, ...] | Suite,
+    kind: Kind,
+    *,
+    allow_none: bool,
+    options: dict[str, str],
+    packages: tuple[str, ...] = (),
 ) -> Score:
     """The verdict on an answer, "" being wrong without a look."""
     if not answer.strip():
         return Score(False, 0.0)
-    key = (answer, gold if isinstance(gold, tuple) else repr(gold), kind, tuple(options.items()))
+    key = (answer, gold if isinstance(gold, tuple) else repr(gold), kind, tuple(options.items()), packages)
     if (known := _results.get(key)) is not None:
         return known
-    score = _scorer(allow_none).score(answer, gold, kind, options=options or None)
+    score = _scorer(allow_none, packages).score(answer, gold, kind, options=options or None)
     return score if _cut_short((score.remark,)) else _keep(key, score)
 
 
 @functools.cache
-def _scorer(allow_none: bool) -> Scorer:
-    return Scorer(allow_none=allow_none)
+def _scorer(allow_none: bool, packages: tuple[str, ...]) -> Scorer:
+    return Scorer(allow_none=allow_none, packages=packages)
 
 
 def _keep(key: Any, result: Any) -> Any:

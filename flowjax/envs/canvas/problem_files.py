@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,8 @@ _NO_ANSWER = {
 _MAY_BE_UNANSWERABLE = f"If the passage does not answer the question, the answer is: {UNANSWERABLE}."
 _LETTERED = re.compile(r"\b([a-j]) \) (.*?)(?=\s*,\s*[a-j] \) |$)")
 
+_IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+(\w[^\n;#]*))", re.MULTILINE)
+_DATA_PACKAGES = {"numpy", "scipy"}  # whose values cross from sandbox to sandbox (flowjax.grading.sandbox_values)
 _DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
 
 
@@ -94,6 +97,7 @@ def load(
     source: str = "",
     public_tests: Mapping[str, str | Path] | None = None,
     keep_unanswerable: bool = True,
+    packages: Sequence[str] = (),
 ) -> PublishedData:
     """The problems of a JSONL file.
 
@@ -101,6 +105,7 @@ def load(
         source: of rows that name none; a file that is named after a data set needs none.
         public_tests: data set -> JSONL file of rows with task_id and test, which are shown.
         keep_unanswerable: keep questions whose gold says that there is no answer; otherwise they are left out.
+        packages: folders that programs may import from; rows whose tests need another package are left out.
 
     Raises:
         WorldError: a file cannot be read, or a row is no problem.
@@ -112,7 +117,7 @@ def load(
     for number, row in _rows(path):
         name = str(row.get("source") or row.get("dataset") or source or path.stem)
         fields = _fields(row)
-        made = _record(fields, name, number, path, shown.get(_plain_name(name), {}))
+        made = _record(fields, name, number, path, shown.get(_plain_name(name), {}), packages)
         if isinstance(made, str):
             left_out[f"{name}: {made}"] += 1
         elif made.gold == (UNANSWERABLE,) and not keep_unanswerable:
@@ -125,13 +130,18 @@ def load(
 
 
 @functools.lru_cache(maxsize=4)
-def records(file: str) -> tuple[Record, ...]:
+def records(file: str, packages: tuple[str, ...] = ()) -> tuple[Record, ...]:
     """The problems of a file, which this process reads once."""
-    return load(file).records
+    return load(file, packages=packages).records
 
 
 def _record(
-    fields: Mapping[str, Any], source: str, row: int, path: Path, shown: Mapping[str, tuple[str, ...]]
+    fields: Mapping[str, Any],
+    source: str,
+    row: int,
+    path: Path,
+    shown: Mapping[str, tuple[str, ...]],
+    packages: Sequence[str],
 ) -> Record | str:
     """The record, or why nobody could grade it."""
     text = next((fields[name] for name in ("problem", "question", "text", "prompt") if fields.get(name)), None)
@@ -144,6 +154,11 @@ def _record(
         suite = hidden_tests(fields, text)
         if suite is None:
             return "no tests that can be run"
+        if suite.runs_text:
+            metadata = fields.get("metadata")
+            library = metadata.get("library", "") if isinstance(metadata, Mapping) else fields.get("library", "")
+            lacking = _beyond(suite, str(library), packages)
+            return lacking or Record(Problem(text, "code", part=True), (), suite, source, row, task_id)
         public = statements(fields.get("public_tests"), suite.entry) or shown.get(task_id, ())
         return Record(
             Problem(text, "code", entry_point=suite.entry, public_tests=public), (), suite, source, row, task_id
@@ -248,14 +263,10 @@ def _plain_name(source: str) -> str:
 
 
 def hidden_tests(fields: Mapping[str, Any], text: str) -> Suite | None:
-    """The hidden tests of a program.
-
-    None where there are none, where they check nothing, or where they cannot be kept apart from the program, as those
-    of DS-1000, which run a text that the program is put into.
-    """
+    """The hidden tests of a program; None where there are none, or where they check nothing."""
     if fields.get("input_output"):
         return _read({"problem": text, "input_output": fields["input_output"]})
-    test: Any = fields.get("test") or fields.get("test_list")
+    test: Any = fields.get("test") or fields.get("test_list") or fields.get("code_context")
     entry = str(fields.get("entry_point") or "")
     if isinstance(test, list):
         more = ("test_imports", "test_setup_code", "challenge_test_list", "code")
@@ -263,6 +274,10 @@ def hidden_tests(fields: Mapping[str, Any], text: str) -> Suite | None:
     module = parse_quietly(test) if isinstance(test, str) else None
     if module is None or not _checks_something(module):
         return None
+    functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef)]
+    if "test_execution" in functions:  # DS-1000, which puts the program into a text of its own
+        asked = [name for name in ("test_execution", "test_string") if name in functions]
+        return Suite((Check("\n".join([test, *(f"{name}(solution)" for name in asked)])),), runs_text=True)
     entry = entry or _candidate(test, module)
     if not entry:
         return None
@@ -280,6 +295,28 @@ def hidden_tests(fields: Mapping[str, Any], text: str) -> Suite | None:
     if not asserts and not calls and all(isinstance(node, _DEFINITIONS) for node in others):
         return None  # nothing calls what it defines
     return Suite((Check("\n".join([test, *calls])),), entry)
+
+
+def _beyond(suite: Suite, library: str, packages: Sequence[str]) -> str:
+    """Reason for which the tests cannot be run with these folders of packages, "" where they can."""
+    imported = {name for case in suite.cases if isinstance(case, Check) for name in _imported(case.source)}
+    names = sorted(imported - sys.stdlib_module_names)
+    places = [(Path(folder), name) for folder in packages for name in names]
+    found = {name for folder, name in places if any(folder.glob(f"{name}.*")) or any(folder.glob(f"{name}/*.py"))}
+    if lacking := [name for name in names if name not in found]:
+        return f"needs {', '.join(lacking)} in the sandbox: give packages, folders that hold it"
+    others = [name for name in names if name not in _DATA_PACKAGES]
+    if others and library.lower() not in _DATA_PACKAGES:
+        return f"compares objects of {', '.join(others)}, which do not leave the sandbox"
+    return ""
+
+
+def _imported(source: str) -> set[str]:
+    """The packages that code imports, in the texts that it runs too."""
+    names = []
+    for package, modules in _IMPORTS.findall(source):
+        names += [package] if package else [module.split()[0].partition(".")[0] for module in modules.split(",")]
+    return set(names)
 
 
 def statements(value: Any, entry: str) -> tuple[str, ...]:

@@ -109,9 +109,12 @@ class CanvasOptions:
     require_structure: bool = False  # finish is refused without a parallel, a conditional or a loop
     require_checker: bool = False  # finish is refused without a solver and a checker
     expert: Expert = "able"  # plain: the demonstrations are of mostly simple workflows
+    packages: Sequence[str] = ()  # folders that programs may import from
     allow_no_isolation: bool = False  # run programs where this machine cannot isolate them
 
     def __post_init__(self):
+        if missing := [folder for folder in self.packages if not Path(folder).is_dir()]:
+            raise WorldError(f"env.options packages={missing[0]!r} is no folder: give those of installed packages")
         if unknown := [kind for kind in self.kinds if kind not in exercises.KINDS]:
             raise WorldError(f"env.options kinds={unknown[0]!r}: use some of {', '.join(exercises.KINDS)}")
         if not self.kinds:
@@ -220,9 +223,10 @@ class Canvas(World):
         if not self.options.path:
             generated = functools.partial(_generated_task, tuple(self.options.kinds), split, data_seed)
             return grain.MapDataset.range(TASKS).map(generated)
-        file, rows = _split_rows(Path(self.options.path), split)
+        packages = tuple(self.options.packages)
+        file, rows = _split_rows(Path(self.options.path), split, packages)
         order = np.random.default_rng(data_seed).permutation(len(rows))
-        return grain.MapDataset.range(len(rows)).map(functools.partial(_row_task, file, rows, order))
+        return grain.MapDataset.range(len(rows)).map(functools.partial(_row_task, file, packages, rows, order))
 
     def instruct(self, observation: Observation, history: History) -> str:
         """The problem, the workflow and what its run gave; the latest actions where they are wanted."""
@@ -307,25 +311,24 @@ def _generated_task(kinds: tuple[str, ...], split: Split, data_seed: int, index:
     return Task(f"canvas-{split}-{data_seed}-{index}", "canvas", index, exercises.payload(made), kind=made.source)
 
 
-def _row_task(file: Path, rows: Sequence[int], order: np.ndarray, index: int) -> Task:
+def _row_task(file: Path, packages: tuple[str, ...], rows: Sequence[int], order: np.ndarray, index: int) -> Task:
     row = rows[order[index]]
-    return Task(
-        f"canvas-{file.stem}-{row}", "canvas", row, {"file": str(file), "row": row}, kind=records(str(file))[row].source
-    )
+    payload = {"file": str(file), "row": row, **({"packages": list(packages)} if packages else {})}
+    return Task(f"canvas-{file.stem}-{row}", "canvas", row, payload, kind=records(str(file), packages)[row].source)
 
 
-def _split_rows(path: Path, split: Split) -> tuple[Path, list[int]]:
+def _split_rows(path: Path, split: Split, packages: tuple[str, ...]) -> tuple[Path, list[int]]:
     """The file that a split is in, and its rows: of a single file by content, of a folder those of its own file."""
     if path.is_dir():
         test = path / "test.jsonl"
         file = path / "train.jsonl" if split == "train" else test
-        held_out = {record.problem.text for record in records(str(test))} if split == "train" else set()
-        rows = [row for row, record in enumerate(records(str(file))) if record.problem.text not in held_out]
+        held_out = {record.problem.text for record in records(str(test), packages)} if split == "train" else set()
+        found = enumerate(records(str(file), packages))
+        rows = [row for row, record in found if record.problem.text not in held_out]
     else:
         file = path
-        rows = [
-            row for row, record in enumerate(records(str(file))) if exercises.split_of(record.problem.text) == split
-        ]
+        found = enumerate(records(str(file), packages))
+        rows = [row for row, record in found if exercises.split_of(record.problem.text) == split]
     if not rows:
         raise WorldError(f"env.options path={str(path)!r} holds no {split} problems: give another file")
     return file, rows
