@@ -1,10 +1,10 @@
 """One agent plays one environment: each turn a prompt of its own with a short past, or all one conversation."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowjax.envs.base import Context, EnvDied, Observation, Past, RemoteEnv, Style, World
+from flowjax.envs.base import Context, EnvDied, Message, Observation, Past, RemoteEnv, Step, Style, World
 from flowjax.records import Status, Task, Turn, state_key
 from flowjax.workflows.agent import Agent, AgentTurns, Played, Reply, record_turn, shown_as
 from flowjax.workflows.codec import PromptTooLong
@@ -26,6 +26,35 @@ class EpisodeOptions:
     history: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One turn that was taken: the reply, the action that it names ("" for none), and the world's answer to it."""
+
+    reply: Reply
+    action: str
+    step: Step
+    turn: Turn
+
+
+async def take_turn(
+    agent: Agent,
+    messages: Sequence[Message],
+    observation: Observation,
+    *,
+    world: World,
+    env: RemoteEnv,
+    after: Reply | None = None,
+) -> Taken:
+    """Ask `agent`, who sees `observation` worded as `messages`, and do what it says. `after` as for `Agent.act`."""
+    reply = await agent.act(messages, after=after)
+    action = world.parse_action(reply.text, observation.legal_actions) or ""
+    started_s = time.perf_counter()
+    step = await env.step(action)
+    step = replace(step, valid=step.valid and world.well_formed(reply.text))
+    turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s, action=action)
+    return Taken(reply, action, step, turn)
+
+
 async def play(
     task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
 ) -> Played:
@@ -39,7 +68,7 @@ async def play(
     window = DEFAULT_HISTORY[options.prompt] if options.history < 0 else options.history
     past: list[Past] = []
     turns: list[Turn] = []
-    reply: Reply | None = None
+    taken: Taken | None = None
     observation: Observation | None = None
     outcome = dict.fromkeys(world.OUTCOMES, 0.0)
     status: Status = "ok"
@@ -47,22 +76,17 @@ async def play(
     try:
         observation = await env.reset(task, seed)
         for number in range(1, options.max_turns + 1):
-            if options.context == "append" and reply is not None:
-                reply = await agents[AGENT].act(world.follow_up(observation, options.prompt), after=reply)
+            if options.context == "append" and taken is not None:
+                messages, after = world.follow_up(observation, options.prompt), taken.reply
             else:
-                shown = past[-window:] if window > 0 else []
-                reply = await agents[AGENT].act(world.prompt(observation, shown, options.prompt))
-            legal = observation.legal_actions
-            action = world.parse_action(reply.text, legal) or ""
-            started_s = time.perf_counter()
-            step = await env.step(action)
-            step = replace(step, valid=step.valid and world.well_formed(reply.text))
-            turns.append(record_turn(reply, observation, step, env_s=time.perf_counter() - started_s, action=action))
-            past.append(Past(number, observation.view, action))
-            answer = world.answer(action) or answer
-            observation = step.observation
-            outcome.update(step.outcome)
-            if step.terminal:
+                messages, after = world.prompt(observation, past[-window:] if window > 0 else [], options.prompt), None
+            taken = await take_turn(agents[AGENT], messages, observation, world=world, env=env, after=after)
+            turns.append(taken.turn)
+            past.append(Past(number, observation.view, taken.action))
+            answer = world.answer(taken.action) or answer
+            observation = taken.step.observation
+            outcome.update(taken.step.outcome)
+            if taken.step.terminal:
                 break
     except PromptTooLong as too_long:
         status, error = "truncated", str(too_long)

@@ -6,9 +6,7 @@ an attempt by being right, a verdict by agreeing with the truth. AstraFlow's sol
 compact prompts its reasoning is its own answer.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows.agent import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
-from flowjax.workflows.single import EpisodeOptions
+from flowjax.workflows.single import EpisodeOptions, take_turn
 
 OUTCOMES = ("answer_right", "approved_right", "rejected_wrong")  # of verdicts, beside the world's
 SOLVER, VERIFIER = "solver", "verifier"
@@ -89,16 +87,12 @@ async def _attempt(
 ) -> tuple[str, float]:
     """The solver's reply and whether it is right."""
     observation = await env.reset(task, seed)
-    reply = await solver.act(_asked(options.world, observation, options.prompt, rejected, review))
-    legal = observation.legal_actions
-    action = options.world.parse_action(reply.text, legal) or ""
-    started_s = time.perf_counter()
-    step = await env.step(action)
-    step = replace(step, valid=step.valid and options.world.well_formed(reply.text))
-    turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s, action=action)
+    asked = _asked(options.world, observation, options.prompt, rejected, review)
+    taken = await take_turn(solver, asked, observation, world=options.world, env=env)
+    step = taken.step
     right = step.outcome.get("success", 0.0)
-    parts.append(AgentTurns(SOLVER, [turn], {**step.outcome, **_counts(step.valid, step.reward)}))
-    return reply.text, right
+    parts.append(AgentTurns(SOLVER, [taken.turn], {**step.outcome, **_counts(step.valid, step.reward)}))
+    return taken.reply.text, right
 
 
 async def _judge(
