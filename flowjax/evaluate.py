@@ -67,7 +67,7 @@ from flowjax.launch.session import OK, ROLE_FAILED, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import markdown, rows, summarise
-from flowjax.monitor.progress import Progress
+from flowjax.monitor.metrics import Progress
 from flowjax.records import Lease
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run

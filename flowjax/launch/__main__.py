@@ -50,7 +50,7 @@ from flowjax.launch.roles import (
 )
 from flowjax.launch.session import OK, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
-from flowjax.monitor.progress import Progress, read_status
+from flowjax.monitor.metrics import Progress, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.screen import clock, summary
 from flowjax.monitor.sinks import forwarding

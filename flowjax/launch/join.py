@@ -21,7 +21,7 @@ from rich.console import Console
 from flowjax.config import ConfigError, default_config
 from flowjax.launch.checks import differences
 from flowjax.launch.supervisor import RoleFailed
-from flowjax.monitor.progress import read_status
+from flowjax.monitor.metrics import read_status
 from flowjax.monitor.token import VARIABLE, bearer, known_token
 from flowjax.run import Run
 from flowjax.weights.mirror import MirrorError, OtherModelError, fetch_bases, source

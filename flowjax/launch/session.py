@@ -2,24 +2,19 @@
 
 import asyncio
 import contextlib
-import json
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from flowjax.files import replace_file
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
-from flowjax.monitor.metrics import MetricsWriter
-from flowjax.monitor.progress import Progress, read_status, write_status
+from flowjax.monitor.metrics import MetricsWriter, Progress, write_status
+from flowjax.monitor.prometheus import write_targets
 from flowjax.monitor.screen import Screen
 from flowjax.monitor.trouble import explain, probe
-from flowjax.run import read_endpoints
 
 OK, ROLE_FAILED = 0, 1
 _REFRESH_S = 0.4
@@ -164,28 +159,3 @@ class RunSession:
             shown = True
         if event in _SHOWN and shown:
             self.say(f"{role}: {event} {text}".rstrip())
-
-
-TARGETS_FILE = "prometheus.json"
-
-
-def metrics_targets(run_dir: Path) -> list[dict[str, Any]]:
-    """One entry for each role that is known to listen: `targets` with its host and port, `labels` with run and role."""
-    urls: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        urls = read_endpoints(run_dir)
-    for path in sorted(run_dir.glob("status-*.json")):
-        role = path.stem.removeprefix("status-")
-        if url := read_status(run_dir, role).get("metrics_url"):
-            urls[role] = url
-    return [
-        {"targets": [urlsplit(url).netloc], "labels": {"run": run_dir.name, "role": role}}
-        for role, url in sorted(urls.items())
-    ]
-
-
-def write_targets(run_dir: Path) -> None:
-    """Bring `prometheus.json` up to date: rollout and trainers answer at another port after every restart."""
-    path, text = run_dir / TARGETS_FILE, json.dumps(metrics_targets(run_dir), indent=2)
-    if not path.exists() or path.read_text() != text:
-        replace_file(path, text, durable=False)

@@ -9,8 +9,7 @@ from rich.console import Group
 from rich.table import Table
 
 from flowjax.launch.machine import check_unused
-from flowjax.monitor.metrics import read_metrics
-from flowjax.monitor.progress import number, read_status
+from flowjax.monitor.metrics import number, read_metrics, read_status
 from flowjax.monitor.screen import clock, fixed, interval, percent
 from flowjax.run import read_run
 

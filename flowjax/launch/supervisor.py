@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from flowjax.monitor.progress import RoleState
+from flowjax.monitor.metrics import RoleState
 from flowjax.monitor.trouble import explain, probe, unwritable_in, write_whole
 
 _GUARD = Path(__file__).with_name("guard.py")

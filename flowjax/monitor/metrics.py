@@ -1,16 +1,21 @@
-"""`metrics.jsonl`: one JSON object a line, appended by several processes of a run and read while it grows."""
+"""A run's progress on disk: `metrics.jsonl`, one JSON object a line, appended by several processes and read while it
+grows; and `status-<role>.json`, replaced again and again."""
 
 import contextlib
 import fcntl
 import json
 import math
 import os
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from flowjax.files import replace_file
+from flowjax.monitor.diagnosis import RECENT_STEPS, Symptom, diagnose, mean
 from flowjax.monitor.trouble import write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -107,3 +112,139 @@ def _locked(path: Path) -> Iterator[None]:
     with path.with_name(f".{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def read_status(run_dir: Path, role: str) -> Mapping[str, Any]:
+    """`status-<role>.json`; empty when it is not there."""
+    try:
+        status = json.loads((run_dir / f"status-{role}.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def write_status(run_dir: Path, role: str, status: Mapping[str, Any]) -> None:
+    """Replace `status-<role>.json` in one step, with the time, so that who reads it never sees half of it."""
+    text = json.dumps({**status, "time_s": time.time()})
+    replace_file(run_dir / f"status-{role}.json", text, durable=False)
+
+
+# ------------------------------------------------------------------------------------------------ followed as they grow
+
+_SUMMED = ("episodes", "turns", "trained_tokens", "row_tokens", "wait_s", "step_s", "save_s", "total_s")
+
+
+@dataclass
+class RoleState:
+    """`phase` is one of starting, up, waiting (to be restarted), paused (until the disk can be written), stopping,
+    stopped, done, failed. `log_start_bytes` is where its log stood when it was last started.
+    """
+
+    name: str
+    phase: str = "starting"
+    restarts: int = 0
+    pid: int = 0
+    started_s: float = 0.0
+    detail: str = ""
+    log_start_bytes: int = 0
+
+
+class Progress:
+    """A run's metrics folded up, cheap to bring up to date: only what was appended is read."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = Path(run_dir)
+        self._file: BinaryIO | None = None  # held open: no file that replaces it can have its number
+        self._rest = b""
+        self._newest_s = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.train: list[dict[str, Any]] = []
+        self.evals: dict[int, dict[str, Any]] = {}
+        self.totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
+
+    def update(self) -> list[dict[str, Any]]:
+        """Read on. Returns what is new; of a file that was replaced, what is later than anything seen before."""
+        try:
+            on_disk = (self.run_dir / METRICS_FILE).stat()
+            if replaced := self._file is None or not os.path.samestat(on_disk, os.fstat(self._file.fileno())):
+                file = (self.run_dir / METRICS_FILE).open("rb")  # anew: a trainer resumed at an earlier step
+                if self._file is not None:
+                    self._file.close()
+                self._file, self._rest = file, b""
+                self._clear()
+        except FileNotFoundError:
+            return []
+        assert self._file is not None
+        data = self._file.read()
+        whole, newline, rest = (self._rest + data).rpartition(b"\n")
+        self._rest = rest
+        entries = list(parse_lines(whole)) if newline else []
+        self._fold(entries)
+        if replaced:
+            entries = [entry for entry in entries if entry.get("time_s", 0.0) > self._newest_s]
+        self._newest_s = max([self._newest_s, *(entry.get("time_s", 0.0) for entry in entries)])
+        return entries
+
+    def _fold(self, entries: Iterable[dict[str, Any]]) -> None:
+        for entry in entries:
+            kind = entry.get("kind")
+            if kind == "train":
+                self.train.append(entry)
+                for name in _SUMMED:
+                    self.totals[name] += number(entry, name) or 0.0
+            elif kind == "eval":
+                self.evals[entry.get("step", 0)] = entry
+
+    @property
+    def newest(self) -> dict[str, dict[str, Any]]:
+        """The newest line of each policy, by its name."""
+        return {entry.get("policy", ""): entry for entry in self.train}
+
+    @property
+    def several(self) -> bool:
+        """True if the run has several policies."""
+        evaluated = (policy for entry in self.evals.values() for policy in entry.get("versions", {}))
+        return len({*self.newest, *evaluated}) > 1
+
+    @property
+    def step(self) -> int:
+        """Steps done, of all policies together."""
+        return sum(entry.get("step", 0) for entry in self.newest.values())
+
+    def recent(self, name: str) -> float | None:
+        """Mean of a metric over the last steps."""
+        values = [value for entry in self.train[-RECENT_STEPS:] if (value := number(entry, name)) is not None]
+        return statistics.fmean(values) if values else None
+
+    def last(self, name: str) -> float | None:
+        return number(self.train[-1], name) if self.train else None
+
+    def success(self) -> float | None:
+        """Share of the episodes of the last steps that succeeded."""
+        entries = [e for e in self.train[-RECENT_STEPS:] if number(e, "success_rate") is not None]
+        episodes = sum(e.get("episodes", 1.0) for e in entries)
+        return sum(e["success_rate"] * e.get("episodes", 1.0) for e in entries) / episodes if episodes else None
+
+    def share(self, name: str, *, first: bool = False) -> float | None:
+        """Mean of a share of the turns over the last steps, or the first ones, each step by its turns."""
+        return mean(self.train[:RECENT_STEPS] if first else self.train[-RECENT_STEPS:], name, by="turns")
+
+    def warnings(self) -> list[Symptom]:
+        """Symptoms of what is going wrong, in words: see `diagnose`."""
+        return diagnose(self.train)
+
+    def remaining_s(self, steps: int) -> float | None:
+        """Time to the last step at the pace of the last ones; the first, which compiles, tells little."""
+        paced = deque((number(e, "total_s") for e in self.train[1:]), maxlen=2 * RECENT_STEPS)
+        values = [value for value in paced if value is not None]
+        return statistics.median(values) * (steps - self.step) if values else None
+
+    def eval_at(self, step: int) -> dict[str, Any] | None:
+        return self.evals.get(step)
+
+
+def number(entry: Mapping[str, Any], name: str) -> float | None:
+    value = entry.get(name)
+    return value if isinstance(value, int | float) else None

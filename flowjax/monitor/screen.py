@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flowjax.monitor.progress import Progress, RoleState, number, read_status
+from flowjax.monitor.metrics import Progress, RoleState, number, read_status
 
 _COLOURS = {
     "up": "green",

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ml_collections import ConfigDict
 
 from flowjax.files import replace_file
-from flowjax.monitor.progress import Progress
+from flowjax.monitor.metrics import Progress
 
 PROJECT = "flowjax"
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}

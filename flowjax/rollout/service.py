@@ -18,7 +18,7 @@ from typing import Any
 from flowjax.broker import Answer, Broker, DataflowError
 from flowjax.config import task_options
 from flowjax.envs.base import find_world
-from flowjax.monitor.progress import write_status
+from flowjax.monitor.metrics import write_status
 from flowjax.records import COUNTED_STATUSES, Episode, Lease
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import Admission, ServedBase

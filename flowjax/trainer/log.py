@@ -14,8 +14,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from flowjax.monitor.metrics import MetricsWriter
-from flowjax.monitor.progress import write_status
+from flowjax.monitor.metrics import MetricsWriter, write_status
 from flowjax.monitor.prometheus import MetricsEndpoint
 from flowjax.monitor.transcripts import write_lines
 from flowjax.records import TokenRow

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowjax.monitor.progress import read_status
+from flowjax.monitor.metrics import read_status
 from flowjax.weights.publish import committed_steps
 
 ROOT = Path(__file__).parents[2]

@@ -32,8 +32,7 @@ sys.path.append(str(HERE))
 
 from light_run import PARTS, ROOT, LightRun, environment  # noqa: E402
 
-from flowjax.monitor.metrics import read_metrics  # noqa: E402
-from flowjax.monitor.progress import read_status  # noqa: E402
+from flowjax.monitor.metrics import read_metrics, read_status  # noqa: E402
 from flowjax.weights.publish import committed_steps  # noqa: E402
 
 ERRORS = {

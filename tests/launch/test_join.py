@@ -20,8 +20,7 @@ from flowjax.config import ConfigError
 from flowjax.launch import join
 from flowjax.launch.__main__ import read_request
 from flowjax.launch.supervisor import RoleFailed
-from flowjax.monitor.metrics import read_metrics
-from flowjax.monitor.progress import read_status
+from flowjax.monitor.metrics import read_metrics, read_status
 from flowjax.run import read_endpoints, resolve
 
 

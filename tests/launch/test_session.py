@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from flowjax.launch.__main__ import _trained_by_others
-from flowjax.monitor.metrics import read_metrics
-from flowjax.monitor.progress import read_status, write_status
+from flowjax.monitor.metrics import read_metrics, read_status, write_status
 
 # What the launch does with its roles, with other commands in them.
 SESSION = """

@@ -9,8 +9,7 @@ from rich.console import Console
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.launch.machine import hold
 from flowjax.launch.status import render_status
-from flowjax.monitor.metrics import MetricsWriter
-from flowjax.monitor.progress import write_status
+from flowjax.monitor.metrics import MetricsWriter, write_status
 
 
 def text(run: Path, now_s: float) -> str:

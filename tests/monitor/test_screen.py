@@ -5,8 +5,7 @@ import time
 import pytest
 from rich.console import Console
 
-from flowjax.monitor.metrics import MetricsWriter
-from flowjax.monitor.progress import RECENT_STEPS, Progress, RoleState, read_status
+from flowjax.monitor.metrics import RECENT_STEPS, MetricsWriter, Progress, RoleState, read_status
 from flowjax.monitor.screen import Screen, clock, plain_line, sparkline, summary
 
 

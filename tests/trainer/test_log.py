@@ -2,7 +2,7 @@
 
 import urllib.request
 
-from flowjax.monitor.progress import read_status
+from flowjax.monitor.metrics import read_status
 from flowjax.trainer.log import TrainerStatus, memory_metrics, peak_flops
 
 
