@@ -41,12 +41,12 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from flowjax.canvas.backends.base import BackendError, Prices, Request
+from flowjax.canvas.backends import BackendError, Prices, Request
 from flowjax.canvas.backends.config import BackendConfigError, open_backends
 from flowjax.config import BASE_NAME, ConfigError, load_run, save_run, task_options
 from flowjax.dataflow.evaluations import keep_evaluation
 from flowjax.dataflow.tasks import episode_seed, held_out_tasks, task_at
-from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError, find_world
+from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError, find_world
 from flowjax.envs.pool import EnvPool
 from flowjax.files import replace_file
 from flowjax.launch import command_line

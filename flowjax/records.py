@@ -53,7 +53,7 @@ class Turn:
     `version` is the published step that the engine served, as the engine itself named it. `logprobs` are at the
     sampling temperature. State keys are 64-bit and come from the world's canonical state, never from the text shown.
     `shown` is for people who read the episode, and for nothing else: `{"action", "view", "trace"}` as JSON, made by
-    `flowjax.workflows.agent.record_turn`.
+    `flowjax.workflows.record_turn`.
     """
 
     policy: str

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowjax.envs import Split, WorldError
 from flowjax.envs.alfworld import Alfworld, generate, world
-from flowjax.envs.base import Split, WorldError
 from flowjax.records import Task
 
 if TYPE_CHECKING:

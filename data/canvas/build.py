@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import Split
+from flowjax.envs import Split
 from flowjax.envs.canvas.exercises import KINDS, Exercise, generate, read
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import Split
+from flowjax.envs import Split
 from flowjax.envs.math.problems import DAPO_AFTER, DAPO_BEFORE, split_of
 
 FORMATS = ("gsm8k", "math", "deepscaler", "aime", "dapo")

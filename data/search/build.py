@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from flowjax.envs.base import Split, WorldError
+from flowjax.envs import Split, WorldError
 from flowjax.envs.search.corpus import CORPUS, Questions, encyclopedia, write_corpus, write_questions
 
 

@@ -49,7 +49,7 @@ from flowjax.canvas.graph import (
     walk,
     with_children,
 )
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators import Operator
 from flowjax.canvas.text import BACKEND_NAME, NAME, parse_piece, tokens
 from flowjax.canvas.text import show as text_of
 

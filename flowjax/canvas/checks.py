@@ -21,7 +21,7 @@ from flowjax.canvas.graph import (
     depth,
     walk,
 )
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators import Operator
 from flowjax.canvas.text import show
 
 _MAX_NAME_CHARACTERS = 60  # of a name that is compared or quoted

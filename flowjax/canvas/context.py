@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ParamSpec, TypeVar
 
-from flowjax.canvas.backends.base import Backend, BackendError, BackendUnavailable, Completion, Request
-from flowjax.canvas.operators.base import OperatorError
+from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Completion, Request
+from flowjax.canvas.operators import OperatorError
 from flowjax.canvas.values import Message, Problem, State, Usage, Value, in_thinking
 from flowjax.grading import code, sandbox
 from flowjax.grading.code import JUDGE_LIMITS, Suite, Verdict
@@ -224,7 +224,7 @@ class CallContext:
         self._seed, self._sampling, self._sandbox = seed, sampling, sandbox
         self._meter, self._slots = meter, slots
 
-    # The signatures of `Context` in operators/base.py, which this implements.
+    # The signatures of `Context` in operators/__init__.py, which this implements.
     async def ask(
         self,
         messages: Sequence[Message],
@@ -233,7 +233,7 @@ class CallContext:
         seed: int = 0,
         schema: Mapping[str, Any] | None = None,
     ) -> str:
-        """See `flowjax.canvas.operators.base.Context`."""
+        """See `flowjax.canvas.operators.Context`."""
         request = Request(
             tuple(messages),
             self._sampling.temperature if temperature is None else temperature,
@@ -288,11 +288,11 @@ class CallContext:
                 self._meter.add(usage)
 
     async def execute(self, program: str, stdin: bytes = b"") -> ProgramResult:
-        """See `flowjax.canvas.operators.base.Context`. Cancelled, it leaves the program to its own time limit."""
+        """See `flowjax.canvas.operators.Context`. Cancelled, it leaves the program to its own time limit."""
         return await self._sandboxed(_longest_s(self._sandbox.limits), self._sandbox.run, program, stdin)
 
     async def judge(self, program: str, suite: Suite) -> Verdict:
-        """See `flowjax.canvas.operators.base.Context`. Cancelled, it leaves the program to its own time limit."""
+        """See `flowjax.canvas.operators.Context`. Cancelled, it leaves the program to its own time limit."""
         kinds = len({type(case) for case in suite.cases})
         longest_s = kinds * _longest_s(self._sandbox.judge_limits)
         return await self._sandboxed(longest_s, self._sandbox.judge, program, suite)

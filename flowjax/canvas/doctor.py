@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowjax.canvas.backends.base import Backend, BackendError, Request
+from flowjax.canvas.backends import Backend, BackendError, Request
 from flowjax.canvas.backends.config import BackendConfigError, backends_from_config, open_backends
 from flowjax.canvas.backends.openai import OpenAIBackend
-from flowjax.canvas.operators.base import OperatorError, object_form, object_of, object_schema
+from flowjax.canvas.operators import OperatorError, object_form, object_of, object_schema
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
 from flowjax.grading.sandbox import BUBBLEWRAP, Isolation, IsolationError, require_isolation
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, steps_of
-from flowjax.canvas.operators.base import Operator, Role
+from flowjax.canvas.operators import Operator, Role
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.values import NodeRun, State, Usage, WorkflowRun
 

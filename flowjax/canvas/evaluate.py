@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.canvas.backends.base import Backend
+from flowjax.canvas.backends import Backend
 from flowjax.canvas.backends.config import BackendConfigError, open_backends
 from flowjax.canvas.checks import problems
 from flowjax.canvas.context import Sandbox
@@ -48,7 +48,7 @@ from flowjax.canvas.run import Operators, run
 from flowjax.canvas.text import parse, show
 from flowjax.canvas.values import WorkflowRun
 from flowjax.config import ConfigError, load_run
-from flowjax.envs.base import WorldError, find_world
+from flowjax.envs import WorldError, find_world
 from flowjax.envs.canvas.executors import scored
 from flowjax.envs.canvas.problem_files import Record, load
 from flowjax.envs.canvas.world import Canvas

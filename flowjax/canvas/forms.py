@@ -41,7 +41,7 @@ from flowjax.canvas.graph import (
     WorkflowError,
     steps_of,
 )
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators import Operator
 from flowjax.canvas.run import branch_seeds
 from flowjax.canvas.text import NAME, parse, show
 from flowjax.canvas.values import Problem
@@ -214,11 +214,11 @@ Written by flowjax.canvas, whose operators it needs. `python FILE [problem]` pri
 import asyncio
 import sys
 
-from flowjax.canvas.backends.base import BackendError, BackendUnavailable
+from flowjax.canvas.backends import BackendError, BackendUnavailable
 from flowjax.canvas.backends.config import open_backends
 from flowjax.canvas.context import Budget, CallContext, Meter, Sampling, Sandbox
 from flowjax.canvas.graph import Call
-from flowjax.canvas.operators.base import OperatorError
+from flowjax.canvas.operators import OperatorError
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.run import fault_of, read_inputs
 from flowjax.canvas.values import Problem

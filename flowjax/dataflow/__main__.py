@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from absl import app, flags, logging
 
 from flowjax.config import ConfigError
-from flowjax.dataflow.algorithms.base import AlgorithmError
+from flowjax.dataflow.algorithms import AlgorithmError
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import LedgerError
 from flowjax.dataflow.server import serve

@@ -13,7 +13,7 @@ import numpy as np
 from flowjax.broker import Superseded
 from flowjax.credit.estimators import credit_parts, estimate
 from flowjax.credit.table import build_table
-from flowjax.dataflow.algorithms.base import Candidate, Chain, Result
+from flowjax.dataflow.algorithms import Candidate, Chain, Result
 from flowjax.dataflow.ledger import Ledger, PolicyGroup, Selection
 from flowjax.dataflow.policies import PolicyStatus
 from flowjax.monitor.metrics import MetricsWriter, read_metrics

@@ -7,7 +7,7 @@ from typing import Any
 
 import grain
 
-from flowjax.dataflow.algorithms.base import Chain, build_algorithms
+from flowjax.dataflow.algorithms import Chain, build_algorithms
 from flowjax.dataflow.batches import Batches
 from flowjax.dataflow.evaluations import Evaluations
 from flowjax.dataflow.leases import Groups, Leases

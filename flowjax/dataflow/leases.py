@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grain
 
-from flowjax.dataflow.algorithms.base import Candidate, Chain, Result
+from flowjax.dataflow.algorithms import Candidate, Chain, Result
 from flowjax.dataflow.ledger import Kind, Ledger
 from flowjax.dataflow.policies import PolicyStatus, RolloutWorkers
 from flowjax.dataflow.tasks import episode_seed, task_at

@@ -24,7 +24,7 @@ from typing import Any
 
 from flowjax.broker import Answer, Busy
 from flowjax.dataflow import messages
-from flowjax.dataflow.algorithms.base import AlgorithmError
+from flowjax.dataflow.algorithms import AlgorithmError
 from flowjax.dataflow.batches import Assigned
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.leases import Capabilities, Played

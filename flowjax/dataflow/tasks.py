@@ -12,7 +12,7 @@ import grain
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, task_options
-from flowjax.envs.base import Split, World, find_world
+from flowjax.envs import Split, World, find_world
 from flowjax.records import Task
 
 

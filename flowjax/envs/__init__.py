@@ -1,1 +1,347 @@
-"""Worlds that agents act in: one module each, with its task source and its scripted expert."""
+"""Worlds that agents act in. A world: what tasks are played in. Its environments, tasks, prompts and reader of replies are one class."""
+
+import dataclasses
+import functools
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
+
+import numpy as np
+
+from flowjax.fields import declared_types, load_module, option_problems
+from flowjax.records import Status, Task
+
+if TYPE_CHECKING:
+    import grain
+
+Split = Literal["train", "held_out"]
+Style = Literal["instruct", "compact"]
+Context = Literal["window", "append"]  # each turn a prompt of its own, or one conversation that grows
+Message = Mapping[str, str]  # {"role": ..., "content": ...}
+
+
+RUN_VARIABLE = "FLOWJAX_RUN"  # environment variable that names the run's folder to processes that hold environments
+
+ENGINES_VARIABLE = "FLOWJAX_ENGINES"  # the same for the addresses of its engines, by base model, as JSON
+
+
+class WorldError(ValueError):
+    """A world, or an option of one, that cannot be used; the message names it and the remedy."""
+
+
+class NotReady(WorldError):
+    """Files, a package or a program that a world needs are not on this machine. The message says how to get them."""
+
+
+class EnvDied(RuntimeError):
+    """The environment of an episode is gone; `status` is what the episode's trajectory gets."""
+
+    def __init__(self, message: str, status: Status):
+        super().__init__(message)
+        self.status: Status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A view of what the agent may see, and the 64-bit key of the canonical state behind it.
+
+    `view` is an instance of the world's `View`. Free-text actions stand among the legal ones as templates, for example
+    `search[<words>]`.
+    """
+
+    view: Any
+    legal_actions: tuple[str, ...]
+    state_key: int
+
+    @property
+    def text(self) -> str:
+        """The view of a world whose views are text."""
+        assert isinstance(self.view, str), f"{type(self.view).__name__} is worded by the world's prompt"
+        return self.view
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The environment's answer to one action. `outcome` names the world's `OUTCOMES`, up to date after every step.
+
+    `trace` is kept for people who read the episode, and for `World.draw`: texts, numbers, lists and maps of them.
+    """
+
+    observation: Observation
+    reward: float
+    terminal: bool
+    valid: bool
+    outcome: Mapping[str, float] = field(default_factory=dict)
+    trace: Any = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """An earlier turn: its view, and its action, "" where the reply named none. `turn` counts from 1."""
+
+    turn: int
+    view: Any
+    action: str
+
+
+History = Sequence[Past]
+
+
+class Env(Protocol):
+    """One environment. Equal task, seed and actions give equal answers, in every process."""
+
+    def reset(self, task: Task, seed: int) -> Observation: ...
+
+    def step(self, action: str) -> Step:
+        """Take `action`. One that is not legal ("" stands for an unreadable reply) is answered with `valid=False`."""
+        ...
+
+
+class RemoteEnv(Protocol):
+    """An environment in another process, as an episode has it; it may die (`EnvDied`)."""
+
+    async def reset(self, task: Task, seed: int) -> Observation: ...
+
+    async def step(self, action: str) -> Step: ...
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a world that has none."""
+
+
+class World(ABC):
+    """A world with its options. A subclass needs `env` and `tasks`; the rest has defaults.
+
+    Making one reads its options and nothing else: every process of a run makes one, most of them only for its prompts.
+    """
+
+    OUTCOMES: ClassVar[tuple[str, ...]] = ("success",)
+    STEPS_WAIT: ClassVar[bool] = False
+    """True where steps wait for something elsewhere. Environments of one process then step side by side, in threads,
+    and bound their waiting themselves: nobody is watching them."""
+    Options: ClassVar[type] = NoOptions
+    """A frozen dataclass, `config.env.options`. It may refuse values in `__post_init__` with a WorldError."""
+    View: ClassVar[type] = str
+    """Type of what an agent sees: text, or a frozen dataclass of numbers, texts, tuples and dataclasses of these."""
+
+    def __init__(self, **options: Any):
+        """Raises:
+        WorldError: an option is unknown, or has a value that it cannot have.
+        """
+        kind = type(self)
+        for problem in option_problems("env.options", options, declared_types(kind.Options), kind.__name__):
+            raise WorldError(problem)
+        try:
+            self.options: Any = kind.Options(**options)
+        except TypeError as error:
+            raise WorldError(f"env.options {options}: a value has the wrong type ({error})") from error
+
+    @abstractmethod
+    def env(self) -> Env:
+        """An environment.
+
+        Raises:
+            NotReady: it cannot be had on this machine.
+        """
+
+    @abstractmethod
+    def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
+        """The tasks of a split, as many as there are.
+
+        All have the same `Task.world`, by which a worker says what it can play. What is held out under one data seed is
+        trained on under no other.
+        """
+
+    def longest_step_s(self) -> float:
+        """Limit that steps have of their own; `config.env.step_timeout_s` must not be shorter. 0: none."""
+        return 0.0
+
+    def asked_bases(self) -> Mapping[str, int]:
+        """Base models of the run that environments ask themselves, with the tokens of the longest reply asked for."""
+        return {}
+
+    def obstacles(self) -> Iterator[str]:
+        """Reasons why this machine cannot play now that take a look elsewhere, such as at endpoints.
+
+        Asked for once before a run starts, and not by its processes.
+        """
+        yield from ()
+
+    # Text is made here, once, of data; nothing takes it apart again.
+
+    def instruct(self, observation: Observation, history: History) -> str:
+        """Prompt of a language model: every turn's in window mode, the first turn's in append mode."""
+        parts = [f"Turn {past.turn}: {past.action or 'no legal action'}" for past in history]
+        actions = "\n".join(observation.legal_actions)
+        parts += [_plain(observation.view), f"Your actions are:\n{actions}"]
+        return "\n\n".join([*parts, "Give one of them inside <action> </action>."])
+
+    def compact(self, observation: Observation, history: History) -> str:
+        """Prompt of a nano model, in words of `vocabulary`."""
+        return _plain(observation.view)
+
+    def prompt(self, observation: Observation, history: History, style: Style) -> list[Message]:
+        """The whole prompt of a turn as messages."""
+        return user_says((self.compact if style == "compact" else self.instruct)(observation, history))
+
+    def follow_up(self, observation: Observation, style: Style) -> list[Message]:
+        """Append mode: what is said after an action."""
+        return self.prompt(observation, (), style)
+
+    def reply(self, action: str, style: Style) -> str:
+        """The expert's words for an action; `parse_action` reads them back."""
+        return action if style == "compact" else f"<action>{action}</action>"
+
+    def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
+        """The action that a reply names, None where it is unreadable or not legal."""
+        return tagged_action(reply, legal)
+
+    def answer(self, action: str) -> str:
+        """The answer that an action gives, in a form in which equal answers are equal texts; "" where it gives none.
+
+        Evaluations take the majority of several episodes' answers by it (maj@k).
+        """
+        return ""
+
+    def well_formed(self, reply: str) -> bool:
+        """False where a reply cannot count as valid. What it names is carried out all the same."""
+        return True
+
+    def draw(self, view: Any, trace: Any = None) -> str:
+        """SVG of a view for people, "" where the world has no picture. `trace` is of the step that led to the view."""
+        return ""
+
+    def structured_outputs(self, style: Style) -> Mapping[str, Any]:
+        """Argument of vLLM's `structured_outputs` that makes it sample legal replies only; empty for none."""
+        return {}
+
+    def expert(self, env: Any) -> str:
+        """Next action of a scripted expert that sees the true state of `env`; makes the demonstrations of nano models.
+
+        Raises:
+            WorldError: there is none.
+        """
+        raise WorldError(f"{type(self).__name__} has no expert(), so there is nothing to imitate: {_NO_NANO}")
+
+    def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
+        """A legal action at random, free text filled in."""
+        return observation.legal_actions[rng.integers(len(observation.legal_actions))]
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every word, as whitespace splits them, of compact prompts and of the replies to them.
+
+        Raises:
+            WorldError: there is none.
+        """
+        raise WorldError(f"{type(self).__name__} has no vocabulary() of compact prompts: {_NO_NANO}")
+
+
+_NO_NANO = "write one, or take a base model that exists (config.model.path) and config.model.nano None"
+
+
+def user_says(content: str) -> list[Message]:
+    """Messages of one user's text."""
+    return [{"role": "user", "content": content}]
+
+
+def _plain(view: Any) -> str:
+    """A view that its world does not word: its text, or a line for each field."""
+    if isinstance(view, str):
+        return view
+    return "\n".join(f"{part.name}: {getattr(view, part.name)}" for part in dataclasses.fields(view))
+
+
+_REMEDY = "give package.module:Class, for example flowjax.envs.sokoban:Sokoban"
+
+
+def find_world(path: str) -> type[World]:
+    """The world class at `package.module:Class`.
+
+    Raises:
+        WorldError: there is none, or it lacks what every world has.
+    """
+    module_name, _, name = path.partition(":")
+    module = load_module("env.name", path, WorldError, _REMEDY)
+    world = getattr(module, name, None)
+    if not isinstance(world, type) or not issubclass(world, World):
+        found = [each for each, value in vars(module).items() if isinstance(value, type) and issubclass(value, World)]
+        worlds = [each for each in found if each != World.__name__]
+        there = f"it has {', '.join(worlds)}" if worlds else "a world is a subclass of World"
+        raise WorldError(f"env.name is {path!r}, but {module_name} has no world {name!r} ({there}): {_REMEDY}")
+    for problem in _world_problems(world):
+        raise WorldError(f"env.name is {path!r}, but {problem}")
+    return world
+
+
+def _world_problems(world: type[World]) -> typing.Iterator[str]:
+    if missing := sorted(getattr(world, "__abstractmethods__", ())):
+        yield f"{world.__name__} lacks {', '.join(missing)}: write {'it' if len(missing) == 1 else 'them'}"
+    outcomes = world.OUTCOMES
+    if not isinstance(outcomes, tuple) or "success" not in outcomes:
+        yield f'its OUTCOMES are {outcomes!r}: give a tuple of names with "success" among them'
+    if not dataclasses.is_dataclass(world.Options):
+        yield f"its Options are {world.Options!r}: make them a frozen dataclass"
+    if world.View is not str and not dataclasses.is_dataclass(world.View):
+        yield f"its View is {world.View!r}: make it a frozen dataclass, or leave it out for views that are text"
+
+
+@functools.cache
+def view_reader(kind: Any) -> Callable[[Any], Any]:
+    """Reader of a view, or of a value of an annotated type in one, from what msgpack made of it: lists of fields."""
+    if dataclasses.is_dataclass(kind):
+        types_of = typing.get_type_hints(kind)
+        readers = [view_reader(types_of[part.name]) for part in dataclasses.fields(kind)]
+        make: Any = kind
+        return lambda values: make(*(read(value) for read, value in zip(readers, values, strict=True)))
+    arguments = get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        [some] = [each for each in arguments if each is not type(None)][:1]
+        read_some = view_reader(some)
+        return lambda value: None if value is None else read_some(value)
+    if typing.get_origin(kind) is not tuple:
+        return _as_it_is
+    if arguments[1:] == (...,):
+        read_item = view_reader(arguments[0])
+        return tuple if read_item is _as_it_is else lambda values: tuple(map(read_item, values))
+    readers = [view_reader(each) for each in arguments]
+    return lambda values: tuple(read(value) for read, value in zip(readers, values, strict=True))
+
+
+def view_values(view: Any) -> Any:
+    """A view as plain data, dataclasses as lists of their fields' values: what `view_reader` reads."""
+    if dataclasses.is_dataclass(view):
+        return [view_values(getattr(view, part.name)) for part in dataclasses.fields(view)]
+    return [view_values(item) for item in view] if isinstance(view, list | tuple) else view
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def check_split(split: str) -> None:
+    """Refuse what is no split.
+
+    Raises:
+        WorldError: it is not.
+    """
+    if split not in get_args(Split):
+        raise WorldError(f"split is {split!r}: give {' or '.join(get_args(Split))}")
+
+
+def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:
+    """The legal action that a reply names: in its last `<action>` pair, or as the whole of a reply without tags."""
+    text = reply.lower()
+    end = text.rfind("</action>")
+    if end >= 0:
+        start = text.rfind("<action>", 0, end)
+        if start < 0:
+            return None
+        text = text[start + len("<action>") : end]
+    elif "<action>" in text:
+        return None
+    action = text.strip()
+    return action if action in legal else None

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flowjax.envs.base import Context, Message, Observation, Past, Style, World, WorldError
+from flowjax.envs import Context, Message, Observation, Past, Style, World, WorldError
 from flowjax.records import Task
 
 Exchange = tuple[list[Message], str]  # what is said to the agent, and its reply

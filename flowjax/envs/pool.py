@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowjax.envs.base import EnvDied, Observation, Step, find_world
+from flowjax.envs import EnvDied, Observation, Step, find_world
 from flowjax.envs.worker import (
     BUSY,
     DEADLINE_NS,

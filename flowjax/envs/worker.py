@@ -27,7 +27,7 @@ from typing import Any
 
 import msgpack
 
-from flowjax.envs.base import Env, EnvDied, Observation, Step, find_world, view_reader
+from flowjax.envs import Env, EnvDied, Observation, Step, find_world, view_reader
 from flowjax.records import Task
 
 LENGTH = struct.Struct("<I")

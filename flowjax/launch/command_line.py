@@ -242,7 +242,7 @@ def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
 
 def _same_options(world: str, other: str) -> bool:
     """True if two worlds have the same options, as a world and its published form do."""
-    from flowjax.envs.base import WorldError, find_world  # which imports numpy: most launches do without
+    from flowjax.envs import WorldError, find_world  # which imports numpy: most launches do without
 
     try:
         return find_world(world).Options is find_world(other).Options

@@ -18,7 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options
-from flowjax.envs.base import NotReady, World, WorldError, find_world
+from flowjax.envs import NotReady, World, WorldError, find_world
 from flowjax.fields import NAMED
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.run import Base, Policy, Run, resolve
@@ -157,7 +157,7 @@ def _data(config: ConfigDict) -> Iterator[str]:
 
 
 def _data_algorithms(config: ConfigDict) -> Iterator[str]:
-    from flowjax.dataflow.algorithms.base import Chain, build_algorithms
+    from flowjax.dataflow.algorithms import Chain, build_algorithms
 
     with Chain(build_algorithms(config)).state_changes():  # their states must be writable
         yield from ()

@@ -17,7 +17,7 @@ from flowjax.canvas.actions import Action, Add, Unreadable
 from flowjax.canvas.graph import Call, Parallel, Workflow, walk
 from flowjax.canvas.text import show
 from flowjax.canvas.values import Problem, ProblemKind, WorkflowRun
-from flowjax.envs.base import Observation
+from flowjax.envs import Observation
 from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.envs.canvas.texts import CanvasView, ObservationText, worded
 from flowjax.envs.canvas.world import Canvas, CanvasOptions

@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from flowjax.config import ConfigError, task_options
-from flowjax.envs.base import World, WorldError, find_world, view_reader
+from flowjax.envs import World, WorldError, find_world, view_reader
 from flowjax.monitor.transcripts import batch_path, held_out_path, read_lines, trained_path, whole_prompts
 from flowjax.records import Group, Status, Task, Trajectory, Turn
 from flowjax.rewards import canvas

@@ -15,7 +15,7 @@ from absl import app, flags, logging
 
 from flowjax.broker import Address, DataflowError, connect
 from flowjax.config import ConfigError
-from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
+from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.files import FileHeldError, held
 from flowjax.models.shape import ModelError

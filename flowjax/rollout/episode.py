@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from ml_collections import ConfigDict
 
-from flowjax.canvas.backends.base import Backend, BackendUnavailable, Request
+from flowjax.canvas.backends import Backend, BackendUnavailable, Request
 from flowjax.config import ConfigError, task_options
-from flowjax.envs.base import Message, World, find_world
+from flowjax.envs import Message, World, find_world
 from flowjax.envs.pool import EnvPool
 from flowjax.fields import NAMED, load_named
 from flowjax.models.config import vocabulary_sizes
@@ -25,7 +25,7 @@ from flowjax.rewards import required_outcomes
 from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions
 from flowjax.rollout.engines import ServedBase
 from flowjax.run import Run
-from flowjax.workflows.agent import UNVERSIONED, Agent, Generate, Played, Reply
+from flowjax.workflows import UNVERSIONED, Agent, Generate, Played, Reply
 from flowjax.workflows.single import EpisodeOptions
 
 _LONGEST_ERROR = 2000  # characters of a world's fault that are passed on

@@ -17,7 +17,7 @@ from typing import Any
 
 from flowjax.broker import Answer, Broker, DataflowError
 from flowjax.config import task_options
-from flowjax.envs.base import find_world
+from flowjax.envs import find_world
 from flowjax.monitor.metrics import write_status
 from flowjax.records import COUNTED_STATUSES, Episode, Lease
 from flowjax.rollout.client import EngineError

@@ -19,7 +19,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, ConfigError
-from flowjax.envs.base import World, WorldError, find_world
+from flowjax.envs import World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations
 from flowjax.models.hf import save_decoder
 from flowjax.models.nano import create_nano

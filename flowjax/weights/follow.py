@@ -20,7 +20,7 @@ from typing import Protocol
 from flowjax.monitor.trouble import explain
 from flowjax.weights.hand_over import EngineWeights, HandOver, link_folder, remove_unfinished
 from flowjax.weights.publish import HANDED_OVER, committed_steps, read_adapter
-from flowjax.workflows.agent import UNVERSIONED, served_version
+from flowjax.workflows import UNVERSIONED, served_version
 
 _log = logging.getLogger(__name__)
 _OBSERVE_EVERY_S = 2.0  # how long the engine's own list may be out of date when nothing hints at a change
@@ -42,7 +42,7 @@ class FollowedEngine(EngineWeights, Protocol):
 
 
 def model_name(policy: str, version: int) -> str:
-    """The engines' name of a version; `flowjax.workflows.agent.served_version` reads it back."""
+    """The engines' name of a version; `flowjax.workflows.served_version` reads it back."""
     return f"{policy}@{version}"
 
 

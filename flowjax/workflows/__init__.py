@@ -1,1 +1,175 @@
-"""Episodes as async functions over named agents."""
+"""Episodes as async functions over named agents.
+
+An agent: messages in, one reply of one policy out, with the exact tokens that made it.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from flowjax.envs import Message, Observation, Step, view_values
+from flowjax.record_checks import LONGEST_SHOWN
+from flowjax.records import Status, Turn
+
+_LONGEST_TEXT = 4000  # characters of one text that is kept for people
+UNVERSIONED = -1  # version of replies from a model that is not a published policy
+
+
+class Sampled(Protocol):
+    """A completion from an engine; `model` is the name it served, `<policy>@<version>` for a published policy."""
+
+    @property
+    def sampled_ids(self) -> Sequence[int] | np.ndarray: ...
+
+    @property
+    def logprobs(self) -> Sequence[float] | np.ndarray: ...
+
+    @property
+    def finish_reason(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+
+class Generate(Protocol):
+    """Sample one completion of a prompt."""
+
+    async def __call__(self, prompt_ids: list[int]) -> Sampled: ...
+
+
+class Tokens(Protocol):
+    """The part of a codec that agents need."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def encode_after(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]: ...
+
+    def within_limit(self, prompt_ids: list[int]) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """One completion, as text and as tokens. `generate_s` is the wait for the engine, queues included."""
+
+    text: str
+    prompt_ids: Int[np.ndarray, "prompt"]
+    sampled_ids: Int[np.ndarray, "sampled"]
+    logprobs: Float[np.ndarray, "sampled"]
+    finish_reason: str
+    policy: str
+    version: int
+    generate_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTurns:
+    """Turns of one agent in an episode, rewarded by their own outcome. An agent may have several such parts."""
+
+    agent: str
+    turns: Sequence[Turn]
+    outcome: Mapping[str, float]
+    shown: str = ""  # see `Trajectory.shown`
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode. `outcome` is that of the whole, of what was played, whatever the status; `answer` as in `Episode`."""
+
+    parts: Sequence[AgentTurns]
+    outcome: Mapping[str, float]
+    status: Status
+    error: str = ""
+    answer: str = ""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Those of all agents."""
+        return [turn for part in self.parts for turn in part.turns]
+
+
+def served_version(model: str) -> tuple[str, int]:
+    """Policy and version of an engine's model name; the whole name and UNVERSIONED if it is not a published policy."""
+    policy, separator, version = model.rpartition("@")
+    return (policy, int(version)) if separator and version.isdecimal() else (model, UNVERSIONED)
+
+
+class Agent:
+    """Speaks for whatever policy `generate` samples from."""
+
+    def __init__(self, codec: Tokens, generate: Generate):
+        self._codec, self._generate = codec, generate
+
+    async def act(self, messages: Sequence[Message], *, after: Reply | None = None) -> Reply:
+        """One reply to `messages`; with `after`, the next one of the conversation that led to that reply, token by
+        token. The codec's `PromptTooLong` passes through.
+        """
+        if after is None:
+            prompt_ids = self._codec.encode(messages)
+        else:
+            sampled_ids = after.sampled_ids.tolist()
+            follow_up = self._codec.encode_after(sampled_ids, messages)
+            prompt_ids = self._codec.within_limit([*after.prompt_ids.tolist(), *sampled_ids, *follow_up])
+        started_s = time.perf_counter()
+        sampled = await self._generate(prompt_ids)
+        generate_s = time.perf_counter() - started_s
+        sampled_ids = np.asarray(sampled.sampled_ids, np.int32)
+        policy, version = served_version(sampled.model)
+        return Reply(
+            text=self._codec.decode(sampled_ids.tolist()),
+            prompt_ids=np.asarray(prompt_ids, np.int32),
+            sampled_ids=sampled_ids,
+            logprobs=np.asarray(sampled.logprobs, np.float32),
+            finish_reason=sampled.finish_reason,
+            policy=policy,
+            version=version,
+            generate_s=generate_s,
+        )
+
+
+def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float, action: str = "") -> Turn:
+    """A turn: the reply to what was seen `before`, the `action` that it named, and what the world made of it."""
+    return Turn(
+        policy=reply.policy,
+        version=reply.version,
+        prompt_ids=reply.prompt_ids,
+        sampled_ids=reply.sampled_ids,
+        logprobs=reply.logprobs,
+        finish_reason=reply.finish_reason,
+        state_key=before.state_key,
+        next_state_key=step.observation.state_key,
+        env_reward=step.reward,
+        valid=step.valid,
+        terminal=step.terminal,
+        generate_s=reply.generate_s,
+        env_s=env_s,
+        shown=shown_as(action=action, view=before.view, trace=step.trace),
+    )
+
+
+def _cut(value: Any) -> Any:
+    """Plain data with its long texts cut: the prompt has the whole of what was seen."""
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]} …"
+    if isinstance(value, Mapping):
+        return {name: _cut(item) for name, item in value.items()}
+    return [_cut(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def shown_as(**parts: Any) -> str:
+    """JSON of what is kept for people to read. What does not fit, or is no data, is left out: no episode ends of it."""
+    kept: dict[str, str] = {}
+    for name, part in parts.items():
+        try:
+            text = json.dumps(_cut(view_values(part)))
+        except (TypeError, ValueError):
+            continue
+        if text not in ("null", '""') and sum(map(len, kept.values())) + len(text) + 100 < LONGEST_SHOWN:
+            kept[name] = text
+    return "{" + ", ".join(f'"{name}": {text}' for name, text in kept.items()) + "}" if kept else ""

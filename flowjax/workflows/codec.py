@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from transformers import AutoTokenizer
 
-from flowjax.envs.base import Message
+from flowjax.envs import Message
 from flowjax.fields import nearest
 
 # Names that a template is given anyhow: by us, by transformers, and the special tokens.

@@ -4,9 +4,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowjax.envs.base import Context, EnvDied, Message, Observation, Past, RemoteEnv, Step, Style, World
+from flowjax.envs import Context, EnvDied, Message, Observation, Past, RemoteEnv, Step, Style, World
 from flowjax.records import Status, Task, Turn, state_key
-from flowjax.workflows.agent import Agent, AgentTurns, Played, Reply, record_turn, shown_as
+from flowjax.workflows import Agent, AgentTurns, Played, Reply, record_turn, shown_as
 from flowjax.workflows.codec import PromptTooLong
 
 OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from flowjax.envs.base import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World
+from flowjax.envs import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
-from flowjax.workflows.agent import Agent, AgentTurns, Played, record_turn
+from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn
 

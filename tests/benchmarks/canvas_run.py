@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from flowjax.canvas.backends.base import OfflineBackend, Rule
+from flowjax.canvas.backends import OfflineBackend, Rule
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.context import UNLIMITED, CallContext, Meter, Sampling, Sandbox
 from flowjax.canvas.run import run

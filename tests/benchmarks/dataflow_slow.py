@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import Observation, RemoteEnv, Step
+from flowjax.envs import Observation, RemoteEnv, Step
 from flowjax.records import Task
-from flowjax.workflows import single
-from flowjax.workflows.agent import Agent, Played
+from flowjax.workflows import Agent, Played, single
 
 MEDIAN_S, SIGMA, LONGEST_S = 0.08, 1.6, 20.0  # log-normal: one step in a hundred takes over 3 s
 

@@ -24,7 +24,7 @@ from flowjax.report.episodes import RecordedGroup, batches_of, read_batch
 from flowjax.run import Policy, read_run
 from flowjax.trainer.batch import pack, packing_order
 from flowjax.trainer.log import write_trained
-from flowjax.workflows.agent import shown_as
+from flowjax.workflows import shown_as
 
 _REPEATS = 5
 

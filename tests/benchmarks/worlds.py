@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from flowjax.envs.base import Env, Observation, find_world
+from flowjax.envs import Env, Observation, find_world
 
 
 @dataclass(frozen=True)

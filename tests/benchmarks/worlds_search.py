@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import aiohttp
 import numpy as np
 
-from flowjax.envs.base import Observation
+from flowjax.envs import Observation
 from flowjax.envs.search import Search
 from flowjax.envs.search.corpus import Document, encyclopedia
 from flowjax.envs.search.index import BM25Index, import_bm25s

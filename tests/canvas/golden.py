@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.canvas import Problem, actions, load_operators, mermaid, parse, run, svg
-from flowjax.canvas.backends.base import Completion, Request, Usage
-from flowjax.envs.base import Past, Style
+from flowjax.canvas.backends import Completion, Request, Usage
+from flowjax.envs import Past, Style
 from flowjax.envs.canvas import Canvas
 from flowjax.published import canvas_repair as repair
 from flowjax.published.canvas import PublishedCanvas

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import hypothesis.strategies as st
 
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow
-from flowjax.canvas.operators.base import Context, Operator, Role
+from flowjax.canvas.operators import Context, Operator, Role
 from flowjax.canvas.values import Field, State, Value
 
 

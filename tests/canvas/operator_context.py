@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators import Operator
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.values import Message, Problem, State, Value
 from flowjax.grading.code import Suite, Verdict, judge

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowjax.envs.base import Observation
+from flowjax.envs import Observation
 from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.envs.canvas.texts import _OPERATORS, _PROBLEM, EMPTY, RESULT, WORKFLOW
 from flowjax.envs.canvas.world import Canvas

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from flowjax.canvas.backends.base import OfflineBackend, Request
+from flowjax.canvas.backends import OfflineBackend, Request
 from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
 from flowjax.canvas.backends.openai import OpenAIBackend
 from tests.canvas.toy_operators import Echo

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowjax.canvas.backends.base import BackendError, OfflineBackend, Prices, Request, Rule
+from flowjax.canvas.backends import BackendError, OfflineBackend, Prices, Request, Rule
 from flowjax.canvas.cache import Cache
 from tests.canvas.toy_operators import Ask, go, step
 

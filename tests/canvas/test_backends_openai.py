@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from flowjax.canvas.backends.base import Backend, BackendError, Prices, Request
+from flowjax.canvas.backends import Backend, BackendError, Prices, Request
 from flowjax.canvas.backends.openai import Limiter, OpenAIBackend, Patience, RateLimits, retry_after_s
 from flowjax.canvas.context import Budget
 from tests.canvas.chat_server import ChatServer, Reply, chat, refusal, serving

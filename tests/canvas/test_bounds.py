@@ -9,7 +9,7 @@ from test_outage import backends, endpoint, task
 
 from flowjax.canvas.text import show
 from flowjax.canvas.values import NodeRun, Usage, WorkflowRun
-from flowjax.envs.base import RUN_VARIABLE
+from flowjax.envs import RUN_VARIABLE
 from flowjax.envs.canvas import Canvas, executors
 from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.envs.canvas.texts import EMPTY, CanvasView, Offer, one_line, view_run, worded

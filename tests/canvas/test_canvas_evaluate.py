@@ -70,7 +70,7 @@ def test_a_second_run_asks_nothing_and_one_that_was_cut_asks_for_the_rest(tmp_pa
 
 
 def identity_of(rules: list[dict[str, Any]]) -> str:
-    from flowjax.canvas.backends.base import OfflineBackend, Rule
+    from flowjax.canvas.backends import OfflineBackend, Rule
 
     return OfflineBackend([Rule(**rule) for rule in rules]).identity
 
@@ -90,7 +90,7 @@ def test_a_backend_that_goes_away_keeps_what_was_played(tmp_path, command, capsy
     monkeypatch.setattr("flowjax.canvas.evaluate._PAUSE_S", 0.01)
     package = tmp_path / "away_backend.py"
     package.write_text(
-        "from flowjax.canvas.backends.base import BackendUnavailable, Completion\n"
+        "from flowjax.canvas.backends import BackendUnavailable, Completion\n"
         "from flowjax.canvas.values import Usage\n"
         "class Away:\n"
         "    identity = 'away'\n"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from ml_collections import ConfigDict
 
-from flowjax.canvas.backends.base import Completion, Request
+from flowjax.canvas.backends import Completion, Request
 from flowjax.canvas.evaluate import main
 from flowjax.canvas.values import Usage
 from flowjax.config import default_config, save_run

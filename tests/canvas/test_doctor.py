@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowjax.canvas import doctor
-from flowjax.canvas.backends.base import BackendError, Completion, Request
+from flowjax.canvas.backends import BackendError, Completion, Request
 from flowjax.canvas.values import Usage
 from flowjax.grading import sandbox
 from flowjax.grading.sandbox import RLIMITS_ONLY, Isolation, IsolationError

@@ -12,7 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 from test_outage import endpoint, task
 
-from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, EnvDied, WorldError
+from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, EnvDied, WorldError
 from flowjax.envs.canvas import Canvas
 from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.launch.checks import check_config

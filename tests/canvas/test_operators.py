@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_context import OPERATORS, use
 
-from flowjax.canvas.operators.base import OperatorError, answer_of, object_of, object_schema, program_of
+from flowjax.canvas.operators import OperatorError, answer_of, object_of, object_schema, program_of
 from flowjax.canvas.run import fault_of
 from flowjax.canvas.values import Problem, State
 

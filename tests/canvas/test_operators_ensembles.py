@@ -5,7 +5,7 @@ import json
 import pytest
 from operator_context import use
 
-from flowjax.canvas.operators.base import OperatorError
+from flowjax.canvas.operators import OperatorError
 from flowjax.canvas.operators.prompted import groups, majority
 from flowjax.canvas.values import Problem, State
 

@@ -3,7 +3,7 @@
 import pytest
 from operator_context import use
 
-from flowjax.canvas.operators.base import OperatorError
+from flowjax.canvas.operators import OperatorError
 from flowjax.canvas.values import Problem
 
 CODE = Problem("Double a number.", "code", entry_point="double")

@@ -15,11 +15,11 @@ from chat_server import ChatServer, Reply, chat, refusal, serving
 from shown_text import text_of
 
 from flowjax.canvas import Problem, load_operators, parse, run
-from flowjax.canvas.backends.base import BackendUnavailable, Completion, Request, Usage
+from flowjax.canvas.backends import BackendUnavailable, Completion, Request, Usage
 from flowjax.canvas.backends.openai import OpenAIBackend, Patience
 from flowjax.canvas.context import Budget, Sandbox
 from flowjax.canvas.values import WorkflowRun
-from flowjax.envs.base import EnvDied
+from flowjax.envs import EnvDied
 from flowjax.envs.canvas import Canvas, exercises
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.sandbox import Box, Limits, NoProcessorError, ProgramResult, require_isolation

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from operator_context import use
 
-from flowjax.canvas.backends.base import Completion, Request
+from flowjax.canvas.backends import Completion, Request
 from flowjax.canvas.graph import Call, Parallel, Sequence, Workflow
 from flowjax.canvas.operators.registry import (
     ADVERTISED,
@@ -27,7 +27,7 @@ from flowjax.canvas.run import run
 from flowjax.canvas.values import Field, Problem, Usage
 
 OWN = """
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators import Operator
 from flowjax.canvas.values import Field
 
 
@@ -117,7 +117,7 @@ def test_an_installed_package_offers_operators(own_module: Path):
         ('outputs = (Field("answer"),)', 'outputs = (Field("answer", "flag"),)', "is 'text' everywhere"),
         ('inputs = (Field("answer"),)', 'inputs = (Field("answer"), Field("answer"))', "'answer' twice"),
         ("async def run", "async def work", "run is missing: implement async def run"),
-        ("(Operator)", "", "derive a class from flowjax.canvas.operators.base.Operator"),
+        ("(Operator)", "", "derive a class from flowjax.canvas.operators.Operator"),
     ],
 )
 def test_what_is_no_operator_is_refused_in_words(own_module: Path, old: str, new: str, said: str):

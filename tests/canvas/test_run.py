@@ -7,7 +7,7 @@ import pytest
 
 from flowjax.canvas.context import Sandbox
 from flowjax.canvas.graph import Call, Parallel, Sequence, Workflow
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators import Operator
 from flowjax.canvas.run import run
 from flowjax.canvas.values import Field, Problem, Value
 from flowjax.grading.sandbox import Limits

@@ -3,7 +3,7 @@
 import pytest
 
 from flowjax.canvas.cache import Cache
-from flowjax.canvas.operators.base import OperatorError
+from flowjax.canvas.operators import OperatorError
 from flowjax.canvas.values import Field, Problem
 from tests.canvas.toy_operators import Ask, Echo, Plan, appending, checking, failing, go, merging, operator, order, runs
 

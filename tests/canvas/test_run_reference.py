@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow
-from flowjax.canvas.operators.base import Context, Operator, OperatorError
+from flowjax.canvas.operators import Context, Operator, OperatorError
 from flowjax.canvas.run import run
 from flowjax.canvas.values import Field, Kind, Problem, State, Value, WorkflowRun
 from tests.canvas.toy_operators import Echo

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowjax.canvas import text
-from flowjax.canvas.backends.base import BackendError, Completion, Request
-from flowjax.canvas.operators.base import Context, Operator, OperatorError, Role
+from flowjax.canvas.backends import BackendError, Completion, Request
+from flowjax.canvas.operators import Context, Operator, OperatorError, Role
 from flowjax.canvas.run import run
 from flowjax.canvas.values import Field, NodeRun, Problem, State, Usage, Value, WorkflowRun
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.dataflow.algorithms.base import Chain
+from flowjax.dataflow.algorithms import Chain
 from flowjax.dataflow.batches import select
 from flowjax.dataflow.ledger import Ledger, StepError
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn

@@ -1,6 +1,6 @@
 """A data algorithm as a user would write it."""
 
-from flowjax.dataflow.algorithms.base import Algorithm, Result
+from flowjax.dataflow.algorithms import Algorithm, Result
 from flowjax.records import Task
 
 

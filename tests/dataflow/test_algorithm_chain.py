@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from flowjax.config import default_config, save_run
-from flowjax.dataflow.algorithms.base import Algorithm, AlgorithmError, Chain, Result, Table
+from flowjax.dataflow.algorithms import Algorithm, AlgorithmError, Chain, Result, Table
 from flowjax.dataflow.server import serve
 from flowjax.records import Task, pack, unpack
 from tests.dataflow import flows

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flowjax.config import ConfigError, default_config
-from flowjax.dataflow.algorithms.base import Candidate, Result, build_algorithms
-from flowjax.dataflow.algorithms.curricula import Greso
+from flowjax.dataflow.algorithms import Candidate, Result, build_algorithms
+from flowjax.dataflow.built_in_algorithms import Greso
 from flowjax.dataflow.flow import Flow
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
 from flowjax.run import resolve

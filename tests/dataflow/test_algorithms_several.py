@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flowjax.config import default_config
-from flowjax.dataflow.algorithms.base import Algorithm, Candidate, Result, build_algorithms
+from flowjax.dataflow.algorithms import Algorithm, Candidate, Result, build_algorithms
 from flowjax.records import Task
 from tests.dataflow.test_algorithms import GROUPS, MEMBERS, Population
 

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from flowjax import records
 from flowjax.config import default_config
-from flowjax.dataflow.algorithms.base import BUILT_IN, Algorithm, Table, build_algorithms, task_name
+from flowjax.dataflow.algorithms import BUILT_IN, Algorithm, Table, build_algorithms, task_name
 from flowjax.dataflow.server import Server
 from tests.dataflow.test_algorithms import PASS_RATES, Population
 from tests.dataflow.test_flow import configuration, make_flow

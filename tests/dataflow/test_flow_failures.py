@@ -6,8 +6,8 @@ from typing import Any
 import grain
 import pytest
 
-from flowjax.dataflow.algorithms.base import AlgorithmError
-from flowjax.dataflow.algorithms.filters import DynamicSampling
+from flowjax.dataflow.algorithms import AlgorithmError
+from flowjax.dataflow.built_in_algorithms import DynamicSampling
 from flowjax.dataflow.flow import Flow
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Episode, Status, Task

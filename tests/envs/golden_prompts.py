@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from flowjax.envs.base import Past, Style, find_world
+from flowjax.envs import Past, Style, find_world
 
 FILE = Path(__file__).parent / "golden_prompts.json"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

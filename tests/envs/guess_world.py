@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flowjax.envs.base import History, Observation, Split, Step, World
+from flowjax.envs import History, Observation, Split, Step, World
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:

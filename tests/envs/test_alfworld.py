@@ -19,13 +19,13 @@ from textworld.logic import Proposition
 from two_processes import printed_in_two_processes
 
 from data.alfworld.build import build
+from flowjax.envs import Observation, Split, WorldError
 from flowjax.envs.alfworld import Alfworld, generate
 from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Atom, Game, Playthrough
 from flowjax.envs.alfworld.env import AlfworldEnv, Games
 from flowjax.envs.alfworld.generate import TASK_TYPES, Spec, package
 from flowjax.envs.alfworld.planner import loaded_bytes
 from flowjax.envs.alfworld.world import GENERATED, AlfworldOptions, GeneratedTasks
-from flowjax.envs.base import Observation, Split, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
 

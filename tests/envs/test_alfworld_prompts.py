@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from flowjax.envs import Observation, Past
 from flowjax.envs.alfworld import Alfworld
 from flowjax.envs.alfworld.world import AlfworldOptions, AlfworldView, GeneratedTasks, compact_words
-from flowjax.envs.base import Observation, Past
 from flowjax.published.worlds import PublishedAlfworld
 
 INTRO = (

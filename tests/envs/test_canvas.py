@@ -13,7 +13,7 @@ from two_processes import printed_in_two_processes
 
 from flowjax.canvas import actions, load_operators, svg
 from flowjax.canvas.text import show
-from flowjax.envs.base import Observation, Past, Split, WorldError, find_world
+from flowjax.envs import Observation, Past, Split, WorldError, find_world
 from flowjax.envs.canvas import Canvas, exercises
 from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.envs.demonstrations import demonstrations
@@ -394,7 +394,7 @@ def test_prompts_for_language_models():
 
 
 OWN_OPERATOR = """
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators import Operator
 from flowjax.canvas.values import Field
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data.canvas.build import build, row
-from flowjax.canvas.backends.base import BackendError, Request
+from flowjax.canvas.backends import BackendError, Request
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from flowjax.canvas.backends.base import OfflineBackend, Rule
+from flowjax.canvas.backends import OfflineBackend, Rule
 from flowjax.canvas.graph import Workflow
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.run import run

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from two_processes import printed_in_two_processes
 
 from data.code.build import build
-from flowjax.envs.base import EnvDied, Past, WorldError
+from flowjax.envs import EnvDied, Past, WorldError
 from flowjax.envs.code import Code
 from flowjax.envs.code.problems import OPERATIONS, PROBES, Recipe, draw, problem_of
 from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, normalised

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from flowjax.envs.base import WorldError
+from flowjax.envs import WorldError
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.levels import moves_to_go

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowjax.envs.base import WorldError, find_world, tagged_action, view_reader
+from flowjax.envs import WorldError, find_world, tagged_action, view_reader
 from flowjax.envs.worker import Frames, frame
 
 WORLDS = {
@@ -32,7 +32,7 @@ def test_processes_that_hold_environments_import_no_heavy_library():
     light = [WORLDS[name] for name in WORLDS if name != "alfworld"]  # whose extra is heavy
     options = {"Code": {"allow_no_isolation": True}, "Search": {"documents": 200}, "WebShop": {"products": 20}}
     program = (
-        "import sys\nfrom flowjax.envs.base import find_world\n"
+        "import sys\nfrom flowjax.envs import find_world\n"
         f"for path in {light}:\n"
         f"    world = find_world(path)\n    world(**{options}.get(world.__name__, {{}})).env()\n"
         "heavy = ('jax', 'grain', 'torch', 'transformers', 'numba', 'spacy')\n"
@@ -43,7 +43,7 @@ def test_processes_that_hold_environments_import_no_heavy_library():
 
 
 OWN_WORLDS = """
-from flowjax.envs.base import World
+from flowjax.envs import World
 
 class Half(World):
     def env(self): ...

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from two_processes import printed_in_two_processes
 
-from flowjax.envs.base import Observation, Past, Split, Step, WorldError, find_world
+from flowjax.envs import Observation, Past, Split, Step, WorldError, find_world
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.math import Math
 from flowjax.envs.math.problems import split_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data.math.build import FORMATS, build
-from flowjax.envs.base import Split, WorldError
+from flowjax.envs import Split, WorldError
 from flowjax.envs.math import Math
 from flowjax.envs.math.problems import MathProblem, load, problem_of, read, split_of
 from flowjax.grading.math import equal

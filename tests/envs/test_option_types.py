@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from flowjax.envs.base import WorldError, find_world
+from flowjax.envs import WorldError, find_world
 from flowjax.fields import declared_types, option_problems
 
 NAMES = ("Alfworld", "Canvas", "Code", "Math", "Search", "Sokoban", "WebShop")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowjax.config import default_config
-from flowjax.envs.base import EnvDied, Past, World, WorldError, find_world
+from flowjax.envs import EnvDied, Past, World, WorldError, find_world
 from flowjax.envs.pool import EnvPool
 from flowjax.launch.probe import inspect_run
 from flowjax.records import Task
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 BROKEN = """
-from flowjax.envs.base import World
+from flowjax.envs import World
 from countdown import CountdownEnv
 
 class NoTasks(World):

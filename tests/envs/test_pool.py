@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from waiting_world import TOGETHER
 
-from flowjax.envs.base import EnvDied
+from flowjax.envs import EnvDied
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.sokoban import Sokoban
 from flowjax.records import Task

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from two_processes import printed_in_two_processes
 
 from data.search.build import build
-from flowjax.envs.base import Split, WorldError
+from flowjax.envs import Split, WorldError
 from flowjax.envs.search import Search
 from flowjax.envs.search.corpus import (
     KINDS,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.envs.base import WorldError
+from flowjax.envs import WorldError
 from flowjax.envs.search import index as index_module
 from flowjax.envs.search.corpus import encyclopedia
 from flowjax.envs.search.index import BM25Index, DenseIndex, load_encoder

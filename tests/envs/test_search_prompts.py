@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowjax.envs.base import Observation, Past, Style
+from flowjax.envs import Observation, Past, Style
 from flowjax.envs.search import Search
 from flowjax.envs.search.corpus import Document, encyclopedia
 from flowjax.envs.search.protocol import SearchView, information, read_action, shown

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from flowjax.envs.base import EnvDied, WorldError
+from flowjax.envs import EnvDied, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.search import Search
 from flowjax.envs.search.corpus import encyclopedia

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plain_sokoban import PlainSokoban, shortest
 from two_processes import printed_in_two_processes
 
-from flowjax.envs.base import Past, Split, WorldError
+from flowjax.envs import Past, Split, WorldError
 from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.levels import moves_to_go
 from flowjax.envs.sokoban.rooms import DIRECTIONS, key, move, parse, room_key

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from flowjax.envs.base import WorldError
+from flowjax.envs import WorldError
 from flowjax.envs.sokoban import Sokoban, batched
 from flowjax.envs.sokoban.levels import Shape, best_direction, generate
 from flowjax.envs.sokoban.rooms import DIRECTIONS, SYMBOLS, Position, Room, grid, move, solved

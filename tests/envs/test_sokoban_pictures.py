@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flowjax.envs.base import WorldError
+from flowjax.envs import WorldError
 from flowjax.envs.sokoban import Sokoban, rooms
 from flowjax.envs.sokoban.levels import Shape, generate
 from flowjax.envs.sokoban.rooms import SYMBOLS, grid

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flowjax.envs.base import find_world
+from flowjax.envs import find_world
 from flowjax.envs.code.problems import PROBES, Recipe
 from flowjax.envs.sokoban.rooms import parse, room_key
 

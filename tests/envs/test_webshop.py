@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from two_processes import printed_in_two_processes
 
-from flowjax.envs.base import Observation, Split, WorldError
+from flowjax.envs import Observation, Split, WorldError
 from flowjax.envs.webshop import WebShop
 from flowjax.envs.webshop.goals import split_goals
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE

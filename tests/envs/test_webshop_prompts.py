@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.envs.base import Observation, Past
+from flowjax.envs import Observation, Past
 from flowjax.envs.webshop import WebShop
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE, read_action
 from flowjax.published.worlds import PublishedWebShop

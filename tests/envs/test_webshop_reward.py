@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.webshop.build import main as build
-from flowjax.envs.base import WorldError
+from flowjax.envs import WorldError
 from flowjax.envs.webshop import goals
 from flowjax.envs.webshop.catalog import Product, load_catalog
 from flowjax.envs.webshop.goals import Goal, score

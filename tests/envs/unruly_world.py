@@ -5,7 +5,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from flowjax.envs.base import Observation, Step, World
+from flowjax.envs import Observation, Step, World
 from flowjax.records import Task, state_key
 
 

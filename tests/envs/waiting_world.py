@@ -5,7 +5,7 @@ import time
 
 from unruly_world import Counter, Unruly
 
-from flowjax.envs.base import Step
+from flowjax.envs import Step
 
 TOGETHER = 30
 _MEETING = threading.Barrier(TOGETHER)

@@ -11,7 +11,7 @@ from flowjax.models.nano import build_tokenizer
 from flowjax.monitor.transcripts import Credit, read_lines, transcript, whole_prompts, write_lines
 from flowjax.records import Task, Trajectory, Turn
 from flowjax.report.episodes import Texts
-from flowjax.workflows.agent import shown_as
+from flowjax.workflows import shown_as
 from flowjax.workflows.codec import Codec
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from flowjax.config import default_config, save_run
 from flowjax.dataflow.batches import credit_batch
-from flowjax.envs.base import Env, Observation, Split, Step, World, find_world
+from flowjax.envs import Env, Observation, Split, Step, World, find_world
 from flowjax.models.nano import build_tokenizer
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.provenance import recorded_start
@@ -29,7 +29,7 @@ from flowjax.records import Group, Task, TokenRow, Trajectory
 from flowjax.trainer.batch import pack, packing_order
 from flowjax.trainer.log import episode_metrics, write_trained
 from flowjax.trainer.sources import Served
-from flowjax.workflows.agent import Agent
+from flowjax.workflows import Agent
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import EpisodeOptions, play
 

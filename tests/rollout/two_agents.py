@@ -1,6 +1,6 @@
 """An episode function of two agents: the first acts, the second is asked the same and only watched."""
 
-from flowjax.workflows.agent import AgentTurns, Played, record_turn
+from flowjax.workflows import AgentTurns, Played, record_turn
 
 
 async def play(task, *, seed, env, agents, options):

@@ -4,8 +4,7 @@ import asyncio
 import dataclasses
 import math
 
-from flowjax.workflows import single
-from flowjax.workflows.agent import Played
+from flowjax.workflows import Played, single
 
 
 async def every_fourth_raises(task, *, seed, env, agents, options):

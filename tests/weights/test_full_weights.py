@@ -26,7 +26,7 @@ from flowjax.run import resolve
 from flowjax.weights.follow import Follower
 from flowjax.weights.hand_over import decoder_of, hand_over
 from flowjax.weights.publish import Checkpoints, read_adapter
-from flowjax.workflows.agent import served_version
+from flowjax.workflows import served_version
 
 PROMPT_TOKENS = 300  # more than a block of the prefix cache
 

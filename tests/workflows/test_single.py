@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowjax.dataflow.batches import token_rows
-from flowjax.envs.base import EnvDied, Observation, Step
+from flowjax.envs import EnvDied, Observation, Step
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.levels import moves_to_go
@@ -17,7 +17,7 @@ from flowjax.envs.sokoban.rooms import key, parse
 from flowjax.models.nano import build_tokenizer
 from flowjax.published.worlds import PublishedSokoban
 from flowjax.records import Task, Trajectory
-from flowjax.workflows.agent import UNVERSIONED, Agent, Played, served_version
+from flowjax.workflows import UNVERSIONED, Agent, Played, served_version
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import OUTCOMES, EpisodeOptions, play
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowjax.envs.base import Observation, Step, find_world
+from flowjax.envs import Observation, Step, find_world
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Task
-from flowjax.workflows import solver_verifier
-from flowjax.workflows.agent import Agent, Played
+from flowjax.workflows import Agent, Played, solver_verifier
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import EpisodeOptions
 from flowjax.workflows.solver_verifier import demonstrations, parse_verdict, play

@@ -1,1 +1,179 @@
-"""Backends that answer the operators: any OpenAI-compatible endpoint, the run's own engine, or an offline stand-in."""
+"""The protocol of backends: requests, completions, and what tokens cost; and a backend that answers by rules."""
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flowjax.canvas.values import Message, Usage
+
+_log = logging.getLogger(__name__)
+_CHARACTERS_PER_TOKEN = 4  # rough; only where an endpoint does not count
+_TOKENS_PER_MILLION = 1_000_000
+
+
+class BackendError(RuntimeError):
+    """A request that the backend refuses, by what stands in it: its call fails."""
+
+
+class BackendUnavailable(BackendError):
+    """A backend that is away, overloaded, wrongly configured or answering nonsense, whatever it is asked; or a sandbox
+    on a machine without a processor, memory or process for the program.
+
+    It says nothing about the workflow: the run ends with status "executor_error".
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One chat completion.
+
+    `seed` tells apart calls that are meant to differ (the branches of a parallel, the votes of an ensemble). `tags` say
+    what the call is for (`operator`, and the operator's `input.<field>` values as text): endpoints ignore them, offline
+    backends live by them. `schema` is a JSON schema that the answer must follow, where the backend can hold it to one.
+    """
+
+    messages: Sequence[Message]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 1024
+    seed: int = 0
+    schema: Mapping[str, Any] | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The text, what it cost, and why it ended: "length" where the request's bound cut it."""
+
+    text: str
+    usage: Usage
+    finish_reason: str = "stop"
+
+
+class Backend(Protocol):
+    """Answers requests. `identity` is equal exactly where equal requests may share an answer: caches go by it.
+
+    Whatever else than `BackendError` it raises counts as `BackendUnavailable`.
+    """
+
+    @property
+    def identity(self) -> str: ...
+
+    async def complete(self, request: Request) -> Completion:
+        """Raises:
+        BackendError: the request is refused.
+        BackendUnavailable: there is no answer to be had at present.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Per million tokens, in any one currency; 0 is free."""
+
+    prompt: float = 0.0
+    sampled: float = 0.0
+
+    def cost(self, prompt_tokens: int, sampled_tokens: int) -> float:
+        """Cost of so many tokens."""
+        return (prompt_tokens * self.prompt + sampled_tokens * self.sampled) / _TOKENS_PER_MILLION
+
+
+def usage_of(answer: Mapping[str, Any], messages: Sequence[Message], text: str, prices: Prices) -> Usage:
+    """The usage that an answer of the chat API states.
+
+    An endpoint that does not state it is warned of, and its tokens are estimated from the length of the texts, so that
+    budgets hold there too.
+    """
+    stated = answer.get("usage")
+    stated = stated if isinstance(stated, Mapping) else {}
+    prompt_tokens, sampled_tokens = stated.get("prompt_tokens"), stated.get("completion_tokens")
+    if not (isinstance(prompt_tokens, int) and isinstance(sampled_tokens, int)):
+        _log.warning("The endpoint of model %r does not state its usage: it is estimated", answer.get("model"))
+        prompt_tokens, sampled_tokens = prompt_estimate(messages), -(-len(text) // _CHARACTERS_PER_TOKEN)
+    return Usage(1, prompt_tokens, sampled_tokens, prices.cost(prompt_tokens, sampled_tokens))
+
+
+def prompt_estimate(messages: Sequence[Message]) -> int:
+    """Roughly how many tokens the messages are."""
+    return sum(-(-len(message["content"]) // _CHARACTERS_PER_TOKEN) for message in messages)
+
+
+_FREE = Prices()
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Matches a request if every condition that is given does.
+
+    `answer` is a text, several texts to choose from, or a function of the request. With `error`, the request fails.
+    """
+
+    answer: str | Sequence[str] | Callable[[Request], str] = ""
+    operator: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)  # tag -> its whole value
+    text: str = ""  # a regular expression, found somewhere in the messages
+    error: str = ""
+    delay_s: float = 0.0
+
+    def matches(self, request: Request) -> bool:
+        """True if this rule answers the request."""
+        return (
+            self.operator in ("", request.tags.get("operator"))
+            and all(request.tags.get(tag) == value for tag, value in self.tags.items())
+            and (not self.text or re.search(self.text, _text(request)) is not None)
+        )
+
+
+class OfflineBackend:
+    """The first rule that matches answers: for tests and demonstrations. A request that no rule matches fails.
+
+        OfflineBackend([
+            Rule(operator="Verify", tags={"input.answer": "42"}, answer='{"passed": true}'),
+            Rule(operator="Custom", answer=("42", "41", "42")),   # which one: by the request's seed and messages
+            Rule(text="divide by zero", error="the model is away"),
+            Rule(answer=lambda request: request.messages[-1]["content"].upper()),
+        ])
+
+    Equal requests get equal answers, in every process. Words are counted as tokens. Rules that are functions cannot be
+    compared, so a backend with one shares no cached answers with others, unless `identity` says so.
+    """
+
+    def __init__(self, rules: Sequence[Rule], *, seed: int = 0, prices: Prices = _FREE, identity: str = ""):
+        self._rules, self._seed, self._prices = tuple(rules), seed, prices
+        unlike_others = next(_numbers) if any(callable(rule.answer) for rule in rules) else ""
+        self.identity = identity or f"offline {seed} {unlike_others} {self._rules!r}"
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Backend`."""
+        rule = next((rule for rule in self._rules if rule.matches(request)), None)
+        if rule is None:
+            operator, text = request.tags.get("operator", "no operator"), _text(request)
+            raise BackendError(f"no rule of the offline backend answers {operator}: {text[:100]!r}")
+        await asyncio.sleep(rule.delay_s)
+        if rule.error:
+            raise BackendError(rule.error)
+        answer = self._answer(rule, request)
+        prompt_tokens, sampled_tokens = len(_text(request).split()), len(answer.split())
+        cost = self._prices.cost(prompt_tokens, sampled_tokens)
+        return Completion(answer, Usage(1, prompt_tokens, sampled_tokens, cost))
+
+    def _answer(self, rule: Rule, request: Request) -> str:
+        if callable(rule.answer):
+            return rule.answer(request)
+        if isinstance(rule.answer, str):
+            return rule.answer
+        content = json.dumps([self._seed, request.seed, _text(request)])
+        digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+        return rule.answer[int.from_bytes(digest, "big") % len(rule.answer)]
+
+
+def _text(request: Request) -> str:
+    return "\n".join(message["content"] for message in request.messages)

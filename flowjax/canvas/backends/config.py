@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from flowjax.canvas.backends.base import Backend, OfflineBackend, Prices, Rule
+from flowjax.canvas.backends import Backend, OfflineBackend, Prices, Rule
 from flowjax.canvas.backends.openai import OpenAIBackend, Patience, RateLimits
 from flowjax.fields import load_named
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from flowjax.canvas.backends.base import (
+from flowjax.canvas.backends import (
     BackendError,
     BackendUnavailable,
     Completion,

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Mapping
 
-from flowjax.canvas.operators.base import (
+from flowjax.canvas.operators import (
     HINTS,
     PROBLEM,
     SOLUTION,

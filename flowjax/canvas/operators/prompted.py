@@ -5,7 +5,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from flowjax.canvas.operators.base import (
+from flowjax.canvas.operators import (
     CHECKED,
     HINTS,
     PROBLEM,

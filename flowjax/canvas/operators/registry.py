@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
-from flowjax.canvas.operators.base import (
+from flowjax.canvas.operators import (
     PROBLEM,
     SOLUTION,
     Context,
@@ -124,7 +124,7 @@ def check(operator: Any, origin: str) -> None:
     """
     if not inspect.isclass(operator) or not issubclass(operator, Operator):
         raise OperatorRegistryError(
-            f"{origin} is {operator!r}, no operator: derive a class from flowjax.canvas.operators.base.Operator"
+            f"{origin} is {operator!r}, no operator: derive a class from flowjax.canvas.operators.Operator"
         )
     for attribute, meaning in _ATTRIBUTES.items():
         if not hasattr(operator, attribute):

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from flowjax.canvas.backends.base import Backend, BackendError, BackendUnavailable
+from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable
 from flowjax.canvas.cache import Cache, Outcome, key_of, problem_digest
 from flowjax.canvas.context import UNLIMITED, Budget, BudgetSpent, CallContext, Meter, Sampling, Sandbox
 from flowjax.canvas.graph import (
@@ -37,7 +37,7 @@ from flowjax.canvas.graph import (
     walk,
     with_children,
 )
-from flowjax.canvas.operators.base import Operator, OperatorError
+from flowjax.canvas.operators import Operator, OperatorError
 from flowjax.canvas.values import (
     Field,
     Kind,

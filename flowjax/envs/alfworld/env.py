@@ -8,11 +8,11 @@ from typing import Any
 
 from mementos import core as mementos
 
+from flowjax.envs import Observation, Step, WorldError
 from flowjax.envs.alfworld.engine import NOTHING_HAPPENS, Game, Playthrough
 from flowjax.envs.alfworld.generate import Spec, game_file, trajectory_file
 from flowjax.envs.alfworld.player import GameGoal, ScriptedPlayer, TrueState, conditions_met
 from flowjax.envs.alfworld.world import GAME, GET_DATA, TASK, TRAJECTORY, AlfworldOptions, AlfworldView
-from flowjax.envs.base import Observation, Step, WorldError
 from flowjax.records import Task
 
 WON_REWARD = 10.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import NotReady, WorldError
+from flowjax.envs import NotReady, WorldError
 
 # ----------------------------------------------------------------------------------- packages of the extra, floor plans
 

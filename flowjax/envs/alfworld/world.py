@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
-from flowjax.envs.alfworld.generate import (
-    DATA_VARIABLE,
-    TASK_TYPES,
-    Spec,
-    choices,
-    constants,
-    floor_plan,
-    package,
-    scenes,
-)
-from flowjax.envs.base import (
+from flowjax.envs import (
     History,
     Message,
     NotReady,
@@ -36,6 +26,16 @@ from flowjax.envs.base import (
     WorldError,
     check_split,
     user_says,
+)
+from flowjax.envs.alfworld.generate import (
+    DATA_VARIABLE,
+    TASK_TYPES,
+    Spec,
+    choices,
+    constants,
+    floor_plan,
+    package,
+    scenes,
 )
 from flowjax.fields import Interval, Share
 from flowjax.records import Task, state_key

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowjax.canvas import actions
 from flowjax.canvas.actions import Action, Finish, Unreadable
-from flowjax.canvas.backends.base import BackendUnavailable
+from flowjax.canvas.backends import BackendUnavailable
 from flowjax.canvas.cache import Cache
 from flowjax.canvas.edits import EditError
 from flowjax.canvas.graph import Call, Workflow, walk
@@ -14,7 +14,7 @@ from flowjax.canvas.graph import Sequence as Steps
 from flowjax.canvas.run import run as run_workflow
 from flowjax.canvas.text import show
 from flowjax.canvas.values import Problem, Usage, WorkflowRun
-from flowjax.envs.base import EnvDied, Observation, Step
+from flowjax.envs import EnvDied, Observation, Step
 from flowjax.envs.canvas import exercises
 from flowjax.envs.canvas.executors import RememberingSandbox, scored, wait_for
 from flowjax.envs.canvas.problem_files import records

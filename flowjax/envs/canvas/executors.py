@@ -16,13 +16,13 @@ from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flowjax.canvas.backends.base import Backend, Completion, Prices, Request
+from flowjax.canvas.backends import Backend, Completion, Prices, Request
 from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.canvas.cache import Cache, Outcome
 from flowjax.canvas.context import Sandbox
 from flowjax.canvas.values import Usage
-from flowjax.envs.base import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
+from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.grading.code import Suite, Verdict
 from flowjax.grading.sandbox import ProgramResult
 from flowjax.grading.scoring import Kind, Score, Scorer

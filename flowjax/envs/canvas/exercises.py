@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.canvas.values import Problem, ProblemKind
-from flowjax.envs.base import Split, WorldError
+from flowjax.envs import Split, WorldError
 from flowjax.records import state_key
 
 KINDS = ("arithmetic", "words", "list", "program")

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from flowjax.canvas.backends.base import BackendError, Completion, Prices, Request
+from flowjax.canvas.backends import BackendError, Completion, Prices, Request
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.values import Usage
 from flowjax.envs.canvas.exercises import ENTRY_POINT, NAMES, PHRASES, Reading, Specification, read

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.canvas.values import Problem, ProblemKind
-from flowjax.envs.base import NotReady, WorldError
+from flowjax.envs import NotReady, WorldError
 from flowjax.envs.code.problems import problem_of
 from flowjax.grading.answers import chosen, normalise_answer, options_of
 from flowjax.grading.code import Check, Suite

@@ -10,7 +10,7 @@ from flowjax.canvas.actions import Action, Add, Modify, SetPrompt, Unreadable
 from flowjax.canvas.draw import output_text, shortened, svg
 from flowjax.canvas.forms import from_json, to_json
 from flowjax.canvas.graph import Call, Node, Workflow, children, with_children
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators import Operator
 from flowjax.canvas.text import tokens, unquoted
 from flowjax.canvas.values import NodeRun, State, Usage, Value, WorkflowRun
 from flowjax.envs.canvas import exercises

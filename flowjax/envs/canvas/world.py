@@ -14,12 +14,12 @@ import numpy as np
 
 from flowjax.canvas import actions
 from flowjax.canvas.actions import Unreadable
-from flowjax.canvas.backends.base import Backend
+from flowjax.canvas.backends import Backend
 from flowjax.canvas.backends.config import BackendConfigError
 from flowjax.canvas.context import Budget
 from flowjax.canvas.doctor import silent_backends
 from flowjax.canvas.edits import PARTS
-from flowjax.canvas.operators.base import Operator
+from flowjax.canvas.operators import Operator
 from flowjax.canvas.operators.registry import (
     ADVERTISED,
     OperatorRegistryError,
@@ -28,7 +28,7 @@ from flowjax.canvas.operators.registry import (
     load_operators,
 )
 from flowjax.canvas.values import ProblemKind
-from flowjax.envs.base import (
+from flowjax.envs import (
     History,
     Message,
     NotReady,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs.base import NotReady, Split, WorldError
+from flowjax.envs import NotReady, Split, WorldError
 from flowjax.grading.code import CallCase, Check, Lines, Suite
 from flowjax.grading.code_asserts import calls_of, from_assert, from_check, parse_quietly
 from flowjax.records import state_key

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from flowjax.envs.base import NotReady, Split, WorldError
+from flowjax.envs import NotReady, Split, WorldError
 from flowjax.fields import Interval
 from flowjax.grading.math import last_boxed
 from flowjax.records import state_key

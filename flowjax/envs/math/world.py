@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
-from flowjax.envs.base import (
+from flowjax.envs import (
     History,
     Message,
     NotReady,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from flowjax.envs.base import NotReady, Split, WorldError
+from flowjax.envs import NotReady, Split, WorldError
 
 # Every syllable has three letters and ends in one that English stemming leaves alone, so that a name can be cut back
 # into its syllables and no two names share a stem.

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from jaxtyping import Float, Int
 
-from flowjax.envs.base import NotReady, WorldError
+from flowjax.envs import NotReady, WorldError
 from flowjax.envs.search.corpus import CORPUS, Corpus, Document, document, encyclopedia
 from flowjax.fields import load_named
 from flowjax.records import state_key

@@ -32,7 +32,7 @@ from typing import Any
 
 from aiohttp import web
 
-from flowjax.envs.base import WorldError
+from flowjax.envs import WorldError
 from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, encyclopedia
 from flowjax.envs.search.index import KEY_VARIABLE, BM25Index, DenseIndex, Index, Scored, load_encoder, pages
 

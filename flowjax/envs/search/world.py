@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flowjax.envs.base import (
+from flowjax.envs import (
     History,
     Message,
     NotReady,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 
-from flowjax.envs.base import WorldError
+from flowjax.envs import WorldError
 from flowjax.envs.sokoban.rooms import Position, Room
 from flowjax.envs.sokoban.world import BOX_REWARD, FINISH_REWARD, STEP_REWARD
 

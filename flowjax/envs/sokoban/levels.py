@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowjax.envs.base import Split, WorldError
+from flowjax.envs import Split, WorldError
 from flowjax.envs.sokoban.rooms import Position, Room, move, room_key
 
 TURN_PROBABILITY = 0.35

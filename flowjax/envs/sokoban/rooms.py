@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from flowjax.envs.base import WorldError
+from flowjax.envs import WorldError
 from flowjax.records import state_key
 
 DIRECTIONS = ("up", "down", "left", "right")

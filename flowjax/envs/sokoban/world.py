@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import UInt8
 
-from flowjax.envs.base import History, Message, Observation, Split, Step, Style, World, check_split, user_says
+from flowjax.envs import History, Message, Observation, Split, Step, Style, World, check_split, user_says
 from flowjax.envs.sokoban.levels import Shape, best_direction, generate
 from flowjax.envs.sokoban.rooms import (
     DIRECTIONS,

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from flowjax.envs.base import NotReady, WorldError
+from flowjax.envs import NotReady, WorldError
 from flowjax.envs.webshop.search import LuceneIndex
 
 ITEMS, ATTRIBUTES, HUMAN = "items_shuffle", "items_ins_v2", "items_human_ins"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from flowjax.envs.base import NotReady, Split
+from flowjax.envs import NotReady, Split
 from flowjax.envs.webshop.catalog import Catalog, Product, load_catalog
 from flowjax.records import state_key
 

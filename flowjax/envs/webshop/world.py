@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from flowjax.envs.base import (
+from flowjax.envs import (
     History,
     Message,
     Observation,

@@ -23,16 +23,16 @@ V = TypeVar("V")
 StateRow = tuple[str, str, bytes, bytes | None]
 
 BUILT_IN = {
-    "dynamic_sampling": "flowjax.dataflow.algorithms.filters:DynamicSampling",
-    "overlong_filter": "flowjax.dataflow.algorithms.filters:OverlongFilter",
-    "deduplicate": "flowjax.dataflow.algorithms.filters:Deduplicate",
-    "skip_solved": "flowjax.dataflow.algorithms.curricula:SkipSolved",
-    "difficulty": "flowjax.dataflow.algorithms.curricula:Difficulty",
-    "greso": "flowjax.dataflow.algorithms.curricula:Greso",
-    "first_in_first_out": "flowjax.dataflow.algorithms.filters:FirstInFirstOut",
-    "earliest_deadline": "flowjax.dataflow.algorithms.filters:EarliestDeadline",
-    "last_in_first_out": "flowjax.dataflow.algorithms.filters:LastInFirstOut",
-    "replay": "flowjax.dataflow.algorithms.filters:Replay",
+    "dynamic_sampling": "flowjax.dataflow.built_in_algorithms:DynamicSampling",
+    "overlong_filter": "flowjax.dataflow.built_in_algorithms:OverlongFilter",
+    "deduplicate": "flowjax.dataflow.built_in_algorithms:Deduplicate",
+    "skip_solved": "flowjax.dataflow.built_in_algorithms:SkipSolved",
+    "difficulty": "flowjax.dataflow.built_in_algorithms:Difficulty",
+    "greso": "flowjax.dataflow.built_in_algorithms:Greso",
+    "first_in_first_out": "flowjax.dataflow.built_in_algorithms:FirstInFirstOut",
+    "earliest_deadline": "flowjax.dataflow.built_in_algorithms:EarliestDeadline",
+    "last_in_first_out": "flowjax.dataflow.built_in_algorithms:LastInFirstOut",
+    "replay": "flowjax.dataflow.built_in_algorithms:Replay",
 }
 
 
@@ -125,7 +125,7 @@ class Algorithm:
 
     def state(self) -> dict[str, Any]:
         """All that is to outlive the process, by attribute: numbers, strings, lists, and maps of them. It is written
-        down after every group: as a whole, but of a `flowjax.dataflow.algorithms.base.Table` what has changed."""
+        down after every group: as a whole, but of a `flowjax.dataflow.algorithms.Table` what has changed."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
