@@ -1,4 +1,7 @@
-"""Worlds that agents act in. A world: what tasks are played in. Its environments, tasks, prompts and reader of replies are one class."""
+"""Worlds that agents act in.
+
+A world: what tasks are played in. Its environments, tasks, prompts and reader of replies are one class.
+"""
 
 import dataclasses
 import functools
