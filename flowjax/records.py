@@ -1,20 +1,24 @@
-"""The records that rooms hand to each other, and their wire format.
+"""The records that rooms hand to each other, their wire format, and checks of what came over the wire.
 
 A `Task` is played several times, each time under a `Lease`, which makes an `Episode`: one `Trajectory` for each agent's
 part in it, a sequence of `Turn` records. What one policy did in all episodes of a task is a `Group`. Credit turns
 groups into `TokenRow` records, which is all the trainer ever sees. On the wire every record is a msgpack map under a
-schema version; token and log-probability arrays travel as raw little-endian bytes.
+schema version; token and log-probability arrays travel as raw little-endian bytes. Anything may stand in a record that
+came over it: an episode is checked against its type, field by field.
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import msgpack
 import numpy as np
 from jaxtyping import Bool, Float, Int
+
+from flowjax.run import Run
 
 SCHEMA_VERSION = 1
 
@@ -247,3 +251,253 @@ def _counting(most_elements: int) -> dict[str, Any]:
         "max_array_len": min(most_elements, _LONGEST_LIST),
         "max_map_len": min(most_elements, _LARGEST_MAP),
     }
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+_LONGEST_NAME = 500  # characters
+LONGEST_SHOWN = 24 * 1024  # characters of what a turn shows to people, ASCII alone
+_LONGEST = {"error": 10_000, "shown": LONGEST_SHOWN}
+_MOST_OUTCOMES = 1000  # names in one outcome
+_LARGEST_NUMBER = 1e9  # of rewards and outcomes: their squares and sums stay finite in float32
+_LOGPROB_SLACK = 1e-3  # above 0, for a sampler's rounding
+_LEAST_LOGPROB = -1000.0  # of a token that can have been sampled; its square and differences stay finite in float32
+
+_TEXT, _INTEGER, _NUMBER, _FLAG = str, (int, np.integer), (int, float, np.number), (bool, np.bool_)
+_TURN_FIELDS = {
+    "policy": _TEXT,
+    "version": _INTEGER,
+    "finish_reason": _TEXT,
+    "state_key": _INTEGER,
+    "next_state_key": _INTEGER,
+    "env_reward": _NUMBER,
+    "valid": _FLAG,
+    "terminal": _FLAG,
+    "generate_s": _NUMBER,
+    "env_s": _NUMBER,
+    "shown": _TEXT,
+}
+_NAMES = {"group_id": _TEXT, "task_id": _TEXT, "seed": _INTEGER, "status": _TEXT, "error": _TEXT}
+_SIZE = f"at most {_LARGEST_NUMBER:g} from 0"
+_KINDS = {
+    _TEXT: "a string",
+    _INTEGER: "a whole number",
+    _NUMBER: f"a finite number, {_SIZE}",
+    _FLAG: "true or false",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most that an episode of a run may hold: tokens of a prompt and of a reply, turns of all agents together.
+
+    `vocabulary` is the number of tokens of each policy's model (and of each model that is not trained), where it is
+    known. A row of training is one prompt and one reply at most, so these bound what a trainer has to fit.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    turns: int
+    vocabulary: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(cls, run: Run, vocabulary: Mapping[str, int] | None = None) -> "Bounds":
+        rollout = run.config.rollout
+        turns = rollout.max_episode_turns or 4 * run.config.env.max_turns * len(run.agents)
+        return cls(rollout.max_prompt_tokens, rollout.max_new_tokens, turns, vocabulary or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Terms of an episode's lease. `versions` holds the policies whose version is fixed."""
+
+    group_id: str
+    task_id: str
+    seed: int
+    versions: Mapping[str, int]
+
+
+def check_episode(episode: Episode, *, newest: Mapping[str, int], bounds: Bounds, where: str = "episode") -> None:
+    """Check every field of an episode.
+
+    Args:
+        newest: the newest version that there is of each policy of the run; -1 of a model that is not trained.
+        where: name of the episode in messages.
+
+    Raises:
+        WireError: a field is of another kind, no number that can be, beyond `bounds`, or names a policy or version
+            that the run has not.
+    """
+    _check_fields(episode, {"episode_id": _TEXT, "answer": _TEXT, **_NAMES}, where)
+    _check_status(episode.status, where)
+    _check_outcome(episode.outcome, where)
+    trajectories = _sequence(episode.trajectories, Trajectory, f"{where}.trajectories")
+    _check_turns(trajectories, bounds, where)
+    known_ids: set[str] = set()
+    for index, trajectory in enumerate(trajectories):
+        place = f"{where}.trajectories[{index}]"
+        _check_fields(trajectory, {"trajectory_id": _TEXT, "policy": _TEXT, "shown": _TEXT, **_NAMES}, place)
+        _check_status(trajectory.status, place)
+        _check_outcome(trajectory.outcome, place)
+        _check_policy(trajectory.policy, newest, place)
+        _check_trajectory_id(trajectory.trajectory_id, episode.episode_id, known_ids, place)
+        for name in ("group_id", "task_id", "seed"):
+            if getattr(trajectory, name) != getattr(episode, name):
+                raise WireError(f"field {place}.{name} differs from the episode's")
+        for number, turn in enumerate(trajectory.turns):
+            _check_turn(turn, newest, f"{place}.turns[{number}]")
+            _check_tokens(turn, bounds, f"{place}.turns[{number}]")
+            if turn.policy != trajectory.policy:
+                raise WireError(f"field {place}.turns[{number}].policy differs from the trajectory's")
+
+
+def check_outcomes(episode: Episode, needed: Mapping[str, Collection[str]], *, where: str = "episode") -> None:
+    """Check that an episode has the outcomes that the reward of each of its policies is made of, by policy.
+
+    Raises:
+        WireError: one is missing. No reward could be given for the episode: its group could never be trained on.
+    """
+    for index, part in enumerate(episode.trajectories):
+        lacking = set(needed.get(part.policy, ())) - part.outcome.keys()
+        if lacking and part.turns and {part.status, episode.status} <= COUNTED_STATUSES:
+            reason = f"lacks {min(lacking)!r}, which the reward of {part.policy} (config.reward.components) is made of"
+            raise WireError(f"field {where}.trajectories[{index}].outcome {reason}")
+
+
+def check_lease(episode: Episode, leased: Leased, *, where: str = "episode") -> None:
+    """Check an episode, whose fields are sound, against its lease.
+
+    Raises:
+        WireError: it is of another group, task or seed, or was played with another version than the lease names.
+    """
+    for name in ("group_id", "task_id", "seed"):
+        found, wanted = getattr(episode, name), getattr(leased, name)
+        if found != wanted:
+            fault = f"field {where}.{name} is {_short(found)}, but its lease says {_short(wanted)}"
+            raise WireError(f"{fault}: send what was leased")
+    for index, trajectory in enumerate(episode.trajectories):
+        for number, turn in enumerate(trajectory.turns):
+            wanted = leased.versions.get(turn.policy, turn.version)
+            if turn.version != wanted:
+                place = f"{where}.trajectories[{index}].turns[{number}].version"
+                raise WireError(f"field {place} is {turn.version}, but its lease says {wanted}: play that version")
+
+
+def _check_turns(trajectories: Sequence[Trajectory], bounds: Bounds, where: str) -> None:
+    """Each part has a turn, but for one that ended before its first."""
+    turns = 0
+    for index, trajectory in enumerate(trajectories):
+        turns += max(len(_sequence(trajectory.turns, Turn, f"{where}.trajectories[{index}].turns")), 1)
+    if turns > bounds.turns:
+        remedy = "send fewer, or raise config.rollout.max_episode_turns"
+        raise WireError(f"field {where}.trajectories holds {turns} turns, the run allows {bounds.turns}: {remedy}")
+
+
+def _check_trajectory_id(trajectory_id: str, episode_id: str, known: set[str], where: str) -> None:
+    if trajectory_id != episode_id and not trajectory_id.startswith(f"{episode_id}/"):
+        wanted = "it is the episode's id, or that with '/' and more behind it"
+        raise WireError(f"field {where}.trajectory_id is {_short(trajectory_id)}: {wanted}")
+    if trajectory_id in known:
+        raise WireError(f"field {where}.trajectory_id is {_short(trajectory_id)}, as an earlier one's: number them")
+    known.add(trajectory_id)
+
+
+def _check_tokens(turn: Turn, bounds: Bounds, where: str) -> None:
+    """A reply needs a token before it: the first of a row is predicted from nothing."""
+    if not len(turn.prompt_ids):
+        raise WireError(f"field {where}.prompt_ids is empty: send the whole prompt, one token at least")
+    limits = {"prompt_ids": ("max_prompt_tokens", bounds.prompt_tokens)}
+    limits["sampled_ids"] = ("max_new_tokens", bounds.new_tokens)
+    vocabulary = bounds.vocabulary.get(turn.policy)
+    for name, (field_name, most) in limits.items():
+        ids = getattr(turn, name)
+        if len(ids) > most:
+            remedy = f"config.rollout.{field_name} is {most}: cut it, or raise that"
+            raise WireError(f"field {where}.{name} has {len(ids)} tokens, but {remedy}")
+        if vocabulary is not None and len(ids) and ids.max() >= vocabulary:
+            fault = f"field {where}.{name} has token {ids.max()}, but the model of {turn.policy} has {vocabulary}"
+            raise WireError(f"{fault}: send its own tokenizer's ids")
+
+
+def _check_turn(turn: Turn, newest: Mapping[str, int], where: str) -> None:
+    _check_fields(turn, _TURN_FIELDS, where)
+    _check_policy(turn.policy, newest, where)
+    last = newest[turn.policy]
+    if not min(last, 0) <= turn.version <= max(last, 0):
+        raise WireError(f"field {where}.version is {turn.version}: {turn.policy} has 0 to {newest[turn.policy]}")
+    for name in ("state_key", "next_state_key"):
+        if not 0 <= getattr(turn, name) < 2**64:
+            raise WireError(f"field {where}.{name} does not fit 64 bits without a sign")
+    for name in ("prompt_ids", "sampled_ids"):
+        ids = _array(getattr(turn, name), "i", f"{where}.{name}")
+        if ids.size and ids.min() < 0:
+            raise WireError(f"field {where}.{name} has a negative token")
+    logprobs = _array(turn.logprobs, "f", f"{where}.logprobs")
+    if len(logprobs) != len(turn.sampled_ids):
+        raise WireError(f"field {where}.logprobs has {len(logprobs)} values for {len(turn.sampled_ids)} sampled tokens")
+    if not np.isfinite(logprobs).all():
+        raise WireError(f"field {where}.logprobs has values that are not finite")
+    if len(logprobs) and not (logprobs.max() <= _LOGPROB_SLACK and logprobs.min() >= _LEAST_LOGPROB):
+        reached = f"field {where}.logprobs reaches from {logprobs.min():g} to {logprobs.max():g}"
+        raise WireError(f"{reached}: send natural logarithms of probabilities, from {_LEAST_LOGPROB:g} to 0")
+
+
+def _check_fields(record: Any, kinds: Mapping[str, Any], where: str) -> None:
+    for name, kind in kinds.items():
+        value = getattr(record, name)
+        fits = isinstance(value, kind) and isinstance(value, _FLAG) == (kind is _FLAG)
+        if not fits or (kind is _NUMBER and not _usable(value)):
+            raise WireError(f"field {where}.{name} is {_short(value)}: it is {_KINDS[kind]}")
+        if kind is _TEXT and len(value) > _LONGEST.get(name, _LONGEST_NAME):
+            raise WireError(f"field {where}.{name} has {len(value)} characters: cut it")
+
+
+def _usable(value: Any) -> bool:
+    return math.isfinite(value) and abs(value) <= _LARGEST_NUMBER
+
+
+def _check_status(status: str, where: str) -> None:
+    if status not in get_args(Status):
+        raise WireError(f"field {where}.status is {_short(status)}: it is one of {', '.join(get_args(Status))}")
+
+
+def _check_policy(policy: str, newest: Mapping[str, int], where: str) -> None:
+    if policy not in newest:
+        raise WireError(f"field {where}.policy is {_short(policy)}: this run has {', '.join(newest)}")
+
+
+def _check_outcome(outcome: Any, where: str) -> None:
+    if not isinstance(outcome, Mapping):
+        raise WireError(f"field {where}.outcome is {_short(outcome)}: it is a map of finite numbers, {_SIZE}")
+    if len(outcome) > _MOST_OUTCOMES:
+        raise WireError(f"field {where}.outcome has {len(outcome)} names: send {_MOST_OUTCOMES} at most")
+    for name, value in outcome.items():
+        named = isinstance(name, str) and len(name) <= _LONGEST_NAME
+        if not named or not isinstance(value, (*_NUMBER, *_FLAG)) or not _usable(value):
+            shown = f"{_short(name)} = {_short(value)}"
+            raise WireError(f"field {where}.outcome has {shown}: it is a map of finite numbers, {_SIZE}")
+
+
+def _sequence(values: Any, kind: type, where: str) -> Sequence[Any]:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise WireError(f"field {where} is {_short(values)}: it is a list of {kind.__name__} records")
+    for index, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise WireError(f"field {where}[{index}] is {_short(value)}: it is a {kind.__name__} record")
+    return values
+
+
+def _array(value: Any, kind: str, where: str) -> np.ndarray:
+    if not isinstance(value, np.ndarray) or value.dtype.kind != kind or value.ndim != 1:
+        found = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else _short(value)
+        wanted = "whole numbers" if kind == "i" else "floats"
+        raise WireError(f"field {where} is {found}: it is an array of {wanted} with one axis")
+    return value
+
+
+def _short(value: Any) -> str:
+    """The value as a message may show it, whatever it is."""
+    if isinstance(value, str | int | float | bool | None):
+        shown = repr(value)
+        return shown if len(shown) <= 40 else f"{shown[:40]}..."
+    return type(value).__name__

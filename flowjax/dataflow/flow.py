@@ -15,8 +15,7 @@ from flowjax.dataflow.ledger import Ledger
 from flowjax.dataflow.policies import PolicyStatus, RolloutWorkers
 from flowjax.models.config import vocabulary_sizes
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.record_checks import Bounds
-from flowjax.records import Task
+from flowjax.records import Bounds, Task
 from flowjax.rewards import required_outcomes
 from flowjax.run import Run
 

@@ -53,8 +53,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flowjax.record_checks import Leased
-from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Task, Trajectory, pack, unpack
+from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Leased, Task, Trajectory, pack, unpack
 
 Kind = Literal["train", "eval"]
 Failed = Literal["retry", "short", "drop"]  # what becomes of a training episode that its world or workflow broke

@@ -4,8 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from flowjax.dataflow.leases import KINDS, Capabilities
-from flowjax.record_checks import Bounds, check_episode, check_outcomes
-from flowjax.records import Episode, WireError
+from flowjax.records import Bounds, Episode, WireError, check_episode, check_outcomes
 
 MOST_SLOTS = 100_000  # episodes asked for, or leases named, in one message
 _LONGEST_NAME = 500  # characters

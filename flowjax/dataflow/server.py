@@ -36,8 +36,7 @@ from flowjax.dataflow.service import HOLD_S, NAMES, DataflowService
 from flowjax.monitor.metrics import write_status
 from flowjax.monitor.prometheus import CONTENT_TYPE, exposition
 from flowjax.monitor.token import accepts, is_loopback, make_token
-from flowjax.record_checks import LONGEST_SHOWN, Bounds
-from flowjax.records import WireError, pack, unpack
+from flowjax.records import LONGEST_SHOWN, Bounds, WireError, pack, unpack
 
 # --------------------------------------------------------------------------------------------------------------- bodies
 

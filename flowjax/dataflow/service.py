@@ -30,8 +30,7 @@ from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.leases import Capabilities, Played
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
-from flowjax.record_checks import check_lease
-from flowjax.records import Lease, WireError
+from flowjax.records import Lease, WireError, check_lease
 
 NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch", "committed", "refuse")
 HOLD_S = 1.0

@@ -19,8 +19,7 @@ from flowjax.envs import Message, World, find_world
 from flowjax.envs.pool import EnvPool
 from flowjax.fields import NAMED, load_named
 from flowjax.models.config import vocabulary_sizes
-from flowjax.record_checks import Bounds, check_episode, check_outcomes
-from flowjax.records import Episode, Lease, Trajectory, WireError, state_key
+from flowjax.records import Bounds, Episode, Lease, Trajectory, WireError, check_episode, check_outcomes, state_key
 from flowjax.rewards import required_outcomes
 from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions
 from flowjax.rollout.engines import ServedBase

@@ -13,8 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from flowjax.envs import Message, Observation, Step, view_values
-from flowjax.record_checks import LONGEST_SHOWN
-from flowjax.records import Status, Turn
+from flowjax.records import LONGEST_SHOWN, Status, Turn
 
 _LONGEST_TEXT = 4000  # characters of one text that is kept for people
 UNVERSIONED = -1  # version of replies from a model that is not a published policy

@@ -15,8 +15,7 @@ from aiohttp import ClientSession
 
 from flowjax.dataflow import server
 from flowjax.dataflow.server import Limit, limits
-from flowjax.record_checks import Bounds
-from flowjax.records import WireError, unpack
+from flowjax.records import Bounds, WireError, unpack
 from tests.dataflow.hostile_messages import episode, on_the_wire
 from tests.dataflow.test_hostile import Dataflow, body_of, run
 
