@@ -82,8 +82,8 @@ def _said(
 
 
 def base_words(workflow: str, world: World) -> tuple[str, ...]:
-    """The words of the base: those of the world, and those of the workflow's `vocabulary()` if it has one."""
-    return (*world.vocabulary(), *getattr(_module_of(workflow), "vocabulary", tuple)())
+    """The words of the base, each once: the world's, and those of the workflow's `vocabulary()` if it has one."""
+    return tuple(dict.fromkeys((*world.vocabulary(), *getattr(_module_of(workflow), "vocabulary", tuple)())))
 
 
 def expert_conversations(workflow: str) -> Callable[..., Iterator[list[Exchange]]]:

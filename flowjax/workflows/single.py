@@ -27,8 +27,8 @@ class EpisodeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """One turn that was taken: the reply, the action that it names ("" for none), and the world's answer to it."""
+class Move:
+    """One turn that was played: the reply, the action that it names ("" for none), and the world's answer to it."""
 
     reply: Reply
     action: str
@@ -44,7 +44,7 @@ async def take_turn(
     world: World,
     env: RemoteEnv,
     after: Reply | None = None,
-) -> Taken:
+) -> Move:
     """Ask `agent`, who sees `observation` worded as `messages`, and do what it says. `after` as for `Agent.act`."""
     reply = await agent.act(messages, after=after)
     action = world.parse_action(reply.text, observation.legal_actions) or ""
@@ -52,7 +52,7 @@ async def take_turn(
     step = await env.step(action)
     step = replace(step, valid=step.valid and world.well_formed(reply.text))
     turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s, action=action)
-    return Taken(reply, action, step, turn)
+    return Move(reply, action, step, turn)
 
 
 async def play(
@@ -68,7 +68,7 @@ async def play(
     window = DEFAULT_HISTORY[options.prompt] if options.history < 0 else options.history
     past: list[Past] = []
     turns: list[Turn] = []
-    taken: Taken | None = None
+    move: Move | None = None
     observation: Observation | None = None
     outcome = dict.fromkeys(world.OUTCOMES, 0.0)
     status: Status = "ok"
@@ -76,17 +76,17 @@ async def play(
     try:
         observation = await env.reset(task, seed)
         for number in range(1, options.max_turns + 1):
-            if options.context == "append" and taken is not None:
-                messages, after = world.follow_up(observation, options.prompt), taken.reply
+            if options.context == "append" and move is not None:
+                messages, after = world.follow_up(observation, options.prompt), move.reply
             else:
                 messages, after = world.prompt(observation, past[-window:] if window > 0 else [], options.prompt), None
-            taken = await take_turn(agents[AGENT], messages, observation, world=world, env=env, after=after)
-            turns.append(taken.turn)
-            past.append(Past(number, observation.view, taken.action))
-            answer = world.answer(taken.action) or answer
-            observation = taken.step.observation
-            outcome.update(taken.step.outcome)
-            if taken.step.terminal:
+            move = await take_turn(agents[AGENT], messages, observation, world=world, env=env, after=after)
+            turns.append(move.turn)
+            past.append(Past(number, observation.view, move.action))
+            answer = world.answer(move.action) or answer
+            observation = move.step.observation
+            outcome.update(move.step.outcome)
+            if move.step.terminal:
                 break
     except PromptTooLong as too_long:
         status, error = "truncated", str(too_long)

@@ -88,11 +88,11 @@ async def _attempt(
     """The solver's reply and whether it is right."""
     observation = await env.reset(task, seed)
     asked = _asked(options.world, observation, options.prompt, rejected, review)
-    taken = await take_turn(solver, asked, observation, world=options.world, env=env)
-    step = taken.step
+    move = await take_turn(solver, asked, observation, world=options.world, env=env)
+    step = move.step
     right = step.outcome.get("success", 0.0)
-    parts.append(AgentTurns(SOLVER, [taken.turn], {**step.outcome, **_counts(step.valid, step.reward)}))
-    return taken.reply.text, right
+    parts.append(AgentTurns(SOLVER, [move.turn], {**step.outcome, **_counts(step.valid, step.reward)}))
+    return move.reply.text, right
 
 
 async def _judge(

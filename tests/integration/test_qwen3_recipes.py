@@ -40,6 +40,7 @@ DATA: dict[str, dict[str, object]] = {
     },
     "canvas": {"env.options.step_s": 60.0, "env.step_timeout_s": 90.0, "engine.max_model_tokens": 8192},
     "code": {"env.options": {"kinds": ("int",), "steps": 2}, "env.step_timeout_s": 245.0},
+    "code_pair": {"env.options": {"kinds": ("int",), "steps": 2}, "env.step_timeout_s": 485.0},
     "math": {},
     "math_pair": {},
     "search": {"env.options": {"documents": 200, "hops": 2, "topk": 1}, "env.train_tasks": 64},

@@ -7,11 +7,12 @@ never shown, and their expected results never get near the program.
 
 import ast
 import functools
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     import grain
 
 LEGAL = ("<program>",)
+_TESTS = "\0tests\n"  # begins a step that is no program: none holds this character
 TASKS = 1 << 31  # length of the generated task source; slice it
 HELD_OUT_ONE_IN = 8  # problems of a file, by content
 SLACK_S = 1.5  # of a step beyond the programs' own time: starting the sandbox, ending it, reading results
@@ -298,6 +300,7 @@ class CodeEnv:
         self._program = ""
         self._left = 0
         self._verdict: Verdict | None = None
+        self._checked: tuple[Any, bool] | None = None  # tests of somebody's, and whether they are right
 
     @property
     def problem(self) -> CodeProblem:
@@ -311,16 +314,36 @@ class CodeEnv:
         return self._observe()
 
     def step(self, action: str) -> Step:
+        if action.startswith(_TESTS):
+            return self._step_of_tests(action.removeprefix(_TESTS))
         if self._over():
             return Step(self._observe(), 0.0, True, False, self._outcome())
         if not runnable(action):
             return Step(self._observe(), 0.0, False, False, self._outcome())
-        options = self._options
         self._program, self._left = action, self._left - 1
+        self._verdict = self._judged(action, self.problem.suite)
+        over, outcome = self._over(), self._outcome()
+        return Step(self._observe(), outcome["success"] if over else 0.0, over, True, outcome)
+
+    def _step_of_tests(self, text: str) -> Step:
+        """Somebody's tests (`action_of_tests`), on a program and on the problem's own solution."""
+        program, given = json.loads(text)
+        suite = replace(self.problem.suite, cases=tuple(_case_of(pair, self.problem.suite.entry) for pair in given))
+        if self._checked is None or self._checked[0] != given:  # the same tests may be run on several programs
+            solution = self.problem.solution
+            self._checked = given, bool(solution) and self._judged(solution, suite).success
+        shown = replace(self.problem, suite=suite, public=len(given))
+        feedback = _feedback(shown, self._judged(program, suite)) if runnable(program) else PublicTests(0, len(given))
+        outcome = {"passed": feedback.passed / len(given), "tests_valid": float(self._checked[1])}
+        before = self._observe()
+        return Step(replace(before, view=replace(before.view, feedback=feedback)), 0.0, False, True, outcome)
+
+    def _judged(self, program: str, suite: Suite) -> Verdict:
+        options = self._options
         try:
-            self._verdict = judge(
-                action,
-                self.problem.suite,
+            return judge(
+                program,
+                suite,
                 options.limits(),
                 case_cpu_s=options.case_cpu_s,
                 allow_none=options.allow_no_isolation,
@@ -328,8 +351,6 @@ class CodeEnv:
             )
         except (NoProcessorError, OSError) as away:  # says nothing about the task, which is played again
             raise EnvDied(f"sandbox: {away}", "executor_error") from away
-        over, outcome = self._over(), self._outcome()
-        return Step(self._observe(), outcome["success"] if over else 0.0, over, True, outcome)
 
     def _over(self) -> bool:
         """The attempts are used up, or the last program passes every public test (of which there may be none)."""
@@ -348,6 +369,20 @@ class CodeEnv:
         feedback = None if verdict is None else _feedback(problem, verdict)
         view = CodeView(_question(problem, self._recipe), problem.suite.entry, self._recipe, feedback)
         return Observation(view, LEGAL, state_key("code", problem.content, self._left, normalised(self._program)))
+
+
+def action_of_tests(program: str, tests: Sequence[tuple[Any, Any]]) -> str:
+    """The step that runs somebody's tests: pairs of input (a list of arguments, or a text to be read) and result.
+
+    Its outcome: `passed`, the share of them that `program` passes, and `tests_valid`, 1 where the problem's own
+    solution passes all. What failed is the view's feedback. It takes no attempt, and no reply can be read as it.
+    """
+    return _TESTS + json.dumps([program, list(tests)])
+
+
+def _case_of(pair: Sequence[Any], entry: str) -> CallCase | Lines:
+    given, wanted = pair
+    return CallCase(tuple(given), wanted, json=True) if entry else Lines(given, wanted)
 
 
 def _problem(task: Task, options: CodeOptions) -> tuple[CodeProblem, Recipe | None]:

@@ -1,0 +1,252 @@
+"""A writer hands in a program, a tester writes tests for it, and where the program fails them the writer tries again.
+
+For the code world. The tests decide: a first program that passes all of them is final; of two programs it is the one
+that passes more, the second where both pass as many. Every program is a part of its own and rewarded by the problem's
+hidden tests; the tests are rewarded for being right and for agreeing with those. After AstraFlow (arXiv 2605.15565,
+workflow `code_actor_and_verify_v2`), where the last program is final and pays the tester; the rewards are those of its
+third version.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, user_says
+from flowjax.envs.code.problems import Recipe
+from flowjax.envs.code.world import action_of_tests
+from flowjax.envs.demonstrations import Exchange, Tasks
+from flowjax.records import Status, Task, state_key
+from flowjax.workflows import Agent, AgentTurns, Played, record_turn
+from flowjax.workflows.codec import PromptTooLong
+from flowjax.workflows.single import EpisodeOptions, Move, take_turn
+
+OUTCOMES = ("answer_right", "tests_valid", "first_success", "attempts", "approved")  # beside the world's
+WRITER, TESTER = "writer", "tester"
+TESTS = 2  # of one reply; more are not run
+ASK, GIVES, AND = "tests", "gives", "and"  # compact: after a problem, between input and result, between tests
+_BLOCK = re.compile(r"```[ \t]*(?:json)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+WRITE_TESTS = """Another agent has written a program for this problem:
+
+{problem}
+
+The program:
+```python
+{program}
+```
+
+Write {count} tests that a right program passes and a wrong one is likely to fail. Work out each result from the
+problem, not from the program. Reason first; then end with one ```json block: {form}"""
+FORM = {
+    True: 'a list of {"input": [the arguments of one call], "output": what it returns}.',
+    False: 'a list of {"input": "all of standard input", "output": "all that is printed"}.',
+}
+RETRY = """
+
+Your first program:
+```python
+{program}
+```
+
+{review}
+
+Hand in another one."""
+
+Test = tuple[Any, Any]  # input and result
+
+
+async def play(
+    task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
+) -> Played:
+    """One program, tests for it, and another program if it fails them.
+
+    The episode succeeds by the program that the tests choose. Its outcomes besides: `first_success` of the first one,
+    `attempts`, `approved` (the first one passed the tests) and `tests_valid`. Those of tests: `success` where their
+    verdict on the first program agrees with the truth, `answer_right` (that truth), and `tests_valid`, which is also
+    their `score`: the problem's own solution passes them all. Replies without tests approve, and agree with nothing.
+    """
+    parts: list[AgentTurns] = []
+    outcome = dict.fromkeys((*options.world.OUTCOMES, *OUTCOMES[1:]), 0.0)
+    status: Status = "ok"
+    error = ""
+    try:
+        problem = await env.reset(task, seed)
+        first = await _write(problem, env, agents[WRITER], options, parts)
+        outcome |= {**first.step.outcome, "first_success": first.step.outcome["success"], "attempts": 1.0}
+        tests: list[Test] = []
+        passed, review = 0.0, "There was no program in that reply."
+        if first.action:
+            tests, tested = await _test(problem, env, agents[TESTER], options, first, parts)
+            passed = tested.outcome.get("passed", 1.0)
+            outcome |= {"approved": float(passed == 1.0), "tests_valid": tested.outcome.get("tests_valid", 0.0)}
+            review = _review(tested.observation)
+        if passed < 1.0:
+            await env.reset(task, seed)
+            second = await _write(problem, env, agents[WRITER], options, parts, first.action, review)
+            outcome["attempts"] = 2.0
+            if not tests or await _passed(env, second.action, tests) >= passed:
+                outcome |= second.step.outcome
+    except PromptTooLong as too_long:
+        status, error = "truncated", str(too_long)
+    except EnvDied as died:
+        status, error = died.status, str(died)
+    return Played(parts, outcome, status, error)
+
+
+async def _write(
+    problem: Observation,
+    env: RemoteEnv,
+    writer: Agent,
+    options: EpisodeOptions,
+    parts: list[AgentTurns],
+    before: str = "",
+    review: str = "",
+) -> Move:
+    """A program and what the hidden tests say of it; with `review`, after what was said of the one `before`."""
+    messages = _to_write(options.world, problem, options.prompt, before, review)
+    move = await take_turn(writer, messages, problem, world=options.world, env=env)
+    parts.append(AgentTurns(WRITER, [move.turn], {**move.step.outcome, **_counts(move.step)}))
+    return move
+
+
+async def _test(
+    problem: Observation,
+    env: RemoteEnv,
+    tester: Agent,
+    options: EpisodeOptions,
+    written: Move,
+    parts: list[AgentTurns],
+) -> tuple[list[Test], Step]:
+    """The tester's tests, none where its reply holds none, and how the program did on them."""
+    reply = await tester.act(_to_test(problem, options.world, options.prompt, written.action))
+    tests = parse_tests(reply.text, options.prompt, has_entry=bool(problem.view.entry))
+    before = replace(problem, state_key=state_key(problem.state_key, written.action))
+    if tests:
+        step = await env.step(action_of_tests(written.action, tests))
+    else:
+        step = Step(before, 0.0, False, False)
+    right = written.step.outcome["success"] >= 1.0
+    agrees = float(bool(tests) and (step.outcome["passed"] == 1.0) == right)
+    valid = step.outcome.get("tests_valid", 0.0)
+    ended = replace(step, terminal=True, reward=agrees)
+    turn = record_turn(reply, before, ended, env_s=0.0, action=json.dumps(tests) if tests else "")
+    outcome = {"success": agrees, "answer_right": float(right), "tests_valid": valid, "score": valid}
+    parts.append(AgentTurns(TESTER, [turn], {**outcome, **_counts(ended)}))
+    return tests, step
+
+
+async def _passed(env: RemoteEnv, program: str, tests: Sequence[Test]) -> float:
+    """Share of the tests that a program passes."""
+    return (await env.step(action_of_tests(program, tests))).outcome["passed"]
+
+
+def _review(tested: Observation) -> str:
+    """The message to a writer about the tests that its program failed."""
+    feedback = tested.view.feedback
+    if feedback is None:
+        return ""
+    failed = [f"- {case}: {remark}" for case, remark in feedback.failed]
+    return "\n".join([f"A tester ran it; it passed {feedback.passed} of {feedback.count} tests.", *failed])
+
+
+def parse_tests(reply: str, style: Style, *, has_entry: bool) -> list[Test]:
+    """The first `TESTS` tests of a reply, none where it holds fewer: the input and result of each.
+
+    They stand in the last ```json block, or else between the first "[" and the last "]".
+    """
+    tests = _compact_tests(reply) if style == "compact" else _json_tests(reply)
+    for given, wanted in tests:
+        if not (isinstance(given, list) if has_entry else isinstance(given, str) and isinstance(wanted, str)):
+            return []
+    return tests[:TESTS] if len(tests) >= TESTS else []
+
+
+def _compact_tests(reply: str) -> list[Test]:
+    """`2 gives 1 0 and 3 gives - 4` as [2] -> 10 and [3] -> -4."""
+    tests: list[Test] = []
+    for text in "".join(reply.split()).split(AND):
+        given, _, wanted = text.partition(GIVES)
+        try:
+            tests.append(([int(given)], int(wanted)))
+        except ValueError:
+            return []
+    return tests
+
+
+def _json_tests(reply: str) -> list[Test]:
+    blocks = _BLOCK.findall(reply)
+    text = blocks[-1] if blocks else reply[max(reply.find("["), 0) : reply.rfind("]") + 1]
+    try:
+        listed = json.loads(text)
+        return [(each["input"], each["output"]) for each in listed]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []
+
+
+def _to_write(world: World, problem: Observation, style: Style, before: str, review: str) -> list[Message]:
+    if not review:
+        return world.prompt(problem, [], style)
+    if style == "compact":
+        return user_says(f"{world.compact(problem, [])} {_AGAIN}")
+    *_, last = world.prompt(problem, [], style)
+    return user_says(last["content"] + RETRY.format(program=before, review=review))
+
+
+_AGAIN = "wrong"  # compact: after the problem of a program that was sent back
+
+
+def _to_test(problem: Observation, world: World, style: Style, program: str) -> list[Message]:
+    if style == "compact":  # the program is left out: a nano model would not find its fault
+        return user_says(f"{world.compact(problem, [])} {ASK}")
+    form = FORM[bool(problem.view.entry)]
+    return user_says(WRITE_TESTS.format(problem=problem.view.question, program=program, count=TESTS, form=form))
+
+
+def _counts(step: Step) -> dict[str, float]:
+    return {"turns": 1.0, "invalid_actions": float(not step.valid), "env_return": step.reward}
+
+
+def vocabulary() -> tuple[str, ...]:
+    """The words that compact prompts and replies of this workflow add to the world's."""
+    return (ASK, GIVES, AND, "-", *map(str, range(10)))
+
+
+# Called in place of `envs.demonstrations.demonstrations`, most of whose parameters mean nothing here.
+def demonstrations(
+    world: World, tasks: Tasks, *, label_noise: float, style: Style, rng: np.random.Generator, **_: Any
+) -> Iterator[list[Exchange]]:
+    """Programs, tests and second programs of an expert, in turn, without end, for generated problems of integers.
+
+    A share `label_noise` of the programs is a random one, and of the tests' results as many are off by a digit.
+    """
+    env = world.env()
+    while True:
+        for index in range(len(tasks)):
+            task: Task = tasks[index]
+            problem = env.reset(task, task.seed)
+            recipe: Recipe = problem.view.recipe
+            for review in ("", "It failed."):
+                noisy = rng.random() < label_noise
+                program = world.random_action(problem, rng) if noisy else world.expert(env)
+                yield [(_to_write(world, problem, style, program, review), world.reply(program, style))]
+            tests: list[Test] = []
+            for value in rng.choice(10, size=TESTS, replace=False).tolist():
+                slip = int(rng.integers(1, 10)) if rng.random() < label_noise else 0
+                tests.append(([value], recipe.value(value) + slip))
+            yield [(_to_test(problem, world, style, world.expert(env)), reply_with(tests, style))]
+
+
+def reply_with(tests: Sequence[Test], style: Style) -> str:
+    """The reply that holds these tests; `parse_tests` reads them back."""
+    if style == "compact":
+        return f" {AND} ".join(f"{_spelt(given[0])} {GIVES} {_spelt(wanted)}" for given, wanted in tests)
+    return f"```json\n{json.dumps([{'input': given, 'output': wanted} for given, wanted in tests])}\n```"
+
+
+def _spelt(number: int) -> str:
+    """A number as words: its sign and digits."""
+    return " ".join(str(number))
