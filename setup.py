@@ -63,7 +63,13 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["flowjax", "flowjax.*"]),
-    package_data={"flowjax": ["py.typed", "report/assets/*"]},
+    package_data={
+        "flowjax": [
+            "py.typed",
+            "report/assets/*",
+            "rollout/engine_side/*.py",  # no package: modules for the interpreter of vLLM's server
+        ]
+    },
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"vllm.general_plugins": ["flowjax_cpu_lora = flowjax.rollout.cpu_lora:register"]},

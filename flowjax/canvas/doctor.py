@@ -9,6 +9,7 @@ each; the exit code is 1 where something does not work.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import runpy
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.canvas.backends import Backend, BackendError, Request
-from flowjax.canvas.backends.config import BackendConfigError, backends_from_config, open_backends
+from flowjax.canvas.backends.config import BackendConfigError, open_backends
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.canvas.operators import OperatorError, object_form, object_of, object_schema
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
@@ -189,28 +190,23 @@ def main(argv: Sequence[str]) -> int:
         given = {name: dict(each) for name, each in (options.get("backends") or {}).items()}
         engines = [name for name, each in given.items() if each.get("kind") == "run"]
         given = {name: each for name, each in given.items() if name not in engines}
-        backends = backends_from_config(given) if given else {}
+        extra = [*options.get("extra_operators", ()), *arguments.operators]
+        no_isolation = arguments.allow_no_isolation or bool(options.get("allow_no_isolation"))
+        found = asyncio.run(_examine(given, extra, no_isolation, arguments.timeout_s))
     except (DoctorError, BackendConfigError) as error:
         print(error, file=sys.stderr)
         return 1
-    extra = [*options.get("extra_operators", ()), *arguments.operators]
-    no_isolation = arguments.allow_no_isolation or bool(options.get("allow_no_isolation"))
-    found = asyncio.run(_examine_and_close(backends, extra, no_isolation, arguments.timeout_s))
     found += [Finding(f"backend {name}", True, "an engine of the run, which starts it") for name in engines]
     for finding in found:
         print(f"{'ok' if finding.works else 'FAILS':6}{finding.subject}: {finding.text}")
     return 0 if all(finding.works for finding in found) else 1
 
 
-async def _examine_and_close(
-    backends: Mapping[str, Backend], extra_operators: Iterable[str], allow_no_isolation: bool, timeout_s: float
+async def _examine(
+    config: Mapping[str, Mapping[str, Any]], extra_operators: Iterable[str], allow_no_isolation: bool, timeout_s: float
 ) -> list[Finding]:
-    try:
+    async with open_backends(config) if config else contextlib.nullcontext({}) as backends:
         return await examine(backends, extra_operators, allow_no_isolation=allow_no_isolation, timeout_s=timeout_s)
-    finally:
-        for backend in backends.values():
-            if (close := getattr(backend, "close", None)) is not None:
-                await close()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ _PHASES = {  # of a step, in their order; what is left of it is "other"
     "save_s": "saving checkpoints",
     "keep_s": "keeping transcripts",
 }
+_EVALUATED = (
+    "step", "versions", "success_rate", "low", "high", "tasks", "episodes", "unfinished", "seconds", "asked", "sources",
+    "policies", "turns_mean",
+)  # fmt: skip
 _SHOWN_EVENTS = ("restart", "down", "failed", "paused", "kill", "moved")
 
 
@@ -74,19 +78,7 @@ def _by_policy(train: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _evaluations(entries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for entry in entries:
-        kept = (
-            "step",
-            "versions",
-            "success_rate",
-            "low",
-            "high",
-            "tasks",
-            "episodes",
-            "unfinished",
-            "seconds",
-            "asked",
-        )
-        yield {name: entry[name] for name in (*kept, "sources", "policies", "turns_mean") if name in entry}
+        yield {name: entry[name] for name in _EVALUATED if name in entry}
 
 
 def _number(value: Any) -> float | None:

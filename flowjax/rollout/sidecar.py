@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max-lora-rank
 _CPU_STEP_TOKENS = 1024
 
-_ENGINE_SIDE = Path(__file__).parent / "engine_side"  # modules for the engine's own interpreter
+_ENGINE_SIDE = Path(__file__).parent / "engine_side"  # no package: for the engine's own interpreter
 _FULL_OPTIONS = {
     "--middleware": "flowjax_served_weights.ServedWeights",
     "--worker-extension-cls": "flowjax_served_weights.WorkerExtension",

@@ -6,7 +6,8 @@ Requests for completions that have begun end on the weights they began with; tho
 folder is loaded, the prefix cache (keys and values of the old weights) is dropped, and the server's own model name
 becomes `name`: `/v1/models` and every answer say which weights are served, and a request that asks for an older name
 is answered 404. `ServedWeights` is ASGI middleware, `WorkerExtension` the part in each of vLLM's workers; both are
-named on vLLM's command line, with this folder on PYTHONPATH.
+named on vLLM's command line, with this folder on PYTHONPATH. It runs in whatever environment the server has: standard
+library, Starlette and vLLM only.
 """
 
 import asyncio
