@@ -48,11 +48,11 @@ from flowjax.launch.roles import (
     trainer_roles,
     warm_start_roles,
 )
+from flowjax.launch.screen import clock, summary
 from flowjax.launch.session import OK, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.metrics import Progress, read_status
 from flowjax.monitor.provenance import recorded_start
-from flowjax.monitor.screen import clock, summary
 from flowjax.monitor.sinks import forwarding
 from flowjax.run import Run, resolve, write_models
 
@@ -228,7 +228,7 @@ def _start_ledger_anew(run: Run, console: Console) -> None:
 
 
 def _show_status(run_dir: Path) -> int:
-    from flowjax.launch.status import render_status
+    from flowjax.launch.screen import render_status
 
     try:
         Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(render_status(run_dir))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flowjax.launch.screen import Screen
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
 from flowjax.monitor.metrics import MetricsWriter, Progress, write_status
 from flowjax.monitor.prometheus import write_targets
-from flowjax.monitor.screen import Screen
 from flowjax.monitor.trouble import explain, probe
 
 OK, ROLE_FAILED = 0, 1

@@ -21,7 +21,7 @@ import asyncio, sys
 from pathlib import Path
 from flowjax.launch.session import RunSession
 from flowjax.launch.supervisor import Role
-from flowjax.monitor.screen import summary
+from flowjax.launch.screen import summary
 
 here = Path(sys.argv[1])
 python = [sys.executable, "-u"]
