@@ -31,8 +31,7 @@ from flowjax.broker import Answer, Busy, Superseded
 from flowjax.dataflow.files import RunFiles
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import damaged, is_damage
-from flowjax.dataflow.messages import MOST_SLOTS
-from flowjax.dataflow.service import HOLD_S, NAMES, DataflowService
+from flowjax.dataflow.service import HOLD_S, MOST_SLOTS, NAMES, DataflowService
 from flowjax.monitor.metrics import write_status
 from flowjax.monitor.prometheus import CONTENT_TYPE, exposition
 from flowjax.monitor.token import accepts, is_loopback, make_token

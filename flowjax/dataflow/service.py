@@ -11,26 +11,25 @@
     committed     {epoch, policy, version}             -> {}
 
 `lease` and `batch` hold the answer back for a while when there is nothing to give, `episodes` while the trainers have
-more groups waiting than they may.
+more groups waiting than they may. What is not as it should be in a message is refused before anything changes.
 """
 
 import asyncio
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flowjax.broker import Answer, Busy
-from flowjax.dataflow import messages
 from flowjax.dataflow.algorithms import AlgorithmError
 from flowjax.dataflow.batches import Assigned
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.leases import Capabilities, Played
+from flowjax.dataflow.leases import KINDS, Capabilities, Played
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
-from flowjax.records import Lease, WireError, check_lease
+from flowjax.records import Bounds, Episode, Lease, WireError, check_episode, check_lease, check_outcomes
 
 NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch", "committed", "refuse")
 HOLD_S = 1.0
@@ -91,7 +90,7 @@ class DataflowService:
             case "lease":
                 return await self._lease(message, hold_s)
             case "renew":
-                return {"lost": self._flow.ledger.renew(messages.lease_ids_of(message))}
+                return {"lost": self._flow.ledger.renew(lease_ids_of(message))}
             case "episodes":
                 return await self._episodes(message, hold_s)
             case "give_back":
@@ -110,9 +109,9 @@ class DataflowService:
 
     async def _lease(self, message: Any, hold_s: float) -> Answer:
         worker, slots, playable = (
-            messages.worker_of(message),
-            messages.slots_of(message),
-            messages.capabilities_of(message),
+            worker_of(message),
+            slots_of(message),
+            capabilities_of(message),
         )
 
         self._flow.workers.heard(worker)
@@ -174,8 +173,8 @@ class DataflowService:
 
     async def _episodes(self, message: Any, hold_s: float) -> Answer:
         flow = self._flow
-        played = messages.episodes_of(message, self._newest(), flow.needed_outcomes, flow.bounds)
-        worker = messages.sender_of(message)
+        played = episodes_of(message, self._newest(), flow.needed_outcomes, flow.bounds)
+        worker = sender_of(message)
         for index, (lease_id, episode) in enumerate(played):
             if leased := flow.ledger.leased(lease_id, episode.episode_id):
                 check_lease(episode, leased, where=f"items[{index}].episode")
@@ -200,7 +199,7 @@ class DataflowService:
         return counted
 
     def _give_back(self, message: Any) -> Answer:
-        lease_ids, (error,) = messages.lease_ids_of(message), messages.fields(message, error=str)
+        lease_ids, (error,) = lease_ids_of(message), fields(message, error=str)
         self._return(lease_ids, error)
         return {}
 
@@ -214,28 +213,28 @@ class DataflowService:
         before = self._flow.policies[policy].serving
         # An engine may serve what a trainer has gone back behind, until the newest version is that or later again.
         newest = max(self._flow.newest_version(policy), before)
-        serving = messages.version_of(message, "serving", oldest=0, newest=newest)
-        is_news = self._flow.workers.report(messages.sender_of(message), policy, serving)
+        serving = version_of(message, "serving", oldest=0, newest=newest)
+        is_news = self._flow.workers.report(sender_of(message), policy, serving)
         oldest_needed = self._flow.report_serving(policy, serving)
         if is_news:  # a newer version admits further groups, and a worker that has caught up plays again
             self._notify()
         return {"oldest_needed": oldest_needed}
 
     def _claim(self, message: Any) -> Answer:
-        trainer, versions, after = messages.claim_of(message)
+        trainer, versions, after = claim_of(message)
         for policy, version in versions.items():
             newest = self._flow.newest_version(self._policy({"policy": policy}))
             newest = max(newest, self._flow.policies[policy].newest_checkpoint())  # the ledger may be an older copy
-            messages.version_of({"version": version}, "version", oldest=0, newest=newest)
+            version_of({"version": version}, "version", oldest=0, newest=newest)
         claimed, epoch = self._flow.batches.claim(trainer, versions, after)
         self._notify()
         return {"claimed": claimed, "epoch": epoch}
 
     async def _batch(self, message: Any, hold_s: float) -> Answer:
-        steps, epoch = messages.steps_of(message), messages.epoch_of(message)
+        steps, epoch = steps_of(message), epoch_of(message)
         for policy, step in steps.items():
             newest = self._flow.newest_version(self._policy({"policy": policy}))
-            messages.version_of({"step": step}, "step", oldest=self._flow.policies[policy].oldest_kept, newest=newest)
+            version_of({"step": step}, "step", oldest=self._flow.policies[policy].oldest_kept, newest=newest)
         until = time.monotonic() + hold_s
         while (batch := self._take(steps, epoch)) is None and time.monotonic() < until:
             self._changed.clear()
@@ -276,8 +275,8 @@ class DataflowService:
 
     async def _committed(self, message: Any) -> Answer:
         policy = self._policy(message)
-        version = messages.version_of(message, "version", oldest=0, newest=self._flow.newest_version(policy))
-        epoch = messages.epoch_of(message)
+        version = version_of(message, "version", oldest=0, newest=self._flow.newest_version(policy))
+        epoch = epoch_of(message)
         self._flow.batches.fence([policy], epoch)
         # Before it counts: with the commit, batches are forgotten that only earlier checkpoints need.
         await asyncio.to_thread(self._flow.policies[policy].flush_checkpoint, version)
@@ -289,10 +288,10 @@ class DataflowService:
     def _refuse(self, message: Any) -> Answer:
         """Put groups aside that a trainer cannot train on. A copy of the message finds the batch without them."""
         policy = self._policy(message)
-        step, reasons = messages.refused_of(message)
+        step, reasons = refused_of(message)
         oldest, newest = max(self._flow.policies[policy].committed, 0), self._flow.newest_version(policy)
-        messages.version_of({"step": step}, "step", oldest=oldest, newest=newest)
-        groups = self._quarantine(policy, step, messages.epoch_of(message), reasons)
+        version_of({"step": step}, "step", oldest=oldest, newest=newest)
+        groups = self._quarantine(policy, step, epoch_of(message), reasons)
         self._notify()
         return {"quarantined": groups}
 
@@ -305,7 +304,7 @@ class DataflowService:
             raise WireError(str(error)) from error
 
     def _policy(self, message: Any) -> str:
-        return messages.policy_of(message, self._flow.policies)
+        return policy_of(message, self._flow.policies)
 
     def _newest(self) -> dict[str, int]:
         """The newest version that each policy may have been played with; -1 of a model that is not trained.
@@ -323,3 +322,146 @@ class _Waiting:
 
     attempt: Callable[[], list[Lease]]
     leases: asyncio.Future[list[Lease]]
+
+
+# --------------------------------------------------------------------------------------------- messages, field by field
+
+MOST_SLOTS = 100_000  # episodes asked for, or leases named, in one message
+_LONGEST_NAME = 500  # characters
+
+
+def fields(message: Any, **kinds: type) -> list[Any]:
+    """The named fields of a message.
+
+    Raises:
+        WireError: the message is no map, or a field is missing or of another kind.
+    """
+    if not isinstance(message, dict):
+        raise WireError(f"the body is a {type(message).__name__}: send a map")
+    for name, kind in kinds.items():
+        if name not in message:
+            raise WireError(f"field {name} is missing")
+        if not isinstance(message[name], kind) or (kind is int and isinstance(message[name], bool)):
+            raise WireError(f"field {name} is {type(message[name]).__name__}: send {kind.__name__}")
+    return [message[name] for name in kinds]
+
+
+def worker_of(message: Any) -> str:
+    (worker,) = fields(message, worker=str)
+    if not 0 < len(worker) <= _LONGEST_NAME:
+        raise WireError(f"field worker has {len(worker)} characters: send 1 to {_LONGEST_NAME}")
+    return worker
+
+
+def sender_of(message: Any) -> str:
+    """Sender of a message, "" where it does not say."""
+    sender = message.get("worker")
+    return sender[:_LONGEST_NAME] if isinstance(sender, str) else ""
+
+
+def slots_of(message: Any) -> int:
+    (slots,) = fields(message, slots=int)
+    if not 0 < slots <= MOST_SLOTS:
+        raise WireError(f"field slots is {slots}: send 1 to {MOST_SLOTS}")
+    return slots
+
+
+def capabilities_of(message: Any) -> Capabilities:
+    """Capabilities of a worker: `can`, a map of lists with the names of worlds, policies and kinds, and `kind`."""
+    said, kind = message.get("can") or {}, message.get("kind")
+    if not isinstance(said, dict) or set(said) - {"worlds", "policies", "kinds"}:
+        raise WireError("field can is not understood: send a map with lists of worlds, policies and kinds, or some")
+    for name, values in said.items():
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise WireError(f"field can.{name} is no list of strings: send one")
+    kinds = frozenset(said.get("kinds", KINDS))
+    if kinds - KINDS:
+        raise WireError(f"field can.kinds names others than {' and '.join(sorted(KINDS))}: leave them out")
+    if kind not in (None, *KINDS):
+        raise WireError(f"field kind is {str(kind)[:_LONGEST_NAME]!r}: it is train, eval or absent")
+    worlds, policies = (frozenset(said[name]) if name in said else None for name in ("worlds", "policies"))
+    return Capabilities(worlds, policies, kinds & {kind} if kind else kinds)
+
+
+def steps_of(message: Any) -> dict[str, Any]:
+    """The policies that a trainer asks for and the step of each: `policies`, or `policy` and `step` of one."""
+    fields(message)
+    if "policies" not in message:
+        policy, step = fields(message, policy=str, step=int)
+        return {policy: step}
+    (steps,) = fields(message, policies=dict)
+    if not steps:
+        raise WireError("field policies is empty: send policy -> step")
+    return steps
+
+
+def claim_of(message: Any) -> tuple[str, dict[str, Any], int]:
+    """Trainer that claims, versions of the policies that it goes on from, and the epoch that it comes after."""
+    trainer, versions, after = fields(message, trainer=str, policies=dict, after=int)
+    if not 0 < len(trainer) <= _LONGEST_NAME:
+        raise WireError(f"field trainer has {len(trainer)} characters: send 1 to {_LONGEST_NAME}")
+    if not versions:
+        raise WireError("field policies is empty: send policy -> version")
+    return trainer, versions, after
+
+
+def epoch_of(message: Any) -> int:
+    """The epoch of the trainer that sends it."""
+    given = message.get("epoch", "missing") if isinstance(message, dict) else 0
+    if given == "missing" or given == 0:
+        raise WireError(
+            f"field epoch is {given}: a trainer claims its policies first, and sends the epoch it was given"
+        )
+    return fields(message, epoch=int)[0]
+
+
+def refused_of(message: Any) -> tuple[int, dict[str, str]]:
+    """The step of the batch that a trainer refuses, and the trajectories of it that it cannot train on, with why."""
+    step, reasons = fields(message, step=int, trajectories=dict)
+    for trajectory_id, reason in reasons.items():
+        if not isinstance(trajectory_id, str) or not isinstance(reason, str):
+            raise WireError("field trajectories is no map of texts: send trajectory_id -> why it cannot be trained on")
+    if not reasons:
+        raise WireError("field trajectories is empty: name those that cannot be trained on")
+    return step, {name: reason[:_LONGEST_NAME] for name, reason in reasons.items()}
+
+
+def lease_ids_of(message: Any) -> list[str]:
+    (lease_ids,) = fields(message, lease_ids=list)
+    if len(lease_ids) > MOST_SLOTS:
+        raise WireError(f"field lease_ids has {len(lease_ids)} items: send {MOST_SLOTS} at most")
+    for index, lease_id in enumerate(lease_ids):
+        if not isinstance(lease_id, str):
+            raise WireError(f"field lease_ids[{index}] is {type(lease_id).__name__}: send str")
+    return lease_ids
+
+
+def policy_of(message: Any, policies: Collection[str]) -> str:
+    """The policy that a message is about, one of the run's."""
+    (policy,) = fields(message, policy=str)
+    if policy not in policies:
+        raise WireError(f"field policy is {policy[:_LONGEST_NAME]!r}: this run has {', '.join(policies)}")
+    return policy
+
+
+def version_of(message: Any, name: str, *, oldest: int, newest: int) -> int:
+    """A version between those that can be meant."""
+    (version,) = fields(message, **{name: int})
+    if not oldest <= version <= newest:
+        raise WireError(f"field {name} is {version}: this run has made versions {oldest} to {newest} of that policy")
+    return version
+
+
+def episodes_of(
+    message: Any, newest: Mapping[str, int], needed: Mapping[str, Collection[str]], bounds: Bounds
+) -> list[tuple[str, Episode]]:
+    """Leases and what was played under them; one bad item refuses the whole message. `newest` versions and `needed`
+    outcomes are by policy."""
+    (items,) = fields(message, items=list)
+    played = []
+    for index, item in enumerate(items):
+        lease_id, episode = fields(item, lease_id=str, episode=Episode)
+        check_episode(episode, newest=newest, bounds=bounds, where=f"items[{index}].episode")
+        check_outcomes(episode, needed, where=f"items[{index}].episode")
+        played.append((lease_id, episode))
+    return played

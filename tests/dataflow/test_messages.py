@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowjax.dataflow.messages import sender_of
+from flowjax.dataflow.service import sender_of
 
 
 @pytest.mark.parametrize(
