@@ -1,7 +1,7 @@
 """Actions of a policy on the canvas: what they are, the two ways to write them, and what each does to a workflow.
 
 A response may start with thinking (`<think>...</think>`) and plain text; then comes exactly one action, and nothing
-after it. Whatever else comes gives an `Unreadable` with a reason for the policy; `flowjax.published.canvas_repair`
+after it. Whatever else comes gives an `Unreadable` with a reason for the policy; `flowjax.published.canvas`
 reads more.
 Actions are written with tags, as the table `FORMS` has them, from which the reader, the writer and the grammar for
 sampling are made:

@@ -9,19 +9,49 @@ for loops (`x3`) never meets the text, which says `* 3`.
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flowjax.canvas.actions import Action, Add, Unreadable
-from flowjax.canvas.graph import Call, Parallel, Workflow, walk
-from flowjax.canvas.text import show
+from flowjax.canvas import actions
+from flowjax.canvas.actions import (
+    ACTIONS,
+    MAX_POSITION,
+    STRUCTURES,
+    TAGS,
+    Action,
+    Add,
+    Finish,
+    Form,
+    FormPart,
+    GrammarError,
+    Modify,
+    Unreadable,
+    action_of,
+    check_order,
+    form_of,
+    unescaped,
+    with_instructions,
+)
+from flowjax.canvas.checks import nearest
+from flowjax.canvas.graph import (
+    MAX_LOOP_COUNT,
+    Call,
+    Loop,
+    Node,
+    Parallel,
+    Workflow,
+    WorkflowError,
+    children,
+    walk,
+    with_children,
+)
+from flowjax.canvas.text import parse_piece, show
 from flowjax.canvas.values import Problem, ProblemKind, WorkflowRun
 from flowjax.envs import Observation
 from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.envs.canvas.texts import CanvasView, ObservationText, worded
 from flowjax.envs.canvas.world import Canvas, CanvasOptions
-from flowjax.published import canvas_repair
 from flowjax.records import Task
 
 # JAX is imported for type checkers alone: workers of environments read the score, and have no use for it.
@@ -63,7 +93,7 @@ class PublishedCanvasEnv(CanvasEnv):
     def _read(self, text: str) -> Action | Unreadable:
         read = super()._read(text)
         if isinstance(read, Unreadable) and self._options.lenient:
-            mended = canvas_repair.parse(text, self._operators)
+            mended = parse_leniently(text, self._operators)
             if not isinstance(mended, Unreadable):
                 self._repaired += 1
                 return mended
@@ -178,3 +208,267 @@ def _following(last: str, present: set[str], kind: ProblemKind, run: WorkflowRun
                 return "finish" if concise else "Format"
             return "Verify"
     return "finish" if concise else "Format"
+
+
+# ------------------------------------------------------------------------------------------------------ lenient reading
+
+_FENCE = re.compile(r"```[A-Za-z]{0,20}")
+_TAG = re.compile(rf"<\s{{0,3}}(/?)\s{{0,3}}({'|'.join(TAGS)})\s{{0,3}}/?>", re.IGNORECASE)
+_SQUARE_TAG = re.compile(rf"\[\s{{0,3}}(/?)\s{{0,3}}({'|'.join(TAGS)})\s{{0,3}}\]", re.IGNORECASE)
+_FINISHING = re.compile(
+    r"\b(?:let's finish|let us finish|i will finish|i'll finish|finish the workflow|finish workflow|now finish"
+    r"|workflow is complete|workflow complete|time to finish|ready to finish)\b"
+)
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN_ID = re.compile(r"\b(n[0-9]{1,9})(\.(?:condition|true|false))?\b")
+_DIGITS = re.compile(r"[0-9]{1,9}")
+_QUOTES = "`'\"*. \t\r\n"
+_MAX_CORRECTED_NAMES = 200  # comparing names is the slow part; nobody means that many operators
+
+
+def parse_leniently(text: str, operators: Collection[str]) -> Action | Unreadable:
+    """The action of a response as `flowjax.canvas.actions.parse` reads it, or else what is probably meant.
+
+    Names are put right to those of `operators`; what had to be mended is in the action's `repairs`.
+    """
+    action = actions.parse(text)
+    if not (isinstance(action, Unreadable) or _needs_repair(action, operators)):
+        return action
+    try:
+        return _Repair(text, operators).action()
+    except GrammarError as error:
+        return Unreadable(str(error))
+
+
+def _needs_repair(action: Action, operators: Collection[str]) -> bool:
+    """True if an action that keeps to the grammar names operators that do not exist, or a count out of bounds."""
+    pieces = walk(action.piece) if isinstance(action, Add) else ()
+    if isinstance(action, Modify) and action.operator:
+        pieces = (Call(action.operator),)
+    return any(
+        (isinstance(node, Call) and node.operator not in operators)
+        or (isinstance(node, Loop) and not 1 <= node.count <= MAX_LOOP_COUNT)
+        for node in pieces
+    )
+
+
+class _Repair:
+    """Meaning of a response that breaks the grammar, as it is most likely, and which repairs that took.
+
+    unclosed_thinking  `<think>` without an end           several_actions  only the first was taken
+    code_fence         ``` around the action              extra_text       text between or after the tags
+    tag_form           [action], <ACTION>, < action >     repeated_tag     only the first of a tag was taken
+    unclosed_tag       a closing tag is missing           needless_tag     a tag that does not belong to the action
+    order              tags in another order              names            Custom for custom, add for ADD
+    separators         other separators than commas       count            put between 1 and 10
+    position           another text around the number     target           another text around the id
+    prompts            too many, too few or empty         structure        `sequence`, which is a workflow
+    bare_operator      only an operator's name            bare_workflow    only a text form
+    finish_phrase      "ready to finish" and the like
+    """
+
+    def __init__(self, text: str, operators: Collection[str]):
+        self.text, self.operators = text, operators
+        self.repairs: dict[str, None] = {}  # an ordered set
+        self.corrected = 0
+
+    def action(self) -> Action:
+        text = self.plain_text()
+        tags = list(_TAG.finditer(text))
+        first = next((i for i, tag in enumerate(tags) if tag[2] == "action" and not tag[1]), None)
+        if first:
+            self.note("extra_text")
+        action = self.bare(text) if first is None else self.from_elements(self.elements(text, tags[first:]))
+        return replace(action, repairs=tuple(self.repairs))
+
+    def note(self, repair: str) -> None:
+        self.repairs[repair] = None
+
+    def plain_text(self) -> str:
+        """The response without thinking and fences, with tags as they should look."""
+        before, closing, text = self.text.partition("</think>")
+        if not closing:
+            text = before.replace("<think>", " ", 1)
+            if "<think>" in before:
+                self.note("unclosed_thinking")
+        without_fences = _FENCE.sub(" ", text)
+        if without_fences != text:
+            self.note("code_fence")
+        tidy = _TAG.sub(_tidy_tag, without_fences)
+        if "<action>" not in tidy:
+            tidy = _SQUARE_TAG.sub(_tidy_tag, tidy)
+        if tidy != without_fences:
+            self.note("tag_form")
+        return tidy
+
+    def elements(self, text: str, tags: list[re.Match[str]]) -> list[tuple[str, str]]:
+        """Tags and values of the first action."""
+        elements: list[tuple[str, str]] = []
+        at = 0
+        while at < len(tags):
+            opening, closing = tags[at], tags[at + 1] if at + 1 < len(tags) else None
+            if opening[1]:
+                self.note("extra_text")  # a closing tag that nothing opened
+                at += 1
+                continue
+            tag = opening[2]
+            if tag == "action" and elements:
+                self.note("several_actions")
+                break
+            closed = closing is not None and closing[1] == "/" and closing[2] == tag
+            if not closed:
+                self.note("unclosed_tag")
+            value = text[opening.end() : closing.start() if closing else len(text)]
+            if "</" in value or value.endswith("<"):
+                self.note("stray_sign")
+            elements.append((tag, unescaped(value)))
+            at += 2 if closed else 1
+            after = tags[at].start() if at < len(tags) else len(text)
+            if closed and closing and text[closing.end() : after].strip():
+                self.note("extra_text")
+        return elements
+
+    def from_elements(self, elements: list[tuple[str, str]]) -> Action:
+        values = dict(reversed(elements))
+        if len([tag for tag, _ in elements if tag != "prompt"]) > len([tag for tag in values if tag != "prompt"]):
+            self.note("repeated_tag")
+        self.correct_action(values)
+        form = form_of(list(values.items()))
+        wanted = [part.tag for part in form.parts]
+        given = [tag for tag, _ in elements if tag in wanted and tag in values]
+        if len(values) > len([tag for tag in values if tag in wanted]) + 1:
+            self.note("needless_tag")
+        if sorted(given, key=wanted.index) != given or elements[0][0] != "action":
+            self.note("order")
+        values = {tag: value for tag, value in values.items() if tag == "action" or tag in wanted}
+        prompts = [value for tag, value in elements if tag == "prompt" and value] if "prompt" in wanted else []
+        if prompts != [value for tag, value in elements if tag == "prompt"]:
+            self.note("prompts")
+        check_order(form, [tag for tag in wanted if tag in values and (tag != "prompt" or prompts)])
+        values.pop("prompt", None)
+        for tag in tuple(values):
+            self.correct_value(tag, values, required=FormPart(tag) in form.parts)
+        return self.with_prompts(form, values, prompts)
+
+    def with_prompts(self, form: Form, values: dict[str, str], prompts: list[str]) -> Action:
+        if form.action == "set_prompt":
+            return action_of(form, [*values.items(), ("prompt", prompts[0] if prompts else "")])
+        action = action_of(form, list(values.items()))
+        if isinstance(action, Modify) and prompts:
+            return replace(action, prompt=prompts[0])
+        if not isinstance(action, Add):
+            return action
+        piece = self.corrected_piece(action.piece)
+        calls = sum(isinstance(node, Call) for node in walk(piece))
+        if prompts and len(prompts) != calls:
+            self.note("prompts")
+        return replace(action, piece=with_instructions(piece, prompts))
+
+    def correct_action(self, values: dict[str, str]) -> None:
+        said = values["action"].strip(_QUOTES)
+        action = self.nearest(said.replace(" ", "_").replace("-", "_"), (*ACTIONS, *STRUCTURES))
+        if action in STRUCTURES:
+            self.note("structure")
+            values["action"] = "add"
+            values.setdefault("structure", action)
+        elif action:
+            values["action"] = action
+        if values["action"] != "add" or "structure" not in values:
+            return
+        structure = values["structure"].strip(_QUOTES)
+        if structure.casefold() == "sequence" and "operators" in values:
+            self.note("structure")
+            del values["structure"]
+            values["workflow"] = " -> ".join(_WORD.findall(values.pop("operators")))
+        else:
+            values["structure"] = self.nearest(structure, STRUCTURES) or structure
+
+    def correct_value(self, tag: str, values: dict[str, str], required: bool) -> None:
+        value = values[tag]
+        match tag:
+            case "operator" | "condition" | "true" | "false":
+                folded = value.strip(_QUOTES).casefold()
+                values[tag] = (
+                    "done" if tag in ("true", "false") and folded in ("done", "none", "") else self.name(value)
+                )
+                if values[tag] != value:
+                    self.note("names")
+            case "operators":
+                names = _WORD.findall(value)
+                if [name.strip() for name in value.split(",")] != names:
+                    self.note("separators")
+                values[tag] = ", ".join(map(self.name, names))
+            case "count" | "position":
+                most = MAX_LOOP_COUNT if tag == "count" else MAX_POSITION
+                digits = _DIGITS.search(value)
+                number = str(min(max(int(digits[0]), tag == "count"), most)) if digits else ""
+                if number != value:
+                    self.note(tag)
+                if number:
+                    values[tag] = number
+                elif not required:
+                    del values[tag]
+            case "target" | "into":
+                found = _PLAIN_ID.search(value)
+                if found and (id := found[0] if tag == "into" else found[1]) != value:
+                    self.note("target")
+                    values[tag] = id
+            case "workflow":
+                values[tag] = value.replace("→", "->")
+                if values[tag] != value:
+                    self.note("separators")
+
+    def corrected_piece(self, node: Node) -> Node:
+        if isinstance(node, Call):
+            return replace(node, operator=self.name(node.operator))
+        if isinstance(node, Loop) and not 1 <= node.count <= MAX_LOOP_COUNT:
+            self.note("count")
+            node = replace(node, count=min(max(node.count, 1), MAX_LOOP_COUNT))
+        return with_children(node, tuple(map(self.corrected_piece, children(node))))
+
+    def bare(self, text: str) -> Action:
+        """Without an action's tag: one operator's name, a workflow's text, or a wish to finish."""
+        folded = text.casefold()
+        if folded.strip(_QUOTES) == "finish" or _FINISHING.search(folded.replace("’", "'")):
+            self.note("finish_phrase")
+            return Finish()
+        known = {name.casefold(): name for name in self.operators}
+        if piece := self.bare_workflow(text, known):
+            return Add(piece)
+        mentioned = {known[word] for word in map(str.casefold, _WORD.findall(text)) if word in known}
+        if len(mentioned) == 1:
+            self.note("bare_operator")
+            return Add(Call(mentioned.pop()))
+        what = f"several operators are named ({', '.join(sorted(mentioned))})" if mentioned else "no operator is named"
+        raise GrammarError(f"There is no action, and {what}: write `<action>add</action><operator>Custom</operator>`.")
+
+    def bare_workflow(self, text: str, known: dict[str, str]) -> Node | None:
+        try:
+            piece = parse_piece(text)
+        except WorkflowError:
+            return None
+        if not all(call.operator.casefold() in known for call in walk(piece) if isinstance(call, Call)):
+            return None
+        self.note("bare_operator" if isinstance(piece, Call) else "bare_workflow")
+        return self.corrected_piece(piece)
+
+    def name(self, said: str) -> str:
+        name = said.strip(_QUOTES)
+        if name not in self.operators:
+            name = self.nearest(name, self.operators) or name
+        if name != said:
+            self.note("names")
+        return name
+
+    def nearest(self, said: str, valid: Collection[str]) -> str | None:
+        if said in valid:
+            return said
+        self.corrected += 1
+        near = nearest(said, valid) if self.corrected <= _MAX_CORRECTED_NAMES else None
+        if near:
+            self.note("names")
+        return near
+
+
+def _tidy_tag(match: re.Match[str]) -> str:
+    return f"<{match[1]}{match[2].lower()}>"

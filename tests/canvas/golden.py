@@ -12,8 +12,7 @@ from flowjax.canvas import Problem, actions, load_operators, mermaid, parse, run
 from flowjax.canvas.backends import Completion, Request, Usage
 from flowjax.envs import Past, Style
 from flowjax.envs.canvas import Canvas
-from flowjax.published import canvas_repair as repair
-from flowjax.published.canvas import PublishedCanvas
+from flowjax.published.canvas import PublishedCanvas, parse_leniently
 from tests.canvas.shown_text import text_of
 
 FOLDER = Path(__file__).parent / "golden"
@@ -157,7 +156,7 @@ def _played() -> list[Any]:
 def _read() -> dict[str, list[str]]:
     names, found = load_operators(entry_points=False), {}
     for text in REPLIES:
-        lenient = repair.parse(text, names)
+        lenient = parse_leniently(text, names)
         results: list[Any] = [actions.parse(text), lenient, actions.parse_compact(text)]
         found[text] = [repr(result) for result in results]
         for result in results:

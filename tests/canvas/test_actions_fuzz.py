@@ -9,7 +9,7 @@ import pytest
 from flowjax.canvas.actions import ACTIONS, STRUCTURES, TAGS, Unreadable, apply, parse, parse_compact, show
 from flowjax.canvas.edits import EditError
 from flowjax.canvas.text import parse as workflow
-from flowjax.published import canvas_repair as repair
+from flowjax.published.canvas import parse_leniently
 from tests.canvas.graphs import LIBRARY
 
 RESPONSES = 100_000
@@ -52,7 +52,7 @@ def test_no_response_crashes():
     for _ in range(RESPONSES):
         text = response(rng)
         lenient = rng.random() < 0.4
-        actions = (repair.parse(text, LIBRARY) if lenient else parse(text), parse_compact(text))
+        actions = (parse_leniently(text, LIBRARY) if lenient else parse(text), parse_compact(text))
         for action in actions:
             if isinstance(action, Unreadable):
                 assert action.reason and len(action.reason) < 1_000
@@ -112,7 +112,7 @@ def test_time_is_linear(name: str):
         for _ in range(3):
             started = process_time()
             parse(text)
-            repair.parse(text, LIBRARY)
+            parse_leniently(text, LIBRARY)
             parse_compact(text)
             best = min(best, process_time() - started)
         return best

@@ -4,7 +4,7 @@ import pytest
 
 from flowjax.canvas.actions import Action, Add, Delete, Finish, Modify, SetPrompt, Unreadable
 from flowjax.canvas.graph import Call, Conditional, Loop, Parallel, Sequence
-from flowjax.published import canvas_repair as repair
+from flowjax.published.canvas import parse_leniently
 from tests.canvas.graphs import LIBRARY
 
 CUSTOM, REVISE = Call("Custom"), Call("Revise")
@@ -81,7 +81,7 @@ ADD = "<action>add</action><operator>Custom</operator>"
     ],
 )
 def test_repairs(text: str, action: Action, repairs: tuple[str, ...]):
-    result = repair.parse(text, LIBRARY)
+    result = parse_leniently(text, LIBRARY)
     assert not isinstance(result, Unreadable), result.reason
     assert result == action
     assert result.repairs == repairs
@@ -100,6 +100,6 @@ def test_repairs(text: str, action: Action, repairs: tuple[str, ...]):
     ],
 )
 def test_what_nobody_can_repair(text: str, says: str):
-    result = repair.parse(text, LIBRARY)
+    result = parse_leniently(text, LIBRARY)
     assert isinstance(result, Unreadable)
     assert says in result.reason
