@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from flowjax.canvas.checks import nearest, problems, unknown_name, warnings
+from flowjax.canvas.checks import nearest, problems, unknown_name
 from flowjax.canvas.graph import Call, Loop, Parallel, Sequence, Workflow
 from flowjax.canvas.text import parse
 from tests.canvas.graphs import LIBRARY, WORKFLOWS
@@ -83,42 +83,7 @@ def test_names():
     assert unknown_name("backend", "b", ()) == "There is no backend `b`. There are none."
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("ScEnsemble", "n1 `ScEnsemble`: no candidates; put a parallel before it, as in `[A, B] -> ScEnsemble`."),
-        ("Custom -> Aggregate", "n2 `Aggregate`: no candidates"),
-        ("Verify", "n1 `Verify`: there is nothing before it to work on"),
-        ("Plan -> Format -> Custom", "n2 `Format`: there is nothing before it to work on"),
-        ("Custom -> Test", "n2 `Test`: it reads `code`, which nothing before it writes; Programmer write"),
-        ("Plan", "n1 `Plan`: nothing after it reads what it writes"),
-        ("[Custom, Programmer]", "n1 `[Custom, Programmer]`: nothing after it reads its candidates"),
-        ("[Plan -> Custom, Plan] -> ScEnsemble", "n5 `Plan`: this branch gives no candidate"),
-        ("Custom -> (Plan ? done : Revise)", "the second branch always runs; use a checker as condition (Review, Test"),
-    ],
-)
-def test_warnings(source: str, says: str):
-    found = warnings(parse(source), LIBRARY)
-    assert any(says in warning for warning in found), found
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "",
-        "Plan -> [Programmer, Custom] -> ScEnsemble -> (Verify ? done : Revise) -> Format",
-        "Programmer -> (Test -> Revise) * 3",
-        "Custom -> (Verify ? (Review -> Revise) : done) -> Review",
-        "unknown -> (unknown ? Custom : done)",
-        "(Custom -> Plan -> Verify) * 2",
-    ],
-)
-def test_no_warnings(source: str):
-    assert warnings(parse(source), LIBRARY) == []
-
-
 @given(WORKFLOWS)
 def test_any_workflow_is_judged(workflow: Workflow):
     for each in (workflow, replace(workflow, next_number=1)):
         problems(each, LIBRARY)
-        warnings(each, LIBRARY)
