@@ -1,8 +1,8 @@
 """Costs of a training run in plain arithmetic: device memory, which `--dry_run` prints before anything is allocated,
-and floating-point operations of a step."""
+and floating-point operations of a step, beside what a device can do."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -99,11 +99,25 @@ def _gathered_bytes(config: ModelConfig, size: int, ways: int, tensor: int, expe
     return math.ceil((layer + config.vocab_size * config.hidden_size) / tensor) * size
 
 
-def total(parts: Mapping[str, int]) -> int:
-    return sum(parts.values())
-
-
 # ----------------------------------------------------------------------------------------------------------- operations
+
+# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name found in the device's kind counts.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "TPU v6": 918e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 197e12,
+    "TPU v4": 275e12,
+}
 
 
 def step_flops(model: ModelConfig, lora: Lora | None, rows: Sequence[TokenRow]) -> float:
@@ -149,3 +163,8 @@ def _pairs(lengths: np.ndarray, window_tokens: int | None) -> float:
     """Pairs (query, key) of causal attention: t keys for the t-th token, at most the window."""
     within = lengths if window_tokens is None else np.minimum(lengths, window_tokens)
     return float((within * (within + 1) / 2 + (lengths - within) * within).sum())
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak bfloat16 FLOP/s of a device, or None where it is not known (every CPU)."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device_kind.lower()), None)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from flowjax.models.cost import peak_flops
 from flowjax.monitor.metrics import MetricsWriter, write_status
 from flowjax.monitor.prometheus import MetricsEndpoint
 from flowjax.monitor.transcripts import write_lines
@@ -21,24 +22,6 @@ from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch
 from flowjax.trainer.sources import Served
 from flowjax.trainer.update import Metrics
-
-# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name found in the device's kind counts.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "TPU v6": 918e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 197e12,
-    "TPU v4": 275e12,
-}
 
 OnStep = Callable[[dict[str, Any]], None]
 
@@ -153,11 +136,6 @@ def _update_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
     shown = {"ratio": "ratio_mean", "clipped": "clip_share"}
     hidden = ("skipped", "tokens", "denominator", "clipped_low", "clipped_high")
     return {shown.get(name, name): value for name, value in values.items() if name not in hidden}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a device, or None where it is not known (every CPU)."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device_kind.lower()), None)
 
 
 def memory_metrics() -> dict[str, int]:

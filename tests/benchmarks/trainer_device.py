@@ -91,12 +91,12 @@ def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]
 
     from flowjax.losses.policy import LossOptions
     from flowjax.models.attention import choose_attention
-    from flowjax.models.cost import step_flops
+    from flowjax.models.cost import peak_flops, step_flops
     from flowjax.models.decoder import Decoder
     from flowjax.models.lora import Lora, LoraParam
     from flowjax.models.shape import ModelConfig
     from flowjax.trainer.batch import pack
-    from flowjax.trainer.log import memory_metrics, peak_flops
+    from flowjax.trainer.log import memory_metrics
     from flowjax.trainer.update import Objective, PolicyState, apply, gradient_of
 
     config, lora = ModelConfig(**{**_COMMON, **SHAPES[shape]}), Lora(rank=RANK, alpha=float(RANK))

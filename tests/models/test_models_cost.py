@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flowjax.models.cost import estimate, total
+from flowjax.models.cost import estimate
 from flowjax.models.decoder import Decoder, Remat
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
@@ -32,7 +32,6 @@ def test_arrays_are_counted_exactly():
     assert parts["moments"] == 2 * _bytes(adapter)
     full = estimate(CONFIG, None, **SIZES)
     assert (full["adapter"], full["gradients"]) == (0, _bytes(base))
-    assert total(parts) == sum(parts.values())
 
 
 @pytest.mark.parametrize("remat", ["none", "layer"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flowjax.models.cost import step_flops
+from flowjax.models.cost import peak_flops, step_flops
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora
 from flowjax.models.nano import nano_config
@@ -46,3 +46,8 @@ def test_an_adapter_spares_the_gradients_of_the_base():
 def test_packing_does_not_change_what_a_sequence_costs():
     alone = step_flops(MODEL, None, [row(40, 10)])
     assert step_flops(MODEL, None, [row(40, 10)] * 3) == pytest.approx(3 * alone)
+
+
+def test_peaks_of_devices():
+    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("TPU v5p") == 459e12 and peak_flops("cpu") is None

@@ -3,7 +3,7 @@
 import urllib.request
 
 from flowjax.monitor.metrics import read_status
-from flowjax.trainer.log import TrainerStatus, memory_metrics, peak_flops
+from flowjax.trainer.log import TrainerStatus, memory_metrics
 
 
 def test_each_policys_newest_step_is_told(tmp_path):
@@ -19,7 +19,5 @@ def test_each_policys_newest_step_is_told(tmp_path):
     assert 'flowjax_trainer_policy_loss{policy="solver"} 0.5\n' in text
 
 
-def test_devices():
-    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("TPU v5p") == 459e12 and peak_flops("cpu") is None
+def test_memory_of_this_process():
     assert memory_metrics()["host_peak_bytes"] > 1e8
