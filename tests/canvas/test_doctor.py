@@ -81,7 +81,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1].strip(":") for line in lines] == ["isolation", "operators", "backend"]
     assert all(line.startswith("ok") for line in lines)
-    path.write_text(json.dumps({"operators": ["Plan"], "extra_operators": ["flowjax.canvas.operators.prompted:Plan"]}))
+    path.write_text(json.dumps({"operators": ["Plan"], "extra_operators": ["flowjax.canvas.operators.built_in:Plan"]}))
     assert run_doctor(f"--config={path}") == 0  # "operators" are names, of those on offer
     capsys.readouterr()
     assert run_doctor("--operators", "no.module:Own") == 1

@@ -6,7 +6,7 @@ import pytest
 from operator_context import use
 
 from flowjax.canvas.operators import OperatorError
-from flowjax.canvas.operators.prompted import groups, majority
+from flowjax.canvas.operators.built_in import groups, majority
 from flowjax.canvas.values import Problem, State
 
 SUM = Problem("What is 2+3?", "math")

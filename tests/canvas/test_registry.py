@@ -100,7 +100,7 @@ def test_an_installed_package_offers_operators(own_module: Path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('name = "Shout"', 'name = "Custom"', "the name 'Custom' is taken by flowjax.canvas.operators.prompted:Custom"),
+        ('name = "Shout"', 'name = "Custom"', "the name 'Custom' is taken by flowjax.canvas.operators.built_in:Custom"),
         ('name = "Shout"', 'name = "Shout it"', "Shout.name is 'Shout it': give one word"),
         ('    name = "Shout"\n', "", "Shout.name is missing"),
         ('    role = "formatter"\n', "", "Shout.role is missing: one of planner, solver"),

@@ -33,8 +33,7 @@ from flowjax.canvas.operators import (
     solution_form,
     visible,
 )
-from flowjax.canvas.operators.programs import Programmer, Test
-from flowjax.canvas.operators.prompted import (
+from flowjax.canvas.operators.built_in import (
     Aggregate,
     AnswerGenerate,
     Custom,
@@ -43,9 +42,11 @@ from flowjax.canvas.operators.prompted import (
     Format,
     MdEnsemble,
     Plan,
+    Programmer,
     Review,
     Revise,
     ScEnsemble,
+    Test,
     Verify,
 )
 from flowjax.canvas.values import Field, Kind, State, Value
