@@ -20,8 +20,7 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.table import Table
 
-from flowjax.config import ConfigError
-from flowjax.launch.command_line import asks_help
+from flowjax.config import ConfigError, asks_help
 from flowjax.monitor.held_out import by_task, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 

@@ -8,6 +8,8 @@ where none is named (`flowjax.fields`). Rules between several fields are in `flo
 
 import json
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +394,13 @@ FIELDS = Section(
 )
 
 
+def asks_help(argv: Sequence[str], page: str | None) -> bool:
+    """True where a command is asked for help, which is printed: absl would end with status 1 after it."""
+    if asked := bool({"--help", "-h", "--helpfull"} & set(argv)):
+        print(page)
+    return asked
+
+
 def default_config() -> ConfigDict:
     """A complete, unlocked config: the default of every field."""
     return FIELDS.defaults()
@@ -466,5 +475,5 @@ Made by `python -m flowjax.config` from the declarations in [flowjax/config.py](
 by one (`--config.credit.options.gamma=0.9`) or together (`--config.agents="{'agent': 'base'}"`). Numbers are finite,
 text has at most 4,096 characters; whatever a declaration does not allow is refused before anything starts."""
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not asks_help(sys.argv, __doc__):
     print(page(), end="")

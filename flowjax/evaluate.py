@@ -43,7 +43,7 @@ from rich.table import Table
 
 from flowjax.canvas.backends import BackendError, Prices, Request
 from flowjax.canvas.backends.config import BackendConfigError, open_backends
-from flowjax.config import BASE_NAME, ConfigError, load_run, save_run, task_options
+from flowjax.config import BASE_NAME, ConfigError, asks_help, load_run, save_run, task_options
 from flowjax.dataflow.evaluations import keep_evaluation
 from flowjax.dataflow.tasks import episode_seed, held_out_tasks, task_at
 from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError, find_world
@@ -397,7 +397,7 @@ def _plain(value: object) -> object:
 
 
 def main(argv: Sequence[str]) -> int:
-    if command_line.asks_help(argv, __doc__):
+    if asks_help(argv, __doc__):
         return OK
     jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
     console = Console() if sys.stdout.isatty() else Console(width=140)

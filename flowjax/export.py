@@ -23,9 +23,8 @@ import jax.numpy as jnp
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, asks_help
 from flowjax.files import new_folder
-from flowjax.launch.command_line import asks_help
 from flowjax.models.config import read_config
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder, save_decoder

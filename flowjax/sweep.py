@@ -40,7 +40,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from flowjax.compare import conclusion, read_scores, shared_tasks
-from flowjax.config import ConfigError, load_run
+from flowjax.config import ConfigError, asks_help, load_run
 from flowjax.fields import FOLDER_NAME, nearest, shown
 from flowjax.files import replace_file
 from flowjax.launch import command_line
@@ -336,7 +336,7 @@ def figure(sweep: Sweep, rows: Sequence[_Row]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    if command_line.asks_help(argv, __doc__):
+    if asks_help(argv, __doc__):
         return _OK
     console = Console() if sys.stdout.isatty() else Console(width=140)
     try:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from absl import app, flags, logging
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, asks_help
 from flowjax.dataflow.algorithms import AlgorithmError
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import LedgerError
@@ -43,6 +43,6 @@ def main(argv: list[str]) -> None:
         sys.exit(_USER_MISTAKE)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not asks_help(sys.argv, __doc__):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # credit is small: it must not take memory from the trainer's devices
     app.run(main)

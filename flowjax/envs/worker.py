@@ -222,4 +222,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    print(__doc__) if "--help" in sys.argv else main(sys.argv)

@@ -4,7 +4,8 @@
         verdict = graders.call("1/2", "0.5")
 
 Requests and answers are msgpack behind a length, over the worker's standard input and output. A worker that takes too
-long, or dies, is killed, counted and replaced. `call` may come from any thread; it waits for a free worker.
+long, or dies, is killed, counted and replaced. `call` may come from any thread; it waits for a free worker. A worker is
+`python -m flowjax.grading.processes <module>:<function> <pid of its parent> <seconds for an answer>`.
 """
 
 import contextlib
@@ -191,4 +192,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    print(__doc__) if "--help" in sys.argv else main(sys.argv)

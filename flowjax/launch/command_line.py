@@ -64,13 +64,6 @@ def parse(
     return config.lock(), values
 
 
-def asks_help(argv: Sequence[str], page: str | None) -> bool:
-    """True where a command is asked for help, which is printed: absl would end with status 1 after it."""
-    if asked := bool({"--help", "-h", "--helpfull"} & set(argv)):
-        print(page)
-    return asked
-
-
 def load_recipe(source: str) -> ConfigDict:
     """The config of `path.py`, `path.py:arg` or `path.py:arg,estimator`.
 

@@ -422,4 +422,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    main()
+    print(__doc__) if "--help" in sys.argv else main()

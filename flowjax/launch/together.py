@@ -50,4 +50,4 @@ def run_together(environments: Sequence[Mapping[str, str]], command: Sequence[st
 
 
 if __name__ == "__main__":
-    sys.exit(run_together(json.loads(sys.argv[1]), sys.argv[2:]))
+    sys.exit(print(__doc__) if sys.argv[1:] == ["--help"] else run_together(json.loads(sys.argv[1]), sys.argv[2:]))

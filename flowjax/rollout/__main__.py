@@ -14,7 +14,7 @@ import jax
 from absl import app, flags, logging
 
 from flowjax.broker import Address, DataflowError, connect
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, asks_help
 from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.files import FileHeldError, held
@@ -135,5 +135,5 @@ def main(argv: list[str]) -> None:
     sys.exit(play(Path(_RUN.value).absolute()))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not asks_help(sys.argv, __doc__):
     app.run(main)

@@ -6,7 +6,7 @@ from pathlib import Path
 from absl import app, flags
 
 from flowjax.broker import DataflowError
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, asks_help
 from flowjax.models.shape import ModelError
 from flowjax.trainer import train
 from flowjax.trainer.batch import BatchError
@@ -25,5 +25,5 @@ def main(argv: list[str]) -> None:
         sys.exit(f"trainer: {error}")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not asks_help(sys.argv, __doc__):
     app.run(main)

@@ -18,7 +18,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from flowjax.config import BASE_NAME, ConfigError
+from flowjax.config import BASE_NAME, ConfigError, asks_help
 from flowjax.envs import World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations
 from flowjax.models.hf import save_decoder
@@ -165,5 +165,5 @@ def main(argv: list[str]) -> None:
         sys.exit(f"warm start: {error}")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not asks_help(sys.argv, __doc__):
     app.run(main)
