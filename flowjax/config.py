@@ -366,7 +366,9 @@ FIELDS = Section(
             at_most=1e6,
             resume=True,
         ),
-        versions=Entry((), "evaluate these versions and train nothing (set by flowjax.evaluate)", of=int, at_least=0),
+        versions=Entry(
+            (), "those that an evaluation plays: flowjax.evaluate sets it, and a launch refuses it", of=int, at_least=0
+        ),
     ),
     monitor=Section(
         "Where else the numbers of metrics.jsonl go.",

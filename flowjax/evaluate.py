@@ -8,9 +8,10 @@
     python -m flowjax.evaluate --config=<recipe> --endpoint=https://host/v1 --model_name=<its name there>
 
 `config.eval.tasks` held-out tasks (all there are, where those are fewer) are played `config.eval.samples` times each.
-`results.json`, `results.md` and every episode are kept in `<run>/evaluations/<step>`, or in `--out` where there is no
-run (docs/evaluation.md). The same command again plays what is missing, and nothing that is there. Replies are seeded
-(`config.eval.seed`), or the likeliest each time with `--config.eval.temperature=0`.
+`results.json`, `results.md`, `run.json` (command, code, packages and machine of each start) and every episode are kept
+in `<run>/evaluations/<step>`, or in `--out` where there is no run (docs/evaluation.md). The same command again plays
+what is missing, and nothing that is there. Replies are seeded (`config.eval.seed`), or the likeliest each time with
+`--config.eval.temperature=0`.
 
 Several run folders are evaluated one after the other. Of several policies `--checkpoint` names one each, with commas
 between them; `--config.agents` may bind agents otherwise than in the run, such as to "base" as a fixed partner.
@@ -68,6 +69,7 @@ from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import markdown, rows, summarise
 from flowjax.monitor.metrics import Progress
+from flowjax.monitor.provenance import recorded_start
 from flowjax.records import Lease
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
@@ -408,7 +410,7 @@ def main(argv: Sequence[str]) -> int:
                 print("\n".join(dict.fromkeys(problems)), file=sys.stderr)
                 return USER_MISTAKE
         for request in requests:
-            if status := _evaluate(request, console):
+            if status := _evaluate(request, console, [sys.executable, "-m", "flowjax.evaluate", *argv]):
                 return status
     except (BackendConfigError, CheckpointError, CodecError, ConfigError, ModelError, RunInUse, WorldError) as error:
         print(error, file=sys.stderr)
@@ -491,22 +493,34 @@ def _is_complete(evaluation: Evaluation) -> bool:
     return {lease.episode_id for lease in leases_of(evaluation)} <= _file(evaluation).read().keys()
 
 
-def _evaluate(request: EvaluationRequest, console: Console) -> int:
+def _evaluate(request: EvaluationRequest, console: Console, command: Sequence[str]) -> int:
     """Play what is missing of each evaluation, and write and print its results. Returns the exit status."""
     missing = [evaluation for evaluation in request.evaluations if not _is_complete(evaluation)]
+    if missing and (status := _play_missing(missing, request, console, command)):
+        return status
+    for evaluation in request.evaluations:
+        results = write_results(evaluation, request.prices)
+        console.print(_table(f"{evaluation.name}, {evaluation.run.folder}", results))
+    return OK
+
+
+def _play_missing(
+    missing: Sequence[Evaluation], request: EvaluationRequest, console: Console, command: Sequence[str]
+) -> int:
+    """Play what is missing of some evaluations, which hold their folders meanwhile. Returns the exit status."""
+    folders = [evaluation.run.folder for evaluation in missing]
+    python = "" if request.endpoint else missing[0].run.config.engine.python
     with contextlib.ExitStack() as held:
         for evaluation in missing:
             begin(evaluation)
             held.enter_context(hold(evaluation.run.folder))
+        start = held.enter_context(recorded_start(folders, command, engine_python=python))
         try:
-            status = _play(missing, request, console) if missing else OK
+            status = _play(missing, request, console)
         except (EngineError, EvaluationStopped, WeightsError) as error:
             print(f"evaluate: {error}; the same command goes on from here", file=sys.stderr)
-            return ROLE_FAILED
-    if status == OK:
-        for evaluation in request.evaluations:
-            results = write_results(evaluation, request.prices)
-            console.print(_table(f"{evaluation.name}, {evaluation.run.folder}", results))
+            status = ROLE_FAILED
+        start["exit_status"] = status
     return status
 
 

@@ -14,6 +14,7 @@ import pytest
 from flowjax.evaluate import main
 from flowjax.grading.math import equal
 from flowjax.monitor.held_out import read_held_out
+from flowjax.monitor.provenance import read_starts
 
 RECIPE = """
 from ml_collections import ConfigDict
@@ -114,8 +115,12 @@ def test_an_endpoint_is_evaluated_and_a_second_start_asks_nothing_again(
     assert results["tokens"] == {"prompt": 240, "sampled": 48} and results["cost"] == pytest.approx((240 + 480) / 1e6)
     assert results["played"]["endpoint"] == endpoint.url and not results["unfinished"]
     assert "| held-out success |" in (out / "results.md").read_text()
+    [start] = read_starts(out)
+    assert start["command"][2:] == ["flowjax.evaluate", *command] and start["exit_status"] == 0
+    assert start["code"]["commit"] and start["versions"]["jax"] and start["machine"]["cpus"] and start["ended_s"]
     before = (out / "held_out" / "adder.jsonl").read_bytes()
     assert main(command) == 0 and len(endpoint.bodies) == 25
+    assert len(read_starts(out)) == 1  # which has played nothing
     assert (out / "held_out" / "adder.jsonl").read_bytes() == before
     assert main([*command, "--config.eval.samples=3"]) == 0  # twelve more, and the first request
     assert len(endpoint.bodies) == 25 + 13 and len(lines(out)) == 36

@@ -84,8 +84,6 @@ class Evaluations:
     def _due(self, versions: Mapping[str, int]) -> bool:
         """At the start, at the end, and when the slowest policy has made another `eval.every_steps`."""
         config = self._config
-        if config.eval.versions:
-            return set(versions.values()) <= set(config.eval.versions)
         if not any(versions.values()) or versions == self._last_versions():
             return True
         every, slowest = config.eval.every_steps, min(versions.values())
@@ -99,10 +97,7 @@ class Evaluations:
         """True when all that there will be are in."""
         if self._under_way():
             return False
-        evaluated = self._all.values()
-        if self._config.eval.versions:
-            return {step for versions in evaluated for step in versions.values()} >= set(self._config.eval.versions)
-        return not self._config.eval.tasks or self._last_versions() in evaluated
+        return not self._config.eval.tasks or self._last_versions() in self._all.values()
 
     def _last_versions(self) -> dict[str, int]:
         return {name: policy.settings.trainer.steps for name, policy in self._policies.items()}

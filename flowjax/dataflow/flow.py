@@ -67,7 +67,6 @@ class Flow:
         self.evaluations = Evaluations(run, self.ledger, metrics, held_out_tasks, self.policies, clock)
         self.evaluations.write_finished()  # what a process before this one had no time for
         self._lease_s = config.dataflow.lease_s
-        self._only_evaluates = bool(config.eval.versions)
 
     def close(self) -> None:
         self.ledger.close()
@@ -91,9 +90,7 @@ class Flow:
     @property
     def finished(self) -> bool:
         """True when all training is committed and every evaluation is in."""
-        if not self._only_evaluates and any(policy.learns for policy in self.policies.values()):
-            return False
-        return self.evaluations.finished
+        return not any(policy.learns for policy in self.policies.values()) and self.evaluations.finished
 
     def status(self) -> dict[str, Any]:
         """Counts for the live screen; the first policy's where there are several, and all of them by policy."""

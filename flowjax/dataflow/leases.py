@@ -99,7 +99,7 @@ class Leases:
         """Open the next training task if the staleness bound and the length of the run admit it for some policy."""
         config = self._config
         learning = [policy for policy in self._policies.values() if policy.learns]
-        if config.eval.versions or not any(map(self._admits, learning)):
+        if not any(map(self._admits, learning)):
             return False
         position, task, forced = self._choose()
         self._algorithms.chosen(task, position)

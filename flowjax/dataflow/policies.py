@@ -59,7 +59,7 @@ class PolicyStatus:
 
         Where the ledger is new, or older than the checkpoints that this process found when it started, those tell.
         """
-        made = max(batches, self.committed, *self.run.config.eval.versions, 0)
+        made = max(batches, self.committed, 0)
         return max(made, self._found if made else self.newest_checkpoint())
 
     def flush_checkpoint(self, version: int) -> None:

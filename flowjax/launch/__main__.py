@@ -93,6 +93,11 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
     flag = {name: bool(values[name].value) for name in ("resume", "dry_run", "fresh_ledger")}
     if flag["fresh_ledger"] and (not flag["resume"] or flag["dry_run"]):
         raise ConfigError("--fresh_ledger changes a run that has begun: give --resume=<run folder>, and no --dry_run")
+    if config.eval.versions:
+        raise ConfigError(
+            f"config.eval.versions is {config.eval.versions}, which is for an evaluation: leave it out, or play these "
+            "versions with python -m flowjax.evaluate <run folder> --steps=..."
+        )
     run = resolve(config, run_dir)
     return LaunchRequest(run, flag["resume"], flag["dry_run"], _devices(run, values), flag["fresh_ledger"])
 
@@ -198,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
         with hold(run_dir):
             write_models(run_dir, models)
             command = [sys.executable, "-m", "flowjax.launch", *argv]
-            with recorded_start(run_dir, command, engine_python=request.run.config.engine.python) as start:
+            with recorded_start([run_dir], command, engine_python=request.run.config.engine.python) as start:
                 if request.fresh_ledger:
                     _start_ledger_anew(request.run, console)
                 start["exit_status"] = _run(request, console)

@@ -1,4 +1,5 @@
-"""`run.json` beside `config.json`: the command, code, packages and machine of each start of a run, and its times.
+"""`run.json` beside `config.json`: the command, code, packages and machine of each start of a run or an evaluation, and
+its times.
 
 It is for people and reports; nothing that a run does depends on it. What cannot be found out is said in its place.
 """
@@ -25,8 +26,11 @@ _LONGEST_WAIT_S = 5.0  # for git, nvidia-smi and the engine's interpreter, each
 
 
 @contextlib.contextmanager
-def recorded_start(run_dir: Path, command: Sequence[str], *, engine_python: str = "") -> Iterator[dict[str, Any]]:
-    """Add this start to the run's `run.json`, and its end when the block ends.
+def recorded_start(
+    folders: Sequence[Path], command: Sequence[str], *, engine_python: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Add this start to the `run.json` of each folder, that of a run or of some evaluations, and its end when the block
+    ends.
 
     Gives the start's entry; what the block puts in it, such as `exit_status`, is written with the end. Neither git nor
     a driver that hangs, nor a file that cannot be written, stops a run.
@@ -35,15 +39,17 @@ def recorded_start(run_dir: Path, command: Sequence[str], *, engine_python: str 
         command: the command line.
         engine_python: interpreter that has vLLM, where that is another one.
     """
-    before = read_starts(run_dir)
+    before = {folder: read_starts(folder) for folder in folders}
     entry: dict[str, Any] = {"command": list(command), "folder": str(Path.cwd()), "started_s": round(time.time(), 3)}
     entry |= {"code": _code(), "versions": _versions(engine_python), "machine": _machine()}
-    _write(run_dir, [*before, entry])
+    for folder, starts in before.items():
+        _write(folder, [*starts, entry])
     try:
         yield entry
     finally:
         entry["ended_s"] = round(time.time(), 3)
-        _write(run_dir, [*before, entry])
+        for folder, starts in before.items():
+            _write(folder, [*starts, entry])
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:

@@ -387,9 +387,8 @@ class RolloutService:
 
 def _world_name(run: Run) -> str:
     """`Task.world` of the run's tasks: all are of one world, as the first task says."""
-    split = "held_out" if run.config.eval.versions else "train"
     options = task_options(run.config, next(iter(run.config.env.sources), ""))
-    task = find_world(run.config.env.name)(**options).tasks(split, run.config.env.data_seed)[0]
+    task = find_world(run.config.env.name)(**options).tasks("train", run.config.env.data_seed)[0]
     assert task is not None, "a source of tasks must have every index"
     return task.world
 

@@ -197,17 +197,6 @@ def test_what_is_finished_is_finished_after_a_restart(tmp_path):
     assert again.finished and again.policies["agent"].committed == 4
 
 
-def test_evaluating_given_versions_trains_nothing(tmp_path):
-    config = configuration()
-    config.eval.versions = (7,)
-    flow = make_flow(tmp_path, config)
-    flow.report_serving("agent", 7)
-    leases = flows.lease(flow, "w", 1000)
-    assert {lease.kind for lease in leases} == {"eval"}
-    play(flow, leases, version=7)
-    assert flow.finished
-
-
 def test_a_group_that_failed_altogether_is_dropped_and_replaced(tmp_path):
     flow = make_flow(tmp_path, configuration(max_attempts=1))
     flow.report_serving("agent", 0)

@@ -121,6 +121,12 @@ def test_resume_reads_the_saved_config_and_refuses_another_run(recipe, config, t
     assert load_run(tmp_path / "runs" / "run").trainer.steps == 100
 
 
+def test_versions_to_evaluate_are_for_another_command(recipe, tmp_path):
+    done = launch(f"--config={recipe}", "--config.eval.versions=(3,)", "--dry_run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "config.eval.versions is (3,), which is for an evaluation" in done.stderr
+
+
 def test_unreadable_checkpoint_is_refused_before_anything_starts(config, tmp_path):
     run_dir = tmp_path / "runs" / "run"
     save_run(config, run_dir)

@@ -32,7 +32,7 @@ def test_a_start_has_its_command_code_packages_machine_and_times(tmp_path: Path,
     git(checkout, "init", "-q")
     git(checkout, "add", ".")
     git(checkout, "commit", "-qm", "first")
-    with recorded_start(tmp_path, ["python", "-m", "flowjax.launch"]) as entry:
+    with recorded_start([tmp_path], ["python", "-m", "flowjax.launch"]) as entry:
         (running,) = read_starts(tmp_path)
         assert "ended_s" not in running  # so that a run that was killed is told from one that ended
         entry["exit_status"] = 0
@@ -52,7 +52,7 @@ def test_a_changed_file_is_named(tmp_path: Path, checkout: Path):
     git(checkout, "add", ".")
     git(checkout, "commit", "-qm", "first")
     (checkout / "__init__.py").write_text("changed = True\n")
-    with recorded_start(tmp_path, []):
+    with recorded_start([tmp_path], []):
         pass
     (start,) = read_starts(tmp_path)
     assert start["code"]["dirty"] is True
@@ -60,7 +60,7 @@ def test_a_changed_file_is_named(tmp_path: Path, checkout: Path):
 
 
 def test_without_a_checkout_it_says_so(tmp_path: Path, checkout: Path):
-    with recorded_start(tmp_path, []):
+    with recorded_start([tmp_path], []):
         pass
     (start,) = read_starts(tmp_path)
     assert start["code"]["commit"] == ""
@@ -74,7 +74,7 @@ def test_a_driver_that_hangs_or_a_missing_git_stops_nothing(tmp_path: Path, monk
     (programs / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(programs))
     monkeypatch.setattr(provenance, "_LONGEST_WAIT_S", 0.3)
-    with recorded_start(tmp_path, []):
+    with recorded_start([tmp_path], []):
         pass
     (start,) = read_starts(tmp_path)
     assert start["machine"]["gpus"] == ["nvidia-smi does not answer"]
@@ -84,13 +84,13 @@ def test_a_driver_that_hangs_or_a_missing_git_stops_nothing(tmp_path: Path, monk
 def test_a_resumed_run_adds_a_start_and_a_broken_file_is_begun_anew(tmp_path: Path):
     (tmp_path / "run.json").write_text("{")
     for number in range(2):
-        with pytest.raises(RuntimeError), recorded_start(tmp_path, [str(number)]):
+        with pytest.raises(RuntimeError), recorded_start([tmp_path], [str(number)]):
             raise RuntimeError
     assert [start["command"] for start in read_starts(tmp_path)] == [["0"], ["1"]]
     assert all("ended_s" in start for start in read_starts(tmp_path))
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path):
-    with recorded_start(tmp_path / "missing", ["a"]):
+    with recorded_start([tmp_path / "missing"], ["a"]):
         pass
     assert json.dumps(read_starts(tmp_path / "missing")) == "[]"

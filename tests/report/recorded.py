@@ -105,7 +105,7 @@ def record_run(
         config[section][name] = value
     save_run(config, folder)
     build_tokenizer(played.make().vocabulary(), folder / "base")
-    with recorded_start(folder, ["python", "-m", "flowjax.launch", "--config=configs/sokoban.py:nano"]) as start:
+    with recorded_start([folder], ["python", "-m", "flowjax.launch", "--config=configs/sokoban.py:nano"]) as start:
         _Recorder(folder, played, seed).steps(steps, groups, size)
         start["exit_status"] = 0
     return folder
