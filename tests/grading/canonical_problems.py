@@ -4,7 +4,7 @@
 `check(candidate)`, asserts, or `unittest` classes. The wrong program fails in the very thing that the problem is about.
 """
 
-from flowjax.grading.code_asserts import from_unittest
+from flowjax.grading.code import from_unittest
 
 PROBLEMS: dict[str, tuple[str, str, str, str]] = {}
 

@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.grading.code import CallCase, Check, Lines, Suite, Verdict, judge, matches, same_text
-from flowjax.grading.code_asserts import from_assert, from_check
+from flowjax.grading.code import (
+    CallCase,
+    Check,
+    Lines,
+    Suite,
+    Verdict,
+    from_assert,
+    from_check,
+    judge,
+    matches,
+    same_text,
+)
 from flowjax.grading.sandbox import Limits
 from flowjax.grading.sandbox_runner import decode, encode
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowjax.grading import scoring
-from flowjax.grading.code import CallCase, Suite
-from flowjax.grading.code_asserts import from_assert, from_check
+from flowjax.grading.code import CallCase, Suite, from_assert, from_check
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.sandbox import Limits
 from flowjax.grading.scoring import UNANSWERABLE, Kind, Score, Scorer, stated_answer

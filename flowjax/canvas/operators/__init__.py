@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from flowjax.canvas.values import Field, Message, Problem, State, Value, in_thinking
 from flowjax.grading.answers import chosen, normalise_answer
-from flowjax.grading.code import Suite, Verdict
-from flowjax.grading.code_asserts import parse_quietly
+from flowjax.grading.code import Suite, Verdict, parse_quietly
 from flowjax.grading.math import last_boxed, plain_form
 from flowjax.grading.sandbox import ProgramResult
 

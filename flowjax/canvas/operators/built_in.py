@@ -38,8 +38,7 @@ from flowjax.canvas.operators import (
 )
 from flowjax.canvas.values import Field, Message, Problem, State, Value
 from flowjax.grading.answers import chosen
-from flowjax.grading.code import Suite, Verdict
-from flowjax.grading.code_asserts import from_assert, parse_quietly
+from flowjax.grading.code import Suite, Verdict, from_assert, parse_quietly
 from flowjax.grading.math import is_number
 from flowjax.grading.sandbox import ProgramResult
 

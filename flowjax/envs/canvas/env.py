@@ -20,8 +20,7 @@ from flowjax.envs.canvas.executors import RememberingSandbox, scored, wait_for
 from flowjax.envs.canvas.problem_files import records
 from flowjax.envs.canvas.structure import Structure, measure
 from flowjax.envs.canvas.texts import TEMPLATES, CanvasView, one_line, read_action, trace_of, view_run, with_phrases
-from flowjax.grading.code import Suite
-from flowjax.grading.code_asserts import from_assert
+from flowjax.grading.code import Suite, from_assert
 from flowjax.grading.sandbox import NoProcessorError
 from flowjax.records import Task, state_key
 

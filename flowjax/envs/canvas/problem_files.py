@@ -24,8 +24,7 @@ from flowjax.canvas.values import Problem, ProblemKind
 from flowjax.envs import NotReady, WorldError
 from flowjax.envs.code.problems import problem_of
 from flowjax.grading.answers import chosen, normalise_answer, options_of
-from flowjax.grading.code import Check, Suite
-from flowjax.grading.code_asserts import from_unittest, parse_quietly
+from flowjax.grading.code import Check, Suite, from_unittest, parse_quietly
 from flowjax.grading.math import last_boxed
 from flowjax.grading.scoring import UNANSWERABLE
 

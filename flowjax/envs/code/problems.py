@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.envs import NotReady, Split, WorldError
-from flowjax.grading.code import CallCase, Check, Lines, Suite
-from flowjax.grading.code_asserts import calls_of, from_assert, from_check, parse_quietly
+from flowjax.grading.code import CallCase, Check, Lines, Suite, calls_of, from_assert, from_check, parse_quietly
 from flowjax.records import state_key
 
 FORMATS = "HumanEval, BigCodeBench (prompt or complete_prompt, test, entry_point), MBPP (text or prompt, test_list), \

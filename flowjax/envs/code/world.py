@@ -43,8 +43,7 @@ from flowjax.envs.code.problems import (
     program_words,
 )
 from flowjax.fields import Interval
-from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, CallCase, Lines, Suite, Verdict, judge
-from flowjax.grading.code_asserts import parse_quietly
+from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, CallCase, Lines, Suite, Verdict, judge, parse_quietly
 from flowjax.grading.sandbox import STARTS, IsolationError, Limits, NoProcessorError, require_isolation
 from flowjax.records import Task, state_key
 
