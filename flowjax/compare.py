@@ -82,9 +82,8 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
         found = difference(*scores)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    table = Table(title=f"{metric} on {found.tasks} shared tasks", title_justify="left")
-    for name in ("", "seeds", "mean", "95 % over tasks", "each seed"):
-        table.add_column(name)
+    columns = ("", "seeds", "mean", "95 % over tasks", "each seed")
+    table = Table(*columns, title=f"{metric} on {found.tasks} shared tasks", title_justify="left")
     for name, side in zip("AB", scores, strict=True):
         mean, low, high = task_interval(side.mean(axis=0))
         each = " ".join(f"{value:.3f}" for value in side.mean(axis=1))

@@ -319,7 +319,7 @@ async def _final_evaluation(run: Run, progress: Progress) -> None:
     patience_s, last = run.config.trainer.step_timeout_s, min(_last_versions(run).values())
     try:
         async with asyncio.timeout(patience_s):
-            while run.config.eval.tasks and progress.eval_at(last) is None:
+            while run.config.eval.tasks and last not in progress.evals:
                 await asyncio.sleep(0.1)
     except TimeoutError as error:
         reason = f"the evaluation of version {last} was not in within {patience_s:g} s"

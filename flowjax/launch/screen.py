@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowjax.launch.machine import check_unused
+from flowjax.monitor.diagnosis import diagnose
 from flowjax.monitor.metrics import Progress, RoleState, number, read_metrics, read_status
 from flowjax.run import read_run
 
@@ -57,7 +58,7 @@ class Screen:
             if shown and (line := plain_line(entry, self.progress, self._steps)):
                 self.say(line)
         self._warm.update()
-        for finding in self.progress.warnings():
+        for finding in diagnose(self.progress.train):
             if (named := (finding.policy, finding.rule)) not in self._warned:
                 self._warned.add(named)
                 self.say(f"warning: {finding}")
@@ -79,7 +80,7 @@ class Screen:
             self._live = None
 
     def render(self) -> RenderableType:
-        warnings = [Text(f"warning: {warning}", "bold yellow") for warning in self.progress.warnings()]
+        warnings = [Text(f"warning: {warning}", "bold yellow") for warning in diagnose(self.progress.train)]
         parts = [self._bar(), self._numbers(), *warnings, self._roles()]
         return Panel(Group(*parts), title=f"flowjax · {self._run_dir}", subtitle="Ctrl-C stops", padding=(0, 1))
 
@@ -117,14 +118,11 @@ class Screen:
     def _roles(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         for name, state in self.states.items():
-            since = (
-                clock(time.time() - state.started_s) if state.started_s and state.phase in ("up", "starting") else ""
-            )
+            runs = state.started_s and state.phase in ("up", "starting")
+            since = clock(time.time() - state.started_s) if runs else ""
             restarts = f"{state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
-            colour = _COLOURS.get(state.phase, "dim")
-            table.add_row(
-                name, Text(f"● {state.phase}", colour), since, Text(restarts, "yellow"), Text(state.detail, "dim")
-            )
+            phase = Text(f"● {state.phase}", _COLOURS.get(state.phase, "dim"))
+            table.add_row(name, phase, since, Text(restarts, "yellow"), Text(state.detail, "dim"))
         return table
 
 
@@ -141,8 +139,8 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
         ("success", f"{percent(progress.success())}  {sparkline(history, 24)}"),
         ("reward", f"{fixed(progress.recent('reward_mean'))}, no signal in {percent(no_signal)} of groups"),
         ("replies", _replies(progress)),
-        ("held out, before", interval(progress.eval_at(0))),
-        ("held out, latest", interval(progress.eval_at(newest) if newest else None)),
+        ("held out, before", interval(progress.evals.get(0))),
+        ("held out, latest", interval(progress.evals.get(newest) if newest else None)),
         ("episodes/s", f"{fixed(number(rollout, 'episodes_per_s'), 1)}, {count(rollout, 'in_flight')} in flight"),
         ("tokens/s", f"{fixed(sampled, 0)} sampled, {fixed(trained, 0)} trained"),
         ("staleness", f"{fixed(lag, 2)}, at most {fixed(lag_most, 0)}"),
@@ -196,7 +194,7 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     last = max(progress.evals, default=0)
-    before, after = progress.eval_at(0), progress.eval_at(last) if last else None
+    before, after = progress.evals.get(0), progress.evals.get(last) if last else None
     totals = progress.totals
     per_step = max(len(progress.train), 1)
     spent_s = totals["total_s"]
@@ -222,7 +220,7 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
     table.add_row("groups without signal", percent(sum(shares) / len(shares) if shares else None))
     first, newest = progress.share("invalid_share", first=True), progress.share("invalid_share")
     table.add_row("invalid replies", f"{percent(first)} in the first steps, {percent(newest)} in the last")
-    for warning in progress.warnings():
+    for warning in diagnose(progress.train):
         table.add_row("warning", str(warning))
     k3 = [value for entry in progress.train if (value := number(entry, "mismatch_kl")) is not None]
     table.add_row(
@@ -308,9 +306,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     entries = read_metrics(run_dir)
     dataflow, rollout = read_status(run_dir, "dataflow"), read_status(run_dir, "rollout")
     train = [entry for entry in entries if entry.get("kind") == "train"]
-    roles = Table(title=str(run_dir), title_justify="left")
-    for column in ("role", "state", "seen", "doing"):
-        roles.add_column(column)
+    roles = Table("role", "state", "seen", "doing", title=str(run_dir), title_justify="left")
     states = read_status(run_dir, "launch").get("roles", {})
     launched = bool(check_unused(run_dir))
     for name in states or ("rollout", "dataflow", "trainer"):
@@ -326,12 +322,10 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
         else:
             seen = doing = ""
         roles.add_row(name, _state(states.get(name, {}), launched), seen, doing)
-    policies = Table()
-    for column in (
-        "policy", "step", "committed", "served", "lag", "ready groups", "open", "dropped", "ages", "oldest",
-        "success", "invalid",
-    ):  # fmt: skip
-        policies.add_column(column)
+    policies = Table(
+        "policy", "step", "committed", "served", "lag", "ready groups", "open", "dropped", "ages", "oldest", "success",
+        "invalid",
+    )  # fmt: skip
     for name, policy in run.policies.items():
         counts = dataflow.get("policies", {}).get(name, {})
         lines_of_it = [entry for entry in train if entry.get("policy", name) == name]
@@ -351,9 +345,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             percent(number(last, "success_rate")),
             percent(number(last, "invalid_share")),
         )
-    workers = Table()
-    for column in ("worker", "heard of", "serving", "episodes"):
-        workers.add_column(column)
+    workers = Table("worker", "heard of", "serving", "episodes")
     for name, worker in dataflow.get("workers", {}).items():
         serving = ", ".join(f"{policy}@{version}" for policy, version in worker["serving"].items())
         workers.add_row(name, f"{clock(worker['heard_s_ago'])} ago", serving, str(worker["episodes"]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flowjax.files import replace_file
-from flowjax.monitor.diagnosis import RECENT_STEPS, Symptom, diagnose, mean
+from flowjax.monitor.diagnosis import RECENT_STEPS, mean
 from flowjax.monitor.trouble import write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -231,18 +231,11 @@ class Progress:
         """Mean of a share of the turns over the last steps, or the first ones, each step by its turns."""
         return mean(self.train[:RECENT_STEPS] if first else self.train[-RECENT_STEPS:], name, by="turns")
 
-    def warnings(self) -> list[Symptom]:
-        """Symptoms of what is going wrong, in words: see `diagnose`."""
-        return diagnose(self.train)
-
     def remaining_s(self, steps: int) -> float | None:
         """Time to the last step at the pace of the last ones; the first, which compiles, tells little."""
         paced = deque((number(e, "total_s") for e in self.train[1:]), maxlen=2 * RECENT_STEPS)
         values = [value for value in paced if value is not None]
         return statistics.median(values) * (steps - self.step) if values else None
-
-    def eval_at(self, step: int) -> dict[str, Any] | None:
-        return self.evals.get(step)
 
 
 def number(entry: Mapping[str, Any], name: str) -> float | None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.launch.machine import hold
 from flowjax.launch.screen import Screen, clock, plain_line, render_status, sparkline, summary
+from flowjax.monitor.diagnosis import diagnose
 from flowjax.monitor.metrics import RECENT_STEPS, MetricsWriter, Progress, RoleState, read_status, write_status
 
 
@@ -192,7 +193,7 @@ def test_progress_starts_over_when_the_file_is_replaced(tmp_path):
     assert [entry["step"] for entry in progress.update()] == [3]  # the others are known already
     assert [entry["step"] for entry in progress.train] == [1, 2, 3]
     assert progress.totals["episodes"] == 60
-    assert progress.eval_at(0)["success_rate"] == 0.4  # type: ignore[index]
+    assert progress.evals[0]["success_rate"] == 0.4
 
 
 def test_progress_starts_over_when_the_file_is_replaced_twice(tmp_path):
@@ -306,7 +307,7 @@ def test_a_rise_of_invalid_replies_is_said_in_words(tmp_path, shares, warned):
     told = [line for line in console.export_text().splitlines() if "warning" in line]
     assert len(told) == bool(warned) and warned in "".join(told)
     assert (warned in text_of(screen.render(), 240)) and (warned in text_of(summary(screen.progress, wall_s=1.0), 240))
-    assert bool(screen.progress.warnings()) == bool(warned)
+    assert bool(diagnose(screen.progress.train)) == bool(warned)
 
 
 def test_each_policy_is_warned_of_by_its_own_steps_and_turns(tmp_path):
@@ -314,12 +315,12 @@ def test_each_policy_is_warned_of_by_its_own_steps_and_turns(tmp_path):
     write_invalid(tmp_path, "verifier", [0.0] * 10 + [0.5] * 10)
     progress = Progress(tmp_path)
     progress.update()
-    (warning,) = progress.warnings()
+    (warning,) = diagnose(progress.train)
     assert str(warning).startswith("verifier: ")
     MetricsWriter(tmp_path).write("train", **step_line(21, policy="solver", invalid_share=0.7, turns=60 * 9))
     progress.update()
     assert progress.share("invalid_share") == pytest.approx((9 * 0.5 * 60 + 0.7 * 540) / (9 * 60 + 540))
-    assert len(progress.warnings()) == 2, "the step with most of the turns counts most"
+    assert len(diagnose(progress.train)) == 2, "the step with most of the turns counts most"
 
 
 def text(run: Path, now_s: float) -> str:

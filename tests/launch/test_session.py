@@ -31,7 +31,7 @@ def role(name, **options):
 
 async def done(supervisor, progress):
     await supervisor.ended("trainer")
-    while progress.eval_at(2) is None:
+    while 2 not in progress.evals:
         await asyncio.sleep(0.05)
 
 async def main():
