@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 import numpy as np
 
 from flowjax.fields import declared_types, load_module, option_problems
-from flowjax.records import Status, Task
+from flowjax.records import Status, Task, state_key
 
 if TYPE_CHECKING:
     import grain
@@ -203,8 +203,8 @@ class World(ABC):
         """The action that a reply names, None where it is unreadable or not legal."""
         return tagged_action(reply, legal)
 
-    def answer(self, action: str) -> str:
-        """The answer that an action gives, in a form in which equal answers are equal texts; "" where it gives none.
+    def answer(self, action: str, after: Observation) -> str:
+        """The answer that stands `after` an action, in a form in which equal answers are equal texts; "" for none.
 
         Evaluations take the majority of several episodes' answers by it (maj@k).
         """
@@ -244,6 +244,14 @@ class World(ABC):
 
 
 _NO_NANO = "write one, or take a base model that exists (config.model.path) and config.model.nano None"
+
+
+_LONGEST_ANSWER = 200  # characters that are kept as they are
+
+
+def kept_answer(answer: str) -> str:
+    """An answer as evaluations keep it: equal texts stay equal, which is all that they are for."""
+    return answer if len(answer) <= _LONGEST_ANSWER else f"{state_key(answer):016x}"
 
 
 def user_says(content: str) -> list[Message]:

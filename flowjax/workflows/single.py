@@ -4,15 +4,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowjax.envs import Context, EnvDied, Message, Observation, Past, RemoteEnv, Step, Style, World
-from flowjax.records import Status, Task, Turn, state_key
+from flowjax.envs import Context, EnvDied, Message, Observation, Past, RemoteEnv, Step, Style, World, kept_answer
+from flowjax.records import Status, Task, Turn
 from flowjax.workflows import Agent, AgentTurns, Played, Reply, record_turn, shown_as
 from flowjax.workflows.codec import PromptTooLong
 
 OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own
 DEFAULT_HISTORY: Mapping[Style, int] = {"instruct": 2, "compact": 0}
 AGENT = "agent"  # its name among the agents
-_LONGEST_ANSWER = 200  # characters that are kept as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ async def play(
             move = await take_turn(agents[AGENT], messages, observation, world=world, env=env, after=after)
             turns.append(move.turn)
             past.append(Past(number, observation.view, move.action))
-            answer = world.answer(move.action) or answer
+            answer = world.answer(move.action, move.step.observation) or answer
             observation = move.step.observation
             outcome.update(move.step.outcome)
             if move.step.terminal:
@@ -95,7 +94,5 @@ async def play(
     outcome["turns"] = float(len(turns))
     outcome["invalid_actions"] = float(sum(not turn.valid for turn in turns))
     outcome["env_return"] = float(sum(turn.env_reward for turn in turns))
-    if len(answer) > _LONGEST_ANSWER:  # equal texts stay equal, which is all that they are for
-        answer = f"{state_key(answer):016x}"
     last = shown_as(view=observation.view) if observation is not None else ""
-    return Played([AgentTurns(AGENT, turns, outcome, last)], outcome, status, error, answer)
+    return Played([AgentTurns(AGENT, turns, outcome, last)], outcome, status, error, kept_answer(answer))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from flowjax.envs import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World
+from flowjax.envs import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows import Agent, AgentTurns, Played, record_turn
@@ -52,27 +52,27 @@ async def play(
 ) -> Played:
     """One attempt, one verdict, and another attempt if the verdict is a rejection.
 
-    The episode succeeds by its last attempt. Its outcomes besides: `attempts`, `approved`, `verdict_right`. Those of a
-    verdict: `success` where it agrees with the truth, `answer_right`, and `approved_right` or `rejected_wrong`,
-    whichever the answer called for.
+    The episode succeeds by its last attempt, whose answer is its own. Its outcomes besides: `attempts`, `approved`,
+    `verdict_right`. Those of a verdict: `success` where it agrees with the truth, `answer_right`, and `approved_right`
+    or `rejected_wrong`, whichever the answer called for.
     """
     parts: list[AgentTurns] = []
     outcome = {"success": 0.0, "attempts": 0.0, "approved": 0.0, "verdict_right": 0.0}
     status: Status = "ok"
-    error = ""
+    error = answer = ""
     try:
-        answer, right = await _attempt(task, seed, env, agents[SOLVER], options, "", parts)
+        said, answer, right = await _attempt(task, seed, env, agents[SOLVER], options, "", parts)
         outcome |= {"success": right, "attempts": 1.0}
-        verdict, review, agrees = await _judge(task, env, seed, agents[VERIFIER], options, answer, right, parts)
+        verdict, review, agrees = await _judge(task, env, seed, agents[VERIFIER], options, said, right, parts)
         outcome |= {"approved": float(verdict == APPROVE), "verdict_right": agrees}
         if verdict == REJECT:
-            answer, right = await _attempt(task, seed, env, agents[SOLVER], options, answer, parts, review)
+            _, answer, right = await _attempt(task, seed, env, agents[SOLVER], options, said, parts, review)
             outcome |= {"success": right, "attempts": 2.0}
     except PromptTooLong as too_long:
         status, error = "truncated", str(too_long)
     except EnvDied as died:
         status, error = died.status, str(died)
-    return Played(parts, outcome, status, error)
+    return Played(parts, outcome, status, error, kept_answer(answer))
 
 
 async def _attempt(
@@ -84,15 +84,15 @@ async def _attempt(
     rejected: str,
     parts: list[AgentTurns],
     review: str = "",
-) -> tuple[str, float]:
-    """The solver's reply and whether it is right."""
+) -> tuple[str, str, float]:
+    """The solver's reply, its answer in the form in which the world compares answers, and whether it is right."""
     observation = await env.reset(task, seed)
     asked = _asked(options.world, observation, options.prompt, rejected, review)
     move = await take_turn(solver, asked, observation, world=options.world, env=env)
     step = move.step
     right = step.outcome.get("success", 0.0)
     parts.append(AgentTurns(SOLVER, [move.turn], {**step.outcome, **_counts(step.valid, step.reward)}))
-    return move.reply.text, right
+    return move.reply.text, options.world.answer(move.action, step.observation), right
 
 
 async def _judge(

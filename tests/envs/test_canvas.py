@@ -5,6 +5,7 @@ import json
 import runpy
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +64,31 @@ def success(task: Task, rng: np.random.Generator | None, **options) -> float:
         assert set(step.outcome) == set(Canvas.OUTCOMES) and all(np.isfinite(list(step.outcome.values())))
         if step.terminal:
             return step.outcome["success"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "same", "other"),
+    [
+        ("math", "1,000.0", "1000", "1001"),
+        ("qa", "The  Eiffel Tower.", "eiffel tower", "Big Ben"),
+        ("code", "def f(x): return x", "def f(x):  return (x)", "def f(x): return 2"),
+    ],
+)
+def test_equal_answers_of_workflows_are_equal_texts_for_a_majority(kind, said, same, other):
+    def answer(text: str) -> str:
+        reply = f"```python\n{text}\n```" if kind == "code" else f"Answer: {text}"
+        backends = {"main": {"kind": "offline", "rules": [{"answer": reply}]}}
+        tested: dict[str, Any] = {"entry_point": "f", "hidden_tests": ("assert f(1) == 1",)} if kind == "code" else {}
+        exercise = exercises.Exercise("file", kind, "What is it?", "1", 1, **tested)
+        env, _ = begin(exercise, backends=backends)
+        world = Canvas(backends=backends)
+        assert world.answer("", env.step("add Plan").observation) == ""  # a plan is no answer
+        return world.answer("", env.step("add Custom").observation)
+
+    assert answer(said) == answer(same) != ""
+    assert answer(other) != answer(said)
+    long = "x" * 400
+    assert answer(f"def f(x): return '{long}'" if kind == "code" else long) == ""  # what is cut cannot be compared
 
 
 def test_a_nano_policy_reads_the_problem_and_can_take_every_kind_of_action():

@@ -347,7 +347,7 @@ def test_wrong_options_are_named(options: dict, named: str):
     ],
 )
 def test_equal_answers_are_equal_texts_for_a_majority(options, same, other):
-    world = Math(**options)
-    assert world.answer(same[0]) == world.answer(same[1]) != ""
-    assert world.answer(other) != world.answer(same[0])
-    assert world.answer("") == "" == Math(calculator=1).answer("calculate[3+4]")
+    world, after = Math(**options), Observation(None, (), 0)
+    assert world.answer(same[0], after) == world.answer(same[1], after) != ""
+    assert world.answer(other, after) != world.answer(same[0], after)
+    assert world.answer("", after) == "" == Math(calculator=1).answer("calculate[3+4]", after)

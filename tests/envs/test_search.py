@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from two_processes import printed_in_two_processes
 
 from data.search.build import build
-from flowjax.envs import Split, WorldError
+from flowjax.envs import Observation, Split, WorldError
 from flowjax.envs.search import Search
 from flowjax.envs.search.corpus import (
     KINDS,
@@ -396,6 +396,7 @@ def test_wrong_options_are_named(options: dict, named: str):
 
 
 def test_answers_are_compared_as_exact_match_does():
-    world = Search()
-    assert world.answer("answer[The  Eiffel Tower.]") == world.answer("answer[eiffel tower]") == "eiffel tower"
-    assert world.answer("search[eiffel tower]") == "" == world.answer("")
+    world, after = Search(), Observation(None, (), 0)
+    assert world.answer("answer[The  Eiffel Tower.]", after) == "eiffel tower"
+    assert world.answer("answer[eiffel tower]", after) == "eiffel tower"
+    assert world.answer("search[eiffel tower]", after) == "" == world.answer("", after)

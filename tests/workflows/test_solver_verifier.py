@@ -83,6 +83,9 @@ def test_each_part_is_rewarded_for_its_own_work(codec, replies, successes, whole
     episode, _ = played(codec, replies)
     assert [part.outcome["success"] for part in episode.parts] == successes
     assert tuple(episode.outcome[name] for name in ("success", "attempts", "approved")) == whole
+    # For a majority: the answer of the last attempt.
+    last = [reply for reply, by in zip(replies, ("solver", "verifier", "solver"), strict=False) if by == "solver"][-1]
+    assert episode.answer == ("" if last == "approve" else last.replace(" ", ""))
     agents = ["solver", "verifier", "solver"][: len(replies)]
     assert [part.agent for part in episode.parts] == agents
     assert [turn.policy for turn in episode.turns] == agents

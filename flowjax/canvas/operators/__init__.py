@@ -373,7 +373,8 @@ def plain(candidate: str, problem: Problem) -> str:
     if problem.kind == "choice" and (letter := chosen(candidate, problem.options)):
         return letter
     form = plain_form(candidate)
-    return normalise_answer(form) if problem.kind == "qa" and any(map(str.isalpha, form)) else form
+    # Of the candidate, whose words the form has put together: an article is a word.
+    return normalise_answer(candidate) if problem.kind == "qa" and any(map(str.isalpha, form)) else form
 
 
 def same(a: str, b: str, problem: Problem) -> bool:

@@ -196,7 +196,7 @@ class CanvasEnv:
             workflow,
             show(self._workflow, ids=True, instructions=False),
             tuple((node.id, type(node).__name__.lower()) for node in self._workflow.nodes()),
-            view_run(self._run, min(options.output_characters, options.observation_characters // 8)),
+            view_run(self._run, options.shown_characters),
             failed_step(self._workflow, self._run),
             self._refused,
             usage.calls,

@@ -19,7 +19,7 @@ from flowjax.canvas.backends.config import BackendConfigError
 from flowjax.canvas.context import Budget
 from flowjax.canvas.doctor import silent_backends
 from flowjax.canvas.edits import PARTS
-from flowjax.canvas.operators import Operator
+from flowjax.canvas.operators import Operator, plain
 from flowjax.canvas.operators.registry import (
     ADVERTISED,
     OperatorRegistryError,
@@ -27,7 +27,7 @@ from flowjax.canvas.operators.registry import (
     load_descriptions,
     load_operators,
 )
-from flowjax.canvas.values import ProblemKind
+from flowjax.canvas.values import Problem, ProblemKind
 from flowjax.envs import (
     History,
     Message,
@@ -38,6 +38,7 @@ from flowjax.envs import (
     World,
     WorldError,
     check_split,
+    kept_answer,
     user_says,
 )
 from flowjax.envs.canvas import exercises, experts
@@ -139,6 +140,11 @@ class CanvasOptions:
     @property
     def first_backend(self) -> str:
         return self.default_backend or next(iter(self.backends))
+
+    @property
+    def shown_characters(self) -> int:
+        """Of each text of a run."""
+        return min(self.output_characters, self.observation_characters // 8)
 
     @property
     def other_backends(self) -> tuple[str, ...]:
@@ -272,6 +278,14 @@ class Canvas(World):
             return reply.strip() or None
         line = actions.show_compact(understood)
         return line if read_action(line) == understood else actions.show(understood)
+
+    def answer(self, action: str, after: Observation) -> str:
+        """That of the workflow's last run, as ensembles compare answers; "" for one that is too long to be shown."""
+        view: CanvasView = after.view
+        said = view.run.answer if view.run else ""
+        if not said or len(said) > self.options.shown_characters:
+            return ""
+        return kept_answer(plain(said, Problem(view.problem, view.kind, options=dict(view.options))))
 
     def structured_outputs(self, style: Style) -> Mapping[str, Any]:
         """A grammar of valid actions for vLLM, without thinking or text before them."""

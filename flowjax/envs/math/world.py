@@ -158,7 +158,7 @@ class Math(World):
             return None
         return f"{name}[{content}]"
 
-    def answer(self, action: str) -> str:
+    def answer(self, action: str, after: Observation) -> str:
         """The number or the text that the episode ends with, however it is written."""
         if self.options.calculator:
             name, said = read_action(action)

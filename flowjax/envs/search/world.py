@@ -213,7 +213,7 @@ class Search(World):
         unreadable."""
         return parse_compact(reply, legal) or parse_tags(reply, legal)
 
-    def answer(self, action: str) -> str:
+    def answer(self, action: str, after: Observation) -> str:
         """The words of an answer, as exact match compares them."""
         verb, argument = read_action(action, ("answer[<text>]",)) or ("", "")
         return normalise_answer(argument) if verb == "answer" else ""
