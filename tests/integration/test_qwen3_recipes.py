@@ -42,6 +42,7 @@ DATA: dict[str, dict[str, object]] = {
     "code": {"env.options": {"kinds": ("int",), "steps": 2}, "env.step_timeout_s": 245.0},
     "code_pair": {"env.options": {"kinds": ("int",), "steps": 2}, "env.step_timeout_s": 485.0},
     "math": {},
+    "math_efficient": {},
     "math_pair": {},
     "search": {"env.options": {"documents": 200, "hops": 2, "topk": 1}, "env.train_tasks": 64},
     "sokoban": {},
