@@ -28,13 +28,13 @@ from flowjax.files import new_folder
 from flowjax.models.config import read_config
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder, save_decoder
-from flowjax.models.lora import Lora, adapter_from_peft, peft_config, peft_tensors
+from flowjax.models.lora import Lora, adapter_from_peft, peft_tensors
 from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import read_held_out, rows, summarise
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
 from flowjax.run import Policy, Run, read_models, read_run
-from flowjax.weights.hand_over import decoder_of, write_peft_folder
+from flowjax.weights.hand_over import decoder_of, peft_config, write_peft_folder
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
 FORMATS = ("hf", "peft")

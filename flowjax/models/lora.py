@@ -202,22 +202,3 @@ def adapter_from_peft(
     if left:
         raise ModelError(f"the PEFT adapter has tensors that lora.targets does not name, such as {min(left)}")
     return adapter
-
-
-def peft_config(lora: Lora, base_path: str) -> dict[str, Any]:
-    """The adapter_config.json of PEFT and vLLM."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base_path),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.rslora,
-        "use_dora": False,
-        "lora_dropout": lora.dropout,
-        "target_modules": list(lora.targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "modules_to_save": None,
-    }

@@ -20,13 +20,32 @@ from flowjax.files import new_folder
 from flowjax.models.config import read_config
 from flowjax.models.decoder import Decoder, base_specs
 from flowjax.models.hf import save_decoder
-from flowjax.models.lora import Lora, peft_config, peft_tensors
+from flowjax.models.lora import Lora, peft_tensors
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.run import Policy
 
 
+def peft_config(lora: Lora, base_path: str) -> dict[str, Any]:
+    """The adapter_config.json of PEFT and vLLM."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base_path),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "use_dora": False,
+        "lora_dropout": lora.dropout,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+
+
 def write_peft_folder(
-    folder: Path, tensors: Mapping[str, np.ndarray], peft_config: Mapping[str, Any], *, card: str = ""
+    folder: Path, tensors: Mapping[str, np.ndarray], described: Mapping[str, Any], *, card: str = ""
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json into a new folder; README.md, too, where there is a
     model card."""
@@ -35,7 +54,7 @@ def write_peft_folder(
             {name: np.ascontiguousarray(array) for name, array in tensors.items()},
             unfinished / "adapter_model.safetensors",
         )
-        (unfinished / "adapter_config.json").write_text(json.dumps(dict(peft_config), indent=2))
+        (unfinished / "adapter_config.json").write_text(json.dumps(dict(described), indent=2))
         if card:
             (unfinished / "README.md").write_text(card)
 

@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 from flowjax.models import hf
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder
-from flowjax.models.lora import ALL_TARGETS, Lora, peft_config, peft_tensors
+from flowjax.models.lora import ALL_TARGETS, Lora, peft_tensors
 from flowjax.models.shape import ModelError
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch, pack
 from flowjax.trainer.update import sampled_logprobs
+from flowjax.weights.hand_over import peft_config
 
 TEMPERATURE = 0.8
 LLAMA3 = {

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from flowjax.models import hf
 from flowjax.models.hf import load_decoder, save_decoder
-from flowjax.models.lora import Lora, adapter_arrays, adapter_from_peft, peft_config, peft_tensors
+from flowjax.models.lora import Lora, adapter_arrays, adapter_from_peft, peft_tensors
 from flowjax.models.shape import Experts, ModelError
+from flowjax.weights.hand_over import peft_config
 
 
 @pytest.fixture
