@@ -52,14 +52,15 @@ from flowjax.envs.pool import EnvPool
 from flowjax.files import replace_file
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_config, check_unchanged
-from flowjax.launch.hub import fetch_models, to_fetch
 from flowjax.launch.machine import (
     Devices,
     RunInUse,
     engine_accelerators,
+    fetch_models,
     hold,
     mesh_count,
     share_out,
+    to_fetch,
     visible_accelerators,
 )
 from flowjax.launch.preflight import examine
@@ -73,8 +74,7 @@ from flowjax.monitor.provenance import recorded_start
 from flowjax.records import Lease
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
-from flowjax.rollout.episode import EpisodePlayer
-from flowjax.rollout.held_out import EpisodeFile, EvaluationStopped, play_missing
+from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStopped, play_missing
 from flowjax.run import Run, policy_sections, read_endpoints, read_models, resolve, write_models
 from flowjax.weights.follow import WeightsError
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter

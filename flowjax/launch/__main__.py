@@ -27,16 +27,17 @@ from rich.console import Console
 from flowjax.config import FIELDS, ConfigError, load_run, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
-from flowjax.launch.hub import fetch_models, to_fetch
 from flowjax.launch.machine import (
     Devices,
     RunInUse,
     engine_accelerators,
+    fetch_models,
     hold,
     host_device_count,
     mesh_count,
     processes_here,
     share_out,
+    to_fetch,
     visible_accelerators,
 )
 from flowjax.launch.preflight import Findings, examine

@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from flowjax.launch.checks import check_config, on_each_base
-from flowjax.launch.hub import to_fetch
 from flowjax.launch.machine import (
     Devices,
     check_accelerators,
@@ -26,6 +25,7 @@ from flowjax.launch.machine import (
     check_model,
     check_ports,
     check_unused,
+    to_fetch,
 )
 from flowjax.launch.roles import fixed_ports, missing_bases
 from flowjax.launch.supervisor import Role

@@ -17,8 +17,7 @@ from flowjax.canvas.values import Usage
 from flowjax.config import default_config, save_run
 from flowjax.envs.pool import EnvPool
 from flowjax.evaluate import Evaluation, leases_of
-from flowjax.rollout.episode import EpisodePlayer
-from flowjax.rollout.held_out import EpisodeFile, play_missing
+from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, play_missing
 from flowjax.weights.publish import Checkpoints
 
 FILES = {

@@ -14,8 +14,7 @@ from fake_hub import SHAS, FakeHub
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.launch.__main__ import read_request
 from flowjax.launch.checks import on_each_base
-from flowjax.launch.hub import hub_id, to_fetch
-from flowjax.launch.machine import check_model
+from flowjax.launch.machine import check_model, hub_id, to_fetch
 from flowjax.launch.probe import inspect_run
 from flowjax.models.nano import build_tokenizer
 from flowjax.run import read_run, resolve

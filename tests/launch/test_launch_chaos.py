@@ -13,7 +13,7 @@ import pytest
 
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.transcripts import read_lines
-from flowjax.rollout.held_out import EpisodeFile
+from flowjax.rollout.episode import EpisodeFile
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 STEPS = 8
