@@ -32,7 +32,6 @@ PROBE_TOKENS = 64
 PROBE_SCHEMA = object_schema(feedback={"type": "string"}, passed={"type": "boolean"})  # as checking operators ask
 _SCHEMA_PROBE = f"Is 2 + 2 equal to 4? {object_form(PROBE_SCHEMA)}"
 _SCHEMA_TOKENS = 512
-_SHOWN_CHARACTERS = 60
 
 
 class DoctorError(ValueError):
@@ -68,9 +67,8 @@ async def examine(
     timeout_s: float = 30.0,
 ) -> list[Finding]:
     """All findings. Each backend is sent one short request."""
-    found = [_isolation(allow_no_isolation), _operators(extra_operators)]
-    found += await asyncio.gather(*(_answers(name, backend, timeout_s) for name, backend in backends.items()))
-    return found
+    answers = await asyncio.gather(*(_answers(name, backend, timeout_s) for name, backend in backends.items()))
+    return [_isolation(allow_no_isolation), _operators(extra_operators), *answers]
 
 
 def _isolation(allow_no_isolation: bool) -> Finding:
@@ -102,8 +100,7 @@ async def _answers(name: str, backend: Backend, timeout_s: float) -> Finding:
         return Finding(subject, False, f"no answer within {timeout_s:g} s")
     except Exception as error:  # whatever a backend raises is what there is to say of it
         return Finding(subject, False, f"no answer: {type(error).__name__}: {error}")
-    seconds = time.monotonic() - started_s
-    text = " ".join(completion.text.split())[:_SHOWN_CHARACTERS]
+    seconds, text = time.monotonic() - started_s, " ".join(completion.text.split())[:60]
     if isinstance(backend, OpenAIBackend) and backend.structured and (fault := await _schema_fault(backend, timeout_s)):
         return Finding(subject, False, fault)
     return Finding(subject, True, f"answers in {seconds:.1f} s: {text!r}")

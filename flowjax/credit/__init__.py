@@ -8,7 +8,7 @@ ESTIMATORS = {
     "best_of_group": "flowjax.credit.estimators:best_of_group",
     "discounted_return": "flowjax.credit.estimators:discounted_return",
     "dr_grpo": "flowjax.credit.estimators:dr_grpo",
-    "gae": "flowjax.credit.rewardflow:gae",
+    "gae": "flowjax.credit.estimators:gae",
     "gigpo": "flowjax.credit.estimators:gigpo",
     "grpo": "flowjax.credit.estimators:grpo",
     "maxrl": "flowjax.credit.estimators:maxrl",
@@ -19,7 +19,7 @@ ESTIMATORS = {
     "published.rloo": "flowjax.published.credit:rloo",
     "reinforce_plus_plus": "flowjax.credit.estimators:reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "flowjax.credit.estimators:reinforce_plus_plus_baseline",
-    "rewardflow": "flowjax.credit.rewardflow:rewardflow",
+    "rewardflow": "flowjax.credit.estimators:rewardflow",
     "rloo": "flowjax.credit.estimators:rloo",
 }
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from flowjax.credit.estimators import get_estimator
-from flowjax.credit.rewardflow import StateValues, state_values
+from flowjax.credit.estimators import StateValues, get_estimator, state_values
 from flowjax.credit.table import build_table
 from flowjax.records import COUNTED_STATUSES
 from flowjax.report.episodes import RecordedGroup

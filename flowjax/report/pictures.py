@@ -18,8 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from flowjax.credit.estimators import estimate
-from flowjax.credit.rewardflow import state_values
+from flowjax.credit.estimators import estimate, state_values
 from flowjax.credit.table import TurnTable, build_table, columns_of
 from flowjax.monitor.metrics import read_metrics
 from flowjax.report.episodes import batches_of, most_divided, read_batch

@@ -6,8 +6,7 @@ from credit_tables import Path, paths_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.credit.estimators import ESTIMATORS, estimate
-from flowjax.credit.rewardflow import state_values, step_credit
+from flowjax.credit.estimators import ESTIMATORS, estimate, state_values, step_credit
 
 ROWS = 128  # all tables of this file share one shape, so that each estimator compiles once
 FEW = settings(max_examples=25, deadline=None)

@@ -6,8 +6,7 @@ from credit_tables import Path, paths_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.credit.estimators import estimate
-from flowjax.credit.rewardflow import rewardflow, state_values, step_credit
+from flowjax.credit.estimators import estimate, rewardflow, state_values, step_credit
 from flowjax.credit.table import TurnTable, columns_of, table_from_columns
 from flowjax.published.credit import rewardflow as published
 
