@@ -203,7 +203,6 @@ def _excerpt(value: Any) -> str:
 
 # -------------------------------------------------------------------------------------- as Python
 
-_SAMPLING = Sampling()
 _INDENT = "    "
 _DEEPEST = 8  # level of a statement; what is deeper is a function of its own, since Python bounds nested blocks
 _FILE = '''"""{title}
@@ -319,7 +318,6 @@ def python_form(
     default_backend: str,
     extra_operators: Listed[str] = (),
     seed: int = 0,
-    sampling: Sampling = _SAMPLING,
     max_concurrent: int = 8,
 ) -> str:
     """A program that runs the workflow on the problem as `flowjax.canvas.run.run` does with the same arguments.
@@ -338,7 +336,7 @@ def python_form(
         extra=list(extra_operators),
         backends=_literal(backends),
         default=default_backend,
-        sampling=sampling,
+        sampling=Sampling(),
         seed=seed,
         concurrent=max_concurrent,
         problem=repr(problem),

@@ -20,7 +20,7 @@ from flowjax.grading.answers import exact_match, f1_score, last_answer, normalis
 from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Suite, judge
 from flowjax.grading.math import equal, is_number, last_boxed, plain_form
 from flowjax.grading.processes import GraderError, GraderProcesses
-from flowjax.grading.sandbox import Isolation, Limits
+from flowjax.grading.sandbox import Limits
 
 Kind = Literal["math", "qa", "code", "choice", "general"]
 
@@ -59,17 +59,15 @@ class Scorer:
     def __init__(
         self,
         *,
-        workers: int = 1,
         timeout_s: float = 15.0,
         limits: Limits = JUDGE_LIMITS,
         case_cpu_s: float = CASE_CPU_S,
-        isolation: Isolation | None = None,
         allow_none: bool = False,
         packages: Sequence[str] = (),
     ):
-        self._formulas = GraderProcesses("flowjax.grading.math:equal", workers=workers, timeout_s=timeout_s)
+        self._formulas = GraderProcesses("flowjax.grading.math:equal", timeout_s=timeout_s)
         self._limits, self._case_cpu_s, self._packages = limits, case_cpu_s, packages
-        self._isolation, self._allow_none = isolation, allow_none
+        self._allow_none = allow_none
 
     def __enter__(self) -> "Scorer":
         return self
@@ -139,7 +137,6 @@ class Scorer:
             suite,
             self._limits,
             case_cpu_s=self._case_cpu_s,
-            isolation=self._isolation,
             allow_none=self._allow_none,
             packages=self._packages,
         )

@@ -123,10 +123,10 @@ def share_out(
     return Devices(trainer[:most], engine, cpu_devices, assumed, trainers, hosts)
 
 
-def processes_here(trainer: ConfigDict, env: Mapping[str, str] = os.environ) -> int:
+def processes_here(trainer: ConfigDict) -> int:
     """Processes of the run's trainer that are started on this machine: all of them, or one where FLOWJAX_PROCESS says
     which and other hosts have the others."""
-    return 1 if "FLOWJAX_PROCESS" in env else trainer.processes
+    return 1 if "FLOWJAX_PROCESS" in os.environ else trainer.processes
 
 
 def mesh_count(sizes: Sequence[int]) -> int | None:

@@ -25,6 +25,7 @@ _DEAF_S = 120.0  # a role that was up and has not answered for this long is kill
 _UNWELL_S = 10.0  # so is one that has refused for this long: busy is silent, refusing is no server any more
 _FORGIVEN_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
 _LONGEST_BACKOFF_S = 15.0  # between lives of a role: with the time that a start takes, a run goes on within a minute
+_TAIL_BYTES = 64 * 1024  # of a log, that are read for its last lines
 _PAUSE_S = 3600.0  # a disk may be full for this long: then the run ends
 _ERROR_LINE = re.compile(r"(?:[\w.]*(?:Error|Exception|Refused)|trainer|rollout|dataflow|warm_start)\b.*: .")
 USER_MISTAKE = 2  # exit status of a role that its config does not allow to run: starting it again changes nothing
@@ -417,10 +418,10 @@ def _error_line(log: Path, since_bytes: int) -> str:
     return next((line.strip()[:300] for line in reversed(lines) if _ERROR_LINE.match(line)), "")
 
 
-def _tail(path: Path, lines: int, most_bytes: int = 64 * 1024, since_bytes: int = 0) -> list[str]:
+def _tail(path: Path, lines: int, since_bytes: int = 0) -> list[str]:
     try:
         with path.open("rb") as file:
-            file.seek(max(since_bytes, file.seek(0, os.SEEK_END) - most_bytes, 0))
+            file.seek(max(since_bytes, file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
             return file.read().decode(errors="replace").splitlines()[-lines:]
     except OSError as error:
         return [f"({error})"]

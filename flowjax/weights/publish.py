@@ -361,6 +361,6 @@ def _writable(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _first_line(error: Exception, limit: int = 300) -> str:
+def _first_line(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    return text if len(text) <= limit else text[:limit] + "..."
+    return text if len(text) <= 300 else text[:300] + "..."

@@ -23,6 +23,7 @@ _STOP_WORDS = (
     "to was will with"
 )
 STOP_WORDS = frozenset(_STOP_WORDS.split())
+_K1, _B = 0.9, 0.4  # as Anserini sets them
 MAX_TOKEN_CHARACTERS = 255  # longer ones are cut into pieces
 
 # Word breaks of Unicode's annex 29: letters and digits hold together; a few marks join two letters or two digits.
@@ -70,7 +71,7 @@ def rounded_length(length: int) -> int:
 class LuceneIndex:
     """Postings of a list of documents. Equal scores are ordered by `ids`, as strings; without ids, by position."""
 
-    def __init__(self, documents: Sequence[str], ids: Sequence[str] | None = None, *, k1: float = 0.9, b: float = 0.4):
+    def __init__(self, documents: Sequence[str], ids: Sequence[str] | None = None):
         self._size = len(documents)
         order = range(self._size) if ids is None else sorted(range(self._size), key=lambda i: ids[i])
         self._tie = np.empty(self._size, np.int64)
@@ -87,8 +88,8 @@ class LuceneIndex:
         filled = int(np.count_nonzero(lengths))  # Lucene counts the documents that have the field at all
         mean = np.float32(lengths.sum() / max(filled, 1))
         rounded = np.array([rounded_length(int(n)) for n in lengths], np.float32)
-        one, k1_, b_ = np.float32(1), np.float32(k1), np.float32(b)
-        inverse_norm = one / (k1_ * ((one - b_) + b_ * rounded / mean)) if filled else rounded
+        one, k1, b = np.float32(1), np.float32(_K1), np.float32(_B)
+        inverse_norm = one / (k1 * ((one - b) + b * rounded / mean)) if filled else rounded
         # term -> documents [hits], 1 + frequency / norm [hits] in float32, idf
         self._terms: dict[str, tuple[np.ndarray, np.ndarray, np.float32]] = {}
         for term, (where, counts) in postings.items():
