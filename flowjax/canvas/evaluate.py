@@ -25,6 +25,7 @@ Exit status: 0 done, 1 a backend or engine is away (what was played is kept), 2 
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import json
 import sys
@@ -199,13 +200,24 @@ def _asked(path: Path, record: Record) -> dict[str, Any]:
 
 
 def _kept_rows(file: Path) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier start by their keys; one that was cut short is cut off, and played again."""
+    """The rows of an earlier start by their keys; one that was cut short or damaged is cut out, and played again."""
     if not file.exists():
         return {}
-    whole, newline, torn = file.read_text(encoding="utf-8").rpartition("\n")
-    if torn:
-        replace_file(file, whole + newline)
-    return {row["key"]: row for row in map(json.loads, whole.splitlines())}
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    rows = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            rows[row["key"]] = row
+    if len(rows) != len(lines) - 1 or lines[-1]:
+        left_out = sum(map(bool, lines)) - len(rows)
+        print(f"{file}: lines that are damaged or there twice are left out: {left_out}", file=sys.stderr)
+        _write_rows(file, rows)
+    return rows
+
+
+def _write_rows(file: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    replace_file(file, "".join(json.dumps(row, default=str) + "\n" for row in rows.values()))
 
 
 def _play_policy(
@@ -248,7 +260,7 @@ def _play_policy(
         }
     missing = len(wanted) - len(rows)
     kept.update({row["key"]: row for row in rows.values()})
-    replace_file(out / _ROWS, "".join(json.dumps(row, default=str) + "\n" for row in kept.values()))
+    _write_rows(out / _ROWS, kept)
     if missing:
         raise BackendAway(f"{missing} of {len(wanted)} episodes of the policy came to no end")
     return [rows[path, record.row] for path, record in wanted]

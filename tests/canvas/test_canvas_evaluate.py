@@ -57,7 +57,7 @@ def test_accuracy_is_that_of_a_hand_count_and_every_row_says_why(tmp_path, comma
     assert "| workflow | `Plan -> Custom` | 75.0 % [" in page and page in capsys.readouterr().out
 
 
-def test_a_second_run_asks_nothing_and_one_that_was_cut_asks_for_the_rest(tmp_path, command):
+def test_a_second_run_asks_nothing_and_one_that_was_cut_asks_for_the_rest(tmp_path, command, capsys):
     assert main(command) == 0
     before = (tmp_path / "out/rows.jsonl").read_text()
     backends(tmp_path, [{"answer": "x", "error": "nobody may ask"}], identity=identity_of(RULES))
@@ -65,6 +65,10 @@ def test_a_second_run_asks_nothing_and_one_that_was_cut_asks_for_the_rest(tmp_pa
     (tmp_path / "out/rows.jsonl").write_text(before[:-20])
     backends(tmp_path, RULES)
     assert main(command) == 0 and len(kept(tmp_path)) == 4
+    lines = (tmp_path / "out/rows.jsonl").read_text().splitlines()
+    (tmp_path / "out/rows.jsonl").write_text("\n".join([lines[0][:30], "[1]", *lines[1:], lines[1], ""]))
+    assert main(command) == 0 and len(kept(tmp_path)) == 4
+    assert "left out: 3" in capsys.readouterr().err
     backends(tmp_path, RULES, seed=1)  # another model: nothing of the first holds for it
     assert main(command) == 0 and len(kept(tmp_path)) == 8
 
