@@ -12,7 +12,6 @@ from typing import Any
 
 MAX_CHARACTERS = 1000  # of an answer; a longer one is wrong
 MAX_OPEN_BOXES = 16  # that are begun and not ended, before the search is given up
-_TIMEOUT_S = 5  # of reading and of comparing, each
 MAX_EXPONENT = 1000  # of a number in a whole reply; see `anywhere`
 MAX_FACTORIAL = 200
 MAX_DIGITS = 500
@@ -72,11 +71,11 @@ def last_number(text: str) -> str | None:
     return found[-1] if found else None
 
 
-def equal(answer: str, gold: str) -> bool:
+def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
     """Compare an answer with the gold answer: the same number, formula, set, interval or words.
 
     A percentage equals its number with and without the division by 100. Several solutions may stand in any order;
-    parentheses around them make a tuple, whose order counts.
+    parentheses around them make a tuple, whose order counts. `timeout_s` bounds reading and comparing, each.
 
     Raises:
         ImportError: a formula is to be compared and math-verify is not installed.
@@ -100,7 +99,7 @@ def equal(answer: str, gold: str) -> bool:
         said = _as_interval(said)
     elif _INTERVAL.fullmatch(said):
         true = _as_interval(true)
-    return _verified(_latex(said), _latex(true))
+    return _verified(_latex(said), _latex(true), timeout_s)
 
 
 def is_number(text: str) -> bool:
@@ -118,7 +117,7 @@ def plain_form(answer: str) -> str:
     return f"{value}%" if len(values) > 1 else str(value)
 
 
-def anywhere(reply: str, gold: str) -> bool:
+def anywhere(reply: str, gold: str, timeout_s: int = 5) -> bool:
     """The verdict of math-verify on a whole reply, as AstraFlow's recipes have it: whatever answer it finds there.
 
     Raises:
@@ -128,25 +127,25 @@ def anywhere(reply: str, gold: str) -> bool:
 
     if _explodes(reply):
         return False
-    true = parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()], parsing_timeout=_TIMEOUT_S)
-    said = parse(reply, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=_TIMEOUT_S)
+    true = parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()], parsing_timeout=timeout_s)
+    said = parse(reply, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=timeout_s)
     if not true or not said or any(_bits(tree) > MAX_BITS for tree in (*true, *said)):
         return False
-    return verify(true, said, float_rounding=DECIMALS, timeout_seconds=_TIMEOUT_S)
+    return verify(true, said, float_rounding=DECIMALS, timeout_seconds=timeout_s)
 
 
-def _verified(said: str, true: str) -> bool:
+def _verified(said: str, true: str, timeout_s: int) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify  # half a second, and an extra
 
     config = [LatexExtractionConfig()]
     parsed = [
-        parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=_TIMEOUT_S) for text in (true, said)
+        parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=timeout_s) for text in (true, said)
     ]
     if not all(parsed):
         return False
     if any(_bits(tree) > MAX_BITS for trees in parsed for tree in trees):
         return parsed[0][0] == parsed[1][0]  # the same formula, written otherwise
-    return verify(*parsed, float_rounding=DECIMALS, timeout_seconds=_TIMEOUT_S)
+    return verify(*parsed, float_rounding=DECIMALS, timeout_seconds=timeout_s)
 
 
 def _bits(tree: Any) -> float:
