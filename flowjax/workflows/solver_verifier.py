@@ -90,9 +90,8 @@ async def _attempt(
     asked = _asked(options.world, observation, options.prompt, rejected, review)
     move = await take_turn(solver, asked, observation, world=options.world, env=env)
     step = move.step
-    right = step.outcome.get("success", 0.0)
     parts.append(AgentTurns(SOLVER, [move.turn], {**step.outcome, **_counts(step.valid, step.reward)}))
-    return move.reply.text, options.world.answer(move.action, step.observation), right
+    return move.reply.text, options.world.answer(move.action, step.observation), step.outcome.get("success", 0.0)
 
 
 async def _judge(

@@ -68,8 +68,7 @@ class CodeOptions:
 
     `case_cpu_s` bounds one test and `cpu_s` all tests of one program, in seconds on a processor; `idle_s` is how long
     they may be asleep. `wall_guard_s` bounds what waits for a processor, which makes no verdict. `public_tests` tests
-    are shown.
-    `allow_no_isolation` lets programs run where there is no isolation but resource limits.
+    are shown. `allow_no_isolation` lets programs run where there is no isolation but resource limits.
     """
 
     path: str = ""
@@ -107,13 +106,8 @@ class CodeOptions:
             raise WorldError(f"env.options held_out_path={self.held_out_path!r} needs path, the training problems")
 
     def limits(self) -> Limits:
-        return replace(
-            JUDGE_LIMITS,
-            cpu_s=self.cpu_s,
-            idle_s=self.idle_s,
-            wall_guard_s=self.wall_guard_s,
-            memory_bytes=self.memory_mb << 20,
-        )
+        times = {name: getattr(self, name) for name in ("cpu_s", "idle_s", "wall_guard_s")}
+        return replace(JUDGE_LIMITS, **times, memory_bytes=self.memory_mb << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +321,7 @@ class CodeEnv:
     def _step_of_tests(self, text: str) -> Step:
         """Somebody's tests (`action_of_tests`), on a program and on the problem's own solution."""
         program, given = json.loads(text)
-        suite = replace(self.problem.suite, cases=tuple(_case_of(pair, self.problem.suite.entry) for pair in given))
+        suite = replace(self.problem.suite, cases=tuple(_case_of(*pair, self.problem.suite.entry) for pair in given))
         if self._checked is None or self._checked[0] != given:  # the same tests may be run on several programs
             solution = self.problem.solution
             self._checked = given, bool(solution) and self._judged(solution, suite).success
@@ -379,8 +373,7 @@ def action_of_tests(program: str, tests: Sequence[tuple[Any, Any]]) -> str:
     return _TESTS + json.dumps([program, list(tests)])
 
 
-def _case_of(pair: Sequence[Any], entry: str) -> CallCase | Lines:
-    given, wanted = pair
+def _case_of(given: Any, wanted: Any, entry: str) -> CallCase | Lines:
     return CallCase(tuple(given), wanted, json=True) if entry else Lines(given, wanted)
 
 
