@@ -7,8 +7,8 @@ what turns show, credit's parts, the transcripts of its next batch, the log-prob
 a noisy expert.
 
 Prints both step times, their ratio with its 95 % interval over pairs of steps, in seconds of the clock and of
-processors, and the bytes of 200 steps. Seconds of the clock mean little on a machine that is busy with something else,
-and it says so.
+processors, what each part costs by itself, and the bytes of 200 steps. Seconds of the clock mean little on a machine
+that is busy with something else, and it says so.
 """
 
 import gzip
@@ -17,12 +17,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flowjax.dataflow.batches import credit_batch
@@ -33,6 +35,8 @@ from flowjax.monitor.transcripts import batch_path, held_out_path, trained_path,
 from flowjax.records import Group
 from flowjax.report.episodes import RecordedGroup, read_batch
 from flowjax.run import Run, resolve
+from flowjax.trainer.batch import pack, packing_order
+from flowjax.trainer.log import write_trained
 from flowjax.trainer.sources import Served
 from flowjax.trainer.train import make_mesh, make_models, start, train
 from flowjax.weights.publish import Checkpoints
@@ -40,7 +44,7 @@ from flowjax.workflows import shown_as
 from tests.report.recorded import CANVAS, SOKOBAN, record_run
 
 _WARM_UP = 4  # steps that are not counted: programs are compiled
-_PAIRS = 20
+_PAIRS, _REPEATS = 20, 9
 _STEPS, _EVALUATIONS = 200, 2  # of a run whose records are counted
 _POLICY = "agent"
 
@@ -75,6 +79,26 @@ class _Batches:
         config.dataflow.keep_trajectories = _keeps(version)  # the step under way has read it by now
         return Served(_POLICY, batch.rows, batch.totals)
 
+    def parts(self) -> dict[str, float]:
+        """Processor seconds of each part of a step's records, by the process of a run that spends them."""
+        config, groups = self._run.config, self._groups
+        given = {"components": config.reward.components.to_dict(), "estimator": config.credit.name}
+        credited = partial(credit_batch, groups, **given, options=config.credit.options.to_dict())
+        batch = credited(with_parts=True)
+        played = [(group.task, trajectory) for group in groups for trajectory in group.trajectories]
+        file = self._run.folder / "measured.gz"
+        packing = {"row_tokens": config.trainer.row_tokens, "micro_batch_rows": config.trainer.micro_batch_rows}
+        packed, order = pack(batch.rows, **packing), packing_order(batch.rows, **packing)
+        found = [jnp.asarray(micro_batch.behaviour_logprobs) for micro_batch in packed]
+        turns = [turn for group in self._recorded for line in group.lines for turn in line["turns"]]
+        pairs = list(zip(played, batch.credits, strict=True))
+        return {
+            "dataflow: parts of credit": _median(partial(credited, with_parts=True)) - _median(credited),
+            "dataflow: transcripts": _median(lambda: write_lines(file, (transcript(*e, c) for e, c in pairs))),
+            "trainer: log-probs at training": _median(lambda: write_trained(file, batch.rows, order, packed, found)),
+            "rollout: what turns show": _median(lambda: [shown_as(**turn.get("shown", {})) for turn in turns]),
+        }
+
     def committed(self, policy: str, version: int) -> None:
         """See `flowjax.trainer.sources.Source`."""
 
@@ -84,6 +108,16 @@ class _Batches:
         if self._at is not None and line["step"] > _WARM_UP:
             self.spent[_keeps(line["step"] - 1)].append((now[0] - self._at[0], now[1] - self._at[1]))
         self._at = now
+
+
+def _median(work: Callable[[], object]) -> float:
+    """Processor seconds of this thread."""
+    found = []
+    for _ in range(_REPEATS):
+        started_s = time.thread_time()
+        work()
+        found.append(time.thread_time() - started_s)
+    return float(np.median(found))
 
 
 def _keeps(version: int) -> bool:
@@ -99,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         batches, run = _trained(Path(folder), name, pairs)
-        sizes = _sizes(run)
+        sizes, parts = _sizes(run), batches.parts()
         episodes = run.policies[_POLICY].trainer.groups_per_step * run.config.rollout.group_size
     busy = f"; a busy machine: load {load:.1f} before, {os.getloadavg()[0]:.1f} after" if load > 1 else ""
     print(f"{name}: {episodes} episodes a step, {pairs} pairs of steps on {os.cpu_count()} cores{busy}")
@@ -109,6 +143,9 @@ def main(argv: Sequence[str]) -> int:
         low, ratio, high = _ratio(kept[:count], bare[:count])
         both = f"with records {np.median(kept):.3f} s, without {np.median(bare):.3f} s"
         print(f"  seconds of {what:10}: {both}; ratio {ratio:.4f} [{low:.4f}, {high:.4f}]")
+    step_s = float(np.median([each[1] for each in batches.spent[False]]))
+    for what, seconds in parts.items():
+        print(f"  {what:40} {1000 * seconds:6.1f} ms of a processor, {seconds / step_s:.2%} of the step without")
     steps, held_out = _STEPS * sizes["step"] / 1e6, _EVALUATIONS * sizes["evaluation"] / 1e6
     beside = f"{_EVALUATIONS} evaluations: {held_out:.1f} MB"
     print(f"  {_STEPS} steps: {steps:.1f} MB; {beside}; together {steps + held_out:.1f} MB")
