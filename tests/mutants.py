@@ -362,7 +362,7 @@ class TestFiles:
             score += 3.0 * sum(bool(word.search(text)) for word in words) if score else 0.0
             here = "/".join(path.relative_to(self._root / "tests").parts[:-1])
             score += 1.5 if here and f"{room}/".startswith(f"{here}/") else 0.0
-            stem = mutant.path.stem
+            stem = mutant.path.parent.name if mutant.path.stem == "__init__" else mutant.path.stem
             score += 2.0 if path.stem.endswith(f"_{stem}") else float(len(stem) > 3 and stem in path.stem)
             if score:
                 scores[path] = score

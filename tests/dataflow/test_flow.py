@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
+from flowjax.dataflow.service import DataflowService
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.transcripts import batch_path, read_lines
 from flowjax.records import Episode, Task, Trajectory, Turn, pack, unpack
@@ -269,6 +270,23 @@ def test_a_batch_travels_over_http(tmp_path):
         assert len(answer["rows"]) == 12
 
     served.run(scenario)
+
+
+def test_a_trainer_that_waits_has_its_batch_as_soon_as_it_is_full(tmp_path):
+    async def scenario() -> None:
+        service = DataflowService(make_flow(tmp_path))
+        await service.answer("versions", {"worker": "w", "policy": "agent", "serving": 0, "in_use": []})
+        leases = (await service.answer("lease", {"worker": "w", "slots": 100, "kind": "train"}))["leases"]
+        await service.answer("claim", {"trainer": "t", "policies": {"agent": 0}, "after": 0})
+        asked = service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1}, hold_s=600.0)
+        waiting = asyncio.create_task(asked)
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases]
+        await service.answer("episodes", {"worker": "w", "items": items})
+        assert (await asyncio.wait_for(waiting, 120))["totals"]["episodes"] == 6
+
+    asyncio.run(scenario())
 
 
 REFUSED = [
