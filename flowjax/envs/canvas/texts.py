@@ -12,7 +12,7 @@ from flowjax.canvas.forms import from_json, to_json
 from flowjax.canvas.graph import Call, Node, Workflow, children, with_children
 from flowjax.canvas.operators import Operator
 from flowjax.canvas.text import tokens, unquoted
-from flowjax.canvas.values import NodeRun, State, Usage, Value, WorkflowRun
+from flowjax.canvas.values import NodeRun, ProblemKind, State, Usage, Value, WorkflowRun
 from flowjax.envs.canvas import exercises
 
 TEMPLATES = (
@@ -90,7 +90,7 @@ class CanvasView:
     left                    what is left of the budget, by name
     """
 
-    kind: str
+    kind: ProblemKind
     problem: str
     context: str
     options: tuple[tuple[str, str], ...]

@@ -321,7 +321,7 @@ class CodeEnv:
     def _step_of_tests(self, text: str) -> Step:
         """Somebody's tests (`action_of_tests`), on a program and on the problem's own solution."""
         program, given = json.loads(text)
-        suite = replace(self.problem.suite, cases=tuple(_case_of(*pair, self.problem.suite.entry) for pair in given))
+        suite = replace(self.problem.suite, cases=tuple(_case_of(x, y, self.problem.suite.entry) for x, y in given))
         if self._checked is None or self._checked[0] != given:  # the same tests may be run on several programs
             solution = self.problem.solution
             self._checked = given, bool(solution) and self._judged(solution, suite).success
