@@ -12,7 +12,9 @@ def get_config(arg: str = "nano") -> ConfigDict:
     Needs bubblewrap (apt-get install bubblewrap).
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/code_pair.py:nano
-               generated problems of integers in one or two steps
+               generated problems of integers in one or two steps; three seeds: docs/worlds/code.md
+               played greedily the base writes right tests for 10 % of held-out problems, the trained tester for 74 %;
+               its writer gains a temperature only (93 and 100 %)
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/code_pair.py:qwen3_8b   (never run)
                problems with solutions in data/deepcoder.jsonl; held out: one in eight of them
     qwen3_0_6b 1 GPU of 16 GB, the same problems, without thinking                                  (never run)
