@@ -210,7 +210,8 @@ class Supervisor:
                 return
             if trouble:  # is not held against the role
                 lived_s = time.time() - state.started_s if state.phase == "up" else 0.0
-                paused_s = time.monotonic() if paused_s is None or lived_s > self._proven_s else paused_s
+                if paused_s is None or lived_s > self._proven_s:  # a pause of its own, to be reported again
+                    paused_s, said = time.monotonic(), ""
                 state.phase, state.detail = "paused", f"{reason}: {trouble}"
                 if state.detail != said:
                     self._on_event(role.name, "paused", f"{state.detail}; it goes on by itself then")

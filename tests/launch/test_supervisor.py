@@ -442,6 +442,28 @@ if len(started.read_text()) < 5:
     assert paused[0].startswith("exit status 1: No space left on device: make room")
 
 
+def test_a_disk_that_is_full_again_later_is_reported_again(tmp_path):
+    events = []
+    body = (
+        WORKER
+        + """
+if len(started.read_text()) < 3:
+    time.sleep(1.0)
+    raise OSError(28, "No space left on device", "checkpoint")
+"""
+    )
+
+    async def main():
+        supervisor = Supervisor(
+            tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.01, proven_s=0.1
+        )
+        supervisor.start(role(tmp_path, "trainer", body, finite=True))
+        await supervisor.until(supervisor.ended("trainer"))
+
+    asyncio.run(main())
+    assert [event for _, event, _ in events].count("paused") == 2
+
+
 def test_a_full_disk_ends_the_run_when_nobody_makes_room(tmp_path):
     async def main():
         supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, pause_s=0.5)
