@@ -16,7 +16,7 @@ from data.code.build import build
 from flowjax.envs import EnvDied, Past, WorldError
 from flowjax.envs.code import Code
 from flowjax.envs.code.problems import OPERATIONS, PROBES, Recipe, draw, problem_of
-from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, normalised
+from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, action_of_tests, normalised
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.code import CallCase, Check
 from flowjax.grading.sandbox import Limits
@@ -465,3 +465,17 @@ def test_a_machine_without_a_processor_for_a_program_ends_the_episode_as_an_outa
     with pytest.raises(EnvDied) as died:
         env.step("import time\ntime.sleep(60)")
     assert died.value.status == "executor_error" and "wall_guard_s" in str(died.value)
+
+
+def test_tests_of_an_agent_are_checked_against_the_problem_that_is_played():
+    """Also where the very same ones were run before, on a problem for which they are right."""
+    env = Code(kinds=("int",), steps=2).env()
+    program, tests = "def f ( x ) : return x + 3", [([2], 5), ([1], 4)]
+    for number, valid in ((3, 1.0), (4, 0.0), (3, 1.0)):
+        env.reset(Task(f"plus {number}", "code", 0, {"kind": "int", "steps": [[0, number]]}), 0)
+        for _ in range(2):
+            step = env.step(action_of_tests(program, tests))
+            assert step.outcome == {"passed": 1.0, "tests_valid": valid}
+            assert (step.valid, step.terminal, step.reward) == (True, False, 0.0)
+    step = env.step(action_of_tests("", [([2], 5), ([1], 7)]))
+    assert step.outcome == {"passed": 0.0, "tests_valid": 0.0}

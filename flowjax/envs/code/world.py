@@ -322,9 +322,10 @@ class CodeEnv:
         """Somebody's tests (`action_of_tests`), on a program and on the problem's own solution."""
         program, given = json.loads(text)
         suite = replace(self.problem.suite, cases=tuple(_case_of(x, y, self.problem.suite.entry) for x, y in given))
-        if self._checked is None or self._checked[0] != given:  # the same tests may be run on several programs
+        tests = (self.problem.content, given)
+        if self._checked is None or self._checked[0] != tests:  # the same tests may be run on several programs
             solution = self.problem.solution
-            self._checked = given, bool(solution) and self._judged(solution, suite).success
+            self._checked = tests, bool(solution) and self._judged(solution, suite).success
         shown = replace(self.problem, suite=suite, public=len(given))
         feedback = _feedback(shown, self._judged(program, suite)) if runnable(program) else PublicTests(0, len(given))
         outcome = {"passed": feedback.passed / len(given), "tests_valid": float(self._checked[1])}
