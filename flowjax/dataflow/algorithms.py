@@ -252,6 +252,7 @@ class Chain:
 
     def keep(self, result: Result) -> bool:
         """True where all keep it; each is asked, also where one has refused."""
+        # A list, not a generator, which `all` would leave at the first refusal: algorithms learn from every group.
         verdicts = [self._ask(name, "keep", result, read=bool) for name in self.by_name]
         return all(verdicts)
 
@@ -281,6 +282,7 @@ class Chain:
             whole[name], changed = self._ask(name, "state", read=partial(self._packed, name))
             rows += changed
         yield [*((name, "", b"", state) for name, state in whole.items() if state != self._whole.get(name)), *rows]
+        # Not reached where the body raised: nothing was written then, and the same changes are given again.
         self._whole = whole
         for table in self._tables.values():
             table.changed.clear()
@@ -289,6 +291,7 @@ class Chain:
         """An algorithm's state without its tables, and the rows of these that have changed."""
         tables = {attribute: value for attribute, value in state.items() if isinstance(value, Table)}
         for attribute, table in tables.items():
+            # The rows of the one before would stay in the ledger: only a table itself knows what was taken out of it.
             if self._tables.setdefault((name, attribute), table) is not table:
                 raise ValueError(f"{attribute} is another Table than before: empty that one instead")
         whole = {attribute: value for attribute, value in state.items() if attribute not in tables}

@@ -64,7 +64,7 @@ def credit_batch(
     for index, (trajectory, has_rows) in enumerate(
         zip(trajectories, [True] * len(trajectories) if trained is None else trained, strict=True)
     ):
-        span = slice(start, start + len(trajectory.turns))
+        span = slice(start, start + len(trajectory.turns))  # the trajectory's rows of the table, which pads at its end
         if has_rows:
             rows += token_rows(trajectory, advantages[span])
         paid = {name: float(values[index]) for name, values in parts.items()}
@@ -99,17 +99,21 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
     A turn whose prompt begins with exactly the tokens of its policy's row so far extends that row (append mode);
     any other starts a new one (window mode).
     """
+    # Per policy, the spans of its row so far; a span's columns are those of `_join`.
     open_rows: dict[str, list[tuple[np.ndarray, ...]]] = {}
     closed: list[TokenRow] = []
     for turn, advantage in zip(trajectory.turns, advantages, strict=True):
         so_far = open_rows.get(turn.policy)
         known = np.concatenate([part[0] for part in so_far]) if so_far else np.zeros(0, np.int32)
+        # Token by token, not text by text: a reply may be tokenized otherwise when it stands in the next prompt, and
+        # log-probs of other tokens would be trained on.
         if so_far and not np.array_equal(turn.prompt_ids[: len(known)], known):
             closed.append(_join(turn.policy, so_far))
             so_far, known = None, known[:0]
         prompt, sampled = turn.prompt_ids[len(known) :], turn.sampled_ids
         nothing = np.zeros(len(prompt), np.float32)
         spans = so_far or []
+        # What the prompt adds is read and not trained on: no log-prob, no advantage, version -1.
         spans.append((prompt, nothing.astype(bool), nothing, nothing, np.full(len(prompt), -1, np.int32)))
         spans.append(
             (
@@ -122,6 +126,7 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
         )
         open_rows[turn.policy] = spans
     rows = closed + [_join(policy, spans) for policy, spans in open_rows.items()]
+    # Over all rows of the trajectory: losses that average over trajectories divide each row by the whole.
     sampled_tokens: Counter[str] = Counter()
     for turn in trajectory.turns:
         sampled_tokens[turn.policy] += len(turn.sampled_ids)
@@ -223,9 +228,8 @@ class Batches:
             quarantined=counts.get("quarantined", 0),
             short_groups=counts.get("short_groups", 0),
         )
-        self._logged[policy] = (
-            step  # last: a line that a full disk refused is written when the batch is asked for again
-        )
+        # Last: a line that a full disk refused is written when the batch is asked for again.
+        self._logged[policy] = step
 
     def _newest_ages(self, policy: str) -> dict[str, int]:
         step = self._ledger.batches(policy) - 1
@@ -260,7 +264,8 @@ class Batches:
         )
 
     def uncreditable(self, policy: str, groups: Sequence[Group]) -> dict[str, str]:
-        """Of a batch whose credit fails, the first trajectory of each group that it fails for alone, and why.
+        """Groups of a batch whose credit fails that are the cause: those for which it fails alone, too. Each is named
+        by its first trajectory, with the reason.
 
         Raises:
             Exception: it fails for one because of the machine, which says nothing about the group.
@@ -297,14 +302,18 @@ class Batches:
         lost = {policy: version - self._ledger.batches(policy) for policy, version in versions.items()}
         position = self._behind_lost(lost) if max(lost.values()) > 0 else 0
         claimed, epoch = self._ledger.claim(trainer, versions, after, position=position)
+        # The ledger's word, also where it is lower: a trainer that went back has lost what it had committed since.
         for policy, committed in self._ledger.commits().items():
             if policy in self._policies:
                 self._policies[policy].committed = committed
         return claimed, epoch
 
     def _behind_lost(self, lost: Mapping[str, int]) -> int:
-        """A position in the order of tasks behind all that these many batches can have taken: behind what the log says
-        of the newest batch, and as much again as may have been open beside it."""
+        """A position in the order of tasks behind every task that these many lost batches may hold.
+
+        That is behind the last task that the log or the ledger knows of, and behind as many more as may have been
+        opened after it: the lost batches, the one in the making, and `max_staleness` ahead.
+        """
         known = max(
             (line.get("tasks", 0) for line in read_metrics(self._run_dir) if line["kind"] == "batch"), default=0
         )
@@ -337,6 +346,7 @@ class Batches:
             with self._algorithms.state_changes() as changes:
                 self._ledger.commit(policy, version, changes=changes)
             state.committed = version
+        # Also for a version that is known: the process may have died between its commit and the closing.
         kept_versions = max(state.settings.trainer.keep_checkpoints, self._algorithms.keeps_used_versions)
         self._ledger.close_batches(policy, version - kept_versions)
 

@@ -44,7 +44,7 @@ class SkipSolved(Algorithm):
         averages = self._averages.get(name, {})
         now = result.share_above(self._solved_above)
         average = self._decay * averages.get(result.policy, 0.0) + (1 - self._decay) * now
-        self._averages[name] = averages | {result.policy: average}
+        self._averages[name] = averages | {result.policy: average}  # a new map: a Table sees no change inside a value
         return True
 
     def metrics(self) -> dict[str, float]:
@@ -152,7 +152,7 @@ class Greso(Algorithm):
         longer = before[1] + 1 if before and before[0] == kind else 1
         self._verdicts[name] = verdicts | {result.policy: [kind, 0 if result.informative else longer]}
         self._streaks += _has_streak(self._verdicts[name]) - _has_streak(verdicts)
-        if before:
+        if before:  # the first play of a task is not in the share: nothing could have passed it over
             self._count(result.policy, None if result.informative else kind)
         return True
 
@@ -348,10 +348,12 @@ class Replay(Algorithm):
         self.fresh_share, self.keeps_used_versions = 1 - ratio, max_age_versions
 
     def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
-        first = {each.group_id for each in fresh}
+        in_front = {each.group_id for each in fresh}  # a replay before this one may have put used groups there
+        # `batches` counts the first use too: `times` replays make times + 1.
         fit = [each for each in used if each.batches <= self._times and each.age_versions <= self._max_age]
-        fit = sorted((each for each in fit if each.group_id not in first), key=_youngest)
-        newly_played = math.ceil(round(groups * self.fresh_share, 6))  # 0.7 of 10 groups are 7
+        fit = sorted((each for each in fit if each.group_id not in in_front), key=_youngest)
+        # Rounded before the ceiling: 10 * (1 - 0.7) is 3.0000000000000004 in floating point, and is to be 3 groups.
+        newly_played = math.ceil(round(groups * self.fresh_share, 6))
         return [*fit[: groups - newly_played], *fresh]
 
 

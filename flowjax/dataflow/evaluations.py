@@ -26,9 +26,9 @@ _P = TypeVar("_P", Episode, Trajectory)
 class Evaluations:
     """Evaluations of the versions that are served, each pinned to them. Training goes on meanwhile.
 
-    Every held-out task is played `config.eval.samples` times; of a set smaller than `config.eval.tasks` asks for, all,
-    and the log says so. A generated set may hold a task twice: its episodes are samples of one task, which weighs as
-    one in every mean and interval.
+    Each of the first `config.eval.tasks` held-out tasks is played `config.eval.samples` times. Where there are fewer
+    tasks, all of them are played, and the log says so. A generated set may hold a task twice: all of its episodes are
+    samples of one task, which has the weight of one in every mean and interval.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Evaluations:
         self._started_s[name] = self._clock()
 
     def _due(self, versions: Mapping[str, int]) -> bool:
-        """At the start, at the end, and when the slowest policy has made another `eval.every_steps`."""
+        """True at the start, at the end, and when the slowest policy has passed another `eval.every_steps`."""
         config = self._config
         if not any(versions.values()) or versions == self._last_versions():
             return True
@@ -90,6 +90,7 @@ class Evaluations:
         if not every or slowest < every:
             return False
         evaluated = [min(earlier.values()) for earlier in self._all.values()]
+        # Multiples passed, not met: the engines may serve 9, then 11, and the evaluation at 10 is then that of 11.
         return slowest // every > max(evaluated, default=0) // every
 
     @property
@@ -168,7 +169,8 @@ def keep_evaluation(
     """
     credits = {policy: _credits(policy, played, of) for policy, of in components.items()}
     rewards = {policy: {name: each.reward for name, each in of.items()} for policy, of in credits.items()}
-    chosen = played[:: -(-len(played) // transcripts)] if transcripts else []
+    every = -(-len(played) // transcripts) if transcripts else 0  # rounded up, so that no more than that are kept
+    chosen = played[::every] if every else []
     lines = (
         transcript(task, part, credits.get(part.policy, {}).get(part.trajectory_id))
         for task, episode in chosen

@@ -104,6 +104,7 @@ class Leases:
         position, task, forced = self._choose()
         self._algorithms.chosen(task, position)
         seeds = [episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
+        # The group is opened for every policy that learns, also for those that did not ask: they speak in its episodes.
         with self._algorithms.state_changes() as changes:
             self._ledger.add_group(
                 f"train-{position:08d}",
@@ -120,8 +121,8 @@ class Leases:
         return True
 
     def _choose(self) -> tuple[int, Task, bool]:
-        """The next task that every algorithm chooses, or the one after `MOST_PASSED_OVER` that some did not; and
-        whether it is that."""
+        """Position and task of the next one that every algorithm chooses. After `MOST_PASSED_OVER` that some algorithm
+        refused it is the next one, whatever they say, and the third value is True: forced."""
         start = self._ledger.count_groups()
         for position in range(start, start + MOST_PASSED_OVER):
             task = task_at(self._tasks, position)
@@ -133,6 +134,8 @@ class Leases:
     def _admits(self, policy: PolicyStatus) -> bool:
         trainer, dataflow = policy.settings.trainer, self._config.dataflow
         made = self._ledger.batches(policy.name)
+        # A group opened now is played with version `serving`, so it may be in batches up to serving + max_staleness.
+        # Batches count from 0: that many plus one, less those that are made, are still to be filled.
         ahead = min(policy.serving + dataflow.max_staleness + 1, trainer.steps) - made
         groups = trainer.groups_per_step
         admitted = ahead * math.ceil(groups * self._algorithms.fresh_share)
@@ -154,7 +157,7 @@ class Leases:
         return min(len(self._algorithms.serve([], used, groups)), groups)
 
     def _kept_of(self, policy: str, groups: int) -> float:
-        """Number of these groups that will be kept, all but surely."""
+        """Number of these groups that are nearly sure to be kept: the expected one less `_SPREAD` deviations."""
         share, known = self._ledger.keep_share(policy)
         share = max(share, _LEAST_KEPT)
         variance = share * (1 - share) * groups * (1 + groups / known)  # of the groups, and of the share itself
@@ -189,7 +192,7 @@ class Groups:
         self._completed(self._ledger.give_back(lease_ids, error, count_attempt=bool(error)))
 
     def expire(self) -> None:
-        """Take back the leases of workers that are no longer heard of."""
+        """Take back the leases that no worker has renewed in time."""
         self._completed(self._ledger.expire())
 
     def _completed(self, group_ids: Sequence[str]) -> None:
@@ -212,6 +215,7 @@ class Groups:
                 self._ledger.filter(policy, group_id, keep=keep, changes=changes)
 
     def _drop_overflow(self) -> None:
+        # A single policy's groups are bounded where they are opened: `Leases` opens none that it has no use for.
         for policy in self._policies.values() if len(self._policies) > 1 else ():
             ready = sorted(self._ledger.groups(policy.name, "ready"), key=lambda group: group.arrival)
             oldest = ready[: max(len(ready) - policy.most_ready, 0)]

@@ -63,8 +63,8 @@ StateRow = tuple[str, str, bytes, bytes | None]
 _EVALUATION = ""  # the policy of an evaluation's group
 _BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
 _OUTAGES = ("executor_error",)  # statuses of episodes that would have gone well at another time
-_KEEP_DECAY = 1 - 1 / 256  # of the share of groups that are kept: over so many
-_KEEP_PRIOR = 4.0  # groups that are taken to have been kept before the first
+_KEEP_DECAY = 1 - 1 / 256  # of the average share of groups that are kept: it looks back over some 256 groups
+_KEEP_PRIOR = 4.0  # groups counted as kept before the first, so that a few early ones that are not open no flood
 _EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
 
 # --------------------------------------------------------------------------------------------------------------- schema
@@ -282,10 +282,10 @@ def lease_key(db: sqlite3.Connection) -> bytes:
 
 
 class Transaction:
-    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the body raises; a part of the one around it where there is one.
+    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the body raises; inside another transaction, a part of that one.
 
-    One that is `durable` is on the disk when it is over, and all before it are: SQLite's log is flushed. The others are
-    flushed with the next of those, which takes 4 ms where they take 0.03.
+    After a `durable` one, it and all before it are on the disk: SQLite's log is flushed. The others wait in the log for
+    the next durable one. A durable one takes about 4 ms, another 0.03 ms.
     """
 
     def __init__(self, db: sqlite3.Connection, *, durable: bool = False):
@@ -459,6 +459,7 @@ class Ledger:
             ).fetchall()
             for row in rows:
                 lease = Lease(
+                    # 16 hex digits of nonce, then the signature: `_granted` cuts it there.
                     lease_id=self._sign(secrets.token_hex(8), row["episode_id"]),
                     task=unpack(row["task"]),
                     group_id=row["group_id"],
@@ -481,7 +482,7 @@ class Ledger:
 
     def _alone(self, worker: str, now_s: float) -> bool:
         """True if no other worker has asked for episodes lately."""
-        self._asked_s.pop(worker, None)
+        self._asked_s.pop(worker, None)  # put in anew, at the end: the dict is in the order of asking
         self._asked_s[worker] = now_s
         while self._asked_s[first := next(iter(self._asked_s))] < now_s - self._lease_s:
             del self._asked_s[first]
@@ -527,7 +528,8 @@ class Ledger:
             return self._release(rows, "lease_ran_out", "lease ran out")
 
     def _release(self, rows: Sequence[sqlite3.Row], cause: str | None, error: str) -> list[str]:
-        """Take leased episodes back: without a cause, or after an outage, as if they had never been leased."""
+        """Take leased episodes back: without a cause, or after an outage, as if they had never been leased. Returns the
+        groups that are complete by it."""
         group_ids = {row["group_id"] for row in rows}
         for row in rows:
             if cause in _OUTAGES:
@@ -541,6 +543,8 @@ class Ledger:
                 continue
             self._count(f"failed/{cause}", last=error)
             kind = self._db.execute("SELECT kind FROM groups WHERE group_id = ?", (row["group_id"],)).fetchone()[0]
+            # Config's `failed_episodes` is about training and about the world: an evaluation wants every episode, and a
+            # dead worker says nothing about the task.
             retried = self._failed == "retry" or kind == "eval" or cause not in _BROKEN
             # The lease's id goes, its signature stays good: a worker that was only slow, and whose lease has run out,
             # may still hand in what it played, as long as nobody else has (see `accept`).
@@ -583,7 +587,8 @@ class Ledger:
                     return False, []
                 return True, self._release([row], episode.status, f"{episode.episode_id}: {episode.error}")
             # State and content in one row: there is no moment at which the episode is done and not kept. A worker
-            # that gets no answer because somebody died sends it again, and that copy is a duplicate or the first.
+            # that gets no answer because this process died sends it again: that copy is the first or a duplicate.
+            # A waiting episode is taken too: its lease ran out, but nobody else has finished it.
             self._db.execute(
                 "UPDATE episodes SET state = 'done', episode = ?, lease_id = NULL,"
                 " worker = COALESCE(NULLIF(?, ''), worker) WHERE episode_id = ?",
@@ -601,6 +606,7 @@ class Ledger:
                 "SELECT state, COUNT(*) AS n FROM episodes WHERE group_id = ? GROUP BY state", (group_id,)
             ).fetchall()
             ended = {row["state"]: row["n"] for row in states}
+            # A policy's part may have been dropped already (`_lose`): only those still open go on.
             still_open = self._db.execute(
                 "SELECT policy FROM policy_groups WHERE group_id = ? AND state = 'open'", (group_id,)
             ).fetchall()
@@ -627,7 +633,7 @@ class Ledger:
                 continue
             versions = [turn.version for part in parts for turn in part.turns] or [0]
             # In the transaction of the last episode: who dies before the data algorithms are asked finds the group
-            # complete and asks them then.
+            # complete and asks them then. Arrival counts over all policies: they are asked in that order.
             self._db.execute(
                 "UPDATE policy_groups SET state = ?, oldest_version = ?, newest_version = ?,"
                 " arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM policy_groups)"
@@ -651,6 +657,7 @@ class Ledger:
             self._keep(changes)
 
     def _weigh(self, policy: str, *, kept: bool) -> None:
+        """Count one more group in the average share of groups that are kept; it starts from 0 of 0."""
         self._db.execute(
             "INSERT INTO keep_shares VALUES (:policy, :kept, 1)"
             " ON CONFLICT DO UPDATE SET kept = kept * :decay + :kept, seen = seen * :decay + 1",
@@ -719,6 +726,7 @@ class Ledger:
             StepError: it has some, but a later batch has been served since.
         """
         with Transaction(self._db):
+            # One entry a group. Backwards, because the last one put in stays: it is then the first that was refused.
             refused = {
                 group_id: (trajectory.trajectory_id, reasons[trajectory.trajectory_id])
                 for group_id in self.batch(policy, step)
@@ -729,6 +737,7 @@ class Ledger:
             if refused and step != (made := self.batches(policy)) - 1:
                 raise StepError(f"batch {step} of {policy} cannot be refused any more: the newest is {made - 1}")
             for group_id, (trajectory_id, reason) in refused.items():
+                # A trajectory has its episode's id, or that with /<agent> behind it. No LIKE: ids may hold % and _.
                 (worker,) = self._db.execute(
                     "SELECT worker FROM episodes WHERE group_id = :group_id AND (episode_id = :trajectory_id"
                     " OR substr(:trajectory_id, 1, length(episode_id) + 1) = episode_id || '/')",
@@ -755,8 +764,8 @@ class Ledger:
         """Make `trainer` the one of these policies, from these versions on.
 
         Batches that led beyond them are undone: the checkpoints that consumed them are lost. Batch `version`, where it
-        is written down, stays: the trainer asks for it next. A version that more batches led to than the ledger knows
-        of shows that the ledger is older than it (a copy was put back): whatever might be in those batches is dropped.
+        is written down, stays: the trainer asks for it next. A version beyond the batches that the ledger has made
+        shows that the ledger is an older copy, put back: every group that might be in those batches is dropped.
 
         Args:
             trainer: a name that no other start of a trainer has.
@@ -784,6 +793,7 @@ class Ledger:
                     self._lose(policy, position)
                 self._undo_after(policy, version)
                 made = version + bool(self.batch(policy, version))
+                # Down only: a checkpoint that is on disk counts once `commit` has been heard, and flushed.
                 committed = min(owners[policy]["committed"], version)
                 self._set_trainer(policy, epoch=epoch, trainer=trainer, made=made, committed=committed)
             return True, epoch
@@ -797,8 +807,9 @@ class Ledger:
         self._db.execute("INSERT OR REPLACE INTO trainers VALUES (:policy, :epoch, :trainer, :made, :committed)", row)
 
     def _lose(self, policy: str, position: int) -> None:
-        """Drop every group of a policy that may have been in a batch which the ledger has lost, and leave out the tasks
-        that may have: none is trained on twice, at the price of playing others."""
+        """Drop every group of a policy that may have been in a batch which the ledger has lost, and skip the tasks
+        before `position`, which may have been opened for one: no group is trained on twice, at the price of playing
+        others in their place."""
         rows = self._db.execute(
             "SELECT group_id FROM policy_groups WHERE policy = ? AND state IN ('open', 'complete', 'ready')", (policy,)
         ).fetchall()
@@ -812,8 +823,8 @@ class Ledger:
             self.add_group(f"train-{position - 1:08d}", left_out, (), kind="train", position=position - 1, policies=())
 
     def _undo_after(self, policy: str, step: int) -> None:
-        """Used -> ready, but for what a batch up to `step` has too: a trainer never saw the later ones, or died with
-        what it had learned from them."""
+        """Forget the batches after `step`: a trainer never saw them, or died with what it had learned from them. Their
+        groups go from used back to ready, but for those that a batch up to `step` has too (replay)."""
         self._db.execute("DELETE FROM batches WHERE policy = ? AND step > ?", (policy, step))
         self._db.execute(
             "UPDATE policy_groups SET state = 'ready' WHERE policy = ? AND state = 'used' AND NOT EXISTS"
@@ -825,7 +836,8 @@ class Ledger:
 
     def commit(self, policy: str, version: int, *, changes: Sequence[StateRow] = ()) -> None:
         """Note that the policy's trainer has committed `version`, and what the data algorithms make of it."""
-        # Durable, and before any batch is closed for it: what is deleted must not be asked for again.
+        # Durable, and before any batch is closed for it: were this lost with the power, the trainer would go on from an
+        # earlier version and ask for batches that are deleted.
         with Transaction(self._db, durable=True):
             self._set_trainer(policy, committed=version)
             self._keep(changes)
@@ -833,8 +845,9 @@ class Ledger:
     def close_batches(self, policy: str, before_step: int) -> None:
         """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
         with Transaction(self._db):
-            # After the commit that makes them needless, never with it in mind only: who dies in between keeps some
-            # batches too many, and the next commit closes them.
+            # In a transaction after the commit's own, never before it: who dies in between keeps some batches too many,
+            # and the next commit closes them. A replayed group is in several batches: the newest of them decides, and
+            # until then all its rows stay, because `groups` counts them.
             self._db.execute(
                 "UPDATE policy_groups SET state = 'closed' WHERE policy = ? AND state = 'used' AND ? >"
                 " (SELECT MAX(step) FROM batches"
@@ -861,8 +874,10 @@ class Ledger:
 
     def _forget(self) -> None:
         """Delete what is over: episodes that no policy will ask for again, their parts and groups. The newest
-        training group stays, which says how many there were, and the first one of each evaluation."""
+        training group stays: its position says how many there were. So does the first of each evaluation: its name says
+        that these versions have been evaluated."""
         over = "state IN ('closed', 'dropped')"
+        # In this order, because each statement asks whether rows of the one before it are left.
         self._db.execute(
             "DELETE FROM episodes WHERE state IN ('done', 'quarantined', 'cancelled') AND NOT EXISTS"
             f" (SELECT 1 FROM policy_groups WHERE group_id = episodes.group_id AND NOT {over})"
@@ -888,7 +903,7 @@ class Ledger:
 
     def _keep(self, changes: Sequence[StateRow]) -> None:
         for name, attribute, key, value in changes:
-            if not attribute:
+            if not attribute:  # what is in no table is one row, written anew as a whole
                 self._db.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, value))
             elif value is None:
                 self._db.execute(
@@ -903,6 +918,7 @@ class Ledger:
         return nonce + signature.hexdigest()
 
     def _granted(self, lease_id: str, episode_id: str) -> bool:
+        # In constant time: how long a wrong id takes to be refused must not say how much of it is right.
         return hmac.compare_digest(lease_id.encode(), self._sign(lease_id[:16], episode_id).encode())
 
     # --------------------------------------------------------------------------------- questions, which change nothing
@@ -1010,10 +1026,10 @@ class Ledger:
         return counts.get(1, 0), counts.get(0, 0)
 
     def keep_share(self, policy: str) -> tuple[float, float]:
-        """Of a policy's newest groups that are in, the share that its trainer may have, and of how many that is known.
-        1 until one is not kept."""
+        """Share of a policy's newest groups that its trainer was let have, and the number of groups that it is taken
+        over. The share is 1 until a group is not kept."""
         row = self._db.execute("SELECT kept, seen FROM keep_shares WHERE policy = ?", (policy,)).fetchone()
-        kept, seen = (row["kept"], row["seen"]) if row else (0.0, 0.0)
+        kept, seen = (row["kept"], row["seen"]) if row else (0.0, 0.0)  # of the newest 256 or so, see `_weigh`
         return (kept + _KEEP_PRIOR) / (seen + _KEEP_PRIOR), seen + _KEEP_PRIOR
 
     def count_dropped(self, policy: str) -> int:
@@ -1049,6 +1065,7 @@ class Ledger:
     def evaluations(self, state: str | None = None) -> dict[str, dict[str, int]]:
         """Versions of the policies in every evaluation, by its name; with `state`, of those with groups in it."""
         wanted = "policy = ''" + (" AND state = :state" if state else "")
+        # CROSS JOIN fixes the order for SQLite's planner: the few rows of that state first, then the group of each.
         rows = self._db.execute(
             f"SELECT evaluation, versions FROM policy_groups CROSS JOIN groups USING (group_id) WHERE {wanted}"
             " GROUP BY evaluation ORDER BY MIN(groups.rowid)",

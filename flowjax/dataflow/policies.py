@@ -57,7 +57,8 @@ class PolicyStatus:
     def newest_version(self, batches: int) -> int:
         """The newest version that there can be after so many batches, as the ledger counts them: each takes one.
 
-        Where the ledger is new, or older than the checkpoints that this process found when it started, those tell.
+        Where the ledger is new, or older than the checkpoints that this process found when it started, the newest
+        checkpoint counts.
         """
         made = max(batches, self.committed, 0)
         return max(made, self._found if made else self.newest_checkpoint())
@@ -132,7 +133,7 @@ class RolloutWorkers:
         }
 
     def _of(self, worker: str) -> _Seen:
-        seen = self._seen.pop(worker, None) or _Seen(0.0)
+        seen = self._seen.pop(worker, None) or _Seen(0.0)  # put back below as the newest: the dict is in that order
         seen.heard_s = self._clock()
         self._seen[worker] = seen
         if len(self._seen) > _MOST_KNOWN:  # names are strangers' to choose: the longest silent one is forgotten

@@ -150,7 +150,9 @@ class Bodies:
         try:
             async with body.timer:
                 while True:
-                    if body.timer.expired():  # as more came in: the cancellation waits at the next await
+                    # The time ran out at the very moment more came in: the timer's cancellation is raised at the next
+                    # await. A timer that has expired cannot be set anew, so that await comes first.
+                    if body.timer.expired():
                         await asyncio.sleep(0)
                     body.timer.reschedule(loop.time() + body.latest_s - time.monotonic())
                     if not (part := await request.content.readany()):
@@ -182,7 +184,7 @@ class Bodies:
             on_their_way.discard(slowest)
             slowest.sent_away, slowest.size_bytes = True, 0
             slowest.parts.clear()
-            if not slowest.timer.expired():
+            if not slowest.timer.expired():  # wakes its reader, which waits for more in `_receive`
                 slowest.timer.reschedule(asyncio.get_running_loop().time())
 
 
@@ -275,6 +277,7 @@ class Server:
         try:
             async with self._bodies.read(request, limit := self._limits.get(name, self._limits[""])) as body:
                 answer = await self._answer(name, body, limit)
+            # Only a batch is large: packing one here would hold every other message up.
             packed = await asyncio.to_thread(pack, answer) if name == "batch" else pack(answer)
             return web.Response(body=packed, content_type="application/msgpack")
         except BodyError as error:
@@ -300,6 +303,7 @@ class Server:
         if name != "episodes":
             return await self._service.answer(name, await _decoded(body, limit), hold_s=HOLD_S)
         async with self._handling:
+            # The last place was just taken, so others may stand behind: they must not wait for a held answer.
             hold_s = _BRIEFLY_S if self._handling.locked() else HOLD_S
             return await self._service.answer(name, await _decoded(body, limit), hold_s=hold_s)
 

@@ -134,8 +134,9 @@ class DataflowService:
         queue = self._waiting.setdefault(playable, deque())
         queue.append(asked)
         try:
+            # Not `wait_for`, which cancels what it waits for: leases set at that very moment would be lost.
             await asyncio.wait([asked.leases], timeout=hold_s)
-        except asyncio.CancelledError:  # the worker has gone
+        except asyncio.CancelledError:  # the worker has gone, and may have been given leases just before
             if asked.leases.done():
                 self._return([lease.lease_id for lease in asked.leases.result()], "")
             raise
@@ -243,7 +244,7 @@ class DataflowService:
                     await self._changed.wait()
             except TimeoutError:
                 break
-            await asyncio.sleep(_LATEST_S)
+            await asyncio.sleep(_LATEST_S)  # changes come in bursts: one look for all of them
         if batch is None:
             return {"state": "wait"}
         self._notify()  # groups that are used or dropped make room for others
@@ -254,6 +255,7 @@ class DataflowService:
         except AlgorithmError:
             raise
         except Exception as error:
+            # A fault of the machine or of an algorithm says nothing about the groups; any other is one of theirs.
             if is_machine_fault(error):
                 raise
             async with self._crediting:

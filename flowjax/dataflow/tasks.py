@@ -47,6 +47,7 @@ def content_of(task: Task) -> str:
 
 def episode_seed(seed: int, position: int, member: int) -> int:
     """Seed of a group's `member`-th episode."""
+    # No two are equal within a run, for groups of up to 4096; nor in runs of other seeds, for up to a million tasks.
     return (seed * 1_000_003 + position) * 4096 + member
 
 
@@ -64,6 +65,7 @@ def _tasks(config: ConfigDict, split: Split) -> grain.MapDataset[Task]:
             raise ConfigError(f"{field}.{min(given)} is no field: use weight, options or train_tasks")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
             raise ConfigError(f"{field}.weight is {weight!r}: give a positive number")
+        # Another offset for each, so that two sources of equal tasks do not come in the same order.
         source = _source(config, kind(**task_options(config, name)), split, count, offset=number)
         sources.append(source.map(partial(_named, name=name)))
         weights.append(float(weight))
