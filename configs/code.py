@@ -47,12 +47,9 @@ def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "code")
     _real_problems(config)
     config.env.workers = 16
-    config.engine.max_model_tokens = 22_528
-    config.rollout.max_prompt_tokens = 6144
-    config.rollout.max_new_tokens = 16_384
+    lengths(config, prompt_tokens=6144, reply_tokens=16384)
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
-    config.trainer.row_tokens = 22_528
 
 
 def _qwen3_0_6b(config: ConfigDict) -> None:

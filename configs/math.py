@@ -56,13 +56,10 @@ def _nano_calculator(config: ConfigDict) -> None:
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "math")
     config.env.options = ConfigDict({"path": "", "answer": "boxed"})
-    config.engine.max_model_tokens = 16384
-    config.rollout.max_prompt_tokens = 2048
-    config.rollout.max_new_tokens = 14336
+    lengths(config, prompt_tokens=2048, reply_tokens=14336)
     config.rollout.episode_timeout_s = 1800.0
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
-    config.trainer.row_tokens = 16384
 
 
 def _qwen3_0_6b(config: ConfigDict) -> None:

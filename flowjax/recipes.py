@@ -4,10 +4,12 @@ A recipe calls one first and then sets what is its own; what it sets after the p
 """
 
 import math
+import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ml_collections import ConfigDict
 
@@ -15,9 +17,10 @@ from flowjax.config import ConfigError
 from flowjax.credit import ESTIMATORS
 
 Variant = Callable[[ConfigDict], None]
+T = TypeVar("T")
 
 
-def find_variant(variants: Mapping[str, Variant], name: str, recipe: str) -> Variant:
+def find_variant(variants: Mapping[str, T], name: str, recipe: str) -> T:
     """The variant of that name; `recipe` is the recipe's `__file__`.
 
     Raises:
@@ -28,6 +31,12 @@ def find_variant(variants: Mapping[str, Variant], name: str, recipe: str) -> Var
         hint = f" (an estimator comes after one: {meant})" if name in ESTIMATORS else ""
         raise ConfigError(f"{path} has no variant {name!r}{hint}: use one of {', '.join(variants)}")
     return variants[name]
+
+
+def recipe_beside(recipe: str, name: str, variant: str) -> ConfigDict:
+    """The config of a variant of `<name>.py`, which lies beside `recipe` (a recipe's `__file__`): for a recipe that is
+    another one with something changed."""
+    return runpy.run_path(str(Path(recipe).with_name(f"{name}.py")))["get_config"](variant)
 
 
 def nano_on_two_cores(config: ConfigDict, world: str) -> None:
