@@ -54,6 +54,15 @@ async def take_turn(
     return Move(reply, action, step, turn)
 
 
+def turn_counts(turns: Sequence[Turn]) -> dict[str, float]:
+    """The outcomes that a workflow adds to the world's own, of the turns that count together."""
+    return {
+        "turns": float(len(turns)),
+        "invalid_actions": float(sum(not turn.valid for turn in turns)),
+        "env_return": float(sum(turn.env_reward for turn in turns)),
+    }
+
+
 async def play(
     task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
 ) -> Played:
@@ -91,8 +100,6 @@ async def play(
         status, error = "truncated", str(too_long)
     except EnvDied as died:
         status, error = died.status, str(died)
-    outcome["turns"] = float(len(turns))
-    outcome["invalid_actions"] = float(sum(not turn.valid for turn in turns))
-    outcome["env_return"] = float(sum(turn.env_reward for turn in turns))
+    outcome |= turn_counts(turns)
     last = shown_as(view=observation.view) if observation is not None else ""
     return Played([AgentTurns(AGENT, turns, outcome, last)], outcome, status, error, kept_answer(answer))

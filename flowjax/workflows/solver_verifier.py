@@ -15,7 +15,7 @@ from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
-from flowjax.workflows.single import EpisodeOptions, take_turn
+from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
 
 OUTCOMES = ("answer_right", "approved_right", "rejected_wrong")  # of verdicts, beside the world's
 SOLVER, VERIFIER = "solver", "verifier"
@@ -90,7 +90,7 @@ async def _attempt(
     asked = _asked(options.world, observation, options.prompt, rejected, review)
     move = await take_turn(solver, asked, observation, world=options.world, env=env)
     step = move.step
-    parts.append(AgentTurns(SOLVER, [move.turn], {**step.outcome, **_counts(step.valid, step.reward)}))
+    parts.append(AgentTurns(SOLVER, [move.turn], {**step.outcome, **turn_counts([move.turn])}))
     return move.reply.text, options.world.answer(move.action, step.observation), step.outcome.get("success", 0.0)
 
 
@@ -115,7 +115,7 @@ async def _judge(
     turn = record_turn(reply, before, step, env_s=0.0, action=verdict)
     called_for = "approved_right" if right >= 1.0 else "rejected_wrong"
     outcome = {"success": agrees, "answer_right": float(right >= 1.0), called_for: agrees}
-    parts.append(AgentTurns(VERIFIER, [turn], {**outcome, **_counts(step.valid, agrees)}))
+    parts.append(AgentTurns(VERIFIER, [turn], {**outcome, **turn_counts([turn])}))
     return verdict, reply.text, agrees
 
 
@@ -145,10 +145,6 @@ def _to_judge(world: World, problem: Observation, style: Style, answer: str) -> 
         return [*before, {**last, "content": f"{last['content']} {CHECK} {answer}"}]
     bare = getattr(problem.view, "question", None) or world.prompt(problem, [], style)[-1]["content"]
     return [{"role": "user", "content": VERIFY.format(problem=bare, answer=answer)}]
-
-
-def _counts(valid: bool, reward: float) -> dict[str, float]:
-    return {"turns": 1.0, "invalid_actions": float(not valid), "env_return": reward}
 
 
 def vocabulary() -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
-from flowjax.workflows.single import EpisodeOptions, Move, take_turn
+from flowjax.workflows.single import EpisodeOptions, Move, take_turn, turn_counts
 
 OUTCOMES = ("answer_right", "tests_valid", "first_success", "attempts", "approved")  # beside the world's
 WRITER, TESTER = "writer", "tester"
@@ -109,7 +109,7 @@ async def _write(
     """A program and what the hidden tests say of it; with `review`, after what was said of the one `before`."""
     messages = _to_write(options.world, problem, options.prompt, before, review)
     move = await take_turn(writer, messages, problem, world=options.world, env=env)
-    parts.append(AgentTurns(WRITER, [move.turn], {**move.step.outcome, **_counts(move.step)}))
+    parts.append(AgentTurns(WRITER, [move.turn], {**move.step.outcome, **turn_counts([move.turn])}))
     return move
 
 
@@ -135,7 +135,7 @@ async def _test(
     ended = replace(step, terminal=True, reward=agrees)
     turn = record_turn(reply, before, ended, env_s=0.0, action=json.dumps(tests) if tests else "")
     outcome = {"success": agrees, "answer_right": float(right), "tests_valid": valid, "score": valid}
-    parts.append(AgentTurns(TESTER, [turn], {**outcome, **_counts(ended)}))
+    parts.append(AgentTurns(TESTER, [turn], {**outcome, **turn_counts([turn])}))
     return tests, step
 
 
@@ -204,10 +204,6 @@ def _to_test(problem: Observation, world: World, style: Style, program: str) -> 
         return user_says(f"{world.compact(problem, [])} {ASK}")
     form = FORM[bool(problem.view.entry)]
     return user_says(WRITE_TESTS.format(problem=problem.view.question, program=program, count=TESTS, form=form))
-
-
-def _counts(step: Step) -> dict[str, float]:
-    return {"turns": 1.0, "invalid_actions": float(not step.valid), "env_return": step.reward}
 
 
 def vocabulary() -> tuple[str, ...]:

@@ -1,45 +1,22 @@
 """Attempts, verdicts and second attempts: what is recorded, and who is rewarded for what."""
 
-import asyncio
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flowjax.envs import Observation, Step, find_world
+from flowjax.envs import find_world
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Task
-from flowjax.workflows import Agent, Played, solver_verifier
+from flowjax.workflows import Played, solver_verifier
 from flowjax.workflows.codec import Codec
-from flowjax.workflows.single import EpisodeOptions
 from flowjax.workflows.solver_verifier import demonstrations, parse_verdict, play
+from tests.workflows.two_agents import play_scripted
 
 OPTIONS = {"answer": "whole", "digits": 2, "terms": 2, "operators": "+"}
 WORLD = find_world("flowjax.envs.math:Math")(**OPTIONS)
 SUM = Task("sum", "math", 0, {"question": "12+34=?", "answer": "46", "expression": "12+34"})
-
-
-class LocalSession:
-    def __init__(self):
-        self._env = WORLD.env()
-
-    async def reset(self, task: Task, seed: int) -> Observation:
-        return self._env.reset(task, seed)
-
-    async def step(self, action: str) -> Step:
-        return self._env.step(action)
-
-
-@dataclass(frozen=True)
-class Scripted:
-    """An engine's answer."""
-
-    sampled_ids: list[int]
-    logprobs: list[float]
-    model: str
-    finish_reason: str = "stop"
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +28,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
 
 def played(codec: Codec, replies: list[str]) -> tuple[Played, list[str]]:
     """The episode in which the agents reply so, and the prompts that they saw."""
-    left, prompts = iter(replies), []
-
-    def agent(name: str) -> Agent:
-        async def generate(prompt_ids: list[int]):
-            prompts.append(codec.decode(prompt_ids))
-            ids = codec.encode_reply(next(left))
-            return Scripted(ids, [-1.0] * len(ids), f"{name}@3")
-
-        return Agent(codec, generate)
-
-    agents = {name: agent(name) for name in ("solver", "verifier")}
-    options = EpisodeOptions(WORLD, max_turns=1, prompt="compact")
-    return asyncio.run(play(SUM, seed=0, env=LocalSession(), agents=agents, options=options)), prompts
+    return play_scripted(play, SUM, world=WORLD, codec=codec, agents=("solver", "verifier"), replies=replies)
 
 
 CASES = [

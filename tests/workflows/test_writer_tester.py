@@ -1,6 +1,5 @@
 """Programs and tests of them: who is rewarded for what, and which program counts."""
 
-import asyncio
 import itertools
 from pathlib import Path
 
@@ -8,33 +7,21 @@ import numpy as np
 import pytest
 
 from configs import code_pair
-from flowjax.envs import Observation, Step, find_world
+from flowjax.envs import find_world
 from flowjax.envs.code.problems import Recipe
 from flowjax.envs.demonstrations import base_words
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Group, Task, Trajectory
 from flowjax.rewards import trajectory_scores
-from flowjax.workflows import Agent, AgentTurns, Played, writer_tester
+from flowjax.workflows import AgentTurns, Played, writer_tester
 from flowjax.workflows.codec import Codec
-from flowjax.workflows.single import EpisodeOptions
 from flowjax.workflows.writer_tester import TESTS, demonstrations, parse_tests, play, reply_with
-from tests.workflows.test_solver_verifier import Scripted
+from tests.workflows.two_agents import play_scripted
 
 WORLD = find_world("flowjax.envs.code:Code")(kinds=("int",), steps=2)
 PLUS_THREE = Task("plus", "code", 0, {"kind": "int", "steps": [[0, 3]]})
 RIGHT, WRONG, HALF = (f"def f ( x ) : x = x {step} ; return x" for step in ("+ 3", "- 3", "* 4"))
 GOOD, BAD, WORSE = "2 gives 5 and 1 gives 4", "2 gives 6 and 1 gives 4", "2 gives 6 and 1 gives 9"
-
-
-class LocalSession:
-    def __init__(self):
-        self._env = WORLD.env()
-
-    async def reset(self, task: Task, seed: int) -> Observation:
-        return self._env.reset(task, seed)
-
-    async def step(self, action: str) -> Step:
-        return self._env.step(action)
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +33,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
 
 def played(codec: Codec, replies: list[str]) -> tuple[Played, list[str]]:
     """The episode in which the agents reply so, and the prompts that they saw."""
-    left, prompts = iter(replies), []
-
-    def agent(name: str) -> Agent:
-        async def generate(prompt_ids: list[int]):
-            prompts.append(codec.decode(prompt_ids))
-            ids = codec.encode_reply(next(left))
-            return Scripted(ids, [-1.0] * len(ids), f"{name}@3")
-
-        return Agent(codec, generate)
-
-    options = EpisodeOptions(WORLD, max_turns=1, prompt="compact")
-    agents = {name: agent(name) for name in ("writer", "tester")}
-    return asyncio.run(play(PLUS_THREE, seed=0, env=LocalSession(), agents=agents, options=options)), prompts
+    return play_scripted(play, PLUS_THREE, world=WORLD, codec=codec, agents=("writer", "tester"), replies=replies)
 
 
 CASES = [
