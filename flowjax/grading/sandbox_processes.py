@@ -361,7 +361,7 @@ def groups_parent() -> Path | None:
     """The folder in which boxes have their control groups; None where this process may not make any.
 
     That is the group of this process, where the kernel lets it have children (the root group alone does beside
-    processes), or the one above, where that has been handed to us: as root, or in a session of systemd.
+    processes), or the one above, where others have given its children these controllers and it is ours to write.
     """
     try:
         mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
@@ -371,22 +371,27 @@ def groups_parent() -> Path | None:
     except (OSError, StopIteration):
         return None
     for parent in (ours, ours.parent):
-        if parent.is_relative_to(mounted) and ".." not in parent.parts and _may_have_boxes(parent):
+        if parent.is_relative_to(mounted) and ".." not in parent.parts and _may_have_boxes(parent, parent == ours):
             return parent
     return None
 
 
-def _may_have_boxes(parent: Path) -> bool:
-    """True where a trial group can be made and entered."""
+def _may_have_boxes(parent: Path, give: bool) -> bool:
+    """True where a trial group can be made and entered. Controllers that it lacks are given to `parent`'s children
+    where `give`: never in the group above, whose other children are not ours."""
     given = parent / "cgroup.subtree_control"
     try:
         if not set(given.read_text().split()) >= _CONTROLLERS:
+            if not give:
+                return False
             given.write_text(" ".join(f"+{name}" for name in sorted(_CONTROLLERS)))
         group = ControlGroup(parent, Limits())
     except OSError:
         return False
     try:
         return subprocess.run(group.holding(["true"]), capture_output=True, timeout=10.0).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):  # no shell, or a machine that is too busy
+        return False
     finally:
         group.close()
 
