@@ -148,6 +148,20 @@ def test_an_outage_uses_up_no_attempt_and_is_counted(ledger):
     assert ledger.accept(lease.lease_id, played(lease))[0]
 
 
+def test_what_came_to_nothing_is_counted_by_its_cause(ledger):
+    for position in range(3):
+        add(ledger, position, members=1, policies=("agent", "other"))
+    for status in ("env_error", "env_error", "timeout"):
+        lease = ledger.lease("w", 1)[0]
+        ledger.accept(lease.lease_id, played(lease, status=status))
+    assert ledger.count_causes("failed") == {"env_error": 2, "timeout": 1}
+    ledger.drop("agent", ["train-00000001", "train-00000002"], "too_old")
+    ledger.drop("other", ["train-00000002"], "overflow")
+    assert ledger.count_causes("dropped", "agent") == {"failed": 1, "too_old": 2}
+    assert ledger.count_causes("dropped", "other") == {"failed": 1, "overflow": 1}
+    assert ledger.count_causes("failed", "agent") == {}, "episodes fail for all policies at once"
+
+
 def test_a_failure_reported_under_a_lost_lease_does_not_end_the_new_one(ledger, clock):
     add(ledger, 0, members=1)
     first = ledger.lease("slow", 1)[0]

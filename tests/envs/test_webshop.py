@@ -254,6 +254,22 @@ def test_the_expert_finds_its_way_from_anywhere():
             pytest.fail("nothing is bought within 12 turns")
 
 
+def test_an_expert_at_another_product_goes_back_to_the_results_that_hold_the_right_one():
+    pages = set()
+    for index in range(60):
+        env, observation = start(index)
+        while (action := WebShop().expert(env)) != f"click[{env.goal.asin.lower()}]":
+            observation = go(env, action)
+        pages.add(env.state.number)
+        others = [f"click[{product.asin.lower()}]" for product in env.catalog.products]
+        other = next(each for each in observation.legal_actions if each in others and each != action)
+        go(env, other)
+        assert WebShop().expert(env) == "click[< prev]", "a new search would cost a turn"
+        go(env, "click[< prev]")
+        assert WebShop().expert(env) == action
+    assert 1 in pages
+
+
 @pytest.mark.parametrize("goals", ["synthetic", "human"])
 def test_no_held_out_task_appears_in_training(goals: str):
     def content(found: Task) -> tuple:

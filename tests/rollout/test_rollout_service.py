@@ -190,6 +190,23 @@ def test_endless_failure_ends_the_service_before_all_tasks_are_used_up(tmp_path,
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("cause", ["engine", "workflow"])
+def test_a_service_gives_up_after_four_rounds_of_all_slots_and_not_before(tmp_path, cause):
+    async def scenario():
+        workflow = {"workflow": "unruly_workflows:raises"} if cause == "workflow" else {}
+        slots = {"rollout__max_concurrent_episodes": 1}  # one after the other: none ends beside the last one
+        run = RolloutRun(tmp_path, dataflow__max_attempts=100_000, **slots, **workflow)
+        async with run.servers() as servers:
+            servers.engine.refuse = cause == "engine"
+            with pytest.raises(RolloutError, match="4 episodes in a row came to nothing"):
+                async with run.serving(servers) as serving:
+                    await asyncio.wait({serving.task}, timeout=60)
+            totals = serving.service.totals
+            assert totals.failed_episodes + totals.given_back == 4
+
+    asyncio.run(scenario())
+
+
 def test_a_broken_episode_does_not_touch_its_siblings(tmp_path):
     async def scenario():
         run = RolloutRun(tmp_path, workflow="unruly_workflows:every_fourth_raises", dataflow__max_attempts=2)
