@@ -27,7 +27,7 @@ from flowjax.run import read_endpoints
 Answer = dict[str, Any]
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _ANSWER_TIMEOUT_S = 60.0
-_LACKING_S = 10.0  # who is short of files itself does not wait for the dataflow: starting anew may help
+_LACKING_S = 10.0  # longest that a process short of files or memory asks on: the fault is its own, a new start may help
 _BUSY, _SUPERSEDED = 429, 409
 
 
@@ -92,8 +92,8 @@ async def connect(address: str | Callable[[], str], *, token: str = "") -> Async
 class _Socket(socket.socket):
     """A socket that says when the system makes no connection for want of a port or memory.
 
-    asyncio takes EAGAIN of connect(2), which is that, for EINPROGRESS, and believes the connection to be made: a role
-    then waited for minutes, with nothing but broken pipes to tell of. As another class of error it comes through.
+    connect(2) says so by EAGAIN. asyncio takes that for EINPROGRESS and believes the connection to be made: a role then
+    waited for minutes, and its log had nothing but broken pipes. As another class of error it is raised.
     """
 
     def connect(self, address: Any) -> None:
@@ -181,7 +181,7 @@ async def until_answered(attempt: Callable[[], Awaitable[Answer]], *, where: str
     while True:
         try:
             return await attempt()
-        except Busy:
+        except Busy:  # an answer: it is there, and only has no room
             heard_s = time.monotonic()
         except Unanswered as error:
             silent_s = time.monotonic() - heard_s

@@ -124,8 +124,8 @@ class World(ABC):
 
     OUTCOMES: ClassVar[tuple[str, ...]] = ("success",)
     STEPS_WAIT: ClassVar[bool] = False
-    """True where steps wait for something elsewhere. Environments of one process then step side by side, in threads,
-    and bound their waiting themselves: nobody is watching them."""
+    """True where steps wait for something outside the process, such as a server. Environments of one process then step
+    side by side, in threads, and bound their waiting themselves: no deadline of the pool holds for them."""
     Options: ClassVar[type] = NoOptions
     """A frozen dataclass, `config.env.options`. It may refuse values in `__post_init__` with a WorldError."""
     View: ClassVar[type] = str
@@ -168,9 +168,9 @@ class World(ABC):
         return {}
 
     def obstacles(self) -> Iterator[str]:
-        """Reasons why this machine cannot play now that take a look elsewhere, such as at endpoints.
+        """Reasons why this machine cannot play now that are found by asking other machines, such as endpoints.
 
-        Asked for once before a run starts, and not by its processes.
+        Looked for once before a run starts, and not by its processes.
         """
         yield from ()
 
@@ -346,6 +346,7 @@ def check_split(split: str) -> None:
 def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:
     """The legal action that a reply names: in its last `<action>` pair, or as the whole of a reply without tags."""
     text = reply.lower()
+    # From the end: reasoning that comes first may mention the tags, or weigh other actions in them.
     end = text.rfind("</action>")
     if end >= 0:
         start = text.rfind("<action>", 0, end)

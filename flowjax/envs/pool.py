@@ -122,8 +122,9 @@ class _WorkerProcess(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False
         self._count()
-        spared = self.timed_out and time.monotonic_ns() < self._page[DEADLINE_NS]  # had just gone on to the next one
-        self.offender = 0 if spared else max(self._page[BUSY], 0)
+        # Killed for a time-out, yet within its deadline: it had just gone on to the next request, which did no harm.
+        spared = self.timed_out and time.monotonic_ns() < self._page[DEADLINE_NS]
+        self.offender = 0 if spared else max(self._page[BUSY], 0)  # STARTING is below 0: no session is to blame
         self.kill()
         status: Status = "timeout" if self.timed_out else "env_error"
         message = "the environment took too long" if self.timed_out else "the environment's process died"
@@ -140,6 +141,7 @@ class _WorkerProcess(asyncio.Protocol):
             self._counts.crashes += 1
 
     def overdue(self) -> bool:
+        # No lock with the worker: its session is read again, in case it went on to another between the two reads.
         busy = self._page[BUSY]
         deadline_ns = self._page[DEADLINE_NS]
         return busy != 0 and busy == self._page[BUSY] and time.monotonic_ns() > deadline_ns
@@ -205,6 +207,7 @@ class EnvPool:
             worker = self._workers[slot]
             await worker.lost.wait()
             await asyncio.to_thread(worker.process.wait)
+            # Lost at work, after an answer or by a session's fault: another start may go well. Only starts count here.
             started = worker.answered or worker.offender
             self._failed_starts = 0 if started else self._failed_starts + 1
             if self._failed_starts >= MAX_LOSSES:
@@ -268,12 +271,12 @@ class PooledEnv:
                 if self._worker is None or not self._worker.alive:
                     await self._take_up()
                 value = await self._send(request)
-            except _WorkerLost:
+            except _WorkerLost:  # by another session's fault: take up on a new worker, and ask again
                 continue
             except EnvDied as died:
                 self._dead = died
                 raise
-            self._calls.append(request)
+            self._calls.append(request)  # only now: `_take_up` replays what was answered, then this is asked once
             return value
         self._dead = EnvDied(f"{MAX_LOSSES} workers died under one step of this episode", "env_error")
         raise self._dead

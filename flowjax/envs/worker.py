@@ -4,8 +4,8 @@ Requests and replies are msgpack lists in frames of a length and a body, many to
 a page shared with the parent the worker notes whose request it is working on and by when that must be done, so that
 the parent can tell which of its many environments hangs.
 
-The steps of a world with `STEPS_WAIT` wait for something elsewhere. Its environments work side by side, each in a
-thread of its own, and must bound their waiting themselves: nobody is watching them.
+The steps of a world with `STEPS_WAIT` wait for something outside the process. Its environments work side by side, each
+in a thread of its own, and must bound their waiting themselves: no deadline holds for them.
 """
 
 import contextlib
@@ -107,6 +107,7 @@ class Worker:
         """[session, number, (message, status) or None, value] for a request [session, number, name, *arguments]."""
         session, _, name = request[:3]
         limit_ns = self._limits_ns.get(name, self._step_limit_ns)
+        # In this order: the parent must not see the new session with the deadline of the one before.
         self._page[DEADLINE_NS] = time.monotonic_ns() + limit_ns
         self._page[BUSY] = session
         try:
@@ -205,7 +206,7 @@ def _die_with(parent: int) -> None:
     """Have the kernel kill this process with its parent: a hung environment never notices that the parent is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it was gone before the kernel was asked, which then does nothing
         sys.exit("the process that started this environment worker is gone")
 
 

@@ -281,6 +281,7 @@ class EngineClient:
         """
         body = {"lora_name": name, "lora_path": str(Path(path).resolve())}
         status, answer = await self._control("POST", "/v1/load_lora_adapter", body)
+        # vLLM refuses a name that it has, as after an answer that was lost: what it lists decides.
         if status != 200 and name not in await self.models():
             raise EngineError(f"the engine cannot load {name} from {path}: {_reason(answer)}{self._see_log()}")
 
@@ -338,6 +339,7 @@ class EngineClient:
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
+        # An episode that is given up cancels its call. The request goes on while any other call of it is waited for.
         def cancel_unwanted(_: asyncio.Future[EngineReply]) -> None:
             answers = batch.answers
             if all(answer.done() for answer in answers) and any(answer.cancelled() for answer in answers):
@@ -364,6 +366,7 @@ class EngineClient:
         while True:
             attempt = asyncio.ensure_future(self._streamed(body, batch) if self._stream else self._whole(body, batch))
             try:
+                # A long reply and a dead engine look alike from here: /health tells one from the other.
                 while not (await asyncio.wait({attempt}, timeout=_PROBE_EVERY_S))[0]:
                     if await self.healthy():
                         alive_s = clock()
@@ -377,7 +380,7 @@ class EngineClient:
                         f" ({error or type(error).__name__}){self._see_log()}"
                     ) from error
             finally:
-                attempt.cancel()  # closes the connection, so that the engine samples for nobody no longer
+                attempt.cancel()  # closes the connection: the engine stops sampling what nobody waits for
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
@@ -398,6 +401,7 @@ class EngineClient:
 
     async def _streamed(self, body: dict[str, Any], batch: _Batch) -> None:
         """Each answer as soon as it is whole; what there is of the others is kept in the batch."""
+        # From nothing: a request that is sent again samples all prompts anew. Answers that were delivered stay.
         batch.partials = {index: Partial() for index in range(len(batch.prompts))}
         async with self._request("POST", "/v1/completions", body) as response:
             if response.status != 200:
@@ -409,7 +413,7 @@ class EngineClient:
                     raise _Away(f"the stream was cut off ({error})") from error
                 if event is None:
                     continue
-                if "error" in event:
+                if "error" in event:  # the status line was 200 before anything went wrong
                     code = event["error"].get("code") or 500
                     self._check_accepted(int(code), event, body)
                 for choice in event.get("choices", ()):

@@ -30,6 +30,7 @@ def group_rows(slots: Int[torch.Tensor, "rows"]) -> list[RowGroup]:
         if slot >= 0:
             runs.setdefault(slot, []).append(slice(start, start + count))
         start += count
+    # One run is a slice, a view; an adapter with several is gathered by index, at the price of a copy.
     return [(slot, of[0] if len(of) == 1 else (slots == slot).nonzero()[:, 0]) for slot, of in runs.items()]
 
 

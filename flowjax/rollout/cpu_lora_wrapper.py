@@ -34,7 +34,7 @@ class GroupedLora(PunicaWrapperCPU):
         """The slot of the one adapter that all `rows` rows of the step have, if there is one."""
         if len(self.token_groups) == 1:
             slot, group = self.token_groups[0]
-            if group == slice(0, rows):
+            if group == slice(0, rows):  # all of the step, so no row of the base, which is in no group
                 return slot
         return None
 

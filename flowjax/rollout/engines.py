@@ -107,7 +107,7 @@ class EnginePool:
             EngineError: an engine refuses the request.
         """
         key = group or ",".join(map(str, prompt_ids[:_PREFIX_TOKENS]))
-        before, failing_s = Partial(), math.inf
+        before, failing_s = Partial(), math.inf  # since when no engine has sampled a token of it
         clock = asyncio.get_running_loop().time
         while True:
             left = sampling.max_new_tokens - len(before.sampled_ids)
@@ -117,16 +117,18 @@ class EnginePool:
             member = await self._choose(model, key)
             member.in_flight += 1
             try:
+                # What another engine had sampled is part of the prompt now: this one goes on behind it.
                 prompt = [*prompt_ids, *before.sampled_ids]
                 rest = await member.client.generate(model, prompt, replace(sampling, max_new_tokens=left))
-            except UnknownModel:
+            except UnknownModel:  # restarted, or unloaded since it was asked: another may have it, see `_choose`
                 member.names.discard(model)
             except EngineAway as away:
                 if member.up:
                     _log.info("calls move on: %s", away)
                 member.up = False
-                # A stop text or a sentence of the grammar could span the seam, and no engine would see it whole.
+                # A stop text or a form of the grammar could lie across the seam, where neither engine sees all of it.
                 partial = Partial() if sampling.stop or sampling.structured_outputs else away.partial
+                # An engine that sampled before it died has moved the call forward: the time-out begins anew.
                 failing_s = math.inf if partial.sampled_ids else min(failing_s, clock())
                 if clock() - failing_s > self._timeout_s:
                     raise
@@ -146,7 +148,7 @@ class EnginePool:
 
     @property
     def trouble(self) -> str:
-        """The reason for which one of them was not alive when last asked, "" if all were."""
+        """Reason why one of them was not alive when it was last asked; "" if all were."""
         return next((member.client.trouble for member in self.members if member.client.trouble), "")
 
     async def load(self) -> Load:
@@ -282,10 +284,9 @@ class Admission:
         return math.floor(self._slots)
 
     def update(self, loads: Mapping[str, Load], playing: int) -> None:
-        """Take a look at the engines of those bases that answered into account. An engine that was restarted counts its
-        preemptions anew.
-        """
+        """Set the slots by the loads of those bases that answered, with `playing` episodes under way."""
         bounds = {"playing": playing, "floor": self._floor, "ceiling": self._ceiling}
+        # Preemptions since the last look; below 0 after a restart, which counts from 0 again, and then none.
         proposed = [
             next_slots(self._slots, load, load.preemptions - self._loads.get(base, load).preemptions, **bounds)
             for base, load in loads.items()
@@ -334,6 +335,7 @@ class ServedBase:
         while True:
             version = self.follower.current(model)[0] if pinned is None else pinned
             name = model_name(model, version)
+            # Held from before the request is sent: the follower would unload an old version between the two.
             with self.follower.using(model, version):
                 try:
                     return await self.engine.generate(name, prompt_ids, sampling, group=group)
@@ -370,7 +372,7 @@ class ServedBase:
             ) from error
 
     async def watch(self) -> None:
-        """Take a look whether an engine is alive.
+        """Ask whether an engine is alive.
 
         Raises:
             EngineError: none has been for longer than they may take to start.

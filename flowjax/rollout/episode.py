@@ -110,6 +110,7 @@ class EpisodePlayer:
             raise
         except TimeoutError as error:
             limit_s = self.config.rollout.episode_timeout_s
+            # Whose fault: with an engine away the episode says nothing, with all of them up it was too long.
             if not all(await asyncio.gather(*(base.engine.healthy() for base in self.bases))):
                 raise EngineError(f"the engine was away for longer than the {limit_s} s of an episode") from error
             played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
@@ -117,6 +118,7 @@ class EpisodePlayer:
             played = Played([], {}, "env_error", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
         episode = self._episode(lease, played)
         try:
+            # The dataflow's own checks, before it is sent; the newest version it alone knows, so here any will do.
             trained = {policy for base in self.bases for policy in base.policies}
             newest = {name: sys.maxsize if name in trained else UNVERSIONED for name in self.agents.values()}
             check_episode(episode, newest=newest, bounds=self.bounds)
@@ -165,6 +167,7 @@ class EpisodePlayer:
         base_of = {model: base for base in self.bases for model in (base.name, *base.policies)}
         agents = {agent: self._agent(agent, base_of.get(model), model, lease) for agent, model in self.agents.items()}
         async with self.pool.session(env.name, task_options(self.config, lease.task.source)) as session:
+            # An evaluation plays fixed versions: they stay on the engines until the episode ends, not only its turns.
             with contextlib.ExitStack() as pins:
                 for policy, version in lease.versions.items():
                     pins.enter_context(base_of[policy].follower.using(policy, version, pinned=True))
@@ -185,6 +188,7 @@ class EpisodePlayer:
             stop=tuple(rollout.stop),
             structured_outputs=json.dumps(allowed) if allowed else "",
         )
+        # Evaluations are seeded, so that they can be repeated. Training is not: equal prompts must differ in replies.
         seed = self.config.eval.seed if lease.kind == "eval" and lease.temperature > 0 else -1
         seed_of = partial(_reply_seed, max(seed, 0), lease.seed, agent)
         if base is None:
@@ -306,7 +310,7 @@ class EpisodeFile:
         start = 0
         while start + _LENGTH.size <= len(data):
             end = start + _LENGTH.size + _LENGTH.unpack_from(data, start)[0]
-            if end > len(data):
+            if end > len(data):  # a crash cut it short
                 break
             try:
                 episode = unpack(data[start + _LENGTH.size : end])
@@ -386,6 +390,6 @@ async def play_missing(
         async with asyncio.TaskGroup() as group:
             for _ in range(min(slots, len(wanted) - len(kept))):
                 group.create_task(slot())
-    except BaseExceptionGroup as errors:
+    except BaseExceptionGroup as errors:  # callers await one error, and the first has cancelled the other slots
         raise errors.exceptions[0] from None
     return kept

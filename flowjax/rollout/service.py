@@ -128,7 +128,7 @@ class Rates:
 
 
 def read_leases(path: Path) -> list[str]:
-    """Leases that were held when the status file was last written: after a crash, those of the predecessor."""
+    """Leases that were held when the status file was last written: after a crash, those of the service that died."""
     try:
         return [str(lease_id) for lease_id in json.loads(path.read_text())["leases"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -165,7 +165,8 @@ class RolloutService:
         self._unplayed: list[tuple[str, str]] = []  # lease, why
         self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
         self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
-        self._reported = {policy: asyncio.Event() for policy in self._policies}  # the dataflow, what is served of it
+        # Set once the dataflow knows what is served of the policy.
+        self._reported = {policy: asyncio.Event() for policy in self._policies}
         self._fruitless = 0  # episodes in a row that came to nothing
         self._executor_left_s: float | None = None  # when the first of the latest executor errors came
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -210,6 +211,7 @@ class RolloutService:
             free = self._admission.slots - len(self._playing)
             retry_s = 1.0
             if free > 0 and self._engines_up:
+                # Shielded: when this loop is cancelled the leases are on their way, and `_drain` gives them back.
                 self._asking = asyncio.create_task(self._dataflow.lease(free, self._playable))
                 leases, retry_s = await asyncio.shield(self._asking)
                 self._asking = None
@@ -269,6 +271,8 @@ class RolloutService:
             await self._send()
 
     async def _send(self) -> None:
+        # Deleted once they are answered: what was sent and not answered is sent again, which does no harm. Others are
+        # only put in behind them meanwhile, so that the first ones are still those that were sent.
         if finished := _one_message(self._finished, self._message_bytes):
             await self._dataflow.push(finished)
             del self._finished[: len(finished)]
@@ -282,6 +286,7 @@ class RolloutService:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._renew_every_s)
+            # Also of episodes that are played and not handed over yet, as while the dataflow has no room for them.
             held = [*self._playing, *(lease_id for lease_id, _ in self._finished)]
             for lease_id in await self._dataflow.renew(held) if held else ():
                 if lease_id in self._playing:
@@ -382,7 +387,7 @@ class RolloutService:
                     await self._dataflow.give_back(stopped, "")  # without an error it does not count as an attempt
         except (DataflowError, TimeoutError):
             left = len(self._finished) + len(self._unplayed) + len(stopped)
-            _log.warning("%d leases could not be settled with the dataflow: they will expire and be played again", left)
+            _log.warning("%d leases could not be given back to the dataflow: they expire and are played again", left)
 
 
 def _world_name(run: Run) -> str:

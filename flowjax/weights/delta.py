@@ -67,7 +67,7 @@ class _TensorFile:
         return self._data[tensor.start : tensor.end].view(_UNSIGNED[tensor.number_bytes])
 
     def like(self, tensor: _Tensor) -> UInt[np.ndarray, "numbers"] | None:
-        """The numbers of the tensor of the same name and kind, if there is one."""
+        """The numbers of the tensor of the same name, type and shape, if there is one."""
         return next((self.numbers(t) for t in self.tensors if (t.name, t.kind) == (tensor.name, tensor.kind)), None)
 
 
@@ -94,6 +94,7 @@ def pack_folder(folder: Path, base: Path | None, target: Path) -> None:
             else:
                 entry["content"] = path.read_bytes()
             files.append(entry)
+        # At the end, because the sizes of chunks are known only once they are compressed.
         index = cast(bytes, msgpack.packb(files))
         out.write(index + _END.pack(_mark(index), len(index)))
 
@@ -211,6 +212,7 @@ def _from_planes(data: bytes, kind: Any) -> UInt[np.ndarray, "numbers"]:
 
 def _zigzag(difference: UInt[np.ndarray, "numbers"]) -> UInt[np.ndarray, "numbers"]:
     """0, -1, 1, -2, ... as 0, 1, 2, 3, ...; differences are modulo the numbers' range."""
+    # A negative number shifted right by all bits but one is all ones, and an exclusive or with that flips every bit.
     signed = difference.view(difference.dtype.str.replace("u", "i"))
     return ((signed << 1) ^ (signed >> (8 * difference.itemsize - 1))).view(difference.dtype)
 
@@ -223,6 +225,7 @@ def _from_zigzag(code: UInt[np.ndarray, "numbers"]) -> UInt[np.ndarray, "numbers
 def _gaps(places: Int[np.ndarray, "places"]) -> bytes:
     """Ascending places as the numbers left out before each, in bytes."""
     gaps = np.diff(places, prepend=-1) - 1
+    # A gap of 600 is 255, 255, 90: as many bytes of 255 as fit, then the rest, which ends it and is below 255.
     ends = np.cumsum(gaps // _GAP + 1)
     coded = np.full(int(ends[-1]) if len(ends) else 0, _GAP, np.uint8)
     coded[ends - 1] = gaps % _GAP

@@ -1,10 +1,10 @@
 """The follower: makes the engines serve what the trainer has published.
 
-It reconciles what is wanted (the newest committed step of each policy, and every version in use) with what each engine
-itself lists, each on its own: a version is served when one engine has it, and the others catch up, those that were
-restarted too. A version reaches an engine as an immutable folder `adapters/<policy>@<step>` under a name of its own.
-Adapters lie beside each other there, so a request in flight ends on the version it began with, and nothing pauses. Full
-weights replace each other: the engine holds one version, which stays for as long as an episode is pinned to it.
+For each engine by itself it compares what is wanted (the newest committed step of each policy, and every version in
+use) with what the engine lists, and loads what is missing. A version is served once one engine has it; the others catch
+up, as do engines that were restarted. A version reaches an engine as an immutable folder `adapters/<policy>@<step>`,
+under a name of its own. An engine holds several adapters, so a request in flight ends on the version it began with, and
+nothing pauses. Full weights replace each other: an engine holds one version, as long as an episode is pinned to it.
 """
 
 import asyncio
@@ -163,7 +163,7 @@ class Follower:
     async def serve_current(self, policy: str) -> None:
         """Return when an engine has the current version, whichever that has become by then."""
         self._hurry()
-        async with self._changed:
+        async with self._changed:  # the name is looked up at each change: another version may be current by then
             await self._changed.wait_for(lambda: self._lists(model_name(*self._newest_known(policy))))
 
     async def listed(self, name: str) -> None:
@@ -176,7 +176,7 @@ class Follower:
         return policy, self._current.get(policy, UNVERSIONED)
 
     def recheck(self, name: str) -> None:
-        """No engine knows `name`: they have been restarted. Look again at once."""
+        """Ask every engine at once what it serves: a request has found that none knows `name`."""
         for served in self._served:
             served.observed.discard(name)
             served.observed_at_s = -_OBSERVE_EVERY_S
@@ -219,7 +219,7 @@ class Follower:
                 down = False
             except (WeightsError, asyncio.CancelledError):
                 raise
-            except Exception as error:
+            except Exception as error:  # an engine may be away for as long as it likes: who needs it has the time-out
                 if not down:
                     _log.info("waiting for an engine: %s", error)
                 down = True
@@ -243,6 +243,7 @@ class Follower:
     async def _reconcile(self, served: _Served) -> None:
         for policy in self._policies:
             newest = self._newest(policy)
+            # Loaded, then made current, then the old ones unloaded: at no moment does a new turn find no version.
             for version in self._wanted_versions(policy, newest):
                 if model_name(policy, version) not in served.observed:
                     await self._try_hand_over(served, policy, version, newest)
@@ -264,6 +265,7 @@ class Follower:
         current = self._current.get(policy, UNVERSIONED)
         if version == current:
             return
+        # Down only where the trainer has gone back, so that the older version is the newest that is committed.
         if version < current and version != self._newest(policy):
             return  # another engine was faster with the next one
         async with self._changed:
@@ -285,7 +287,7 @@ class Follower:
         error: Exception | None = None
         try:
             folder = self._adapters / name
-            async with self._writing:
+            async with self._writing:  # the engines share the folder: the first writes it, the others find it there
                 if not folder.exists():
                     await asyncio.to_thread(self._write_folder, policy, version)
             await self._hand_overs[policy].load(served.engine, name, folder)
@@ -326,7 +328,7 @@ class Follower:
             if name in served.observed:
                 if self._hand_overs[policy].in_place:
                     continue  # the next version takes its place
-                served.observed.discard(name)
+                served.observed.discard(name)  # before the request: a turn that begins meanwhile must not choose it
                 await served.engine.unload_adapter(name)
             if version < self._oldest_needed[policy] and not self._lists(name):
                 await asyncio.to_thread(shutil.rmtree, self._adapters / name, ignore_errors=True)

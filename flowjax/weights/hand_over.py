@@ -101,7 +101,7 @@ class PeftHandOver:
 
     def __init__(self, model: ModelConfig, lora: Lora, base_path: str, dtype: str):
         self._model, self._lora, self._described = model, lora, peft_config(lora, base_path)
-        self._dtype = jnp.dtype(dtype)  # of the engine, which would round it as it is rounded here
+        self._dtype = jnp.dtype(dtype)  # the engine's: it would round the adapter so anyway, and files are smaller
 
     def tensors(self, arrays: Any) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
         """The adapter's tensors and its adapter_config.json."""

@@ -90,8 +90,9 @@ class RunSource:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise MirrorError(f"{self.url}{path} lists {name[:200]!r}, which lies outside: it is no dataflow")
         fetches = [self.fetch(f"{path}/{name}", folder / name, size, digest) for name, size, digest in files]
+        # All of them to their end, also where one fails: what has come does not come again at the next try.
         for result in await asyncio.gather(*fetches, return_exceptions=True):
-            if isinstance(result, BaseException):  # the others have come as far as they could
+            if isinstance(result, BaseException):
                 raise result
 
     async def fetch(self, path: str, target: Path, size_bytes: int, digest: str) -> None:
@@ -118,6 +119,7 @@ class RunSource:
         async with self._session.get(f"{self.url}{path}", headers={"Range": f"bytes={have_bytes}-"}) as response:
             if response.status not in (200, 206):
                 raise MirrorError(f"{self.url}{path} cannot be had (HTTP {response.status})")
+            # 200 to a request with Range: the server sends all of it, and what was there is written over.
             with part.open("ab" if response.status == 206 else "wb") as file:
                 async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                     file.write(chunk)
@@ -188,10 +190,12 @@ class WeightsMirror:
         listed = (await self._origin.ask("/files/weights"))["policies"]
         for policy, steps in listed.items():
             here = {step: _read(self._folder(policy, step) / _IDENTITY) for step in self._steps(policy)}
+            # First what was made anew at the run, so that it is fetched again under the same number. Last what the run
+            # no longer has: until now it may have been the base of a version that was fetched.
             self._forget(policy, [step for step in here if steps.get(str(step), here[step]) != here[step]])
             for step in sorted(map(int, steps), reverse=True):
                 await self._fetch(policy, step, steps[str(step)])
-            self._forget(policy, [step for step in here if str(step) not in steps])  # a base until now
+            self._forget(policy, [step for step in here if str(step) not in steps])
 
     def _folder(self, policy: str, step: int) -> Path:
         return self._checkpoints / policy / str(step)
@@ -203,8 +207,8 @@ class WeightsMirror:
         """Delete versions that are gone at the run, or were made anew there."""
         for step in steps:
             folder = self._folder(policy, step)
-            gone = folder.with_name(f".gone-{step}")  # renamed first: half of a version is none
-            shutil.rmtree(gone, ignore_errors=True)
+            gone = folder.with_name(f".gone-{step}")  # renamed first: who dies meanwhile leaves no half of a version
+            shutil.rmtree(gone, ignore_errors=True)  # what such a death has left
             folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
@@ -223,6 +227,7 @@ class WeightsMirror:
         except DeltaError as error:  # the base here is not the one there, by whatever fault
             logging.warning("%s %d comes whole: %s", policy, step, error)
             size_bytes = await self._unpack(policy, step, None, unfinished)
+        # Marker, then rename: the follower lists numbered folders with a marker, and must find none that is not whole.
         replace_file(unfinished / _IDENTITY, identity)
         commit_copy(unfinished)
         unfinished.rename(folder)

@@ -52,7 +52,7 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
 
 
 def _not_of_an_array(record: logging.LogRecord) -> bool:
-    """Asyncio's record of an error that nobody waited for, unless an array's write or read by Orbax raised it."""
+    """False for asyncio's record of an error that nobody waited for, where Orbax raised it while it wrote or read."""
     trace = record.exc_info[2] if record.exc_info else None
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
     return not ("never retrieved" in record.getMessage() and any("orbax" in name for name in files))
@@ -93,7 +93,7 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def committed_at_ns(directory: Path, step: int) -> int | None:
-    """Time at which a step was committed, by which one that is made anew is told apart; None where there is none."""
+    """Time at which a step was committed, None where there is none. A step that is made anew has another."""
     try:
         return (directory / str(step) / _COMMIT_MARKER).stat().st_mtime_ns
     except FileNotFoundError:
@@ -122,9 +122,9 @@ def read_adapter(directory: Path, step: int) -> dict[str, Any]:
 class Checkpoints:
     """Saves and restores the checkpoints of one policy, and keeps every other trainer away from them meanwhile.
 
-    One writer per directory, which may be several processes: the first of them holds the lock. A trainer that another
-    has replaced at the dataflow would else still commit the version that it was at, and engines serve whatever is
-    committed.
+    One writer per directory, which may be several processes: the first of them holds the lock. Without it a trainer
+    that another has replaced at the dataflow could still commit the version that it was at, and engines serve whatever
+    is committed.
 
     Args:
         directory: of the policy, made where it is missing.
@@ -145,7 +145,7 @@ class Checkpoints:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(_sole_writer(self.directory))
                 self._remove_unfinished()  # under the lock: another trainer's would be the version that it is saving
-            if jax.process_count() > 1:
+            if jax.process_count() > 1:  # the others wait until the first has the lock and has swept
                 multihost_utils.sync_global_devices(f"checkpoints of {self.directory}")
             self._manager = self._open()
             self._lock = opened.pop_all()
@@ -155,8 +155,9 @@ class Checkpoints:
 
         A failure in the background is raised by the next `save`, `wait` or `close`.
         """
-        self.wait()
+        self.wait()  # one at a time: versions commit in order, and a failed one is not followed by a later one
         trees = {"adapter": adapter, "optimizer": optimizer}
+        # An empty tree, such as the state of plain SGD, cannot be saved: `_restore_like` does without it, too.
         items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(data=ocp.args.JsonSave(data), **items))
@@ -198,8 +199,8 @@ class Checkpoints:
             try:
                 restored = self.restore(step, adapter=adapter, optimizer=optimizer)
             except CheckpointError as error:
-                # Several processes would have to agree on it; and a process that is short of files or memory, or may
-                # not read, knows nothing of the checkpoint.
+                # Not with several processes, which would have to agree on the step. Nor where this process is short of
+                # files or memory, or may not read: that says nothing about the checkpoint.
                 if jax.process_count() > 1 or _is_the_readers(error):
                     raise
                 problems[step] = error
@@ -292,6 +293,7 @@ class Checkpoints:
 
 def _is_the_readers(error: BaseException) -> bool:
     """True if a checkpoint could not be read for a lack of the process that tried, and not for damage."""
+    # An input/output error is explained as a fault of the machine, too, but it is the checkpoint's disk.
     return bool(explain(error)) and os.strerror(errno.EIO) not in explain(error)
 
 

@@ -81,8 +81,10 @@ class ServedWeights:
             return _refusal(400, f"the weights cannot be loaded: {error!r}")
         state = request.scope["app"].state
         async with self._one_at_a_time:
+            # Sent again because its answer was lost: the weights are there.
             if _served(state)[0].name == name:
                 return JSONResponse({"loaded": name})
+            # Closed first, then emptied: no new completion may begin while the last ones end.
             async with self._changed:
                 self._loading = True
                 await self._changed.wait_for(lambda: not self._answering)
@@ -100,6 +102,7 @@ class ServedWeights:
 
 async def _replace(state: Any, name: str, path: Path) -> None:
     """Load the folder into the running model. On failure nothing is served under any version's name."""
+    # The name goes before the old weights and comes after the new ones: no answer is ever labelled with the wrong one.
     for model in _served(state):
         model.name = _UNNAMED
     await state.engine_client.collective_rpc("flowjax_load_folder", args=(str(path),))
