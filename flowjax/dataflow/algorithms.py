@@ -167,6 +167,12 @@ def task_name(task: Task) -> str:
     return f"{task.source}/{task.task_id}" if task.source else task.task_id
 
 
+def fresh_groups(groups: int, fresh_share: float) -> int:
+    """Of a batch of so many groups, those that are newly played."""
+    # Rounded before the ceiling: 10 * (1 - 0.7) is 3.0000000000000004 in floating point, and is to be 3 groups.
+    return math.ceil(round(groups * fresh_share, 6))
+
+
 def share_of(*parts: str | int) -> float:
     """A number from [0, 1) that the parts fix: chance that is the same after a restart."""
     return state_key(*parts) / 2**64

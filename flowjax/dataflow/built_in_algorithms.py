@@ -8,14 +8,13 @@ Without an order of its own a batch takes groups in the order of tasks. Orders a
 a replay before them has put in front stays there.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
 
-from flowjax.dataflow.algorithms import Algorithm, Candidate, Result, Table, share_of, task_name
+from flowjax.dataflow.algorithms import Algorithm, Candidate, Result, Table, fresh_groups, share_of, task_name
 from flowjax.records import Task, state_key
 
 EASY, HARD = "easy", "hard"
@@ -352,9 +351,7 @@ class Replay(Algorithm):
         # `batches` counts the first use too: `times` replays make times + 1.
         fit = [each for each in used if each.batches <= self._times and each.age_versions <= self._max_age]
         fit = sorted((each for each in fit if each.group_id not in in_front), key=_youngest)
-        # Rounded before the ceiling: 10 * (1 - 0.7) is 3.0000000000000004 in floating point, and is to be 3 groups.
-        newly_played = math.ceil(round(groups * self.fresh_share, 6))
-        return [*fit[: groups - newly_played], *fresh]
+        return [*fit[: groups - fresh_groups(groups, self.fresh_share)], *fresh]
 
 
 def _youngest(candidate: Candidate) -> tuple[int, int]:

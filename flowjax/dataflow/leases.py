@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grain
 
-from flowjax.dataflow.algorithms import Candidate, Chain, Result
+from flowjax.dataflow.algorithms import Candidate, Chain, Result, fresh_groups
 from flowjax.dataflow.ledger import Kind, Ledger
 from flowjax.dataflow.policies import PolicyStatus, RolloutWorkers
 from flowjax.dataflow.tasks import episode_seed, task_at
@@ -138,7 +138,7 @@ class Leases:
         # Batches count from 0: that many plus one, less those that are made, are still to be filled.
         ahead = min(policy.serving + dataflow.max_staleness + 1, trainer.steps) - made
         groups = trainer.groups_per_step
-        admitted = ahead * math.ceil(groups * self._algorithms.fresh_share)
+        admitted = ahead * fresh_groups(groups, self._algorithms.fresh_share)
         if made <= policy.serving and ahead > 0:  # the trainer waits: there may be less to replay than is asked for
             admitted = max(admitted, groups - self._count_replayed(policy.name, made, groups))
         if dataflow.max_ready_groups:

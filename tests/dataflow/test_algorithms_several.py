@@ -137,6 +137,17 @@ def test_replay_takes_its_ratio_rounded_down(ratio, groups, replayed):
     assert len(one("replay", ratio=ratio).serve([], used, groups)) == replayed
 
 
+def test_no_more_groups_are_opened_than_a_batch_with_replayed_ones_needs(tmp_path):
+    algorithms = {"replay": {"ratio": 0.7, "times": 9, "max_age_versions": 9}}
+    population = Population(tmp_path, algorithms, max_staleness=0)
+    population.config.trainer.groups_per_step = 10
+    population.flow.close()
+    population.open()
+    for _ in range(8):
+        population.step()
+    assert population.rollouts == (10 + 7 * 3) * MEMBERS
+
+
 def test_two_replays_take_no_group_twice():
     used = [Candidate("a", 1, 1, 1), Candidate("b", 2, 1, 1)]
     first, second = one("replay", ratio=0.5), one("replay", ratio=0.5)
