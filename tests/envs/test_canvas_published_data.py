@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from flowjax.envs import WorldError
@@ -234,6 +234,7 @@ fields = ["problem", "ground_truth", "answer", "options", "context", "test", "te
 fields += ["public_tests", "input_output", "meta", "problem_type", "solution"]
 
 
+@example(row={"ground_truth": 0, "context": {"title": ["A", "B"], "sentences": [True, "Said."]}}, source="gsm8k")
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=st.dictionaries(st.sampled_from(fields), junk), source=st.sampled_from([*KINDS, "own"]))
 def test_no_row_is_lost_or_crashes(tmp_path: Path, row: dict[str, Any], source: str):

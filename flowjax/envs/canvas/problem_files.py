@@ -216,11 +216,12 @@ def _options(fields: Mapping[str, Any], text: str) -> dict[str, str]:
 def _context(fields: Mapping[str, Any], text: str) -> str:
     context = fields.get("context", "")
     if isinstance(context, Mapping):  # HotpotQA
-        titles, sentences = context.get("title"), context.get("sentences")
-        if not (isinstance(titles, list) and isinstance(sentences, list)):
+        titles, paragraphs = context.get("title"), context.get("sentences")
+        if not (isinstance(titles, list) and isinstance(paragraphs, list)):
             return ""
-        pairs = zip(titles, sentences, strict=False)
-        context = "\n\n".join(f"[{title}]\n{''.join(map(str, said or ()))}" for title, said in pairs)
+        pairs = zip(titles, paragraphs, strict=False)
+        said = ((title, part if isinstance(part, list) else [part or ""]) for title, part in pairs)
+        context = "\n\n".join(f"[{title}]\n{''.join(map(str, sentences))}" for title, sentences in said)
     return context if isinstance(context, str) and context not in text else ""
 
 
