@@ -252,7 +252,7 @@ def verdict(
     approving every answer pays no more than guessing, however many of them are right.
     """
     right = answer_right > 0.5
-    share = jnp.where(right, right.mean(), 1.0 - right.mean())
+    share = jnp.where(right, right.mean(), 1.0 - right.mean())  # never 0: the trajectory itself is in it
     weight = jnp.where(balanced, jnp.minimum(most_weight, 0.5 / share), 1.0)
     return 1.0 - weight * (success <= 0.5)
 

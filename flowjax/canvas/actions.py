@@ -251,6 +251,7 @@ def after_thinking(text: str) -> str:
 def unescaped(value: str) -> str:
     """Value between tags with its entities resolved, without the space around it."""
     value = value.strip()
+    # `&amp;` last: `&amp;lt;` is the text `&lt;`, and not `<`.
     for name, character in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&apos;", "'"), ("&amp;", "&")):
         value = value.replace(name, character)
     return value
@@ -308,7 +309,7 @@ def form_of(elements: Elements) -> Form:
     Raises:
         GrammarError: none.
     """
-    values = dict(reversed(elements))
+    values = dict(reversed(elements))  # of a tag that stands there twice the first; `check_order` refuses the second
     action = values["action"]
     if action not in ACTIONS:
         raise GrammarError(f"There is no action `{action[:60]}`: use {_listed(ACTIONS)}.")
@@ -475,9 +476,8 @@ def _piece_form(piece: Node) -> tuple[Form, dict[str, list[str]]]:
     calls = [node for node in inner if isinstance(node, Call)]
     instructions = [call.instruction.strip() for call in calls]
     plain = len(calls) == len(inner) and not any(call.inputs or call.backend for call in calls)
-    plain = plain and (
-        all(instructions) or not any(instructions)
-    )  # prompts are for all of a structure's operators or for none
+    # Prompts are for all of a structure's operators or for none.
+    plain = plain and (all(instructions) or not any(instructions))
     prompts = instructions if any(instructions) else []
     names = ", ".join(call.operator for call in calls)
     match piece:
@@ -607,10 +607,11 @@ def _listing(name: str, opening: str, after: str, *, side_by_side: bool) -> Iter
     operator, first, its_prompt = (
         ("member_operator", 'member_operator ", " ', " prompt") if side_by_side else ("operator", "", "")
     )
-    yield f'{name} ::= {opening} "<operators>" {first}({name}_untold | {name}_told{its_prompt})'
-    yield f'{name}_untold ::= ({operator} ", ")* {operator} "</operators>" {after}'
-    # One more prompt with each further operator: that is how the grammar counts.
-    yield f'{name}_told ::= {operator} "</operators>" {after} prompt | {operator} ", " {name}_told prompt'
+    bare, prompted = f"{name}_bare", f"{name}_prompted"
+    yield f'{name} ::= {opening} "<operators>" {first}({bare} | {prompted}{its_prompt})'
+    yield f'{bare} ::= ({operator} ", ")* {operator} "</operators>" {after}'
+    # A grammar cannot count, but it nests: each further operator is wrapped in a rule that ends with one more prompt.
+    yield f'{prompted} ::= {operator} "</operators>" {after} prompt | {operator} ", " {prompted} prompt'
 
 
 def _conditional(name: str, opening: str, after: str) -> str:

@@ -70,6 +70,7 @@ class Cache:
         self._entries: OrderedDict[str, State] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
+        # Results on their way. By event loop: a future of one cannot be awaited in another.
         self._flights: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[Outcome | None]] = {}
         self._file = None if path is None else _open(path, max_file_entries)
         self.hits = self.misses = 0
@@ -109,6 +110,7 @@ class Cache:
             if outcome.keep and not outcome.error:
                 self._put(key, outcome.outputs)
         finally:
+            # Also when this one was cancelled or raised: None has one of those who wait compute in its place.
             del self._flights[loop, key]
             flight.set_result(made)
         return outcome, False
@@ -127,7 +129,7 @@ class Cache:
                 return None
             if row is None:
                 return None
-            outputs = {
+            outputs = {  # JSON has made lists of the tuples
                 name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(row[0]).items()
             }
             self._remember(key, outputs)

@@ -118,8 +118,9 @@ def _wrong_bindings(workflow: Workflow, operators: Mapping[str, type[Operator]])
         for child in children(node):
             inner = through(child)
             inside |= inner
+            # Branches do not see one another, but what comes after them may bind to any: it goes, and comes back below.
             if isinstance(node, Parallel) or (conditional and child is not node.condition):
-                done.difference_update(inner)  # branches do not see one another
+                done.difference_update(inner)
         done.update(inside)
         return inside
 

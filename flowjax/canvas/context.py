@@ -273,7 +273,7 @@ class CallContext:
                 used = completion.usage
                 usage = Usage(1, used.prompt_tokens, used.sampled_tokens, used.cost)
                 return completion
-            except BaseException as error:
+            except BaseException as error:  # cancelled ones, too: all end without an answer
                 self.complete = False
                 if isinstance(error, asyncio.CancelledError):
                     self._meter.unanswered_s = max(self._meter.unanswered_s, time.monotonic() - asked_s)

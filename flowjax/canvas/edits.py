@@ -52,7 +52,7 @@ def add(workflow: Workflow, piece: Node, *, into: str = "", position: int | None
     Raises:
         EditError: there is no such place.
     """
-    piece = _without_ids(piece, workflow.next_number)
+    piece = _without_ids(piece, workflow.next_number)  # its own ids could be those of nodes on the canvas
     if not into:
         root = replace(workflow.root, steps=_inserted(workflow.root.steps, piece, position, "the canvas"))
     else:
@@ -139,6 +139,7 @@ def _changed(workflow: Workflow, id: str, change: Callable[[Node], Node | None])
         if node.id == id:
             return change(node)
         new = tuple(through(child) for child in children(node))
+        # Untouched parts stay the very same values: only what is around the change is built anew.
         if all(after is before for after, before in zip(new, children(node), strict=True)):
             return node
         return _rebuilt(node, new)

@@ -139,7 +139,7 @@ async def _play(
 
     async def one(key: str, path: Path, record: Record) -> None:
         async with slots:
-            if key in rows:
+            if key in rows:  # of an earlier start, or of another name for the same workflow
                 return
             played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
             for _ in range(_TRIES - 1):

@@ -149,6 +149,7 @@ def pass_at_k(
     members = first_rows(table)
     count = segment_total(members.astype(jnp.float32), table.group)
     failed = segment_total((members & ~succeeded).astype(jnp.float32), table.group)
+    # 1 - R: all of a subset fail; and the same for the k - 1 others of a subset that a failure is in.
     all_fail = _choose_ratio(failed, count, k, jnp.minimum(k, count))
     others_fail = _choose_ratio(failed - 1, count - 1, k - 1, jnp.minimum(k, count) - 1)
     spread = jnp.sqrt(all_fail * (1 - all_fail))
@@ -165,12 +166,13 @@ def best_of_group(table: TurnTable, *, norm: Norm = "mean") -> Float[Array, "tur
     """
     members = first_rows(table)
     rows = table.score.shape[0]
-    lowest = jnp.where(members, table.score, -jnp.inf)
-    best = jnp.full(rows, -jnp.inf).at[table.group].max(lowest)[table.group]
+    scores = jnp.where(members, table.score, -jnp.inf)  # what is no member wins no maximum
+    best = jnp.full(rows, -jnp.inf).at[table.group].max(scores)[table.group]
     leads = members & (table.score == best)
-    below = jnp.where(leads, -jnp.inf, lowest)
+    below = jnp.where(leads, -jnp.inf, scores)
     second = jnp.full(rows, -jnp.inf).at[table.group].max(below)[table.group]
     alone_in_front = segment_total(leads.astype(jnp.float32), table.group) == 1
+    # In a group of one there is no second: -inf. It must not enter the arithmetic, where 0 * inf would be NaN.
     earns = table.mask & (table.score == best) & alone_in_front & jnp.isfinite(second)
     _, _, deviation = segment_statistics(table.score, table.group, members)
     scale = 1.0 / (deviation + 1e-6) if norm == "mean_std" else 1.0
@@ -181,6 +183,7 @@ def _choose_ratio(
     top: Float[Array, "rows"], bottom: Float[Array, "rows"], k: int, used: Float[Array, "rows"]
 ) -> Float[Array, "rows"]:
     """C(top, used) / C(bottom, used) as a product of at most k factors; zero when top < used."""
+    # A loop of k steps for all rows, masked beyond `used`: how many a row needs is not known while tracing.
     ratio = jnp.ones_like(top)
     for j in range(k):
         factor = jnp.maximum(top - j, 0) / jnp.maximum(bottom - j, 1)

@@ -94,6 +94,7 @@ def build_table(
     if not turns:
         raise TableError("column trajectory: there is not a single turn in these groups")
 
+    # From here on one entry per turn. `owner` is its trajectory; ids of pairs are made as first * count + second.
     owner = np.repeat(np.arange(len(trajectories)), lengths)
     task = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])[owner]
     policies = sorted({turn.policy for turn in turns})
@@ -102,12 +103,13 @@ def build_table(
     trajectory = _dense(owner * len(policies) + agent)
     state_keys = _keys([turn.state_key for turn in turns], "state")
     next_keys = _keys([turn.next_state_key for turn in turns], "next_state")
+    # Numbered together, because the state that one turn ends in is the one that another starts in.
     states = _state_ids(np.concatenate([task, task]), np.concatenate([state_keys, next_keys]))
     columns = {
         "task": task,
         "group": _dense(task * len(policies) + agent),
         "trajectory": trajectory,
-        "step": np.arange(len(turns)) - np.repeat(np.cumsum(lengths) - lengths, lengths),
+        "step": np.arange(len(turns)) - np.repeat(np.cumsum(lengths) - lengths, lengths),  # less its trajectory's start
         "state": states[: len(turns)],
         "next_state": states[len(turns) :],
         "reward": np.fromiter((turn.env_reward for turn in turns), np.float64, len(turns)),
@@ -150,7 +152,7 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
     for name, dtype in _COLUMNS.items():
         padded[name] = np.zeros(rows, dtype)
         padded[name][:turns] = columns[name]
-    padded["successor"][turns:] = np.arange(turns, rows)  # padding ends where it begins; 0 would be another's turn
+    padded["successor"][turns:] = np.arange(turns, rows)  # each its own last turn; 0 would point into a trajectory
     return TurnTable(**jax.device_put(padded))  # moved once, not anew for each estimator
 
 
@@ -180,6 +182,7 @@ def _keys(keys: Sequence[int], column: str) -> np.ndarray:
 
 def _state_ids(task: Int[np.ndarray, "keys"], keys: np.ndarray) -> Int[np.ndarray, "keys"]:
     """Dense ids, equal where both the task and the key are equal."""
+    # Keys first become small numbers: 64 bits leave no room for the task beside them.
     distinct, key_ids = np.unique(keys, return_inverse=True)
     return _dense(task * len(distinct) + key_ids)
 
@@ -219,6 +222,7 @@ def _check_numbers(columns: Mapping[str, np.ndarray]) -> None:
     for name in ("reward", "score"):
         for row in np.flatnonzero(~np.isfinite(columns[name].astype(np.float64)))[:1]:
             raise TableError(f"column {name}, row {row}: {columns[name][row]} is not a finite number")
+    # `head` is the first row of each row's trajectory, with which the others must agree.
     first = np.unique(columns["trajectory"], return_index=True)[1]
     by_trajectory = np.zeros(columns["trajectory"].max(initial=0) + 1, np.int64)
     by_trajectory[columns["trajectory"][first]] = first
@@ -232,7 +236,7 @@ def _check_numbers(columns: Mapping[str, np.ndarray]) -> None:
 
 
 def _successors(trajectory: Int[np.ndarray, "turns"], step: Int[np.ndarray, "turns"]) -> Int[np.ndarray, "turns"]:
-    order = np.lexsort((step, trajectory))
+    order = np.lexsort((step, trajectory))  # by trajectory, then by step: the last key leads
     ordered = trajectory[order]
     follows = ordered[1:] == ordered[:-1]
     repeated = np.flatnonzero(follows & (step[order][1:] == step[order][:-1]))

@@ -197,6 +197,7 @@ def main(argv: Sequence[str]) -> int:
         if to_fetch(request.run):
             models = fetch_models(request.run, run_dir)
             request = replace(request, run=resolve(request.run.config, run_dir, models))
+            # Again: shapes, memory and tokenizers can be checked only now that the models are here.
             found = examine(request.run, request.devices, resume=request.resume)
             if problems := [*found.problems, *found.here]:
                 return _refuse(problems)
@@ -216,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _start_ledger_anew(run: Run, console: Console) -> None:
-    """Have tasks go on after all that were ever opened: the old ledger's, or what other files tell of it."""
+    """Make a new ledger, whose tasks begin after all that were ever opened, by the old one or by the other files."""
     from flowjax.dataflow.ledger import start_anew
     from flowjax.weights.publish import committed_steps
 
@@ -320,7 +321,7 @@ async def _final_evaluation(run: Run, progress: Progress) -> None:
     patience_s, last = run.config.trainer.step_timeout_s, min(_last_versions(run).values())
     try:
         async with asyncio.timeout(patience_s):
-            while run.config.eval.tasks and last not in progress.evals:
+            while run.config.eval.tasks and last not in progress.evals:  # as the screen has read them from the log
                 await asyncio.sleep(0.1)
     except TimeoutError as error:
         reason = f"the evaluation of version {last} was not in within {patience_s:g} s"

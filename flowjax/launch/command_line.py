@@ -202,6 +202,7 @@ def _open_section(path: str) -> str | None:
 
 def _given(argv: Sequence[str]) -> dict[str, str]:
     """Texts of the overrides among arguments, by path."""
+    # `--config.a=b`, or `--config.a b`: then the value is the argument after it.
     return {
         _path(argument): argument.partition("=")[2] if "=" in argument else after
         for argument, after in zip(argv, [*argv[1:], ""], strict=False)
@@ -221,11 +222,13 @@ def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
             if not isinstance(part, ConfigDict):
                 continue
             now = part.get(name, before)
+            # Named for this policy alone; else what it has of its own stays; else what is named for the whole run.
             new = given.get(f"{place}{owner}", now if name in part else given.get(owner, now))
             if new == now or "options" not in part or (section == "env" and _same_options(str(now), str(new))):
                 continue
             left_out = part.options.to_dict()
             part.options = default_options(options) if holder is config else ConfigDict()
+            # Sources hold options of the world, too.
             if section == "env" and config.env.sources:
                 left_out["sources"], config.env.sources = config.env.sources.to_dict(), ConfigDict()
             if left_out != part.options.to_dict():
@@ -292,6 +295,7 @@ def _literal(text: str, now: Any) -> Any:
     if isinstance(now, str):
         return text
     try:
+        # A value of its own stands for "no such word": None is one of the values.
         value = {"true": True, "false": False, "none": None}.get(text.lower(), _NO_WORD)
         value = ast.literal_eval(text) if value is _NO_WORD else value
     except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -32,6 +32,7 @@ def _descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
+            # A process chooses its own name, which may hold spaces and parentheses: fields begin behind the last ")".
             after_name = entry.read_text().rpartition(")")[2].split()
             if after_name[0] != "Z":
                 children.setdefault(int(after_name[1]), []).append(int(entry.parent.name))
@@ -65,6 +66,7 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 
 def _kill_everything() -> None:
+    # Again until nobody is left: one may have forked between the listing and its death.
     while _signal_all(signal.SIGKILL):
         list(_reaped())
         time.sleep(0.01)
@@ -89,7 +91,7 @@ def _start(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:
+    if os.getppid() != guard:  # it died before the kernel was asked, which then does nothing
         os._exit(128 + signal.SIGKILL)
     try:
         os.execvp(argv[0], argv)
@@ -102,6 +104,7 @@ def main() -> int:
     supervisor, argv = int(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(supervisor, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Signals write into a pipe that `select` reads: one that comes just before `select` would else go unnoticed.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

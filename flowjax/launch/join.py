@@ -62,7 +62,7 @@ def config_of_run(url: str) -> ConfigDict:
     config.name = f"{described['name']}-{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())}"[:200]
     config.update({"elsewhere": ("dataflow", "trainer"), "runs": default_config().runs})
     config.dataflow.update({"url": url, "host": "127.0.0.1", "port": 0})
-    for section in (config, *config.bases.values()):  # engines of the run's own machine
+    for section in (config, *config.bases.values()):  # what names engines of the run's own machine means nothing here
         if "engine" in section:
             section.engine.update({"port": 0, "urls": ()})
     return config
@@ -108,7 +108,7 @@ async def until_done(run: Run, console: Console) -> None:
     """Return when the run has ended.
 
     Raises:
-        RoleFailed: its dataflow has been away for longer than a lease lasts.
+        RoleFailed: its dataflow has been away for longer than two leases last.
     """
     url, patience_s = run.config.dataflow.url, 2 * run.config.dataflow.lease_s
     heard_s = said_s = time.monotonic()

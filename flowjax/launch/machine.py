@@ -59,7 +59,7 @@ class Devices:
         if not self.trainer:
             return {}
         count = self._trainer_count_here
-        start = index * count % len(self.trainer)
+        start = index * count % len(self.trainer)  # round again where there are more trainers than accelerators
         part = self.trainer[start : start + count]
         crowded = self.shared or len(self.trainer) < self.trainers
         shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if crowded else {}
@@ -117,7 +117,7 @@ def share_out(
     """
     if not accelerators:
         return Devices(cpu_devices=cpu_devices, assumed=assumed, trainers=trainers, hosts=hosts)
-    engine = tuple(accelerators[-engine_count:]) if engine_count else ()
+    engine = tuple(accelerators[-engine_count:]) if engine_count else ()  # [-0:] would be all of them
     trainer = tuple(accelerators[: len(accelerators) - len(engine)]) or tuple(accelerators)
     most = None if trainer_count is None else trainer_count // hosts * trainers
     return Devices(trainer[:most], engine, cpu_devices, assumed, trainers, hosts)
@@ -312,6 +312,7 @@ def check_unused(run_dir: Path) -> list[str]:
     try:
         with (run_dir / _LOCK_FILE).open("r") as lock:
             try:
+                # Shared, so that two who look at one time do not take each other for a supervisor.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return [_used(run_dir, lock)]

@@ -159,7 +159,7 @@ def _data(config: ConfigDict) -> Iterator[str]:
 def _data_algorithms(config: ConfigDict) -> Iterator[str]:
     from flowjax.dataflow.algorithms import Chain, build_algorithms
 
-    with Chain(build_algorithms(config)).state_changes():  # their states must be writable
+    with Chain(build_algorithms(config)).state_changes():  # which packs their states: one that cannot be is found now
         yield from ()
 
 

@@ -62,6 +62,7 @@ def missing_bases(run: Run) -> list[str]:
     """Nano base models that have to be made first, each folder once; none where no role here reads them."""
     if {"rollout", "trainer"} <= set(run.config.elsewhere):
         return []
+    # Backwards, and back again: of several names of one folder the first is the one that stays.
     missing = {
         base.model.path: name
         for name, base in reversed(run.bases.items())

@@ -131,7 +131,7 @@ class RunSession:
 
     def say(self, text: str) -> None:
         """Print a line that stays, from any thread."""
-        with contextlib.suppress(OSError):  # who listens may be a file on the full disk
+        with contextlib.suppress(OSError):  # the output may be a file on the full disk
             self.screen.say(text)
 
     def _write_status(self) -> None:
@@ -141,6 +141,7 @@ class RunSession:
             write_status(self._run_dir, "launch", {"roles": roles})
 
     def _listen(self, supervisor: Supervisor, work: asyncio.Task[None]) -> None:
+        # The first signal cancels the work, whose end stops the roles in order; while they stop, another kills them.
         def stop(number: signal.Signals) -> None:
             if self._interrupted or work.done():
                 supervisor.kill()

@@ -197,8 +197,8 @@ class Supervisor:
     async def _keep_up(self, role: Role) -> None:
         state, log = self.states[role.name], self._log(role)
         ever_up = False
-        restarted_s: list[float] = []  # when, as far as it still counts
-        paused_s, said = None, ""  # since when the machine, and not the role, is what is wrong; in words
+        restarted_s: list[float] = []  # times of the restarts that still count
+        paused_s, said = None, ""  # since when the machine is at fault and not the role; what was reported of it
         while True:
             role, status, reason, trouble = await self._live(role, state)
             ever_up = ever_up or state.phase == "up"
@@ -208,7 +208,7 @@ class Supervisor:
                 state.phase = "done"
                 self._on_event(role.name, "done", "")
                 return
-            if trouble:  # is not held against the role
+            if trouble:  # a full disk, say: it uses up no restart of the role
                 lived_s = time.time() - state.started_s if state.phase == "up" else 0.0
                 if paused_s is None or lived_s > self._proven_s:  # a pause of its own, to be reported again
                     paused_s, said = time.monotonic(), ""
@@ -241,7 +241,7 @@ class Supervisor:
         log = self._log(role)
         state.phase, state.log_start_bytes = "starting", _size_bytes(log)
         try:
-            if role.again is not None and role.name in self._children:
+            if role.again is not None and role.name in self._children:  # not at its first start
                 role, news = role.again()
                 if news:
                     self._on_event(role.name, "moved", news)
@@ -288,7 +288,7 @@ class Supervisor:
                     if reported:
                         self._on_event(role.name, "up", f"after {now - started:.1f} s")
                 continue
-            if now < next_check or cause:
+            if now < next_check or cause:  # with a cause it has been killed: its end is all that is waited for
                 continue
             next_check = now + (_HEALTH_EVERY_S if state.phase == "up" else _HEALTH_EVERY_S / 4)
             try:
@@ -341,6 +341,7 @@ class _Child:
         """Exit status, None while running. What is left of the group goes before its number can be used again."""
         status = self._process.returncode
         if status is None:
+            # WNOWAIT leaves it a zombie, which keeps its number, and its group's, until the group has been killed.
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is None:
                 return None
@@ -354,8 +355,8 @@ class _Child:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Have the guard kill all it can see, wherever that hides."""
-        self._close_pipe()
+        """Have the guard kill the role and every process that it started, in whatever session."""
+        self._close_pipe()  # the guard reads its other end
 
     async def gone(self, timeout_s: float = 2.0) -> None:
         """Wait for the end after `kill`; a guard that does not manage is killed with its group."""

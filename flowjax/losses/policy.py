@@ -243,7 +243,7 @@ def _gspo(tokens: _Tokens, options: LossOptions) -> Surrogate:
     sequences = _needed("gspo", tokens.sequences)
     mean = sequence_means(tokens.log_ratio, tokens.mask, sequences, tokens.sequence_count)
     at_token = jax.lax.stop_gradient(mean) + tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
-    held = tokens._replace(log_ratio=jnp.minimum(at_token, 10.0))
+    held = tokens._replace(log_ratio=jnp.minimum(at_token, 10.0))  # verl's bound; downwards exp needs none
     return _clipped(held, options.clip_low, options.clip_high)
 
 
@@ -340,6 +340,7 @@ def _mismatch_weights(
         sequences=tokens.sequences,
         sequence_count=tokens.sequence_count,
     )
+    # token_mask weighs a kept token by its ratio, which the objective has already: only whether it is kept counts.
     return weights if is_decoupled else (weights > 0).astype(weights.dtype)
 
 
@@ -368,11 +369,13 @@ def aggregate(
     if aggregation == "trajectory_mean_token_mean":
         if trajectory_tokens is None:
             raise ValueError("aggregation 'trajectory_mean_token_mean' needs `trajectory_tokens`")
+        # The shares of all of a trajectory's tokens add up to 1, in whichever micro-batches they are: their sum counts
+        # trajectories.
         share = 1.0 / jnp.maximum(trajectory_tokens, 1).astype(values.dtype)
         return masked_sum(values * share, mask), masked_sum(share, mask)
     sequences, sequence_count = _sequence_ids(values, sequences, sequence_count)
     sums, lengths = sequence_sums(values, mask, _needed(aggregation, sequences), sequence_count)
-    present = jnp.sum(lengths > 0).astype(values.dtype)
+    present = jnp.sum(lengths > 0).astype(values.dtype)  # `sequence_count` is only a bound: ids without a token
     if aggregation == "sequence_mean_token_mean":
         return jnp.sum(sums / jnp.maximum(lengths, 1)), present
     if aggregation == "sequence_mean_token_sum":
@@ -408,7 +411,7 @@ def _metrics(tokens: _Tokens, surrogate: Surrogate, weights: Float[Array, "*toke
         "clipped": moved,
         "clipped_low": moved * (log_ratio < 0),
         "clipped_high": moved * (log_ratio > 0),
-        "policy_kl": jnp.expm1(log_ratio) - log_ratio,
+        "policy_kl": jnp.expm1(log_ratio) - log_ratio,  # k3 of KL(old || pi): the tokens were sampled from old
         "correction_weight": weights,
         "advantage": tokens.advantages,
         "advantage_abs": jnp.abs(tokens.advantages),

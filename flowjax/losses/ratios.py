@@ -143,6 +143,7 @@ def correction_weights(
     if correction == "sequence_outlier_mask":
         outside, _ = sequence_sums((~inside).astype(ratio.dtype), mask, sequences, sequence_count)
         return (outside == 0)[sequences].astype(ratio.dtype)
+    # Products of ratios as sums of their logarithms: a long sequence's product leaves float32 on the way.
     log_product, length = sequence_sums(log_ratio, mask, sequences, sequence_count)
     if correction == "sequence_geometric_mask":
         log_product = log_product / jnp.maximum(length, 1)
@@ -178,8 +179,9 @@ def m2po_bounds(
     count = jnp.sum(pushed)
     ascending = jnp.sort(squares)
     rank = jnp.arange(1, squares.shape[0] + 1) - (squares.shape[0] - count)  # the others sort to the front as zeros
-    means = jnp.cumsum(ascending) / jnp.maximum(rank, 1)
+    means = jnp.cumsum(ascending) / jnp.maximum(rank, 1)  # of the r smallest, for every rank r at once
     fits = (rank >= 1) & (means < threshold)
+    # Where not even the smallest fits, it alone stays: bounds of 0 would drop every token.
     smallest = ascending[jnp.clip(squares.shape[0] - count, 0, squares.shape[0] - 1)]
     largest_kept = jnp.where(jnp.any(fits), jnp.max(jnp.where(fits, ascending, 0.0)), smallest)
     second_moment = jnp.sum(squares) / jnp.maximum(count, 1)

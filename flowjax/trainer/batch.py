@@ -88,7 +88,7 @@ def row_buckets(row_tokens: int) -> list[int]:
 def pack(
     rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, trim: bool = False, rows_multiple: int = 1
 ) -> list[MicroBatch]:
-    """Pack sequences into as few micro-batches as first-fit-decreasing finds.
+    """Pack sequences into as few micro-batches as best-fit-decreasing finds.
 
     With `trim`, rows that are filled to half or less go into micro-batches of shorter rows, and a micro-batch has
     1, 2, 3, 4, 6, 8, 12, ... times `rows_multiple` rows (what the mesh divides them by), not always the full number.
@@ -124,7 +124,7 @@ def _plan(
         raise BatchError("a sequence begins with a sampled token, which nothing predicts: give it a prompt")
     if not any(row.sampled.any() for row in rows):
         raise BatchError("the batch has no sampled token to train on: check config.rollout.max_new_tokens")
-    bins = _first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)
+    bins = _best_fit_decreasing([len(row.tokens) for row in rows], row_tokens)
     lengths = [sum(len(rows[index].tokens) for index in members) for members in bins]
     widths = [min(bucket for bucket in row_buckets(row_tokens) if bucket >= length) for length in lengths]
     if not trim:
@@ -133,7 +133,7 @@ def _plan(
     for tokens in sorted(set(widths), reverse=True):
         alike = [members for members, width in zip(bins, widths, strict=True) if width == tokens]
         sampled = max(sum(int(rows[index].sampled.sum()) for index in members) for members in alike)
-        sampled = 1 << max(sampled - 1, 0).bit_length()
+        sampled = 1 << max(sampled - 1, 0).bit_length()  # the next power of two, so that few shapes are compiled
         most = micro_batch_rows * (row_tokens // tokens)
         for start in range(0, len(alike), most):
             part = alike[start : start + most]
@@ -149,8 +149,9 @@ def _row_count(rows: int, multiple: int) -> int:
     return multiple * (power * 3 // 4 if power >= 4 and groups <= power * 3 // 4 else power)
 
 
-def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices per bin. Bins are found by the room they have left, so equal lengths cost constant time each."""
+def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices per bin: the longest first, each into the fullest bin that has room for it."""
+    # Bins by the room that is left: a look-up costs one pass over the distinct rooms, not over all bins.
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -42,6 +42,7 @@ def learning_rate_schedule(config: ConfigDict, updates: int) -> optax.Schedule:
         raise ConfigError(f"config.optimizer.schedule is {config.schedule!r}: use one of {', '.join(SCHEDULES)}")
     if not warmup:
         return after
+    # From peak / warmup on, not from 0: the first update would else change nothing.
     return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
 
 
@@ -159,6 +160,7 @@ def _stacked_matrices(trained: Arrays) -> Arrays:
     """Axes that Muon makes orthogonal: the last two, those before them (layers, experts) count matrices."""
 
     def of(name: Any, leaf: Any) -> MuonDimensionNumbers | None:
+        # Above 2, not 1: parameters are stacked over layers, so that a norm's scales are two-dimensional.
         matrix = leaf is not None and jnp.ndim(leaf) > 2 and str(name).split("/")[-1] not in _NOT_MATRICES
         return MuonDimensionNumbers(reduction_axis=-2, output_axis=-1) if matrix else None
 

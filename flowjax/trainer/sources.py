@@ -76,6 +76,7 @@ class DataflowSource:
             DataflowError: the dataflow does not answer, or refuses.
         """
         claimed = False
+        # Refused while `after` is not the newest epoch, as at the first call: the answer names the one to come after.
         while not claimed:
             message = {"trainer": self._trainer, "policies": dict(versions), "after": self._epoch}
             answer = self._call("claim", message, self._timeout_s)
@@ -191,6 +192,7 @@ class Shared:
             assert served is not None
             return served
         sent = pack({f.name: getattr(served, f.name) for f in fields(Served)}) if served is not None else b""
+        # Its size first: a broadcast takes arrays of one shape in every process.
         size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
         data = np.frombuffer(sent, np.uint8) if sent else np.zeros(size, np.uint8)
         return Served(**unpack(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes()))

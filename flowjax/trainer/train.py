@@ -112,7 +112,7 @@ def main(run_dir: Path, only: str = "") -> None:
         source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s, unusable=unusable)
         if is_first():
             source.claim(steps)  # a trainer from before, and late copies of what it said, are refused from now on
-        metrics, on_step = None, _nothing
+        metrics, on_step = None, _no_report
         if is_first():
             metrics = MetricsWriter(run_dir, resume_step=steps)
             status = TrainerStatus(run_dir, f"trainer-{only}" if only else "trainer", steps)
@@ -129,7 +129,7 @@ def _unusable(bounds: Mapping[str, tuple[int, int]], policy: str, rows: Sequence
     return unusable_rows(rows, row_tokens=row_tokens, vocabulary=vocabulary)
 
 
-def _nothing(line: Mapping[str, object]) -> None:
+def _no_report(line: Mapping[str, object]) -> None:
     del line
 
 
@@ -363,7 +363,7 @@ def train_one(
     mesh: Mesh,
     metrics: MetricsWriter | None,
     checkpoints: Checkpoints | None = None,
-    on_step: OnStep = _nothing,
+    on_step: OnStep = _no_report,
 ) -> Decoder:
     """Train the only policy of a run, see `train`; returns the model as trained."""
     (policy,) = run.policies.values()
@@ -378,7 +378,7 @@ def train(
     *,
     mesh: Mesh,
     metrics: MetricsWriter | None,
-    on_step: OnStep = _nothing,
+    on_step: OnStep = _no_report,
 ) -> None:
     """Train every policy until its own `config.trainer.steps`, in the order in which their batches come.
 
@@ -399,7 +399,7 @@ def train(
         started_s = time.perf_counter()
         served = batches.take()
         learner = learners[served.policy]
-        _tell_committed(learner, source)
+        _report_committed(learner, source)
 
         # pack: shuffle its rows, split them into updates, lay each out in rows of fixed length
         waited_s = time.perf_counter()
@@ -431,7 +431,7 @@ def train(
                 trained.append(logprobs)
             assert total is not None  # an update without rows was left out
             results.append(_apply_update(learner, total))
-        keep = _keeper(learner, served.rows, updates, packed, trained, mesh)
+        keep = _writer_of_logprobs(learner, served.rows, updates, packed, trained, mesh)
         learner.counters.empty_updates += trainer.updates_per_step - len(updates)
         if not updates:
             logging.warning("%s, step %d: no row has a sampled token, nothing is trained", learner.name, step)
@@ -444,6 +444,7 @@ def train(
             **mismatch,
             **episode_metrics(served),
             **row_metrics(served.rows, packed, version=step),
+            # Of the step's last update; updates count from 0.
             "learning_rate": float(np.asarray(learner.schedule((step + 1) * trainer.updates_per_step - 1))),
             "compile_count": compile_count(),
             "wait_s": waited_s - started_s,
@@ -453,6 +454,7 @@ def train(
         }
         flops = step_flops(learner.model, learner.lora, served.rows)
         log.add(StepResult(learner.name, step + 1, learner.counters, results, line, waited_s, flops, keep))
+        # Without checkpoints nothing waits for a step's results: the next ones are dispatched meanwhile.
         log.write(in_flight=0 if learner.checkpoints else trainer.steps_in_flight)
 
         # publish: the checkpoint's commit marker is the publication
@@ -465,7 +467,7 @@ def train(
     for learner in learners.values():
         if learner.checkpoints is not None:
             learner.checkpoints.wait()
-            _tell_committed(learner, source)
+            _report_committed(learner, source)
 
 
 # ----------------------------------------------------------------------------------------------- pieces of the compile
@@ -507,7 +509,7 @@ def _unfinished(learners: Mapping[str, Learner]) -> dict[str, int]:
     return {name: step for name, step in steps.items() if step < learners[name].policy.trainer.steps}
 
 
-def _tell_committed(learner: Learner, source: Source) -> None:
+def _report_committed(learner: Learner, source: Source) -> None:
     if is_first() and learner.checkpoints is not None and (latest := learner.checkpoints.latest()) is not None:
         source.committed(learner.name, latest)
 
@@ -529,7 +531,7 @@ def _packing(trainer: ConfigDict, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _keeper(
+def _writer_of_logprobs(
     learner: Learner,
     rows: Sequence[TokenRow],
     updates: Sequence[Sequence[TokenRow]],
@@ -537,11 +539,12 @@ def _keeper(
     logprobs: Sequence[jax.Array],
     mesh: Mesh,
 ) -> Callable[[], None]:
-    """Writes the step's log-probs at training beside the transcripts of its batch; nothing where none are kept."""
+    """A function that writes the step's log-probs at training beside the transcripts of its batch, once they are there;
+    one that does nothing where no transcripts are kept."""
     run, step = learner.run, learner.state.step
     kept = run.config.dataflow.keep_trajectories and learner.checkpoints is not None and run.folder != Path()
     if not kept or not is_first() or jax.process_count() > 1:  # several processes hold a part of them each
-        return _no_more
+        return _write_nothing
     place = {id(row): index for index, row in enumerate(rows)}
     order = [
         [place[id(part[index])] for index in indices]
@@ -553,8 +556,8 @@ def _keeper(
     return partial(write_trained, path, rows, order, micro_batches, logprobs)
 
 
-def _no_more() -> None:
-    """Keep nothing."""
+def _write_nothing() -> None:
+    pass
 
 
 def _mismatch(learner: Learner, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh) -> dict[str, float]:
@@ -563,7 +566,7 @@ def _mismatch(learner: Learner, batch: MicroBatch, on_devices: MicroBatch, mesh:
     sums = {"mismatch_kl": 0.0, "mismatch_max": 0.0}
     tokens = 0
     for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(learner.recent)):
-        mask = versions == version
+        mask = versions == version  # padding has version -1
         ours = logprobs_of(learner.objective, replace(learner.state, trained=learner.recent[version]), on_devices)
         gap = jax.device_get(_compiled_mismatch(ours, on_devices.behaviour_logprobs, place(mask, mesh)))
         sums["mismatch_kl"] += float(gap["k3"])

@@ -5,8 +5,8 @@
         total, _ = gradient_of(objective, state, batch, known, total=total)
     state, metrics = apply(optimizer, state, total)
 
-Everything that a step reads or writes is a `PolicyState`; everything static, which programs are compiled for, is an
-`Objective`. Each public function checks nothing and only calls its compiled part, which stands right below it.
+The arrays that a step reads or writes are a `PolicyState`; what is static, and has programs compiled for it, is an
+`Objective`. A public function checks nothing: it calls its compiled part, which stands right below it.
 """
 
 from collections.abc import Sequence
@@ -120,7 +120,7 @@ def _model_logprobs(
         temperature=objective.temperature,
         chunk_tokens=objective.chunk_tokens,
         # With an adapter nothing in the head is trained, and its part of the backward pass can be left out. Not with
-        # an entropy term: its gradient goes through the logits by another way than the log-probs'.
+        # an entropy term, whose gradient `frozen_head` does not have.
         frozen_head=model.lora is not None and not objective.entropy_coefficient,
         **options,
     )
@@ -232,7 +232,7 @@ def _summed_loss(
     options = objective.options
     logprobs, entropy = _model_logprobs(objective, trained, frozen, batch, dropout_key=_dropout_key(dropout_seed))
     proximal = known.proximal_logprobs
-    if proximal is None and options.needs_proximal:
+    if proximal is None and options.needs_proximal:  # the first update: the policy of now is that of the step's start
         proximal = jax.lax.stop_gradient(logprobs)
     loss, denominator, sums = policy_loss(
         logprobs,
@@ -242,7 +242,7 @@ def _summed_loss(
         kind=objective.kind,
         options=options,
         sequences=batch.sequences,
-        sequence_count=batch.sequences.size,
+        sequence_count=batch.sequences.size,  # a static bound: a sequence has a sampled token, and each has a slot
         trajectory_tokens=batch.trajectory_tokens,
         proximal_logprobs=proximal,
         ratio_bounds=known.ratio_bounds,
@@ -307,7 +307,7 @@ def _apply(
     denominator = jnp.maximum(total.sums["denominator"], 1e-8)
     gradient = jax.tree.map(lambda leaf: leaf / denominator, total.gradient)
     norm = optax.global_norm(gradient)
-    finite = jnp.isfinite(norm)
+    finite = jnp.isfinite(norm)  # one NaN or infinity anywhere reaches the norm
     updates, next_state = optimizer.update(gradient, optimizer_state, trained)
     stepped = optax.apply_updates(trained, updates)
 

@@ -108,7 +108,7 @@ def test_a_long_tail_is_packed_tightly():
     assert [batch.tokens.shape for batch in batches] == [(1, 64), (1, 32)]
 
 
-def test_first_fit_decreasing_fills_rows():
+def test_best_fit_decreasing_fills_rows():
     batches = pack([row(n, [1]) for n in (10, 22, 30, 2, 16, 16)], row_tokens=32, micro_batch_rows=3)
     assert len(batches) == 1
     assert (batches[0].segments > 0).sum() == 96  # 3 rows without a hole

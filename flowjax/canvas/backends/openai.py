@@ -67,6 +67,7 @@ class Limiter:
     async def grant(self, tokens: float) -> AsyncIterator[Grant]:
         """Wait until a request that takes about so many tokens may be sent."""
         async with self._slots or contextlib.nullcontext():
+            # One waits at a time and the others stand behind its lock, which is fair: nobody overtakes.
             async with self._turn:
                 while (wait_s := self._wait_s(tokens)) > 0:
                     await asyncio.sleep(wait_s)
@@ -82,7 +83,7 @@ class Limiter:
         used = sum(grant.tokens for grant in self._recent) if self._tokens < math.inf else 0.0
         if not self._recent or (len(self._recent) + 1 <= self._requests and used + tokens <= self._tokens):
             return 0.0
-        return max(self._recent[0].sent_s + self._window_s - now_s, 0.001)
+        return max(self._recent[0].sent_s + self._window_s - now_s, 0.001)  # rounding must not make a wait of 0
 
 
 def _or_infinite(limit: float | None) -> float:
@@ -157,7 +158,7 @@ class Breaker:
             if self._trial is None:
                 self._trial = asyncio.get_running_loop().create_future()
                 return True
-            await asyncio.shield(self._trial)
+            await asyncio.shield(self._trial)  # a request that is given up must not take the trial with it
         return False
 
     def end_trial(self) -> None:

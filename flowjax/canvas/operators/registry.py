@@ -85,7 +85,7 @@ _ATTRIBUTES = {
     "role": f"one of {', '.join(get_args(Role))}",
     "inputs": "a tuple of Field",
     "outputs": "a tuple of Field",
-    "instruction": "what it is told where the call says nothing",
+    "instruction": "its instruction where the call has none",
 }
 
 
@@ -137,8 +137,8 @@ def check(operator: Any, origin: str) -> None:
 
 def describe(operators: Mapping[str, type[Operator]], *, hidden: bool = False) -> str:
     """The operators for the policy's prompt: one line each with what it is for, needs and writes."""
-    untold = set() if hidden else {operator.name for operator in HIDDEN}
-    shown = [operator for operator in operators.values() if operator.name not in untold]
+    unlisted = set() if hidden else {operator.name for operator in HIDDEN}
+    shown = [operator for operator in operators.values() if operator.name not in unlisted]
     return "\n".join(_line(operator) for operator in shown)
 
 

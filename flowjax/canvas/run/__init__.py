@@ -229,6 +229,8 @@ class _Interpreter:
         scope.state.pop("candidates", None)
         if candidates:
             scope.state["candidates"] = tuple(candidates)
+        # All branches come to their ends first, so that the trace has them. An outage leads: such a run says nothing
+        # about the workflow, whatever else it has spent.
         for ending in (BackendUnavailable, BudgetSpent):
             for end in ends:
                 if isinstance(end, ending):
@@ -244,7 +246,7 @@ class _Interpreter:
     async def _conditional(self, conditional: Conditional, scope: _Scope) -> None:
         checks_before = len(scope.checks)
         await self.run(conditional.condition, scope)
-        checks = scope.checks[checks_before:]
+        checks = scope.checks[checks_before:]  # of the condition alone; those inside a parallel stay in its branches
         branch = conditional.then if checks and checks[-1] else conditional.otherwise
         if branch is not None:
             await self.run(branch, scope)
@@ -347,13 +349,14 @@ class _Interpreter:
         async with self._call_slots:
             try:
                 outputs = await operator().run(dict(inputs), context)
-            except BackendUnavailable:
+            except BackendUnavailable:  # before BackendError, of which it is one
                 raise
             except (OperatorError, BackendError) as error:
                 return Outcome(error=str(error) or type(error).__name__)
             except BudgetSpent:
                 raise
             except asyncio.CancelledError:
+                # From outside, as by the deadline, it is passed on. Raised by the operator itself it is a fault of it.
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
                 return Outcome(error="CancelledError: the operator was cancelled from inside")
@@ -362,7 +365,7 @@ class _Interpreter:
                     raise context.away from error
                 _log.warning("Operator %s failed", operator.name, exc_info=True)
                 return Outcome(error=f"{type(error).__name__}: {error}")
-        # The operator has made do without; a run must not end otherwise for that.
+        # The operator may have caught the error and gone on: the run ends all the same as if it had not.
         if context.away is not None:
             raise context.away
         if context.spent is not None:
