@@ -346,6 +346,7 @@ def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
     except (ConfigError, OSError, ValueError):
         return False
     saved = ConfigDict(saved.to_dict())
+    # These two may differ: what is there is kept, and what is missing is played.
     saved.eval.tasks, saved.eval.samples = config.eval.tasks, config.eval.samples
     for section, name in (("eval", "seed"), ("engine", "dtype")):  # may differ in a run that is resumed, not here
         if saved[section][name] != config[section][name]:
@@ -533,7 +534,7 @@ def begin(evaluation: Evaluation) -> None:
     for policy, checkpoint in evaluation.checkpoints.items():
         published = folder / "checkpoints" / policy / checkpoint.name
         published.parent.mkdir(parents=True, exist_ok=True)
-        if not published.is_symlink():
+        if not published.is_symlink():  # linked, not copied: the follower finds the version where a run would have it
             published.symlink_to(checkpoint.absolute())
 
 
@@ -572,6 +573,7 @@ async def _play_served(evaluation: Evaluation, endpoints: Mapping[str, str], ses
                 await base.watch()
                 await asyncio.sleep(_HEALTHY_EVERY_S)
         player = EpisodePlayer.of_run(run, pool=pool, bases=bases)
+        # The followers run until cancelled: the first to end is the work, or a follower that has failed.
         work = asyncio.create_task(_play_with(evaluation, player, session))
         tasks = [work, *(asyncio.create_task(base.follower.run()) for base in bases)]
         try:

@@ -166,6 +166,7 @@ def state_key(*parts: str | bytes | int) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
+        # Each with its length before it: otherwise ("ab", "c") and ("a", "bc") would have one key.
         digest.update(len(data).to_bytes(4, "little") + data)
     return int.from_bytes(digest.digest(), "little")
 
@@ -445,7 +446,7 @@ def _check_turn(turn: Turn, newest: Mapping[str, int], where: str) -> None:
 def _check_fields(record: Any, kinds: Mapping[str, Any], where: str) -> None:
     for name, kind in kinds.items():
         value = getattr(record, name)
-        fits = isinstance(value, kind) and isinstance(value, _FLAG) == (kind is _FLAG)
+        fits = isinstance(value, kind) and isinstance(value, _FLAG) == (kind is _FLAG)  # Python's True is an int, too
         if not fits or (kind is _NUMBER and not _usable(value)):
             raise WireError(f"field {where}.{name} is {_short(value)}: it is {_KINDS[kind]}")
         if kind is _TEXT and len(value) > _LONGEST.get(name, _LONGEST_NAME):

@@ -171,7 +171,7 @@ def _base(name: str, model: ConfigDict, engine: ConfigDict, *, started: bool) ->
     declared = FIELDS.find("engine.replicas")
     assert isinstance(declared, Entry) and declared.at_most is not None
     count = len(engine.urls) or min(engine.replicas, int(declared.at_most))
-    if not started:  # whoever plays has engines of his own
+    if not started:  # another machine plays, with engines of its own
         return bare
     names = bare.engine_names(count)
     urls = engine.urls or [""] * len(names)
@@ -243,7 +243,7 @@ def _copies(config: ConfigDict, sections: Iterable[str]) -> dict[str, ConfigDict
 
 
 def _change(sections: Mapping[str, ConfigDict], field: str, changes: ConfigDict, config: ConfigDict) -> None:
-    """Write into `own` sections what those under `field` say, and lock them.
+    """Write into `sections` what `changes`, the config at `field`, says, and lock them.
 
     Raises:
         ConfigError: another section than these, an unknown field, or a value of another type.
@@ -255,6 +255,7 @@ def _change(sections: Mapping[str, ConfigDict], field: str, changes: ConfigDict,
             raise ConfigError(f"{field}.{section} is set, but {field} may differ only in {allowed}: {remedy}")
         if not isinstance(values, ConfigDict | Mapping):
             raise ConfigError(f"{field}.{section} is {shown(values)}: give a dict of the fields that differ")
+        # Another estimator or objective than the run's begins with its own defaults, not with the options of that one.
         for options, owner in OWNER_OF_OPTIONS.items():
             name = owner.removeprefix(f"{section}.")
             if name in values and values[name] != sections[section][name]:

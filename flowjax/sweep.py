@@ -205,6 +205,7 @@ async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
 
     async def one(run: SweepRun) -> None:
         async with slots:
+            # The launcher of a sweep that was killed may still be stopping this very run.
             until = asyncio.get_running_loop().time() + _FREE_S
             while check_unused(run.folder) and asyncio.get_running_loop().time() < until:
                 await asyncio.sleep(0.5)
@@ -227,6 +228,7 @@ async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def stop(number: signal.Signals) -> None:
+        # The first signal stops every run in its own order, another kills them.
         for supervisor in supervisors if interrupted else ():
             supervisor.kill()
         interrupted.append(number)

@@ -166,6 +166,7 @@ def attend(
 
     is_self = key.shape[2] == tokens  # the keys are the queries' own tokens
     size = block_tokens or default_block_tokens(tokens if is_self else 0)
+    # A few blocks are unrolled, each with its own number of keys; many are a loop, where all have the same.
     if is_self and tokens <= BLOCKS * size:
         ends = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
         parts = [block(query[:, :, :, i:j], segments[:, i:j], positions[:, i:j], j) for i, j in ends]
@@ -277,7 +278,7 @@ def segment_bounds(
     tokens = segments.shape[1]
     before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
     index = jnp.cumsum((segments != before) & (segments != 0), axis=1) - 1
-    owner = jnp.where(segments != 0, index, count)
+    owner = jnp.where(segments != 0, index, count)  # padding belongs to nobody: beyond the last
     member = owner[:, None, :] == jnp.arange(count)[:, None]
     lengths = member.sum(axis=2, dtype=jnp.int32)
     starts = jnp.where(member, jnp.arange(tokens), tokens).min(axis=2).astype(jnp.int32)

@@ -191,6 +191,7 @@ class Decoder(nnx.Module):
             owners = params.owners(name, self.config)
             if layers[0] not in owners:
                 continue
+            # The stack holds only the layers that own the parameter: places in it, evenly spaced as the layers are.
             first, last = owners.index(layers[0]), owners.index(layers[-1])
             cut = slice(first, last + 1, max(1, (last - first) // max(1, len(layers) - 1)))
             whole = len(layers) == len(owners)  # slices are copies
@@ -220,6 +221,7 @@ class Decoder(nnx.Module):
             return attend_by(form, *args, window_tokens=window, windowed=windowed, **options)
 
         if placement is not None and mesh is not None:
+            # Queries keep their part of the tokens; keys and values are gathered over `sequence`: None in their specs.
             of, tokens = placement.rules.spec, ("rows", "tokens")
             heads, keys = of((*tokens, "act_heads", None)), of(("rows", None, "act_kv_heads", None))
             specs = (of(()), heads, keys, keys, of(tokens), of(tokens), of(("rows", None)), of(("rows", None)))

@@ -66,6 +66,7 @@ def hf_names(name: str, config: ModelConfig) -> np.ndarray:
     if name.startswith("expert_") and config.experts:
         module, experts = name.removeprefix("expert_"), range(config.experts.count)
         return np.array([[f"model.layers.{i}.mlp.experts.{e}.{module}.weight" for e in experts] for i in layers])
+    # What is left is a linear map of each layer, or its bias.
     target, suffix = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
     return np.array([f"{hf_module(target, layer)}.{suffix}" for layer in layers])
 
@@ -206,6 +207,7 @@ def _check_tensors(tensors: TensorFolder, specs: dict[str, ParamSpec], config: M
 def _read_part(tensors: TensorFolder, name: str, spec: ParamSpec, config: ModelConfig, index: Any) -> np.ndarray:
     """One device's part of a parameter: `index` is in our layout, stacked and [in, out]."""
     names = hf_names(name, config)
+    # The first axes choose tensors, by layer and expert; the rest cuts a part out of each, as the file lays it out.
     names, index = np.asarray(names[index[: names.ndim]]), index[names.ndim :]
     file_index = index[::-1] if _transposed(name) else index
     shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, spec.shape[-len(index) :], strict=True))

@@ -97,6 +97,7 @@ def _score_ahead_forward(
     """Also d logprob / d hidden = (onehot(target) - softmax) / temperature * d capped / d logit @ head^T."""
     capped = _logits(hidden, head, soft_cap)
     logits = capped / temperature
+    # logsumexp by hand: its weights are the softmax that the slope needs, and logits exist only here.
     greatest = logits.max(axis=-1, keepdims=True)
     weights = jnp.exp(logits - greatest)
     total = weights.sum(axis=-1, keepdims=True)
@@ -108,7 +109,7 @@ def _score_ahead_forward(
         entropies = (normaliser - jnp.sum(weights * logits, axis=-1, keepdims=True) / total)[:, 0]
     slope = (chosen - weights / total) / temperature
     if soft_cap is not None:
-        slope = slope * (1 - (capped / soft_cap) ** 2)
+        slope = slope * (1 - (capped / soft_cap) ** 2)  # d tanh(x) / dx = 1 - tanh(x)^2
     gradient = jnp.dot(slope.astype(hidden.dtype), head.T, preferred_element_type=jnp.float32)
     return (logprobs, entropies), gradient.astype(hidden.dtype)
 
@@ -117,6 +118,7 @@ def _score_ahead_backward(
     entropy: bool, soft_cap: float | None, gradient: jax.Array, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
     del entropy, soft_cap
+    # None for targets, head and temperature, which are constants here. The entropy's cotangent is left out: it is too.
     return (cotangents[0][:, None] * gradient).astype(gradient.dtype), None, None, None
 
 

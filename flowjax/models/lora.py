@@ -190,7 +190,7 @@ def adapter_from_peft(
                 name = f"base_model.model.{hf_module(target, layer)}.lora_{part.upper()}.weight"
                 if name not in tensors:
                     raise ModelError(f"the PEFT adapter lacks {name}: its target_modules differ from {lora.targets}")
-                wanted = spec.shape[:0:-1]
+                wanted = spec.shape[:0:-1]  # without the layers, and transposed, as PEFT has them
                 if tensors[name].shape != wanted:
                     raise ModelError(
                         f"{name} has shape {tuple(tensors[name].shape)} and should have {wanted}: "

@@ -50,7 +50,7 @@ def mix_experts(
     outer = jax.lax.ragged_dot(inner, down, sizes)
     here = jnp.arange(tokens * choices) < sizes.sum()
     outer = jnp.where(here[:, None], outer, 0)  # what lies in no group is not defined
-    back = outer[jnp.argsort(order, stable=True)].reshape(tokens, choices, -1)
+    back = outer[jnp.argsort(order, stable=True)].reshape(tokens, choices, -1)  # the inverse of a permutation sorts it
     return jnp.einsum("tc,tch->th", weights, back)
 
 

@@ -77,6 +77,7 @@ def _forward(x: jax.Array, matrix: QuantizedMatrix) -> tuple[jax.Array, Quantize
 
 def _backward(matrix: QuantizedMatrix, gradient: jax.Array) -> tuple[jax.Array, Any]:
     """Only x has a gradient: the base is frozen."""
+    # JAX wants a gradient of every leaf: zeros of floats, and float0, its type of none, of integer codes.
     nothing = jax.tree.map(
         lambda leaf: (
             jnp.zeros_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(leaf.shape, jax.dtypes.float0)
@@ -121,10 +122,11 @@ def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
     block = inputs if kind == "int8" else math.gcd(inputs, NF4_BLOCK)
     blocks = matrix.astype(jnp.float32).reshape(*stack, inputs // block, block, outputs)
     top = jnp.max(jnp.abs(blocks), axis=-2)
-    scales = jnp.where(top > 0, top, 1.0) / (127 if kind == "int8" else 1)
+    scales = jnp.where(top > 0, top, 1.0) / (127 if kind == "int8" else 1)  # a column of zeros is not divided by 0
     values = (blocks / scales[..., None, :]).reshape(matrix.shape)
     if kind == "int8":
         return jnp.round(values).astype(jnp.int8), scales
+    # The nearest of the 16 values: how many of the middles between neighbours lie below.
     between = (np.array(NF4_VALUES[1:]) + np.array(NF4_VALUES[:-1])) / 2
     codes = jnp.searchsorted(jnp.asarray(between, jnp.float32), values).astype(jnp.uint8)
     codes = codes.reshape(*stack, inputs // 2, 2, outputs)

@@ -41,7 +41,7 @@ class MetricsWriter:
         plain = {name: _plain(value) for name, value in values.items()}
         line = json.dumps({"time_s": round(time.time(), 3), "kind": kind, **stamp, **plain}) + "\n"
         with _locked(self._path), self._path.open("ab", buffering=0) as file:
-            if _torn(self._path):
+            if _torn(self._path):  # by a process that was killed: its half line must not swallow this one
                 line = "\n" + line
             end = file.seek(0, os.SEEK_END)
             try:
@@ -91,7 +91,7 @@ def _torn(path: Path) -> bool:
 
 
 def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
-    """Lines without a policy are of the run."""
+    """Drop the lines of later steps, by policy; lines without a policy are of the whole run."""
 
     def last(entry: dict[str, Any]) -> float:
         if isinstance(step, int):
@@ -168,8 +168,9 @@ class Progress:
         """Read on. Returns what is new; of a file that was replaced, what is later than anything seen before."""
         try:
             on_disk = (self.run_dir / METRICS_FILE).stat()
+            # Another file under the name: a trainer that resumed at an earlier step has dropped lines.
             if replaced := self._file is None or not os.path.samestat(on_disk, os.fstat(self._file.fileno())):
-                file = (self.run_dir / METRICS_FILE).open("rb")  # anew: a trainer resumed at an earlier step
+                file = (self.run_dir / METRICS_FILE).open("rb")
                 if self._file is not None:
                     self._file.close()
                 self._file, self._rest = file, b""

@@ -82,6 +82,7 @@ def majority_at_k(answers: Sequence[str], right: Sequence[float], k: int) -> flo
     samples = len(answers)
     if not 1 <= k <= samples:
         raise ValueError(f"maj@{k} cannot be found from {samples} samples: ask for 1 to {samples}")
+    # A share, not a flag: equal texts may be graded differently where a grade depends on more than the text.
     correct = {
         answer: float(np.mean([r for a, r in zip(answers, right, strict=True) if a == answer])) for answer in answers
     }

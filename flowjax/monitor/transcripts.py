@@ -97,6 +97,7 @@ def transcript(task: Task, trajectory: Trajectory, credit: Credit | None = None)
         line["shown"] = _read(trajectory.shown)
     if credit is not None:
         line |= {"reward": _short(credit.reward), "rewards": _rounded(credit.components)}
+        # Not strict: of an evaluation the credit has a reward and no advantages.
         for number, (turn, advantage) in enumerate(zip(line["turns"], credit.advantages, strict=False)):
             turn["advantage"] = _short(advantage)
             if credit.parts:

@@ -105,6 +105,7 @@ def _last_seen(episode: Mapping[str, Any]) -> tuple[int, int]:
 def _node(nodes: dict[str, dict[str, Any]], name: str, view: int, picture: int, value: float) -> dict[str, Any]:
     fresh = {"view": view, "picture": picture, "value": 0.0, "visits": 0, "start": False, "end": ""}
     node = nodes.setdefault(name, fresh)
+    # A target is met first, with a value of 0, and gets its own once a turn starts in it.
     node["value"] = node["value"] or round(value, 4)
     return node
 
@@ -117,7 +118,7 @@ def _lay_out(nodes: dict[str, dict[str, Any]], edges: Sequence[tuple[str, str]])
         back[target].append(source)
     queue = [name for name, node in nodes.items() if node["start"]]
     column = dict.fromkeys(queue, 0)
-    for name in queue:
+    for name in queue:  # breadth first: the list grows while it is gone through
         for target in onward[name]:
             if target not in column:
                 column[target] = column[name] + 1

@@ -71,6 +71,7 @@ def read_batch(run_dir: Path, policy: str, step: int) -> list[RecordedGroup]:
     groups = list(_grouped(read_lines(batch_path(run_dir, policy, step))))
     for line in (line for group in groups for line in group.lines):
         values = trained.get(line["trajectory_id"], [])
+        # One list for the whole trajectory; of another length where some of its rows were not trained on.
         if len(values) == sum(len(turn["sampled_ids"]) for turn in line["turns"]):
             start = 0
             for turn in line["turns"]:
@@ -190,7 +191,8 @@ class Texts:
     def _piece_after(self, before: tuple[int, ...], token: int) -> str:
         started = self.text(before) if before else ""
         whole = self.text([*before, token])
-        # A token may be a part of a character: what it adds is then known only with the next one.
+        # A token may be a part of a character: what stood for the half before it is then another text, and what this
+        # one adds is the character at the end.
         return whole[len(started) :] if whole.startswith(started) else whole[-1:]
 
 
@@ -278,6 +280,7 @@ class EpisodePages:
             names = [each for each in inspect.signature(canvas).parameters if each in theirs[0]["outcome"]]
             outcomes = {each: jnp.array([episode["outcome"].get(each, 0.0) for episode in theirs]) for each in names}
             correct = outcomes.pop("correctness")
+            # By the reward function itself, once with a wrong answer: what is left is base + S, whatever the options.
             unsolved = np.asarray(canvas(jnp.zeros_like(correct), **outcomes, **options))
             whole = np.asarray(canvas(correct, **outcomes, **options))
             base = options.get("base", inspect.signature(canvas).parameters["base"].default)
