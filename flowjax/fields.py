@@ -274,6 +274,7 @@ def type_problem(kind: Any, value: Any) -> str | None:
         broken = (each for each in arguments[1:] if isinstance(each, Interval) and not each.hold(value))
         return next((f"it must be {bounds.range}" for bounds in broken), None)
     if origin in (typing.Union, types.UnionType):
+        # Sound where any of them takes it. Of several refusals "finite" is the nearest: it is a number after all.
         found = [text for each in arguments if (text := type_problem(each, value))]
         return None if len(found) < len(arguments) else next((text for text in found if "finite" in text), found[0])
     if origin is Literal:
@@ -283,6 +284,7 @@ def type_problem(kind: Any, value: Any) -> str | None:
         return None if value is None else "give None"
     if kind in (int, float) and isinstance(value, float) and not math.isfinite(value):
         return "give a finite number"
+    # Python's bool is an int: True would else be the number 1.
     if kind is float:
         return None if isinstance(value, int | float) and not isinstance(value, bool) else f"give {_KINDS[float]}"
     if kind is int:

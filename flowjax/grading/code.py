@@ -253,7 +253,7 @@ def _scripts(session: _Session, cases: Sequence[Lines]) -> list[str]:
 
 def _checks(session: _Session, cases: Sequence[Check]) -> list[str]:
     """Two boxes, one with the tests and one with the program; this process carries messages between them."""
-    token = secrets.token_hex(16)
+    token = secrets.token_hex(16)  # only the tests' box gets it: no line without it is a verdict
     sources = [case.source for case in cases]
     talk = {"objects": _objects(), "files": any(_FILES.search(text) for text in (session.suite.setup, *sources))}
     found: dict[int, str] = {}
@@ -268,7 +268,7 @@ def _checks(session: _Session, cases: Sequence[Check]) -> list[str]:
         tester.send(session.job("check", program="", **talk, **tests))
         ended = ""
         while (line := tester.read_line()) is not None:
-            if line.startswith(b"peer "):
+            if line.startswith(b"peer "):  # passed on as it is, and not decoded here
                 reply = None
                 if not ended:
                     tested.send(line[5:] + b"\n")
@@ -365,6 +365,7 @@ def same_text(printed: str, expected: str) -> bool:
     said, wanted = printed.strip(), expected.strip()
     if said == wanted:
         return True
+    # Spaces and digits of a number may make it longer, but a flood of output is wrong without being taken apart.
     if len(said) > 4 * len(wanted) + 1024:
         return False
     ours, theirs = ([line.split() for line in text.splitlines()] for text in (said, wanted))
@@ -437,6 +438,7 @@ def from_check(source: str, entry: str) -> tuple[CallCase | Check, ...]:
         return whole
     if "TestCase" in source and not any(getattr(node, "name", "") == "check" for node in module.body):
         return (from_unittest(source),)
+    # Only where `check` is all that there is, and asserts are all of it: anything else may change what the calls mean.
     definitions = [node for node in module.body if not _is_remark(node) and not _is_metadata(node)]
     if len(definitions) != 1:
         return whole

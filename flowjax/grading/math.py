@@ -91,6 +91,7 @@ def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
     numbers = _values(said), _values(true)
     if all(numbers):
         return any(_same(a, b) for a in numbers[0] for b in numbers[1])
+    # Words that are not the same: math-verify would read them as products of their letters.
     if _WORDS.fullmatch(said) or _WORDS.fullmatch(true):
         return False
     if _LARGE_BINOMIAL.search(said) or _LARGE_BINOMIAL.search(true):

@@ -95,7 +95,7 @@ class GraderProcesses:
             worker = _killed(worker)
             raise
         finally:
-            self._free.put(worker)
+            self._free.put(worker)  # None where it was killed: the next call starts another
         if error is not None:
             self.counts.errors += 1
             raise GraderError(f"{self._function} raised {error}")

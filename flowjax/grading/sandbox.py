@@ -339,6 +339,7 @@ class Box:
                 self._read(key.data)
         if time.monotonic() > self._drained_s:
             return False
+        # The program has ended, but what it wrote last may still be in the pipes: read on for a moment.
         if self._exit is None and self._reap():
             # Nothing can write any more in bubblewrap; without it, what the program left behind might hold the pipes.
             self._kill_group()

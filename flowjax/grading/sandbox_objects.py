@@ -339,7 +339,7 @@ class Peer:
     def _number(self, value):
         number = self._numbers.get(id(value))
         if number is None:
-            self._next += 2
+            self._next += 2  # even on the tests' side, odd on the program's: no number is given twice
             number = self._numbers[id(value)] = self._next
             self._kept[number] = value
         return number
@@ -347,6 +347,8 @@ class Peer:
     def _encode(self, value, depth=0):
         if depth > 200:
             raise RecursionError("a value is nested too deeply to leave its box")
+        # Exact types first, by `type` and not `isinstance`: those alone are data that cannot say otherwise. Derived
+        # classes come last, and of their content only what their built-in base tells is sent.
         kind = type(value)
         if kind in SCALARS:
             return value
@@ -437,7 +439,7 @@ class Peer:
         number = self._numbers.get(id(kind))
         if number is not None:
             return ["class", number]
-        # Library classes go by their names; to the tests only those of data and exceptions.
+        # Library classes are sent by their names; to the tests only those of data and exceptions.
         if importable(kind) and is_standard_library(kind.__module__) and (self.decides or is_data_class(kind)):
             return ["named", kind.__module__, kind.__qualname__]
         number = self._number(kind)

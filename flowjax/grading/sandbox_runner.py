@@ -23,7 +23,7 @@ _MAX_ITEMS_OF_ITERATOR = 100_000
 
 def encode(value, depth=0):
     """A value as JSON that keeps Python's types. Subclasses become their base; what is no data, ["other", type]."""
-    if value is None or value is True or value is False:
+    if value is None or value is True or value is False:  # by identity: 1 == True, and a class may claim to equal all
         return value
     if depth > _MAX_DEPTH:
         return ["other", "nested too deeply"]
@@ -169,6 +169,7 @@ class _Clock:
             return
         used_s = _cpu_s(self._child) if self._child else _process_s() - self._cpu_s
         waited_s = _waited_s(self._child or "self") - self._waited_s
+        # What is left of the time since the start: neither on a processor, nor waiting for one, nor for the other box.
         asleep_s = _now_s() - self._since_s - used_s - waited_s - self._paused_s
         if (self._child and used_s > self._seconds) or asleep_s > self._seconds:
             raise _Late
@@ -463,6 +464,7 @@ def _become(code, files, seconds):
 
 
 def main():
+    # Answers keep the pipe that standard output was; what the program prints goes to standard error from here on.
     lines = _Lines(os.dup(1))
     os.dup2(2, 1)
     builtins.exit = builtins.quit = sys.exit  # what the site module would bring

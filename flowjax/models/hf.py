@@ -159,7 +159,7 @@ def load_decoder(
     placement = make_placement(config, mesh, rules)
     key = jax.random.key(0) if key is None else key
     options: dict[str, Any] = {"remat": remat, "attention": attention, "mesh": mesh, "rules": rules}
-    decoder = nnx.eval_shape(lambda: Decoder(config, lora=lora, dtype=dtype, key=key, **options))
+    decoder = nnx.eval_shape(lambda: Decoder(config, lora=lora, dtype=dtype, key=key, **options))  # shapes, no arrays
     for name, spec in specs.items():
         sharding = placement.of(spec.axes) if placement else jax.sharding.SingleDeviceSharding(jax.devices()[0])
         read = functools.partial(_read_part, tensors, name, spec, config)

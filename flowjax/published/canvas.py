@@ -329,7 +329,7 @@ class _Repair:
         return elements
 
     def from_elements(self, elements: list[tuple[str, str]]) -> Action:
-        values = dict(reversed(elements))
+        values = dict(reversed(elements))  # of a repeated tag the first; prompts, one for each operator, may repeat
         if len([tag for tag, _ in elements if tag != "prompt"]) > len([tag for tag in values if tag != "prompt"]):
             self.note("repeated_tag")
         self.correct_action(values)

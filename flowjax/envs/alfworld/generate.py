@@ -238,6 +238,7 @@ def choices(scene: int, task_type: str) -> tuple[tuple[str, str], ...]:
             return ()
         objects = [kind for kind in objects if kind in table.VAL_ACTION_OBJECTS[suitable]]
     pairs = []
+    # More than one spot: `furnish` puts the goal's objects anywhere but into the goal's receptacle.
     for kind in objects:
         spots = [place for place in kinds if holds(place, kind)]
         pairs += [(kind, target) for target in spots if target != tool and len(spots) > 1]

@@ -85,6 +85,7 @@ class BM25Index:
         spans = [slice(self._starts[term], self._starts[term + 1]) for term in terms]
         if not spans:
             return []
+        # Each word's postings are passages and its weight in them: a passage's score is the sum over the query's words.
         rows = np.concatenate([self._rows[span] for span in spans])
         return _best(np.bincount(rows, np.concatenate([self._weights[span] for span in spans])), count, 0.0)
 
@@ -367,7 +368,7 @@ class RemoteRetriever:
     ) -> tuple[int, bytes]:
         connection = self._connections.pop(server, None) or http.client.HTTPConnection(*server)
         connection.timeout = timeout_s
-        if connection.sock is not None:
+        if connection.sock is not None:  # already open: the attribute counts only when it connects
             connection.sock.settimeout(timeout_s)
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):

@@ -96,7 +96,7 @@ class Batcher:
             if not batch:
                 continue
             queries = [query for request in batch for query in request.queries]
-            count = max(request.count for request in batch)
+            count = max(request.count for request in batch)  # one search for all; each gets its own share of the best
             try:
                 found = await loop.run_in_executor(self._thread, self._index.search, queries, count)
             except Exception as error:  # whatever the index raises goes to those who asked
@@ -117,6 +117,7 @@ class Batcher:
     def _take(self) -> list[_Queued]:
         batch: list[_Queued] = []
         queries = 0
+        # One request at least, however many queries it has; one whose client has gone is taken out and not searched.
         while self._requests and (not batch or queries + len(self._requests[0].queries) <= self._max_batch):
             request = self._requests.popleft()
             self._waiting -= len(request.queries)

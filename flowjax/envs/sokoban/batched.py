@@ -56,7 +56,7 @@ def from_levels(levels: Sequence[tuple[Room, Position]]) -> Boards:
     rows, columns = sizes[0]
     words = -(-rows * columns // WORD_BITS)
 
-    def packed(sets: list[int]) -> Array:
+    def packed(sets: list[int]) -> Array:  # a set of cells is one whole number there, words of 32 bits here
         halves = np.array([[cells >> WORD_BITS * w & 0xFFFFFFFF for cells in sets] for w in range(words)], np.uint32)
         return jnp.asarray(halves)
 
@@ -132,6 +132,7 @@ def step(
     free_beyond = _holds(boards.floor & ~boards.boxes, beyond)
     pushes = acts & box_ahead & free_beyond & (actions <= 4)
     moves = acts & _holds(boards.floor, ahead) & (pushes | ~box_ahead)
+    # An exclusive or moves the box: out of the cell ahead, into the one beyond, which holds none.
     boxes = boards.boxes ^ jnp.where(pushes, _cell(ahead, boards) | _cell(beyond, boards), jnp.uint32(0))
     player = jnp.where(moves, ahead, boards.player)
     after = replace(boards, boxes=boxes, player=player, steps=boards.steps + ~over)

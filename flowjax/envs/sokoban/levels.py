@@ -83,6 +83,7 @@ def generate(rng: np.random.Generator, shape: Shape, split: Split | None = None)
         room = Room(shape.rows, shape.columns, floor, sum(1 << target for target in targets))
         if split is not None and split_of(room) != split:
             continue
+        # Boxes start on their targets and are pulled off: whatever comes of it can be solved by the way back.
         pulled = reverse_play(room, player, targets, shape.search_depth)
         if pulled is None:
             continue
