@@ -166,19 +166,24 @@ def first_pass(
 
     `start` are the trained arrays at the start of the step; None where they are those about to be trained.
     """
-    bounds = None
-    if objective.kind == "m2po":
-        # Over the whole update: bounds of a micro-batch alone would depend on how rows were split.
-        ours = jnp.concatenate([logprobs_of(objective, state, batch).reshape(-1) for batch in batches])
-        behaviour, advantages, mask = (
-            jnp.concatenate([jnp.reshape(getattr(batch, name), -1) for batch in batches])
-            for name in ("behaviour_logprobs", "advantages", "mask")
-        )
-        bounds = m2po_bounds(ours, behaviour, advantages, mask, threshold=objective.options.m2_threshold)[:2]
-    if start is None or not objective.options.needs_proximal:
-        return [FirstPass(None, bounds)] * len(batches)
-    at_start = replace(state, trained=start)
-    return [FirstPass(logprobs_of(objective, at_start, batch), bounds) for batch in batches]
+    proximal: list[Array | None] = [None] * len(batches)
+    if start is not None and objective.options.needs_proximal:
+        proximal = [logprobs_of(objective, replace(state, trained=start), batch) for batch in batches]
+    bounds = _m2po_bounds(objective, state, batches, proximal) if objective.kind == "m2po" else None
+    return [FirstPass(known, bounds) for known in proximal]
+
+
+def _m2po_bounds(
+    objective: Objective, state: PolicyState, batches: Sequence[MicroBatch], proximal: Sequence[Array | None]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Clip bounds over the whole update: those of a micro-batch alone would depend on how rows were split."""
+    ours: list[Any] = [logprobs_of(objective, state, batch) for batch in batches]
+    old: list[Any] = [batch.behaviour_logprobs for batch in batches]
+    if objective.options.needs_proximal:  # of the very ratio that is clipped; None stands for the policy as it is
+        old = [now if known is None else known for now, known in zip(ours, proximal, strict=True)]
+    columns = (ours, old, [batch.advantages for batch in batches], [batch.mask for batch in batches])
+    whole = [jnp.concatenate([jnp.reshape(part, -1) for part in column]) for column in columns]
+    return m2po_bounds(*whole, threshold=objective.options.m2_threshold)[:2]
 
 
 # ------------------------------------------------------------------------------------------------------------ gradient

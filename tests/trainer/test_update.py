@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from flowjax.losses.policy import DEFAULTS, LossOptions
+from flowjax.losses.ratios import m2po_bounds
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
@@ -107,6 +108,23 @@ def test_layout_does_not_change_objectives_that_look_beyond_a_token(split, kind,
     got = gradient(split, row_tokens=64, micro_batch_rows=1, **changes)
     assert_close(got[0], expected[0])
     np.testing.assert_allclose(got[1]["loss"], expected[1]["loss"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("correction", ["none", "token_mask", "token_truncate"])
+def test_m2po_is_bounded_by_the_ratio_that_it_clips(split, correction):
+    graph, trained, frozen = split
+    options = LossOptions(m2_threshold=1e-6, correction=correction)
+    objective, state = objective_of(graph, kind="m2po", options=options), state_of(trained, frozen)
+    (batch,) = pack(rows(), row_tokens=64, micro_batch_rows=16)
+    start = jax.tree.map(lambda leaf: leaf * 0.9, trained)
+    at_start = logprobs_of(objective, state_of(start, frozen), batch)
+    for given, proximal in ((start, at_start), (None, logprobs_of(objective, state, batch))):
+        old = proximal if options.needs_proximal else batch.behaviour_logprobs
+        moved = map(jnp.asarray, (logprobs_of(objective, state, batch), old, batch.advantages, batch.mask))
+        (known,) = first_pass(objective, state, [batch], start=given)
+        assert known.ratio_bounds is not None
+        np.testing.assert_allclose(known.ratio_bounds, m2po_bounds(*moved, threshold=1e-6)[:2], rtol=1e-5)
+        assert (known.proximal_logprobs is not None) == (options.needs_proximal and given is not None)
 
 
 @pytest.mark.parametrize("chunk_tokens", [5])
