@@ -124,8 +124,9 @@ FIELDS = Section(
         ),
     ),
     bases=Free(
-        "further base models, each with engines of its own: name -> the fields of `model` and `engine` in which it "
-        'differs, for example {"judge": {"model": {"path": "models/Qwen3-32B"}, "engine": {"tensor_parallel": 2}}}. '
+        "further base models, each with engines of its own: name -> the fields of `model`, `engine` and `warm_start` "
+        'in which it differs, for example {"judge": {"model": {"path": "models/Qwen3-32B"}, "engine": '
+        '{"tensor_parallel": 2}}}. '
         "Addresses (engine.port, engine.urls) are not taken over, nor is model.nano where the path is another"
     ),
     policies=Free(

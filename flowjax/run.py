@@ -15,7 +15,7 @@ from flowjax.config import BASE_NAME, FIELDS, OWNER_OF_OPTIONS, ConfigError, def
 from flowjax.fields import NAME, Entry, Free, Section, shown
 from flowjax.files import replace_file
 
-PER_BASE = ("model", "engine")  # sections that a base model may have of its own
+PER_BASE = ("model", "engine", "warm_start")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
 ONLY_AGENT = "agent"  # of a workflow that has one
 _ENDPOINTS_FILE = "endpoints.json"
@@ -43,13 +43,14 @@ class Engine:
 class Base:
     """A model as it was downloaded or made, and the engines that serve it.
 
-    model, engine: the config's sections, with what this base has of its own.
+    model, engine, warm_start: the config's sections, with what this base has of its own.
     engines: none where a rollout service elsewhere has engines of its own.
     """
 
     name: str
     model: ConfigDict
     engine: ConfigDict
+    warm_start: ConfigDict
     engines: tuple[Engine, ...]
 
     def engine_names(self, count: int) -> list[str]:
@@ -165,8 +166,8 @@ def _fetched(model: ConfigDict, found: Mapping[str, str]) -> ConfigDict:
     return ConfigDict({**model.to_dict(), "path": found["folder"]}).lock()
 
 
-def _base(name: str, model: ConfigDict, engine: ConfigDict, *, started: bool) -> Base:
-    bare = Base(name, model, engine, ())
+def _base(name: str, model: ConfigDict, engine: ConfigDict, warm_start: ConfigDict, *, started: bool) -> Base:
+    bare = Base(name, model, engine, warm_start, ())
     # A number that the config's declaration refuses is refused there; until then it fills no memory with engines.
     declared = FIELDS.find("engine.replicas")
     assert isinstance(declared, Entry) and declared.at_most is not None
@@ -193,7 +194,7 @@ def _policy(name: str, sections: Mapping[str, ConfigDict], bases: Mapping[str, B
 
 
 def base_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
-    """`model` and `engine` of one of `config.bases`.
+    """The sections of `PER_BASE` as one of `config.bases` has them.
 
     Raises:
         ConfigError: a name that it cannot have, a section that all bases share, or a field that there is not.

@@ -6,7 +6,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, default_config, save_run
-from flowjax.run import read_run, resolve
+from flowjax.run import field_problems, read_run, resolve
 
 
 def pair() -> ConfigDict:
@@ -96,6 +96,16 @@ def test_a_base_differs_in_what_it_says_alone():
     assert judge.model.to_dict() | {"path": own.model.path, "nano": {"layers": 2}} == own.model.to_dict()
 
 
+def test_a_base_has_a_warm_start_of_its_own():
+    run = resolve(bases(model={"path": "models/executor", "nano": {"layers": 3}}, warm_start={"steps": 7}))
+    own, executor = run.bases.values()
+    assert own.warm_start == run.config.warm_start
+    assert executor.warm_start.to_dict() == own.warm_start.to_dict() | {"steps": 7}
+    assert field_problems(bases(warm_start={"steps": 0})) == [
+        "config.bases.judge.warm_start.steps is 0: it must be at least 1 and at most 1,000,000,000"
+    ]
+
+
 def test_the_same_model_on_engines_of_its_own_is_built_alike():
     judge = resolve(bases(engine={"tensor_parallel": 2})).bases["judge"]
     assert (judge.model.path, judge.model.nano.layers, judge.engine.tensor_parallel) == ("models/small", 2, 2)
@@ -137,8 +147,8 @@ def test_engines_have_the_ports_and_addresses_of_their_base():
         ({"a/b": {}}, "config.bases has 'a/b'"),
         ({"a b": {}}, "config.bases has 'a b'"),
         ({"solver": {}}, "config.bases.solver is also the name of a policy"),
-        ({"judge": {"env": {}}}, "config.bases.judge.env is set, .* only in model, engine: set config.env for all"),
-        ({"judge": {"modle": {}}}, "config.bases.judge.modle is set, .* only in model, engine: use one of these"),
+        ({"judge": {"env": {}}}, "config.bases.judge.env is set, .* only in model, engine, warm_start: set config.env"),
+        ({"judge": {"modle": {}}}, "config.bases.judge.modle is set, .* only in model, engine, warm_start: use one"),
         ({"judge": {"model": "a"}}, "config.bases.judge.model is 'a': give a dict"),
         ({"judge": "models/large"}, "config.bases.judge is 'models/large': give a dict"),
         ({"judge": {"model": {"folder": "a"}}}, "config.bases.judge.model.folder is no field: use one of .*dtype"),

@@ -43,6 +43,7 @@ from flowjax.launch.machine import (
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
     choose_ports,
+    missing_bases,
     publish_endpoints,
     run_roles,
     stop_order,
@@ -262,7 +263,7 @@ def _run(request: LaunchRequest, console: Console) -> int:
     session = RunSession(
         run.folder,
         steps=sum(_last_versions(run).values()),
-        warm_steps=run.config.warm_start.steps * len(first),
+        warm_steps=sum(run.bases[base].warm_start.steps for base in missing_bases(run)),
         stop_order=stop_order(run),
         console=console,
     )
