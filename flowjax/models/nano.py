@@ -1,6 +1,11 @@
-"""Nano models: a small Qwen3 with a word-level tokenizer of the world's own vocabulary, as a Hugging Face folder."""
+"""Nano models: a small Qwen3 with a tokenizer of the world's own vocabulary, as a Hugging Face folder.
+
+The vocabulary is words, at whose white space texts are split: for a policy, whose prompts are made of such words. Or it
+is pieces, whose texts one after the other are the text: for a model that is asked in ordinary sentences.
+"""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import save_decoder
@@ -19,6 +24,10 @@ SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)  # ids 0, 1, 2
 VOCAB_MULTIPLE = 64
 # The prompt is the contents of the messages and nothing else: every token counts at this size.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
+PIECES_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\\n\\n' }}{% endfor %}"
+# What a text is split into where no longer piece begins: words and digits with the space before them, single signs.
+_SMALL_PIECE = r" ?[A-Za-z_]+| ?[0-9]|\n+|[^\n]"
+_SPECIAL_SIGN = re.compile(r"([\\.^$|?*+()\[\]{}/#&~-])")
 
 
 @dataclass(frozen=True)
@@ -61,24 +70,33 @@ def nano_config(vocab_size: int, **shape: Any) -> ModelConfig:
     )
 
 
-def build_tokenizer(words: Sequence[str], folder: str | Path) -> int:
+def build_tokenizer(words: Sequence[str], folder: str | Path, *, pieces: bool = False) -> int:
     """Write a tokenizer that splits at whitespace and knows exactly `words`; returns the number of tokens.
+
+    With `pieces` it splits at the longest of `words` that begins at a place, whole sentences among them, and otherwise
+    at words, digits and signs; a text that it knows is the same after encoding and decoding.
 
     Ids are <pad> 0, <eos> 1, <unk> 2, then the words in order. transformers' AutoTokenizer and vLLM read the files.
 
     Raises:
-        ModelError: a word is empty, holds whitespace, is a special token or appears twice.
+        ModelError: a word is empty, holds whitespace (as a piece may), is a special token or appears twice.
     """
     seen: set[str] = set(SPECIAL_TOKENS)
     for word in words:
-        if word.split() != [word]:
+        if not word or (word.split() != [word] and not pieces):
             raise ModelError(f"the vocabulary word {word!r} is empty or holds whitespace, at which text is split")
         if word in seen:
             raise ModelError(f"the vocabulary word {word!r} appears twice or is a special token")
         seen.add(word)
     vocab = {word: i for i, word in enumerate((*SPECIAL_TOKENS, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if pieces:
+        longer = sorted((word for word in words if not re.fullmatch(_SMALL_PIECE, word)), key=len, reverse=True)
+        patterns = [*(_SPECIAL_SIGN.sub(r"\\\1", word) for word in longer), _SMALL_PIECE]
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(patterns)), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,16 +107,18 @@ def build_tokenizer(words: Sequence[str], folder: str | Path) -> int:
         "eos_token": EOS,
         "unk_token": UNKNOWN,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": PIECES_TEMPLATE if pieces else CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     return len(vocab)
 
 
-def create_nano(words: Sequence[str], folder: str | Path, *, key: jax.Array, **shape: Any) -> Decoder:
+def create_nano(
+    words: Sequence[str], folder: str | Path, *, key: jax.Array, pieces: bool = False, **shape: Any
+) -> Decoder:
     """Write tokenizer and random float32 weights to `folder`; returns the decoder, all of it trainable."""
     config = nano_config(len(words) + len(SPECIAL_TOKENS), **shape)
-    build_tokenizer(words, folder)
+    build_tokenizer(words, folder, pieces=pieces)
     decoder = Decoder(config, dtype=jnp.float32, remat="none", key=key)
     save_decoder(decoder, folder)
     return decoder

@@ -66,6 +66,45 @@ def test_initial_model_is_nearly_uniform(nano, tokens):
     assert entropy.min() > 0.98 * math.log(64)
 
 
+PIECES = (
+    "Solve this: step by step.",
+    "\n\n",
+    " +",
+    " =",
+    "4",
+    " 3",
+    " 4",
+    "Ana",
+    " Ana",
+    " has",
+    "x",
+    "x * x",
+    ".",
+    "```\n",
+)
+
+
+def test_pieces_are_found_longest_first_and_put_together_again(tmp_path):
+    build_tokenizer(PIECES, tmp_path, pieces=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "Solve this: step by step.\n\nAna has 34. Ana has 4 + 3 =x * x"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "Solve this: step by step.", "\n\n", "Ana", " has", " 3", "4", ".", " Ana", " has", " 4", " +", " 3", " =",
+        "x * x",
+    ]  # fmt: skip
+    assert tokenizer.decode(ids) == "".join(tokenizer.decode([token]) for token in ids) == text
+    assert tokenizer("Bob 3")["input_ids"] == [2, PIECES.index(" 3") + 3], "a word that it lacks is unknown as a whole"
+
+
+def test_messages_of_pieces_are_paragraphs(tmp_path):
+    build_tokenizer(PIECES, tmp_path, pieces=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Ana"}, {"role": "assistant", "content": "4"}]
+    shown = tokenizer.apply_chat_template([*messages, messages[0]], tokenize=False, add_generation_prompt=True)
+    assert shown == "Ana\n\n4\n\nAna\n\n"
+
+
 @pytest.mark.parametrize("word", ["", "two words", "tab\t"])
 def test_words_hold_no_whitespace(tmp_path, word):
     with pytest.raises(ModelError, match=r"vocabulary word .* is empty or holds whitespace, at which text is split"):
