@@ -24,6 +24,9 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   beside nine other processes, and 9 min for the base model, which is made once
     nano_append   the same, an episode being one growing conversation
     nano_grpo     the same as nano, rewarded for right answers alone
+    nano_llm      2 CPU cores          python -m flowjax.launch --config=configs/canvas.py:nano_llm
+                  the executor is a language model of 0.9 M parameters on an engine of its own, taught on what operators
+                  ask: docs/worlds/canvas.md   (not measured yet)
     qwen3_8b      8 x A100 80 GB, and an executor   (not run by us)
                   python -m flowjax.launch --config=configs/canvas.py:qwen3_8b --config.env.options.path=FOLDER
                   the executor is the run's own base model, on all its engines; for another model name one of
@@ -98,6 +101,31 @@ def _nano_grpo(config: ConfigDict) -> None:
     config.reward.components = ConfigDict({"success": 1.0, "invalid_actions": 0.05, "turn_penalty": 0.01})
 
 
+def _nano_llm(config: ConfigDict) -> None:
+    _nano(config)
+    config.name = "canvas-nano-llm"
+    config.model.path = "models/nano-canvas-llm"  # other words than nano's: there is one executor
+    config.bases = ConfigDict(
+        {
+            "executor": {
+                "model": {"path": "models/nano-canvas-executor", "nano": config.model.nano.to_dict()},
+                "engine": {"max_model_tokens": 512},  # a program that is mended twice, and what it is asked with
+                "warm_start": {"states": 60_000, "steps": 2500, "batch_rows": 56, "learning_rate": 2e-3},
+            }
+        }
+    )
+    # The executor is taught to reply in JSON where that is wanted; a schema would cost more than the reply.
+    backend = {"kind": "run", "base": "executor", "structured": False, "prices": {"prompt": 1.0, "sampled": 4.0}}
+    options = config.env.options
+    options.backends, options.default_backend = ConfigDict({"executor": backend}), "executor"
+    options.temperature = 0.7  # so that the branches of a parallel differ
+    options.max_new_tokens, options.retry_new_tokens = 128, 0
+    options.step_s = 60.0
+    config.env.step_timeout_s = 90.0
+    config.env.train_tasks = 40_000
+    config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 50.0})
+
+
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "canvas")
     _executor_of_the_run(config)
@@ -138,6 +166,7 @@ VARIANTS = {
     "nano": _nano,
     "nano_append": _nano_append,
     "nano_grpo": _nano_grpo,
+    "nano_llm": _nano_llm,
     "qwen3_8b": _qwen3_8b,
     "qwen3_0_6b": _qwen3_0_6b,
 }

@@ -167,6 +167,27 @@ class World(ABC):
         """Base models of the run that environments ask themselves, with the tokens of the longest reply asked for."""
         return {}
 
+    def lessons(self, tasks: Any, rng: np.random.Generator) -> Iterator[tuple[list[Message], str]]:
+        """Requests that environments make of `asked_bases` in training tasks, with replies, without end: what a nano
+        base model of these is taught.
+
+        Raises:
+            WorldError: there are none.
+        """
+        raise WorldError(f"{type(self).__name__} has no lessons() for a nano base that it asks itself: {_NO_NANO}")
+
+    def lesson_pieces(self) -> tuple[str, ...]:
+        """Vocabulary of `lessons`: the pieces that requests and replies are split into (`flowjax.models.nano`).
+
+        Raises:
+            WorldError: there is none.
+        """
+        raise WorldError(f"{type(self).__name__} has no lesson_pieces() for a nano base: {_NO_NANO}")
+
+    def without_engines(self) -> "World":
+        """The world in which base models are made, before engines of the run can be asked."""
+        return self
+
     def obstacles(self) -> Iterator[str]:
         """Reasons why this machine cannot play now that are found by asking other machines, such as endpoints.
 

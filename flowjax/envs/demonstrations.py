@@ -12,6 +12,7 @@ import numpy as np
 
 from flowjax.envs import Context, Message, Observation, Past, Style, World, WorldError
 from flowjax.records import Task
+from flowjax.run import Run
 
 Exchange = tuple[list[Message], str]  # what is said to the agent, and its reply
 
@@ -79,6 +80,11 @@ def _said(
     if context == "append" and past:
         return world.follow_up(observation, style)
     return world.prompt(observation, past[-history:] if history else [], style)
+
+
+def is_executor(run: Run, base: str, world: World) -> bool:
+    """True for a base model that environments ask and that speaks for no agent: it is taught by the world's lessons."""
+    return base in world.asked_bases() and not run.policies_on(base) and base not in run.agents.values()
 
 
 def base_words(workflow: str, world: World) -> tuple[str, ...]:

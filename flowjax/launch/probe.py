@@ -269,7 +269,7 @@ def _rules(run: Run) -> Iterator[str]:
     from flowjax.trainer.optimizer import check_rules
 
     for policy in run.policies.values():
-        model = _model(run.config, policy.base) if policy.base.model.path else None
+        model = _model(run, policy.base) if policy.base.model.path else None
         if model is None or not policy.optimizer.rules:
             continue
         if policy.train == "full":
@@ -317,18 +317,18 @@ def _bases(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
     parts = plan["bases"] = {}
     for name, base in run.bases.items():
         part = parts[name] = {}
-        said = _messages(_served, run.config, base, part)
+        said = _messages(_served, run, base, part)
         for policy in list(run.policies_on(name).values())[:1]:
-            said += _messages(_trained, run.config, policy, mesh, part)
+            said += _messages(_trained, run, policy, mesh, part)
         for text in said:
             yield in_base(name, text)
 
 
-def _served(config: ConfigDict, base: Base, plan: dict[str, Any]) -> Iterator[str]:
+def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
     """Memory that the base model takes on its engines."""
     from flowjax.models import cost
 
-    if model := _model(config, base):
+    if model := _model(run, base):
         value_bytes = cost.DTYPE_BYTES.get(base.engine.dtype, 2)
         plan["model"] = {
             "parameters": model.parameter_count(),
@@ -338,7 +338,7 @@ def _served(config: ConfigDict, base: Base, plan: dict[str, Any]) -> Iterator[st
     yield from ()
 
 
-def _trained(config: ConfigDict, policy: Policy, mesh: Mapping[str, int], plan: dict[str, Any]) -> Iterator[str]:
+def _trained(run: Run, policy: Policy, mesh: Mapping[str, int], plan: dict[str, Any]) -> Iterator[str]:
     """Memory that a policy takes in its trainer; yields what does not divide."""
     from jax.sharding import AbstractMesh
 
@@ -346,7 +346,7 @@ def _trained(config: ConfigDict, policy: Policy, mesh: Mapping[str, int], plan: 
     from flowjax.models.lora import Lora, adapter_specs
     from flowjax.models.sharding import MESH_AXES, Placement
 
-    settings, trainer, model = policy.base.model, policy.trainer, _model(config, policy.base)
+    settings, trainer, model = policy.base.model, policy.trainer, _model(run, policy.base)
     if model is None:
         return
     lora = Lora(**policy.lora.to_dict()) if policy.train == "lora" else None
@@ -376,7 +376,7 @@ def _trained(config: ConfigDict, policy: Policy, mesh: Mapping[str, int], plan: 
     yield from ()
 
 
-def _model(config: ConfigDict, base: Base) -> Any:
+def _model(run: Run, base: Base) -> Any:
     """The decoder's shape: from its folder, the nano recipe, or the known shapes; None where it is not known."""
     from flowjax.models.config import known_shape, read_config
 
@@ -384,12 +384,13 @@ def _model(config: ConfigDict, base: Base) -> Any:
     if (folder / "config.json").exists():
         return read_config(folder)
     if nano is not None:
-        from flowjax.envs.demonstrations import base_words
+        from flowjax.envs.demonstrations import base_words, is_executor
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
 
-        world = find_world(config.env.name)(**config.env.options.to_dict())
-        words = len(base_words(config.workflow, world))
-        return nano_config(words + len(SPECIAL_TOKENS), **nano.to_dict())
+        world = find_world(run.config.env.name)(**run.config.env.options.to_dict())
+        executor = is_executor(run, base.name, world)
+        words = world.lesson_pieces() if executor else base_words(run.config.workflow, world)
+        return nano_config(len(words) + len(SPECIAL_TOKENS), **nano.to_dict())
     return known_shape(Path(base.model.path.partition("@")[0]).name)  # without a revision
 
 

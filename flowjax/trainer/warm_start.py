@@ -4,6 +4,8 @@ A tokenizer of the world's own words and a small random decoder, trained through
 world's scripted expert. At the end the expert is made noisy on purpose: a share of its labels is replaced by random
 legal actions, so that the base knows the way but does not walk it reliably, which is what reinforcement learning then
 has to mend.
+
+A base that environments ask themselves, such as an executor of the canvas, is taught by the world's lessons instead.
 """
 
 import itertools
@@ -20,7 +22,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, ConfigError, asks_help
 from flowjax.envs import World, WorldError, find_world
-from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations
+from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations, is_executor
 from flowjax.models.hf import save_decoder
 from flowjax.models.nano import create_nano
 from flowjax.models.shape import ModelError
@@ -49,10 +51,18 @@ def build_base(run: Run, base: Base) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     world = find_world(config.env.name)(**config.env.options.to_dict())
-    words = base_words(config.workflow, world)
-    model = create_nano(words, partial, key=jax.random.key(config.seed), **nano.to_dict())
-    imitation = _imitation(run, base)
-    batches = _batches(config, world, Codec(partial, template_options=base.model.template_options.to_dict()))
+    executor = is_executor(run, base.name, world)
+    words = world.lesson_pieces() if executor else base_words(config.workflow, world)
+    model = create_nano(words, partial, key=jax.random.key(config.seed), pieces=executor, **nano.to_dict())
+    codec = Codec(partial, template_options=base.model.template_options.to_dict())
+    if executor:
+        rows = _lesson_rows(config, base, world, codec)
+        longest = max(len(row.tokens) for row in rows)
+        imitation = _imitation(run, base, row_tokens=1 << (longest - 1).bit_length())
+        epochs = _epochs(rows, base.warm_start.batch_rows, np.random.default_rng(config.seed))
+        batches = itertools.islice(epochs, base.warm_start.steps)
+    else:
+        imitation, batches = _imitation(run, base), _batches(config, base.warm_start, world.without_engines(), codec)
     trained = train_one(
         imitation,
         model,
@@ -66,14 +76,14 @@ def build_base(run: Run, base: Base) -> None:
 
 
 def imitation_rows(
-    config: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
+    config: ConfigDict, warm: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
 ) -> list[TokenRow]:
     """The expert's way through the training tasks, as rows to imitate that hold `states` replies and fill a batch."""
     tasks = world.tasks("train", config.env.data_seed)[: config.env.train_tasks]
     conversations = expert_conversations(config.workflow)(
         world,
         tasks,
-        path_noise=config.warm_start.path_noise,
+        path_noise=warm.path_noise,
         label_noise=label_noise,
         max_turns=config.env.max_turns,
         style=config.env.prompt,
@@ -83,7 +93,7 @@ def imitation_rows(
     )
     rows: list[TokenRow] = []
     replies = 0
-    while replies < states or len(rows) < config.warm_start.batch_rows:
+    while replies < states or len(rows) < warm.batch_rows:
         conversation = next(conversations)
         rows.append(_row(codec, conversation))
         replies += len(conversation)
@@ -104,17 +114,39 @@ def _row(codec: Codec, conversation: Sequence[Exchange]) -> TokenRow:
     return TokenRow("expert", tokens, sampled, nothing, sampled.astype(np.float32), np.where(sampled, 0, -1))
 
 
-def _batches(config: ConfigDict, world: World, codec: Codec) -> Iterator[list[TokenRow]]:
+def _batches(config: ConfigDict, warm: ConfigDict, world: World, codec: Codec) -> Iterator[list[TokenRow]]:
     """`warm_start.steps` batches: clean labels first, then noisy ones."""
-    warm = config.warm_start
     noisy = round(warm.noisy_share * warm.steps)
     rng = np.random.default_rng(config.seed)
     for steps, label_noise in ((warm.steps - noisy, 0.0), (noisy, warm.label_noise)):
         states = min(warm.states, steps * warm.batch_rows)
         started_s = time.perf_counter()
-        rows = imitation_rows(config, world, codec, states=states, label_noise=label_noise)
+        rows = imitation_rows(config, warm, world, codec, states=states, label_noise=label_noise)
         logging.info("%d expert states in %.1f s", len(rows), time.perf_counter() - started_s)
         yield from itertools.islice(_epochs(rows, warm.batch_rows, rng), steps)
+
+
+def _lesson_rows(config: ConfigDict, base: Base, world: World, codec: Codec) -> list[TokenRow]:
+    """`warm_start.states` lessons, less those that the base's engine has no room for.
+
+    Raises:
+        ConfigError: it has hardly room for any.
+    """
+    warm, rng = base.warm_start, np.random.default_rng(config.seed)
+    tasks = world.tasks("train", config.env.data_seed)[: config.env.train_tasks]
+    started_s = time.perf_counter()
+    rows: list[TokenRow] = []
+    for lesson in itertools.islice(world.lessons(tasks, rng), max(warm.states, warm.batch_rows)):
+        row = _row(codec, [lesson])
+        if len(row.tokens) <= base.engine.max_model_tokens:
+            rows.append(row)
+    if len(rows) < warm.batch_rows:
+        raise ConfigError(
+            f"config.bases.{base.name}.engine.max_model_tokens is {base.engine.max_model_tokens}, for which most "
+            "lessons are too long: raise it"
+        )
+    logging.info("%d lessons in %.1f s", len(rows), time.perf_counter() - started_s)
+    return rows
 
 
 def _epochs(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator) -> Iterator[list[TokenRow]]:
@@ -125,9 +157,12 @@ def _epochs(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator)
             yield [rows[index] for index in order[start : start + batch_rows]]
 
 
-def _imitation(run: Run, base: Base) -> Run:
-    """A run of one policy, the base itself, with the objective, the optimiser and the length of the warm start."""
-    config = run.config
+def _imitation(run: Run, base: Base, row_tokens: int = 0) -> Run:
+    """A run of one policy, the base itself, with the objective, the optimiser and the length of the warm start.
+
+    `row_tokens` are those of a packed row, where they are not the trainer's.
+    """
+    config, warm = run.config, base.warm_start
     settings = ConfigDict(config.to_dict())
     settings.policies = settings.bases = settings.agents = ConfigDict()
     settings.model = ConfigDict(base.model.to_dict())
@@ -136,14 +171,15 @@ def _imitation(run: Run, base: Base) -> Run:
     settings.loss.update({"kind": "cross_entropy", "kl_coefficient": 0.0, "entropy_coefficient": 0.0})
     settings.loss.options = ConfigDict()
     settings.rollout.temperature = 1.0
-    settings.trainer.update({"steps": config.warm_start.steps, "updates_per_step": 1})
-    settings.trainer.micro_batch_rows = config.warm_start.batch_rows
+    settings.trainer.update({"steps": warm.steps, "updates_per_step": 1})
+    settings.trainer.micro_batch_rows = warm.batch_rows
+    settings.trainer.row_tokens = row_tokens or settings.trainer.row_tokens
     settings.optimizer.update(
         {
-            "learning_rate": config.warm_start.learning_rate,
+            "learning_rate": warm.learning_rate,
             "rules": (),  # those of the recipe are for what it trains
             "schedule": "cosine",
-            "warmup_steps": min(50, config.warm_start.steps // 2),
+            "warmup_steps": min(50, warm.steps // 2),
         }
     )
     return resolve(settings, run.folder)

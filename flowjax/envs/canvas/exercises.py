@@ -28,6 +28,7 @@ PHRASES: Mapping[str, str] = {
     "tested": "Try the examples by hand before you give the program.",
     "brief": "Give the answer at once, without any explanation.",
 }
+PHRASE_OF = {sentence: word for word, sentence in PHRASES.items()}
 WORDS = (
     "Compute", "How", "Then", "Who", "are", "as", "bags", "by", "divisible", "does", "doubles", "end", "even", "fewest",
     "finds", "for", "gets", "gives", "greater", "has", "have", "in", "largest", "many", "more", "most", "numbers",

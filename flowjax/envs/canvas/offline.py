@@ -8,15 +8,19 @@ model. Any instruction but one of `PHRASES` changes nothing: other words are no 
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from flowjax.canvas.backends import BackendError, Completion, Prices, Request
+from flowjax.canvas.context import Sandbox
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.values import Usage
-from flowjax.envs.canvas.exercises import ENTRY_POINT, NAMES, PHRASES, Reading, Specification, read
+from flowjax.envs.canvas.exercises import ENTRY_POINT, NAMES, PHRASE_OF, PHRASES, Reading, Specification, read
+from flowjax.grading.code import Suite, Verdict
+from flowjax.grading.sandbox import ProgramResult
 from flowjax.records import state_key
 
 # Chance that a first attempt is right, for the easiest exercise of a kind.
@@ -62,7 +66,6 @@ _MAP = {
     "the doubles of the numbers": "2 * x",
 }
 _REDUCE = {"the sum": "sum({})", "the largest": "max({}, default=0)", "the smallest": "min({}, default=0)"}
-_PHRASE_OF = {sentence: word for word, sentence in PHRASES.items()}
 _USUAL = {name: operator.instruction for name, operator in load_operators(entry_points=False).items()}
 FAULTS = 4  # kinds of wrong programs
 
@@ -112,7 +115,7 @@ class _Asked:
         contents = [message["content"] for message in request.messages]
         self._shown, self._skill = contents[0], skill
         instruction = request.tags.get("instruction", "").strip()
-        self._phrase = _PHRASE_OF.get(instruction, "")
+        self._phrase = PHRASE_OF.get(instruction, "")
         heard = PHRASES.get(self._phrase, _USUAL.get(self._operator, "").strip())
         asked = [heard + self._shown.removeprefix(instruction), *contents[1:], *([f"{skill:g}"] if skill else [])]
         self._key = state_key("offline", seed, request.seed, self._operator, *asked)
@@ -298,3 +301,101 @@ def _with_one_number_changed(right: str, fault: int) -> str:
     found = numbers[-1 - fault % len(numbers)]
     changed = int(found[0]) + 1 if found[0] != "1" else 0
     return f"{right[: found.start()]}{changed}{right[found.end() :]}"
+
+
+# ------------------------------------------------------------------------------------------ solutions in writing
+
+
+def facts(text: str) -> list[tuple[int, str]]:
+    """Numbers and names of a list, in its order."""
+    return [(int(count), name) for name, count in re.findall(r"(\w+) owns (\d+) ", text)]
+
+
+def in_order(text: str, source: str) -> tuple[str, str]:
+    """Every step as it comes in the text, for sums as if no sign went before another."""
+    lines: list[str] = []
+    if source == "arithmetic":
+        first, *rest = text.removeprefix("Compute ").rstrip(".").split()
+        changes = list(zip(rest[::2], rest[1::2], strict=True))
+        total = int(first)
+    else:
+        start, *sentences = text.split(". ")[:-1]
+        total, changes = int(re.findall(r"\d+", start)[0]), []
+        for sentence in sentences:
+            numbers = re.findall(r"\d+", sentence)
+            sign = "-" if "gives" in sentence else "*" if "times" in sentence else "+"
+            changes.append((sign, " * ".join(numbers)))
+    for sign, operand in changes:
+        number = math.prod(int(factor) for factor in operand.split(" * "))
+        if " * " in operand:
+            lines.append(f"{operand} = {number}")
+        after = total * number if sign == "*" else total - number if sign == "-" else total + number
+        lines.append(f"{total} {sign} {number} = {after}")
+        total = after
+    return "\n".join(lines), str(total)
+
+
+def by_products(text: str) -> tuple[str, str]:
+    """The products of a sum, and then the sum."""
+    lines: list[str] = []
+    terms = re.split(r" ([-+]) ", text.removeprefix("Compute ").rstrip("."))
+    values: list[int] = []
+    for term in terms[::2]:
+        first, *factors = map(int, term.split(" * "))
+        for factor in factors:
+            lines.append(f"{first} * {factor} = {first * factor}")
+            first *= factor
+        values.append(first)
+    total = values[0]
+    for sign, value in zip(terms[1::2], values[1:], strict=True):
+        after = total + value if sign == "+" else total - value
+        lines.append(f"{total} {sign} {value} = {after}")
+        total = after
+    return "\n".join(lines), str(total)
+
+
+def at_once(text: str) -> str:
+    """A story as one expression, in which a product takes only the number before it."""
+    start, *sentences = text.split(". ")[:-1]
+    parts = re.findall(r"\d+", start)
+    for sentence in sentences:
+        sign = "-" if "gives" in sentence else "*" if "times" in sentence else "+"
+        parts.append(f"{sign} {' * '.join(re.findall(r'[0-9]+', sentence))}")
+    return f"print({' '.join(parts)})"
+
+
+def first_place(text: str) -> str:
+    """A question about a list as a program that knows no second place."""
+    listed = ", ".join(f"({count}, {name!r})" for count, name in facts(text))
+    return f"print({'max' if 'most' in text else 'min'}([{listed}])[1])"
+
+
+class KnownPrograms(Sandbox):
+    """Runs programs of this module in this process: they are no model's, and lessons have thousands of them."""
+
+    def require(self) -> None:
+        """See `Sandbox`: nothing is needed."""
+
+    def run(self, program: str, stdin: bytes) -> ProgramResult:
+        """See `Sandbox`."""
+        printed: list[str] = []
+        try:
+            exec(program, {"print": lambda *values: printed.append(" ".join(map(str, values)))})
+        except Exception as error:
+            return ProgramResult(b"", f"{type(error).__name__}: {error}".encode(), "error", 0.0, 0.0, "none")
+        return ProgramResult("\n".join(printed).encode(), b"", "ok", 0.0, 0.0, "none")
+
+    def judge(self, program: str, suite: Suite) -> Verdict:
+        """See `Sandbox`."""
+        remarks = tuple(_remark(program, suite.entry, case) for case in suite.cases)
+        return Verdict(tuple(not remark for remark in remarks), remarks, 0.0, "none")
+
+
+def _remark(program: str, entry: str, case: Any) -> str:
+    names: dict[str, Any] = {}
+    try:
+        exec(program, names)
+        value = names[entry](*case.arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error} (line 2)"
+    return "" if value == case.expected else f"returned {value!r}, expected {case.expected!r}"

@@ -33,7 +33,6 @@ _TRACE_CHARACTERS = 8000  # of what a run's calls were given and gave
 _LONG_WORDS = 3  # of an answer that reads like a sentence
 LARGEST = 20  # number of turns, of a price and of tens of words in a compact prompt
 LONGEST_WORKFLOW = 40  # words of it in a compact prompt; the beginning of longer ones is left out
-_PHRASE_OF = {sentence: word for word, sentence in exercises.PHRASES.items()}
 
 RULES = """You build a workflow of operators that solves the problem below. You do not solve it yourself: after each of
 your edits the workflow runs, and you see what every step gave. The answer of its last run counts.
@@ -297,7 +296,7 @@ def _workflow_words(text: str) -> list[str]:
         if token.kind in "{}":
             detail = token.kind == "{"
         elif token.kind == "string":
-            words.append(_PHRASE_OF.get(unquoted(text, token), "instructed"))
+            words.append(exercises.PHRASE_OF.get(unquoted(text, token), "instructed"))
         elif not detail:
             words.append(token.text.removeprefix("#"))
     return words

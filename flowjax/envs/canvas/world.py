@@ -4,6 +4,8 @@ Problems are exercises that are generated when asked for, or those of files. Sta
 """
 
 import asyncio
+import copy
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +63,7 @@ from flowjax.envs.canvas.texts import (
     state_words,
     worded,
 )
+from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.grading.sandbox import IsolationError, require_isolation
 from flowjax.records import Task
 
@@ -68,9 +71,11 @@ if TYPE_CHECKING:
     import grain
 
 ANSWER_S = 20.0  # how long an endpoint may take to answer before a run
+_VOCABULARY_TASKS = 1000  # whose lessons say all words that there are
 TASKS = 1 << 31  # length of a source of generated exercises; slice it
 Expert = Literal["able", "plain"]
 OFFLINE = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}
+TEACHER = {"kind": "flowjax.envs.canvas.experts:Teacher"}
 # Words of compact prompts and replies, beside the names of operators.
 _SIGNS = ("->", "[", "]", ",", "(", ")", "{", "}", "?", ":", "*", "done", "into", "at")
 _KINDS = get_args(ProblemKind)
@@ -209,6 +214,21 @@ class Canvas(World):
     def asked_bases(self) -> Mapping[str, int]:
         most: int = max(self.options.max_new_tokens, self.options.retry_new_tokens)
         return dict.fromkeys(bases_of_run(self.options.backends), most)
+
+    def lessons(self, tasks: Tasks, rng: np.random.Generator) -> Iterator[Exchange]:
+        """Requests of operators about the tasks, as workflows come to make them, with a teacher's replies."""
+        return experts.lessons(tasks, rng, self._offered)
+
+    def lesson_pieces(self) -> tuple[str, ...]:
+        return experts.lesson_pieces(self.tasks("train", 0)[:_VOCABULARY_TASKS], self._offered)
+
+    def without_engines(self) -> "Canvas":
+        """The same, in which the executors' teacher answers for engines of the run."""
+        made = copy.copy(self)
+        given = self.options.backends.items()
+        backends = {name: TEACHER if each.get("kind") == "run" else each for name, each in given}
+        made.options = dataclasses.replace(self.options, backends=backends)
+        return made
 
     def obstacles(self) -> Iterator[str]:
         """Endpoints that do not answer, or not by a JSON schema."""
