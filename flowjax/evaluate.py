@@ -324,6 +324,8 @@ def _evaluation(
     name = re.sub(r"[^\w@,.=-]+", "-", called or played["name"])
     if weights is not None:
         played["changed_s"] = _changed_s(weights)
+    if data := _named_data(config):
+        played["data_changed_s"] = max(map(_changed_s, data))
     if out:
         folder = Path(out)
         if folder.exists() and not _same(folder, config, played):
@@ -354,9 +356,17 @@ def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
     return of == played and not check_unchanged(saved, config)
 
 
-def _changed_s(folder: Path) -> float:
-    """The latest change of a folder's files: other weights at the same place are another evaluation."""
-    return max((path.stat().st_mtime for path in folder.rglob("*") if path.is_file()), default=0.0)
+def _named_data(config: ConfigDict) -> list[Path]:
+    """Files and folders of tasks that the world's options name. A row of a file is known by its place alone."""
+    sections = (config.env.options, *(source.get("options", {}) for source in config.env.sources.values()))
+    named = {str(value) for section in sections for name, value in section.items() if value and name.endswith("path")}
+    return [path for path in map(Path, sorted(named)) if path.exists()]
+
+
+def _changed_s(place: Path) -> float:
+    """The latest change of a file, or of a folder's files: other weights or tasks there are another evaluation."""
+    paths = [place] if place.is_file() else place.rglob("*")
+    return max((path.stat().st_mtime for path in paths if path.is_file()), default=0.0)
 
 
 def _conflicts(trained: ConfigDict, config: ConfigDict, *, besides: Sequence[str] = ()) -> Iterator[str]:
@@ -646,7 +656,7 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
         results["cost"] = cost
     settings = run.config.eval
     results["played"] = {
-        **{name: value for name, value in evaluation.played.items() if name != "changed_s"},
+        **{name: value for name, value in evaluation.played.items() if not name.endswith("changed_s")},
         "world": run.config.env.name,
         "data_seed": run.config.env.data_seed,
         "samples": settings.samples,

@@ -84,6 +84,28 @@ def test_the_same_evaluation_goes_on_in_its_folder_and_another_one_gets_its_own(
     assert request(run, "one", "solver/2").run.folder.name == "2-3"
 
 
+def test_other_tasks_in_the_same_file_are_another_evaluation(run):
+    problems = run.parent / "problems"
+    problems.mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        (problems / name).write_text('{"question": "1 + 1 = ?", "answer": "#### 2"}\n')
+    recipe = run.parent / "math.py"
+    recipe.write_text((run.parent / "recipe.py").read_text().replace("sokoban:Sokoban", "math:Math"))
+
+    def folder() -> Path:
+        argv = [f"--config={recipe}", f"--config.env.options.path={problems}", f"--out={run.parent / 'out'}"]
+        evaluation = only([*argv, "--endpoint=http://127.0.0.1:9/v1", "--model_name=adder"])
+        begin(evaluation)
+        return evaluation.run.folder
+
+    assert folder() == folder() == run.parent / "out"
+    (problems / "test.jsonl").write_text('{"question": "2 + 3 = ?", "answer": "#### 5"}\n')
+    later_s = time.time() + 9
+    os.utime(problems / "test.jsonl", (later_s, later_s))
+    with pytest.raises(ConfigError, match="holds another evaluation"):
+        folder()
+
+
 def test_the_base_model_plays_in_place_of_the_checkpoint_and_greedily_if_asked(run):
     evaluation = request(run, "one", "solver/2", more=["--base", "--config.eval.temperature=0"])
     config = evaluation.run.config

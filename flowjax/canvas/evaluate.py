@@ -289,7 +289,8 @@ def _copied(wanted: Sequence[tuple[Path, Record]], folder: Path) -> Path:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     folder = (folder / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "test.jsonl", text)
+    if not (file := folder / "test.jsonl").exists():  # one that is written again would be other data for `evaluate`
+        replace_file(file, text)
     return folder
 
 

@@ -21,7 +21,7 @@ _FIRST = ("success", "reward")  # of the metrics, in tables
 class HeldOutEpisode:
     """One play of a held-out task."""
 
-    task: str  # its content as a hash: equal tasks are one task, whatever their names
+    task: str  # its content, as `content_of` says it: equal tasks are one task, whatever their names
     task_id: str
     source: str
     seed: int
