@@ -218,7 +218,7 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
     policies = list(config.policies) or [config.policy.name]
     if folder is None:
         checkpoints = [_named(given["checkpoint"], config)]
-        folder = next(iter(checkpoints[0].values())).parent.parent.parent
+        folder = next(iter(checkpoints[0].values())).parent.parent.parent  # <run>/checkpoints/<policy>/<step>
         if (folder / "config.json").exists() and (conflicts := list(_conflicts(load_run(folder), config))):
             raise ConfigError("\n".join(conflicts))
     elif given["base"]:

@@ -378,6 +378,7 @@ def _baselines(first: Iterable[Mapping[str, Any]], sc_temperature: float) -> lis
 
 def _evaluate(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     given = arguments.workflow
+    # A single workflow needs no number; there may also be none.
     names = [f"workflow {number}" for number in range(1, len(given) + 1)] if given[1:] else ["workflow"] * len(given)
     workflows = map(read_workflow, given)
     jobs = [_Job(name, workflow, arguments.temperature) for name, workflow in zip(names, workflows, strict=True)]

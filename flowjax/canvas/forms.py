@@ -379,6 +379,7 @@ class _Writer:
                     for branch in (then, otherwise)
                 ]
                 checks = f"checks_{node.id}"
+                # Only checks that the condition itself made decide, and of these the last; without one it is false.
                 started = [f"{checks} = len(steps.checks)", *self._node(condition, seed, level, depth)]
                 return [*started, f"if any(steps.checks[{checks}:][-1:]):", *branches[0], "else:", *branches[1]]
             case Loop(body, count):

@@ -194,6 +194,11 @@ def _turn_scores(
     agent: np.ndarray,
     trajectories: int,
 ) -> Float[np.ndarray, "turns"]:
+    """Score of each turn's trajectory (`owner`) for the policy that played the turn (`agent`, an index of `policies`).
+
+    Raises:
+        TableError: a policy's scores are missing, or not one for each trajectory.
+    """
     by_policy = dict(scores) if isinstance(scores, Mapping) else dict.fromkeys(policies, scores)
     if missing := [name for name in policies if name not in by_policy]:
         raise TableError(f"column score: no scores for policy {missing[0]!r}, only for {sorted(by_policy)}")

@@ -452,7 +452,8 @@ def from_check(source: str, entry: str) -> tuple[CallCase | Check, ...]:
 
 
 def calls_of(source: str) -> list[str]:
-    """Names of the functions that the test code's `assert` statements call first, in their order."""
+    """Names of the functions that the test code's `assert` statements call, in their order; of nested calls the outer
+    one comes first."""
     module = parse_quietly(source)
     names = []
     for node in ast.walk(module) if module else ():

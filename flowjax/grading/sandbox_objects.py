@@ -264,6 +264,7 @@ class Peer:
         if self._files is not None and (files := self._files.changes()):
             state["files"] = files
         if "random" in sys.modules and (now := sys.modules["random"].getstate()) != self._random:
+            # At first each side has a state of its own: the tests' holds for both.
             if self._random is not None or self.decides:
                 state["random"] = self._encode(now)
             self._random = now

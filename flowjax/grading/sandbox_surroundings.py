@@ -38,7 +38,7 @@ class WorkingFolder:
                 try:
                     facts = entry.stat(follow_symlinks=False)
                     if entry.is_dir(follow_symlinks=False):
-                        if facts.st_dev == self._device:
+                        if facts.st_dev == self._device:  # else something is mounted there, which is not the program's
                             found[name] = None
                             stack.append(name)
                     elif entry.is_file(follow_symlinks=False):
@@ -51,6 +51,7 @@ class WorkingFolder:
         """Paths and contents: hexadecimal, None for a folder, False for what is no more."""
         now, before = self._scan(), self._known
         self._known = now
+        # Sorted backwards a folder comes after what was in it, as removing wants; forwards before, as making wants.
         changed = [[name, False] for name in sorted(before, reverse=True) if name not in now]
         for name in sorted(now):
             if name in before and before[name] == now[name]:
@@ -94,7 +95,7 @@ class WorkingFolder:
                     _OS.utime(path, ns=(when[0], when[0]))
             except OSError:
                 continue
-        self._known = self._scan()
+        self._known = self._scan()  # or the next `changes` would send them back
 
 
 def follow_patches(peer):

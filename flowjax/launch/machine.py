@@ -62,6 +62,7 @@ class Devices:
         start = index * count % len(self.trainer)  # round again where there are more trainers than accelerators
         part = self.trainer[start : start + count]
         crowded = self.shared or len(self.trainer) < self.trainers
+        # JAX takes most of a device's memory at its start, which would leave nothing for whom it shares it with.
         shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if crowded else {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(part), **shared}
 
@@ -119,7 +120,7 @@ def share_out(
         return Devices(cpu_devices=cpu_devices, assumed=assumed, trainers=trainers, hosts=hosts)
     engine = tuple(accelerators[-engine_count:]) if engine_count else ()  # [-0:] would be all of them
     trainer = tuple(accelerators[: len(accelerators) - len(engine)]) or tuple(accelerators)
-    most = None if trainer_count is None else trainer_count // hosts * trainers
+    most = None if trainer_count is None else trainer_count // hosts * trainers  # of this host, for all its trainers
     return Devices(trainer[:most], engine, cpu_devices, assumed, trainers, hosts)
 
 
@@ -296,7 +297,7 @@ def hold(run_dir: Path) -> Iterator[None]:
     Raises:
         RunInUse: there is one already.
     """
-    with (run_dir / _LOCK_FILE).open("a+") as lock:
+    with (run_dir / _LOCK_FILE).open("a+") as lock:  # "w" would erase the holder's process id before the lock is ours
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -329,6 +330,7 @@ def _used(run_dir: Path, lock: IO[str]) -> str:
 def can_bind(port: int) -> bool:
     """True where a server could listen now: nobody else does."""
     with socket.socket() as probe:
+        # As the servers do: connections of the last one that linger do not keep the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -402,7 +404,7 @@ def _fetch(model: str, revision: str) -> Path:
         folder = snapshot_download(
             model, revision=revision or None, allow_patterns=list(_FETCHED), ignore_patterns=list(_NOT_FETCHED)
         )
-    except errors.GatedRepoError as error:
+    except errors.GatedRepoError as error:  # before RepositoryNotFoundError, of which it is one
         raise ConfigError(
             f"which {endpoint} gives to those alone who accept its terms: do so on its page there and set HF_TOKEN"
         ) from error

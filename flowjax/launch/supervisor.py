@@ -88,7 +88,7 @@ async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bo
                 status = (await reader.readline()).split()
             finally:
                 writer.close()
-    except TimeoutError:
+    except TimeoutError:  # an OSError as well: silence comes first
         return False
     except OSError as error:
         if error.errno in _OF_THE_ASKER:
@@ -169,7 +169,7 @@ class Supervisor:
                 child.kill()
 
     async def _stop_one(self, name: str, grace_s: float) -> None:
-        self._stopping.add(name)
+        self._stopping.add(name)  # first: its keeper would take the end for a failure, and start it again
         keeper, child, state = self._keepers[name], self._children.get(name), self.states[name]
         if child is not None and child.poll() is None:
             state.phase = "stopping"

@@ -181,6 +181,7 @@ def hint(workflow: Workflow, run: WorkflowRun, kind: ProblemKind, action: Action
 
 
 def _after_error(last: str, present: set[str], computed: bool) -> str:
+    """The operators to add after a run that failed."""
     if "Programmer" in present or computed:
         both = {"Test", "Programmer"} <= present
         return "Test ? done : Programmer" if last in ("Test", "Programmer") and both else "Programmer"
@@ -188,6 +189,7 @@ def _after_error(last: str, present: set[str], computed: bool) -> str:
 
 
 def _following(last: str, present: set[str], kind: ProblemKind, run: WorkflowRun, solver: str) -> str:
+    """The operator to add after a run without errors: a solver, a check, then the answer's form; or "finish"."""
     if last in ("Plan", "Decompose") or not present & {"Programmer", "AnswerGenerate", "Custom"}:
         return solver
     concise = len(run.answer) <= 50 and "\n" not in run.answer
@@ -401,6 +403,7 @@ class _Repair:
             case "count" | "position":
                 most = MAX_LOOP_COUNT if tag == "count" else MAX_POSITION
                 digits = _DIGITS.search(value)
+                # A count is 1 at least, a position 0.
                 number = str(min(max(int(digits[0]), tag == "count"), most)) if digits else ""
                 if number != value:
                     self.note(tag)

@@ -189,10 +189,11 @@ class RolloutService:
         tasks += [asyncio.create_task(self._versions(policy)) for policy in self._policies]
         try:
             done, _ = await asyncio.wait([*tasks, self._hopeless], return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
+            for ended in done:  # of a loop that failed this raises the error; after `stop` nothing
                 ended.result()
         finally:
             self._hopeless.cancel()
+            # Loops end before the drain: none may lease again while leases are given back.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

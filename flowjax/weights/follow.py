@@ -203,7 +203,7 @@ class Follower:
         while True:
             looks = [asyncio.wait_for(self._observe(served), _FIRST_LOOK_S) for served in self._served]
             answers = await asyncio.gather(*looks, return_exceptions=True)
-            if None in answers:
+            if None in answers:  # what `_observe` returns: an engine that did not answer has left an exception
                 break
             await asyncio.sleep(_FIRST_RETRY_S)
         await asyncio.to_thread(self._sweep)

@@ -278,6 +278,7 @@ class Game:
         pairs = zip(self._parameters[action], arguments, strict=False)
         mapping = {placeholder: Variable(argument, placeholder.type) for placeholder, argument in pairs}
         depends = predicates(self._actions[action].template)
+        # Words that depend on nothing an action changes are made once, for the whole game.
         changing = depends is None or depends & (self._changing | {BOOKKEEPING})
         command = Command(action, tuple(arguments), operator, mapping, None)
         if changing:

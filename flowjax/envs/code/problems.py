@@ -75,6 +75,7 @@ def _human_eval(fields: Mapping[str, Any]) -> CodeProblem:
 
 def _before(prompt: str, entry: str) -> str:
     """Code that a prompt has besides the function to complete: imports and helpers."""
+    # A prompt may end with the signature, which is no Python without a body.
     module = parse_quietly(prompt + "\n    pass\n") or parse_quietly(prompt)
     if module is None:
         lines = prompt.splitlines()
@@ -86,6 +87,7 @@ def _before(prompt: str, entry: str) -> str:
 def _examples(prompt: str, entry: str) -> tuple[CallCase, ...]:
     """Calls shown in the docstring as an interactive session."""
     try:
+        # doctest reads a result up to the next empty line: the closing quotes must not count to the last one.
         shown = doctest.DocTestParser().get_examples(re.sub("\"{3}|'{3}", "\n\n", prompt))
     except ValueError:
         return ()
@@ -100,6 +102,7 @@ def _mbpp(fields: Mapping[str, Any], public_tests: int) -> CodeProblem:
     tests = [*fields["test_list"], *(fields.get("challenge_test_list") or ())]
     defined = _functions(fields.get("code") or "")
     called = calls_of("\n".join(tests))
+    # Asserts also call helpers, such as set(f(x)): the entry is what the solution defines, or else no builtin.
     candidates = [name for name in called if name in defined] or [n for n in called if not hasattr(builtins, n)]
     if not candidates:
         raise ValueError("no assert in test_list calls a function")
@@ -388,9 +391,8 @@ def generated_problem(recipe: Recipe, seed: int, *, cases: int, public: int) -> 
     rng = np.random.default_rng(seed)
     private = [_input(rng, recipe.kind) for _ in range(cases // 2)]
     order = rng.permutation(len(PROBES[recipe.kind]))
-    inputs = {
-        repr(x): x for x in (*private, *(PROBES[recipe.kind][i] for i in order))
-    }  # each once: a public one is not hidden
+    drawn = (*private, *(PROBES[recipe.kind][i] for i in order))
+    inputs = {repr(x): x for x in drawn}  # each once: no public test comes again among the hidden ones
     calls = tuple(CallCase((x,), recipe.value(x)) for x in list(inputs.values())[:cases])
     return CodeProblem(recipe.statement(), Suite(calls, ENTRY), public, 0, recipe.program())
 

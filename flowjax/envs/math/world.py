@@ -4,13 +4,16 @@ In a single turn the whole reply is the answer. With the calculator a turn is `c
 the problem and what was calculated.
 """
 
+import ast
 import functools
 import importlib.util
+import operator
 import re
 import string
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -35,9 +38,6 @@ from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
     import grain
-import ast
-import operator
-from fractions import Fraction
 
 TASKS = 1 << 31  # length of a source of generated problems; slice it
 GRADING_TIMEOUT_S = 3  # three such waits, two readings and a comparison, are below config.env.step_timeout_s
@@ -317,7 +317,7 @@ def _processes(function: str) -> GraderProcesses:
 
 
 def _verdict(function: str, answer: str, gold: str) -> bool:
-    """True if the answer is right. No verdict is wrong."""
+    """True if the answer is right; False also where the grader comes to no verdict."""
     try:
         # math-verify ends what takes too long by a signal, which only a main thread gets: others ask a process.
         if threading.current_thread() is threading.main_thread():

@@ -114,6 +114,7 @@ def encyclopedia(documents: int, seed: int) -> Encyclopedia:
     names = draw_names(documents, rng)
     things = np.arange(documents)
     held_out = things % HELD_OUT_ONE_IN == HELD_OUT_ONE_IN - 1
+    # Eight things in a row are of one kind, and one of the eight is held out: both parts have every kind.
     kinds = things // HELD_OUT_ONE_IN % len(KINDS)
     facts = np.zeros((documents, FACTS), np.int64)
     for part in (False, True):
@@ -167,7 +168,7 @@ class Questions(Sequence[Question]):
         chain: list[int] = [thing for thing in self._chains[index].tolist() if thing >= 0]
         ways: list[int] = self._ways[index].tolist()
         text = self._book.names[chain[0]]
-        for thing, way in zip(chain[:-1], ways, strict=False):
+        for thing, way in zip(chain[:-1], ways, strict=False):  # shorter ways are padded, too
             text = f"the {self._book.relations(thing)[way]} of {text}"
         names = tuple(self._book.names[thing] for thing in chain)
         return Question(f"What is {text}?", names[-1:], names)
@@ -178,6 +179,7 @@ def _walk(
 ) -> tuple[Int[np.ndarray, "walks things"], Int[np.ndarray, "walks hops"]]:
     """All walks of so many hops that visit nothing twice: the things on them, and which fact led on."""
     ways = np.stack(np.meshgrid(*[np.arange(FACTS)] * hops, indexing="ij"), axis=-1).reshape(-1, hops)
+    # Rows: every sequence of facts from the first start, then from the second, and so on.
     ways = np.tile(ways, (len(starts), 1))
     chain = [np.repeat(starts, len(ways) // len(starts))]
     for hop in range(hops):
@@ -270,13 +272,14 @@ def document(fields: Mapping[str, Any], row: int) -> Document:
 
 def _line_starts(data: mmap.mmap) -> np.ndarray:
     """Offsets of the lines that hold something, and of the end."""
-    starts, position, block = [0], 0, 1 << 26
+    position, block = 0, 1 << 26
     places = []
     while position < len(data):
         piece = np.frombuffer(data[position : position + block], np.uint8)
         places.append(np.flatnonzero(piece == ord("\n")) + position + 1)
         position += block
     starts = np.unique(np.concatenate([np.array([0]), *places, np.array([len(data)])]))
+    # One byte is a newline alone: an empty line is read with the line before it, as white space.
     return starts[np.concatenate([np.diff(starts) > 1, [True]])]
 
 
@@ -312,6 +315,7 @@ def read_questions(folder: str | Path, split: Split) -> list[Question]:
     if split == "train":
         held_out = {canonical(question.text) for question in _read_split(Path(folder), "held_out")}
         found = [question for question in found if canonical(question.text) not in held_out]
+    # Backwards twice: of equal questions the first one is kept.
     return list({canonical(question.text): question for question in reversed(found)}.values())[::-1]
 
 

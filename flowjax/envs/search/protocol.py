@@ -164,7 +164,7 @@ def parse_compact(reply: str, legal: Sequence[str]) -> str | None:
     if verb not in VERBS or not _SYLLABLES.union(_RELATIONS).issuperset(rest):
         return None
     spelled, name = [], ""
-    for word in (*rest, ""):
+    for word in (*rest, ""):  # the empty word ends a name that comes last
         if word in _SYLLABLES:
             name += word
             continue

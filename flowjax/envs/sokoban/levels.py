@@ -123,6 +123,7 @@ def walk_floor(rng: np.random.Generator, shape: Shape) -> int:
     turns = (rng.random(steps) < TURN_PROBABILITY).tolist()
     directions = rng.integers(4, size=steps + 1).tolist()
     masks = rng.integers(len(MASKS), size=steps).tolist()
+    # As in gym_sokoban this may be a cell of the border: the first step leads inside.
     row, column = int(rng.integers(1, rows)), int(rng.integers(1, columns))
     d_row, d_column = STEPS[directions[steps]]
     floor = 0

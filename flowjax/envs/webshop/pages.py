@@ -97,6 +97,7 @@ class Pages:
             return replace(state, page="done")
         if target in self._sub_pages:
             return replace(state, page="sub", sub_page=target)
+        # Where two options share a value the published shop takes the last one.
         for option, values in reversed(list(self._catalog.products[state.product].options.items())):
             if target in values:
                 return replace(state, options=tuple(sorted({**dict(state.options), option: target}.items())))
@@ -155,6 +156,7 @@ def _sub_body(product: Product, name: str) -> tuple[PageView, tuple[str, ...]]:
 def last_page(product: Product, options: Sequence[tuple[str, str]], score: float) -> PageView:
     """The page after a purchase, which shows what was bought, the score, and empty fields of the published template."""
     chosen = json.dumps(dict(options), sort_keys=True)
+    # As the published template's `tojson` writes them.
     for mark in "<>&'":
         chosen = chosen.replace(mark, f"\\u{ord(mark):04x}")
     nothing = ("attrs", "None", "category", "None", "query", "None", "product category", "None")

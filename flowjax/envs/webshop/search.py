@@ -1,8 +1,8 @@
 """BM25 that ranks as Lucene does behind Anserini: the same analysis, the same rounding, the same order of ties.
 
-Scores are Lucene's BM25Similarity (Robertson and Zaragoza 2009, with
-the idf that is never negative), computed in float32 with document lengths rounded to one byte. Tokens are those of the
-standard tokenizer for Latin text; each ideograph is a token, as is a run of katakana; emoji are none.
+Scores are Lucene's BM25Similarity (Robertson and Zaragoza 2009, with the idf that is never negative), computed in
+float32 with document lengths rounded to one byte. Tokens are those of the standard tokenizer for Latin text; each
+ideograph is a token, as is a run of katakana; emoji are none.
 
 The stemmer is Porter's as Lucene runs it: M. F. Porter, "An algorithm for suffix stripping", Program 14(3), 1980, with
 the departures of the author's later code: abli -> able became bli -> ble, logi -> log was added, and words of one or
@@ -60,7 +60,7 @@ def query_key(query: str) -> str:
 
 def rounded_length(length: int) -> int:
     """A document length as Lucene keeps it in one byte: exact below 40, then three bits after the leading one."""
-    exact = 24
+    exact = 24  # codes of the byte that Lucene's small float leaves unused: they hold the lengths below 24 as they are
     if length < exact:
         return length
     rest = length - exact
@@ -109,6 +109,7 @@ class LuceneIndex:
             if term in self._terms:
                 numbers, saturation, idf = self._terms[term]
                 weight = np.float32(count) * idf
+                # Lucene's form of weight * tf / (tf + norm): in this order it rounds as Lucene does.
                 scores[numbers] += weight - weight / saturation
         hits = np.flatnonzero(scores)
         rounded = scores[hits].astype(np.float32)
@@ -234,7 +235,7 @@ def _step_4(word: str) -> str:
     for suffix in _STEP_4:
         if word.endswith(suffix):
             base = word[: -len(suffix)]
-            if suffix in ("sion", "tion"):
+            if suffix in ("sion", "tion"):  # "ion" goes only after s or t, which stays
                 base += suffix[0]
             return base if _measure(base) > 1 else word
     return word
