@@ -124,14 +124,16 @@ def forwarding(run_dir: Path, config: ConfigDict, say: Callable[[str], None]) ->
 
 def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event, say: Callable[[str], None]) -> None:
     progress, noted, sink = Progress(run_dir), run_dir / f"sink-{name}.json", None
-    sent_s = _sent_s(noted)
+    # What a start before this one has sent. Lines of this one are new whatever their time: processes write them, whose
+    # order is not that of their stamps.
+    before_s = sent_s = _sent_s(noted)
     try:
         while True:
             last = stop.is_set()  # before the look: what is written until then is sent
             lines = [line for line in progress.update() if line.get("kind") in _SENT and "step" in line]
-            lines = [line for line in lines if line.get("time_s", 0.0) > sent_s]
+            lines = [line for line in lines if line.get("time_s", 0.0) > before_s]
             if lines and sink is None:
-                first = min(line["step"] for line in lines) if sent_s else None
+                first = min(line["step"] for line in lines) if before_s else None
                 sink = _SINKS[name](run_dir, config, first)
             for line in lines:
                 assert sink is not None

@@ -55,6 +55,18 @@ def test_tensorboard_gets_every_line_and_a_resumed_run_sends_what_was_missed(tmp
     assert not said
 
 
+def test_a_line_that_was_stamped_before_one_that_is_sent_already_is_sent_too(tmp_path, monkeypatch):
+    """Several processes write: one may wait for the lock, or the machine's date may be set back."""
+    writer = MetricsWriter(tmp_path)
+    with forwarding(tmp_path, config_of("tensorboard"), print):
+        writer.write("train", step=1, loss=0.5)
+        time.sleep(1.5)  # it is sent
+        earlier_s = time.time() - 60
+        monkeypatch.setattr("flowjax.monitor.metrics.time.time", lambda: earlier_s)
+        writer.write("eval", step=1, success_rate=0.25)
+    assert scalars(tmp_path) == {"train/loss": [(1, 0.5)], "eval/success_rate": [(1, 0.25)]}
+
+
 def test_series_of_several_policies_are_told_apart(tmp_path):
     writer = MetricsWriter(tmp_path)
     with forwarding(tmp_path, config_of("tensorboard", policies=("solver", "verifier")), print):
