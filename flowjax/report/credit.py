@@ -25,7 +25,7 @@ def explain_credit(groups: Sequence[RecordedGroup], piece: dict[str, Any], credi
         piece: as `EpisodePages.piece` gives it.
         credit: the policy's `config.credit`.
     """
-    options = _value_options(credit)
+    options = value_options(credit)
     for group, shown in zip(groups, piece["groups"], strict=True):
         if any(line["turns"] for line in group.lines):
             values = _values(group, options)
@@ -35,7 +35,7 @@ def explain_credit(groups: Sequence[RecordedGroup], piece: dict[str, Any], credi
                     turn["why"] = _why(group, shown, values, (place, number), credit.name, options["gamma"])
 
 
-def _value_options(credit: ConfigDict) -> dict[str, Any]:
+def value_options(credit: ConfigDict) -> dict[str, Any]:
     """Discount and kind of rewards, as the estimator has them: what the values of states are shown with."""
     parameters = inspect.signature(get_estimator(credit.name)).parameters
     defaults = {name: parameters[name].default for name in ("gamma", "rewards") if name in parameters}

@@ -18,9 +18,10 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from flowjax.credit.estimators import estimate, state_values
+from flowjax.credit.estimators import state_values
 from flowjax.credit.table import TurnTable, build_table, columns_of
 from flowjax.monitor.metrics import read_metrics
+from flowjax.report.credit import value_options
 from flowjax.report.episodes import batches_of, most_divided, read_batch
 from flowjax.run import read_run
 
@@ -163,9 +164,9 @@ def draw_state_graph(run: Path) -> str | None:
     step, name = max(newest)
     policy, group = read_run(run).policies[name], most_divided(read_batch(run, name, step))
     table = build_table([group.as_group()], np.array(group.rewards))
-    options = policy.credit.options.to_dict()
-    advantages = np.asarray(estimate(table, policy.credit.name, **options))
-    return to_svg(state_graph(table, advantages, gamma=options.get("gamma", 0.9)))
+    # What was trained on, not what the estimator gives this group alone: some compare over the whole batch.
+    advantages = np.array([turn.get("advantage", 0.0) for line in group.lines for turn in line["turns"]])
+    return to_svg(state_graph(table, advantages, **value_options(policy.credit)))
 
 
 @dataclass(frozen=True)

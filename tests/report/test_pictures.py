@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowjax.config import default_config, save_run
+from flowjax.config import default_config, load_run, save_run
 from flowjax.dataflow.batches import credit_batch
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import batch_path, transcript, write_lines
 from flowjax.records import Group, Task, Trajectory, Turn
+from flowjax.report import pictures
 from flowjax.report.__main__ import main
 from flowjax.report.episodes import most_divided, read_batch
 from flowjax.report.pictures import curves, draw_state_graph, learning_curves, moving_average
@@ -26,12 +27,16 @@ def run(tmp_path: Path) -> Path:
     metrics.write("eval", step=0, success_rate=0.2, low=0.1, high=0.3)
     for step in range(1, 5):
         metrics.write("train", step=step, success_rate=step / 5)
+    record_batch(folder, "grpo")
+    return folder
+
+
+def record_batch(folder: Path, estimator: str) -> None:
     groups = [group("even", [1, 0, 1, 0]), group("lost", [0, 0, 0, 0])]
-    batch = credit_batch(groups, components={"success": 1.0}, estimator="grpo", options={}, with_parts=True)
+    batch = credit_batch(groups, components={"success": 1.0}, estimator=estimator, options={}, with_parts=True)
     played = [(each.task, trajectory) for each in groups for trajectory in each.trajectories]
     lines = [transcript(*each, credit) for each, credit in zip(played, batch.credits, strict=True)]
     write_lines(batch_path(folder, "agent", 3), lines)
-    return folder
 
 
 def group(name: str, successes: Sequence[int]) -> Group:
@@ -85,6 +90,41 @@ def test_the_group_drawn_is_the_divided_one(run: Path):
     picture = draw_state_graph(run)
     assert picture is not None
     assert picture.startswith("<svg")
+
+
+def drawn_graph(run: Path, monkeypatch) -> pictures.StateGraph:
+    """What `draw_state_graph` draws."""
+    drawn = []
+    monkeypatch.setattr(pictures, "to_svg", lambda graph: drawn.append(graph) or "")
+    draw_state_graph(run)
+    return drawn[0]
+
+
+def credited_by(run: Path, estimator: str) -> Path:
+    config = load_run(run)
+    config.credit.name = estimator
+    config.credit.options = {}
+    record_batch(run, estimator)
+    (run / "config.json").write_text(config.to_json())
+    return run
+
+
+def test_moves_have_the_credit_that_was_trained_on(run: Path, monkeypatch):
+    """This one compares over the whole batch: of the group alone it would give another credit."""
+    graph = drawn_graph(credited_by(run, "reinforce_plus_plus"), monkeypatch)
+    lines = most_divided(read_batch(run, "agent", 3)).lines
+    won, lost = (
+        next(line for line in lines if line["outcome"]["success"] == success)["turns"][1]["advantage"]
+        for success in (1.0, 0.0)
+    )
+    ends = sorted(edge.advantage for edge in graph.edges if edge.source != "s0")
+    assert ends == pytest.approx([lost, won]) and won == pytest.approx(1.677, abs=0.01)
+
+
+def test_states_have_the_values_that_the_estimator_sees(run: Path, monkeypatch):
+    graph = drawn_graph(credited_by(run, "discounted_return"), monkeypatch)
+    values = [node.value for node in graph.nodes if node.kind in ("start", "state")]
+    assert max(values) == pytest.approx(1.0) and values[0] == pytest.approx(0.95 / 2), "its discount, 0.95"
 
 
 def test_the_command_writes_both_pictures(run: Path, capsys):
