@@ -382,7 +382,7 @@ FIELDS = Section(
         ),
     ),
     warm_start=Section(
-        "Imitation of the world's scripted expert, which makes the nano base model.",
+        "Imitation that makes a nano base model: of the world's expert, or of its lessons where the world asks it.",
         resume=True,
         states=Entry(60_000, "demonstrated states", at_least=1),
         steps=Entry(600, "batches", at_least=1),

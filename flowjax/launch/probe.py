@@ -106,6 +106,8 @@ def _world(config: ConfigDict) -> Iterator[str]:
 
 def _executors(run: Run) -> Iterator[str]:
     """Base models of the run, and endpoints, that the world's environments ask themselves."""
+    from flowjax.envs.demonstrations import is_executor
+
     config, obstacles = run.config, []
     for source in config.env.sources or ("",):
         world = find_world(config.env.name)(**task_options(config, source))
@@ -113,6 +115,11 @@ def _executors(run: Run) -> Iterator[str]:
         for name, tokens in world.asked_bases().items():
             if (base := run.bases.get(name)) is None:
                 continue  # the checks of the config say so
+            if base.model.nano is not None and not is_executor(run, name, world):
+                yield (
+                    f"{field} has the base model {name!r} asked by operators, but that is a nano base which is taught "
+                    "to be a policy: name one of config.bases that speaks for no agent"
+                )
             if tokens >= (most := base.engine.max_model_tokens):
                 yield in_base(
                     name,

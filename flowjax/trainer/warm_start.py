@@ -9,6 +9,7 @@ A base that environments ask themselves, such as an executor of the canvas, is t
 """
 
 import itertools
+import math
 import shutil
 import sys
 import time
@@ -34,6 +35,8 @@ from flowjax.trainer.sources import FixedSource
 from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
 
+_ROOM = 1.1  # of a batch of lessons, beside their mean length
+_ROWS_MULTIPLE = 8  # packed rows divide over so many devices
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _BASE = flags.DEFINE_string("base", BASE_NAME, "The base model to make.")
 
@@ -57,8 +60,7 @@ def build_base(run: Run, base: Base) -> None:
     codec = Codec(partial, template_options=base.model.template_options.to_dict())
     if executor:
         rows = _lesson_rows(config, base, world, codec)
-        longest = max(len(row.tokens) for row in rows)
-        imitation = _imitation(run, base, row_tokens=1 << (longest - 1).bit_length())
+        imitation = _imitation(run, base, rows)
         epochs = _epochs(rows, base.warm_start.batch_rows, np.random.default_rng(config.seed))
         batches = itertools.islice(epochs, base.warm_start.steps)
     else:
@@ -157,10 +159,10 @@ def _epochs(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator)
             yield [rows[index] for index in order[start : start + batch_rows]]
 
 
-def _imitation(run: Run, base: Base, row_tokens: int = 0) -> Run:
+def _imitation(run: Run, base: Base, lessons: Sequence[TokenRow] = ()) -> Run:
     """A run of one policy, the base itself, with the objective, the optimiser and the length of the warm start.
 
-    `row_tokens` are those of a packed row, where they are not the trainer's.
+    Batches of `lessons` are micro-batches of one shape, which is compiled once.
     """
     config, warm = run.config, base.warm_start
     settings = ConfigDict(config.to_dict())
@@ -173,7 +175,12 @@ def _imitation(run: Run, base: Base, row_tokens: int = 0) -> Run:
     settings.rollout.temperature = 1.0
     settings.trainer.update({"steps": warm.steps, "updates_per_step": 1})
     settings.trainer.micro_batch_rows = warm.batch_rows
-    settings.trainer.row_tokens = row_tokens or settings.trainer.row_tokens
+    if lessons:
+        lengths = [len(row.tokens) for row in lessons]
+        row_tokens = 1 << (max(lengths) - 1).bit_length()
+        rows = _ROOM * warm.batch_rows * sum(lengths) / len(lengths) / row_tokens
+        settings.trainer.update({"row_tokens": row_tokens, "trim_micro_batches": False})
+        settings.trainer.micro_batch_rows = _ROWS_MULTIPLE * math.ceil(rows / _ROWS_MULTIPLE)
     settings.optimizer.update(
         {
             "learning_rate": warm.learning_rate,

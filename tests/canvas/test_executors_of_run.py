@@ -132,6 +132,27 @@ def test_a_base_without_a_chat_template_is_named(config: ConfigDict, tmp_path: P
     assert problems == [] and "config.bases.small.model.path" in here[0] and "no chat template" in here[0]
 
 
+def test_a_nano_base_that_is_taught_to_be_a_policy_is_no_executor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    config = runpy.run_path(str(RECIPES))["get_config"]("nano_llm")
+    assert checked(config)[0] == []
+    config.env.options.backends.executor.base = "base"
+    config.bases, config.env.options.max_new_tokens = ConfigDict(), 64
+    (problem,) = checked(config)[0]
+    assert "the base model 'base' asked by operators" in problem and "name one of config.bases" in problem
+
+
+def test_a_nano_executor_is_made_for_generated_exercises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    row = '{"problem": "What is it?", "answer": "1", "problem_type": "math"}\n'
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(row.replace("it", name))
+    config = runpy.run_path(str(RECIPES))["get_config"]("nano_llm")
+    config.env.options.path = str(tmp_path)
+    problems, _ = checked(config)
+    assert [problem for problem in problems if "taught on generated exercises" in problem], problems
+
+
 def verdict(body: dict[str, Any]) -> Any:
     return chat('{"feedback": "right", "passed": true}' if "response_format" in body else "ready")
 

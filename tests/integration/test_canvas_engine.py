@@ -1,6 +1,11 @@
-"""A workflow answered by the run's own vLLM: the base model and a policy's adapter, both over the chat endpoint."""
+"""Workflows answered by a run's own vLLM: the base model, a policy's adapter, and an executor of a run that trains."""
 
 import asyncio
+import json
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,6 +13,7 @@ from test_rollout_real_engine import START_S, VllmRun
 
 from flowjax.canvas import Cache, Problem, backends_from_config, load_operators, parse, run
 from flowjax.canvas.backends.openai import OpenAIBackend
+from flowjax.monitor.metrics import read_metrics
 from flowjax.rollout.client import EngineClient
 from flowjax.run import resolve
 from flowjax.weights.hand_over import hand_over
@@ -65,3 +71,38 @@ def test_operators_are_answered_by_the_runs_own_engine(tmp_path: Path):
         asyncio.run(scenario())
     finally:
         serving.kill()
+
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(1800)
+def test_a_run_teaches_serves_and_asks_its_own_nano_executor(tmp_path: Path):
+    """The command alone makes both bases, starts both engines, and trains on what the executor has replied."""
+    command = [
+        sys.executable, "-m", "flowjax.launch", "--config=configs/canvas.py:nano_llm", "--config.name=run",
+        f"--config.runs={tmp_path}", f"--config.model.path={tmp_path / 'policy'}",
+        f"--config.bases.executor.model.path={tmp_path / 'executor'}", "--config.warm_start.steps=10",
+        "--config.warm_start.states=1500", "--config.bases.executor.warm_start.steps=30",
+        "--config.bases.executor.warm_start.states=3000", f"--config.trainer.steps={STEPS}",
+        "--config.trainer.groups_per_step=4", "--config.rollout.group_size=4", "--config.eval.tasks=16",
+        "--config.optimizer.warmup_steps=0",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_dir = tmp_path / "run"
+    train = [line for line in read_metrics(run_dir) if line["kind"] == "train"]
+    assert [line["step"] for line in train] == list(range(1, STEPS + 1))
+    assert all(line["trained_tokens"] > 0 and line["mismatch_kl"] < 1e-6 for line in train)
+    evaluations = [line for line in read_metrics(run_dir) if line["kind"] == "eval"]
+    assert [(line["version"], line["episodes"]) for line in evaluations] == [(0, 16), (STEPS, 16)]
+    status = json.loads((run_dir / "status-rollout.json").read_text())
+    assert status["failed_episodes"] == 0 and set(status["bases"]) == {"base", "executor"}
+    with closing(sqlite3.connect(run_dir / "executor-replies.sqlite")) as kept:
+        replies = [json.loads(outputs) for (outputs,) in kept.execute("SELECT outputs FROM results")]
+    prompt_tokens = [json.loads(reply["usage"])[1] for reply in replies]
+    assert len(replies) > 20 and sum(prompt_tokens) < 100 * len(replies), "requests are tens of tokens"
+    assert sum(any(word in reply["text"] for word in ("Answer:", "print(", "passed")) for reply in replies) > 5
