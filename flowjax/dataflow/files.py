@@ -81,7 +81,7 @@ class RunFiles:
         if made_ns is None:
             raise web.HTTPNotFound(text=f"there is no version {step[:20]} of {policy[:100]} now: ask /files/weights")
         async with self._busy:  # until the answer is made: another request may delete what this one finds
-            base = self._handed(policy, request.query.get("base", ""))
+            base = self._engine_folder(policy, request.query.get("base", ""))
             try:
                 made = await asyncio.to_thread(self._make_pack, policy, f"{step}.{made_ns}", base)
             except (CheckpointError, FileNotFoundError) as error:
@@ -96,7 +96,7 @@ class RunFiles:
             raise web.HTTPNotFound(text=f"there is no {name[:200]} any more: ask /files/weights again")
         return web.FileResponse(path)
 
-    def _handed(self, policy: str, key: str) -> Path | None:
+    def _engine_folder(self, policy: str, key: str) -> Path | None:
         """The folder of a version as engines are given it, if it is still here."""
         folders = {folder.name: folder for folder in self._packed.glob(f"{policy}@*") if folder.is_dir()}
         return folders.get(f"{policy}@{key}")
@@ -118,10 +118,10 @@ class RunFiles:
             pack_folder(folder, base, unfinished)
             self._digests[made] = digest_of(unfinished)
             unfinished.rename(made)
-        self._thin(policy)
+        self._delete_old(policy)
         return made
 
-    def _thin(self, policy: str) -> None:
+    def _delete_old(self, policy: str) -> None:
         """Delete all but the newest versions; who reads one of them reads on."""
         folders = [path for path in self._packed.glob(f"{policy}@*") if path.is_dir()]
         for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns)[:-_KEPT]:

@@ -64,7 +64,8 @@ class Leases:
         config = run.config
         self._config, self._ledger, self._algorithms = config, ledger, algorithms
         self._tasks, self._policies, self._workers = tasks, policies, workers
-        self._speaking = (set(config.agents.values()) & set(policies)) or set(policies)
+        # Policies that speak for an agent of the workflow; all of them where the config names no agents.
+        self._played = (set(config.agents.values()) & set(policies)) or set(policies)
 
     def lease(self, worker: str, slots: int, playable: Capabilities = ANYTHING) -> list[Lease]:
         """Up to `slots` episodes that the worker can play; none when nothing is admissible now.
@@ -72,7 +73,7 @@ class Leases:
         Evaluation gets its share of the worker's slots first, then training the rest; what either leaves idle is the
         other's.
         """
-        if any(policy.serving < 0 for policy in self._policies.values()) or not playable.policies_fit(self._speaking):
+        if any(policy.serving < 0 for policy in self._policies.values()) or not playable.policies_fit(self._played):
             return []
         held = self._ledger.held(worker)
         newest = {policy.name: policy.serving for policy in self._policies.values()}

@@ -20,10 +20,10 @@ from flowjax.monitor.trouble import explain, probe, unwritable_in, write_whole
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
 _HEALTH_EVERY_S = 1.0
-_PROVEN_S = 30.0  # a role that cannot be asked counts as up once it has lived this long
-_DEAF_S = 120.0  # a role that was up and has not answered for this long is killed
-_UNWELL_S = 10.0  # so is one that has refused for this long: busy is silent, refusing is no server any more
-_FORGIVEN_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
+_ASSUMED_UP_S = 30.0  # a role that cannot be asked counts as up once it has lived this long
+_UNRESPONSIVE_S = 120.0  # a role that was up and has not answered for this long is killed
+_UNHEALTHY_S = 10.0  # so is one that has refused for this long: busy is silent, refusing is no server any more
+_RESTART_WINDOW_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
 _LONGEST_BACKOFF_S = 15.0  # between lives of a role: with the time that a start takes, a run goes on within a minute
 _TAIL_BYTES = 64 * 1024  # of a log, that are read for its last lines
 _PAUSE_S = 3600.0  # a disk may be full for this long: then the run ends
@@ -67,7 +67,7 @@ class RoleFailed(Exception):
 _OF_THE_ASKER = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EAGAIN)
 
 
-class Unwell(Exception):
+class Unhealthy(Exception):
     """A role does not serve: nobody listens at its port, or it says itself that something is wrong."""
 
 
@@ -76,8 +76,8 @@ async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bo
     may be.
 
     Raises:
-        Unwell: connections are refused or broken off, or the status is 400 or more.
-        OSError: this process cannot ask (it has too many files open); the role may be well.
+        Unhealthy: connections are refused or broken off, or the status is 400 or more.
+        OSError: this process cannot ask (it has too many files open); the role may be healthy.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -93,11 +93,11 @@ async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bo
     except OSError as error:
         if error.errno in _OF_THE_ASKER:
             raise
-        raise Unwell("refused connections") from error
+        raise Unhealthy("refused connections") from error
     if len(status) < 2 or not status[1].isdigit():
-        raise Unwell("broke connections off")
+        raise Unhealthy("broke connections off")
     if int(status[1]) >= 400:
-        raise Unwell(f"answered {path} with status {int(status[1])}")
+        raise Unhealthy(f"answered {path} with status {int(status[1])}")
     return True
 
 
@@ -110,15 +110,15 @@ class Supervisor:
         *,
         on_event: Callable[[str, str, str], None] = lambda role, event, text: None,
         backoff_s: float = 1.0,
-        proven_s: float = _PROVEN_S,
-        deaf_s: float = _DEAF_S,
-        unwell_s: float = _UNWELL_S,
-        forgiven_s: float = _FORGIVEN_S,
+        assumed_up_s: float = _ASSUMED_UP_S,
+        unresponsive_s: float = _UNRESPONSIVE_S,
+        unhealthy_s: float = _UNHEALTHY_S,
+        restart_window_s: float = _RESTART_WINDOW_S,
         pause_s: float = _PAUSE_S,
     ):
         self._logs, self._on_event = logs, on_event
-        self._backoff_s, self._proven_s, self._deaf_s = backoff_s, proven_s, deaf_s
-        self._unwell_s, self._forgiven_s, self._pause_s = unwell_s, forgiven_s, pause_s
+        self._backoff_s, self._assumed_up_s, self._unresponsive_s = backoff_s, assumed_up_s, unresponsive_s
+        self._unhealthy_s, self._restart_window_s, self._pause_s = unhealthy_s, restart_window_s, pause_s
         self.states: dict[str, RoleState] = {}
         self._children: dict[str, _Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -210,7 +210,7 @@ class Supervisor:
                 return
             if trouble:  # a full disk, say: it uses up no restart of the role
                 lived_s = time.time() - state.started_s if state.phase == "up" else 0.0
-                if paused_s is None or lived_s > self._proven_s:  # a pause of its own, to be reported again
+                if paused_s is None or lived_s > self._assumed_up_s:  # a pause of its own, to be reported again
                     paused_s, said = time.monotonic(), ""
                 state.phase, state.detail = "paused", f"{reason}: {trouble}"
                 if state.detail != said:
@@ -223,10 +223,10 @@ class Supervisor:
             paused_s, said = None, ""
             # What has never come up is unlikely to come up at the third attempt.
             allowed = role.restarts if ever_up else min(role.restarts, 1)
-            restarted_s = [at_s for at_s in restarted_s if time.monotonic() - at_s < self._forgiven_s]
+            restarted_s = [at_s for at_s in restarted_s if time.monotonic() - at_s < self._restart_window_s]
             if status == USER_MISTAKE or len(restarted_s) >= allowed:
                 if n := len(restarted_s):
-                    reason += f", after {n} restart{'s' * (n != 1)} within {self._forgiven_s / 60:.0f} min"
+                    reason += f", after {n} restart{'s' * (n != 1)} within {self._restart_window_s / 60:.0f} min"
                 self._fail(role, status, reason)
                 return
             cause = _error_line(log, state.log_start_bytes)
@@ -277,13 +277,13 @@ class Supervisor:
         """Follow one process to its end. Returns its exit status and why it ended, in words."""
         started = heard = time.monotonic()
         next_check, cause = started, ""
-        unwell_since: float | None = None
+        unhealthy_since: float | None = None
         while (status := child.poll()) is None:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
             if role.health is None:
                 reported = role.written is not None and _written_s(role.written) > state.started_s
-                if state.phase == "starting" and (reported or now - started > self._proven_s):
+                if state.phase == "starting" and (reported or now - started > self._assumed_up_s):
                     state.phase = "up"
                     if reported:
                         self._on_event(role.name, "up", f"after {now - started:.1f} s")
@@ -292,22 +292,22 @@ class Supervisor:
                 continue
             next_check = now + (_HEALTH_EVERY_S if state.phase == "up" else _HEALTH_EVERY_S / 4)
             try:
-                well, problem = await _ask(role.health)
-            except OSError:  # the launcher itself is short of something: the role may be well
-                heard, unwell_since = now, None
+                healthy, problem = await _ask(role.health)
+            except OSError:  # the launcher itself is short of something: the role may be healthy
+                heard, unhealthy_since = now, None
                 continue
-            unwell_since = (unwell_since or now) if problem else None
-            if well:
+            unhealthy_since = (unhealthy_since or now) if problem else None
+            if healthy:
                 heard = now
                 if state.phase == "starting":
                     state.phase = "up"
                     self._on_event(role.name, "up", f"after {now - started:.1f} s")
             elif state.phase == "starting" and now - started > role.start_timeout_s:
                 cause = f"was not healthy within {role.start_timeout_s:.0f} s"
-            elif state.phase == "up" and unwell_since is not None and now - unwell_since > self._unwell_s:
-                cause = f"{problem} for {self._unwell_s:.0f} s"
-            elif state.phase == "up" and now - heard > self._deaf_s:
-                cause = f"did not answer for {self._deaf_s:.0f} s"
+            elif state.phase == "up" and unhealthy_since is not None and now - unhealthy_since > self._unhealthy_s:
+                cause = f"{problem} for {self._unhealthy_s:.0f} s"
+            elif state.phase == "up" and now - heard > self._unresponsive_s:
+                cause = f"did not answer for {self._unresponsive_s:.0f} s"
             if cause:
                 child.kill()
         return status, cause or describe_status(status)
@@ -377,10 +377,10 @@ class _Child:
 
 
 async def _ask(health: Callable[[], Awaitable[bool]]) -> tuple[bool, str]:
-    """True if a role is well, and its answer where it is not; silence says nothing."""
+    """True if a role is healthy, and its answer where it is not; silence says nothing."""
     try:
         return await health(), ""
-    except Unwell as error:
+    except Unhealthy as error:
         return False, str(error)
 
 

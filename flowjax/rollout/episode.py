@@ -266,7 +266,7 @@ class EndpointAgent(Agent):
 _log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<Q")
 _PAUSE_S = 1.0  # before an episode is asked for again of what was away
-_FRUITLESS_ROUNDS = 4  # of all slots without one episode that counts, after which there is no sense in more
+_FAILED_ROUNDS = 4  # of all slots without one episode that counts, after which there is no sense in more
 
 
 class EvaluationStopped(RuntimeError):
@@ -350,11 +350,11 @@ async def play_missing(
         if name in wanted and episode.task_id == wanted[name].task.task_id
     }
     waiting = iter([lease for lease in leases if lease.episode_id not in kept])
-    answered_s, fruitless = time.monotonic(), 0
+    answered_s, failures = time.monotonic(), 0
     report(len(kept), len(wanted))
 
     async def one(lease: Lease) -> None:
-        nonlocal answered_s, fruitless
+        nonlocal answered_s, failures
         failed = 0
         while failed < attempts:
             asked_s = time.monotonic()
@@ -371,15 +371,15 @@ async def play_missing(
                 continue
             answered_s = time.monotonic()
             if episode.status in COUNTED_STATUSES:
-                fruitless = 0
+                failures = 0
                 file.add(episode)
                 kept[lease.episode_id] = episode
                 report(len(kept), len(wanted))
                 return
-            failed, fruitless = failed + 1, fruitless + 1
+            failed, failures = failed + 1, failures + 1
             _log.warning("episode %s: %s: %s", lease.episode_id, episode.status, episode.error)
-            if fruitless >= _FRUITLESS_ROUNDS * slots:
-                text = f"{fruitless} episodes in a row came to nothing, the last because: {episode.error}"
+            if failures >= _FAILED_ROUNDS * slots:
+                text = f"{failures} episodes in a row came to nothing, the last because: {episode.error}"
                 raise EvaluationStopped(text)
 
     async def slot() -> None:

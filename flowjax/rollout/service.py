@@ -77,7 +77,7 @@ _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
 _ITEMS_PER_MESSAGE = 64
 _MESSAGE_BYTES = 4 * 1024**2  # of episodes; at the least pace that the dataflow asks for it is in well before its end
 _NAMES_BYTES = 2048  # of the names and numbers of a turn, or of an episode's part
-_FRUITLESS_ROUNDS = 4  # of all slots, after which the service ends
+_FAILED_ROUNDS = 4  # of all slots, after which the service ends
 _EXECUTOR_AWAY_S = 1800.0  # what a world asks may be away for so long, after which the service ends
 _PROBE_EVERY_S = 1.0
 _LOOK_EVERY_S = 1.0  # at the engines' load
@@ -157,7 +157,7 @@ class RolloutService:
         self._renew_every_s = config.dataflow.lease_s / 3
         self._run_dir = run.folder
         # By a service that was killed: nobody plays them now.
-        self._left_behind = read_leases(run.folder / "status-rollout.json")
+        self._previous_leases = read_leases(run.folder / "status-rollout.json")
         self._bases, self._dataflow, self._player = bases, dataflow, player
         self._followers = {policy: base.follower for base in bases for policy in base.policies}
         self._playing: dict[str, asyncio.Task[None]] = {}  # by lease
@@ -167,9 +167,9 @@ class RolloutService:
         self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
         # Set once the dataflow knows what is served of the policy.
         self._reported = {policy: asyncio.Event() for policy in self._policies}
-        self._fruitless = 0  # episodes in a row that came to nothing
-        self._executor_left_s: float | None = None  # when the first of the latest executor errors came
-        self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failures_in_a_row = 0  # episodes since the last one that counts
+        self._executor_away_since_s: float | None = None  # when the first of the latest executor errors came
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rates = Rates()
         self.totals = Totals()
         self.last_status: dict[str, Any] = {}  # the status that was written last
@@ -188,11 +188,11 @@ class RolloutService:
         tasks = [asyncio.create_task(loop()) for loop in (*loops, stop.wait)]
         tasks += [asyncio.create_task(self._versions(policy)) for policy in self._policies]
         try:
-            done, _ = await asyncio.wait([*tasks, self._hopeless], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([*tasks, self._fatal], return_when=asyncio.FIRST_COMPLETED)
             for ended in done:  # of a loop that failed this raises the error; after `stop` nothing
                 ended.result()
         finally:
-            self._hopeless.cancel()
+            self._fatal.cancel()
             # Loops end before the drain: none may lease again while leases are given back.
             for task in tasks:
                 task.cancel()
@@ -202,9 +202,9 @@ class RolloutService:
 
     async def _lease(self) -> None:
         """Keep every slot playing."""
-        if self._left_behind:
-            await self._dataflow.give_back(self._left_behind, "")
-            self._left_behind = []
+        if self._previous_leases:
+            await self._dataflow.give_back(self._previous_leases, "")
+            self._previous_leases = []
         # Until the dataflow knows what is served here, it may give what would be played with too old a version.
         await asyncio.gather(*(reported.wait() for reported in self._reported.values()))
         while True:
@@ -232,16 +232,16 @@ class RolloutService:
             episode = await self._player.play(lease)
         except EngineError as error:
             self._unplayed.append((lease.lease_id, str(error)))
-            self._came_to_nothing(str(error))
+            self._count_failure(str(error))
         else:
             self._finished.append((lease.lease_id, episode))
             self.totals.add(episode)
             if episode.status in COUNTED_STATUSES:
-                self._fruitless, self._executor_left_s = 0, None
+                self._failures_in_a_row, self._executor_away_since_s = 0, None
             elif episode.status == "executor_error":
-                self._executor_is_away(episode.error)
+                self._count_executor_error(episode.error)
             else:
-                self._came_to_nothing(episode.error)
+                self._count_failure(episode.error)
             if episode.error:
                 _log.warning("episode %s: %s: %s", episode.episode_id, episode.status, episode.error)
         finally:
@@ -249,19 +249,19 @@ class RolloutService:
             self._slot_freed.set()
             self._something_to_send.set()
 
-    def _came_to_nothing(self, why: str) -> None:
+    def _count_failure(self, why: str) -> None:
         """Single failures are data; when nothing else comes any more, going on would use up every task."""
-        self._fruitless += 1
-        if self._fruitless == _FRUITLESS_ROUNDS * self._most_slots:
-            text = f"{self._fruitless} episodes in a row came to nothing, the last because: {why}"
-            self._hopeless.set_exception(RolloutError(text))
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row == _FAILED_ROUNDS * self._most_slots:
+            text = f"{self._failures_in_a_row} episodes in a row came to nothing, the last because: {why}"
+            self._fatal.set_exception(RolloutError(text))
 
-    def _executor_is_away(self, why: str) -> None:
+    def _count_executor_error(self, why: str) -> None:
         """An outage uses up no task, however many episodes meet it; one without end should be seen by somebody."""
         now_s = time.monotonic()
-        self._executor_left_s = now_s if self._executor_left_s is None else self._executor_left_s
-        if (away_s := now_s - self._executor_left_s) > _EXECUTOR_AWAY_S and not self._hopeless.done():
-            self._hopeless.set_exception(RolloutError(f"an executor has been away for {away_s:.0f} s: {why}"))
+        self._executor_away_since_s = now_s if self._executor_away_since_s is None else self._executor_away_since_s
+        if (away_s := now_s - self._executor_away_since_s) > _EXECUTOR_AWAY_S and not self._fatal.done():
+            self._fatal.set_exception(RolloutError(f"an executor has been away for {away_s:.0f} s: {why}"))
 
     async def _hand_over(self) -> None:
         """Send finished episodes, many at once."""
@@ -362,7 +362,7 @@ class RolloutService:
             "slots": self._admission.slots,
             "bases": {base.name: base.status() for base in self._bases},
             "metrics_url": self.metrics_url,
-            "leases": [*self._left_behind, *self._playing, *(lease_id for lease_id, _ in self._finished)],
+            "leases": [*self._previous_leases, *self._playing, *(lease_id for lease_id, _ in self._finished)],
             "unsent": len(self._finished),
             "serving_version": min(serving.values(), default=None),
             "serving_versions": serving,

@@ -201,7 +201,7 @@ class Checkpoints:
             except CheckpointError as error:
                 # Not with several processes, which would have to agree on the step. Nor where this process is short of
                 # files or memory, or may not read: that says nothing about the checkpoint.
-                if jax.process_count() > 1 or _is_the_readers(error):
+                if jax.process_count() > 1 or _is_fault_of_reader(error):
                     raise
                 problems[step] = error
                 continue
@@ -291,7 +291,7 @@ class Checkpoints:
             raise
 
 
-def _is_the_readers(error: BaseException) -> bool:
+def _is_fault_of_reader(error: BaseException) -> bool:
     """True if a checkpoint could not be read for a lack of the process that tried, and not for damage."""
     # An input/output error is explained as a fault of the machine, too, but it is the checkpoint's disk.
     return bool(explain(error)) and os.strerror(errno.EIO) not in explain(error)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from flowjax.launch.supervisor import Unwell, answers
+from flowjax.launch.supervisor import Unhealthy, answers
 
 
 def test_a_serving_port_a_silent_one_and_those_that_refuse_are_told_apart():
@@ -24,11 +24,11 @@ def test_a_serving_port_a_silent_one_and_those_that_refuse_are_told_apart():
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             assert await answers("127.0.0.1", port, "/health")
-            with pytest.raises(Unwell, match="answered /dead with status 503"):
+            with pytest.raises(Unhealthy, match="answered /dead with status 503"):
                 await answers("127.0.0.1", port, "/dead")
-            with pytest.raises(Unwell, match="broke connections off"):
+            with pytest.raises(Unhealthy, match="broke connections off"):
                 await answers("127.0.0.1", port, "/other")
-        with pytest.raises(Unwell, match="refused connections"):
+        with pytest.raises(Unhealthy, match="refused connections"):
             await answers("127.0.0.1", port, "/health")
         async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, Unwell
+from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, Unhealthy
 
 
 def role(tmp_path: Path, name: str, body: str, **options) -> Role:
@@ -110,7 +110,7 @@ def test_restart_then_end(tmp_path):
 
 def test_giving_up_names_role_status_and_log(tmp_path):
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, proven_s=0.05)
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, assumed_up_s=0.05)
         body = """
         for i in range(30): print("line", i)
         print("no such device", file=sys.stderr)
@@ -164,7 +164,7 @@ FORGIVEN = "time.sleep(0.4); sys.exit(3)"  # lives longer than a restart is held
 
 def test_a_restart_of_long_ago_is_forgiven(tmp_path):
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, proven_s=0.05, forgiven_s=0.2)
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, assumed_up_s=0.05, restart_window_s=0.2)
         supervisor.start(role(tmp_path, "rollout", FORGIVEN, restarts=1))
         await supervisor.until(wait_until(lambda: supervisor.states["rollout"].restarts == 4))
         await supervisor.stop()
@@ -174,7 +174,7 @@ def test_a_restart_of_long_ago_is_forgiven(tmp_path):
 
 def test_restarts_of_late_add_up(tmp_path):
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, proven_s=0.05, forgiven_s=120.0)
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, assumed_up_s=0.05, restart_window_s=120.0)
         supervisor.start(role(tmp_path, "rollout", MORTAL, restarts=2))
         dying = asyncio.create_task(kill_when_up(supervisor, "rollout", tmp_path))
         with pytest.raises(RoleFailed, match="exit status 3, after 2 restarts within 2 min"):
@@ -289,7 +289,7 @@ def test_kill_ends_a_stop_under_way(tmp_path):
 
 def test_killed_role_takes_its_children_along_before_it_is_restarted(tmp_path):
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, proven_s=0.1)
+        supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, assumed_up_s=0.1)
         supervisor.start(role(tmp_path, "engine", FAMILY + FOREVER, restarts=3))
         first = await wait_until(lambda: pids_in(tmp_path, 3))
         await wait_until(lambda: supervisor.states["engine"].phase == "up")
@@ -338,7 +338,7 @@ def test_nothing_is_orphaned_when_a_keeper_is_killed(tmp_path, victim):
             os.kill(daemon, signal.SIGKILL)
 
 
-def test_health_marks_up_and_a_role_that_goes_deaf_is_restarted(tmp_path):
+def test_health_marks_up_and_a_role_that_stops_answering_is_restarted(tmp_path):
     healthy = tmp_path / "healthy"
     events = []
 
@@ -346,7 +346,9 @@ def test_health_marks_up_and_a_role_that_goes_deaf_is_restarted(tmp_path):
         return healthy.exists()
 
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *e: events.append(e), backoff_s=0.01, deaf_s=0.5)
+        supervisor = Supervisor(
+            tmp_path / "logs", on_event=lambda *e: events.append(e), backoff_s=0.01, unresponsive_s=0.5
+        )
         supervisor.start(role(tmp_path, "engine", FOREVER, restarts=1, health=health))
         await asyncio.sleep(0.5)
         assert supervisor.states["engine"].phase == "starting"
@@ -365,11 +367,13 @@ def test_a_role_that_refuses_is_restarted_long_before_one_that_is_silent(tmp_pat
 
     async def health() -> bool:
         if (well := next(answer, None)) is None:
-            raise Unwell("refused connections")
+            raise Unhealthy("refused connections")
         return well
 
     async def main():
-        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *e: events.append(e), backoff_s=0.01, unwell_s=0.5)
+        supervisor = Supervisor(
+            tmp_path / "logs", on_event=lambda *e: events.append(e), backoff_s=0.01, unhealthy_s=0.5
+        )
         supervisor.start(role(tmp_path, "engine", FOREVER, restarts=1, health=health))
         await wait_until(lambda: supervisor.states["engine"].restarts == 1)
         await supervisor.stop()
@@ -455,7 +459,7 @@ if len(started.read_text()) < 3:
 
     async def main():
         supervisor = Supervisor(
-            tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.01, proven_s=0.1
+            tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.01, assumed_up_s=0.1
         )
         supervisor.start(role(tmp_path, "trainer", body, finite=True))
         await supervisor.until(supervisor.ended("trainer"))
@@ -488,8 +492,8 @@ def test_a_supervisor_with_too_many_files_open_waits_and_leaves_its_roles_alone(
             tmp_path / "logs",
             on_event=lambda *event: events.append(event),
             backoff_s=0.05,
-            unwell_s=0.0,
-            deaf_s=0.0,
+            unhealthy_s=0.0,
+            unresponsive_s=0.0,
         )
         supervisor.start(role(tmp_path, "engine", FOREVER, health=healthy))
         await wait_until(lambda: supervisor.states["engine"].phase == "up")

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowjax.config import default_config
-from flowjax.launch.supervisor import Unwell, answers
+from flowjax.launch.supervisor import Unhealthy, answers
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora, adapter_from_peft
@@ -75,7 +75,7 @@ class Server:
             await asyncio.sleep(0.2)
 
     async def well(self) -> bool:
-        with contextlib.suppress(Unwell):
+        with contextlib.suppress(Unhealthy):
             return await answers("127.0.0.1", self.port, "/health")
         return False
 
