@@ -62,8 +62,9 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     """
     function = get_estimator(name)
     parameters = inspect.signature(function).parameters.values()
-    table = {each.name for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)}
-    declared = {option: kind for option, kind in declared_types(function).items() if option not in table}
+    # Options are keyword-only; what comes by position is the table of turns.
+    positional = {each.name for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)}
+    declared = {option: kind for option, kind in declared_types(function).items() if option not in positional}
     for problem in option_problems("config.credit.options", options, declared, repr(name)):
         raise CreditError(problem)
 
