@@ -183,9 +183,12 @@ def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
         played = results["played"]
         how = f"{played['samples']} samples of each task, temperature {played['temperature']:g}"
         return {**dict(rows(results)), "played with": how}
-    beside = run.folder / "held_out" / f"{name}.jsonl"
-    if beside.exists():
-        return {**dict(rows(summarise(read_held_out(beside)))), "played": "beside training"}
+    # Of several policies the name has the versions of all.
+    beside = [path for path in (run.folder / "held_out").glob("*.jsonl") if name in path.stem.split(",")]
+    if beside:
+        newest = max(beside, key=lambda path: path.stat().st_mtime)
+        together = "" if newest.stem == name else f", by {newest.stem}"
+        return {**dict(rows(summarise(read_held_out(newest)))), "played": f"beside training{together}"}
     return {"held-out tasks": "not evaluated at this step"}
 
 

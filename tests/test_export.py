@@ -141,6 +141,22 @@ def test_the_card_tells_data_algorithm_budget_results_and_provenance(runs: Path,
     assert PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(runs / "model"), tmp_path / "again")
 
 
+def test_the_card_of_one_of_several_policies_has_what_all_of_them_came_to(runs: Path, tmp_path: Path):
+    config = default_config()
+    config.model.path, config.model.dtype = str(runs / "model"), "float32"
+    config.policies = {"agent": {"policy": {"lora": LORA}}, "other": {}}
+    save_run(config, tmp_path / "run")
+    (tmp_path / "run/checkpoints/agent").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/agent/4").symlink_to(runs / "lora/checkpoints/agent/4")
+    for version, success in ((4, 1.0), (44, 0.0)):
+        episodes = [HeldOutEpisode(task, task, "", 0, "ok", success, 3, 6, {}, {}) for task in "xy"]
+        write_held_out(tmp_path / "run", f"agent@{version},other@3", episodes)
+    export(tmp_path / "run/checkpoints/agent/4", tmp_path / "out", form="peft")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "- held-out success: 100.0 % [34.2, 100.0] of 2 tasks" in card
+    assert "- played: beside training, by agent@4,other@3" in card
+
+
 def test_refusals(runs: Path, tmp_path: Path):
     checkpoint, out = runs / "lora/checkpoints/agent/4", tmp_path / "out"
     with pytest.raises(ConfigError, match="--format=gguf is not known: use one of hf, peft"):
