@@ -41,7 +41,7 @@ def through(folder: Path, base: Path | None, known: Path | None = None) -> int:
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
-    shape=st.lists(st.integers(0, 70), min_size=0, max_size=3),
+    shape=st.lists(st.integers(0, 20), min_size=0, max_size=3),
     changed=st.floats(0, 1),
     chunk=st.integers(1, 300),
     seed=st.integers(0, 2**32 - 1),

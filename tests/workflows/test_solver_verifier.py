@@ -12,7 +12,7 @@ from flowjax.records import Task
 from flowjax.workflows import Played, solver_verifier
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.solver_verifier import demonstrations, parse_verdict, play
-from tests.workflows.two_agents import play_scripted
+from tests.workflows.scripted import play_scripted
 
 OPTIONS = {"answer": "whole", "digits": 2, "terms": 2, "operators": "+"}
 WORLD = find_world("flowjax.envs.math:Math")(**OPTIONS)

@@ -16,7 +16,7 @@ from flowjax.rewards import trajectory_scores
 from flowjax.workflows import AgentTurns, Played, writer_tester
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.writer_tester import TESTS, demonstrations, parse_tests, play, reply_with
-from tests.workflows.two_agents import play_scripted
+from tests.workflows.scripted import play_scripted
 
 WORLD = find_world("flowjax.envs.code:Code")(kinds=("int",), steps=2)
 PLUS_THREE = Task("plus", "code", 0, {"kind": "int", "steps": [[0, 3]]})
