@@ -1,0 +1,111 @@
+"""What training adds, and whether it is a skill: `python -m tests.benchmarks.skills --recipes=code,math --seeds=0,1,2`.
+
+For each recipe (its variant `nano`; `math:nano_calculator` names another one) and seed: a run by the launcher, then the
+base and the newest checkpoint on the same held-out tasks, played greedily (temperature 0) and sampled (temperature 1).
+What greedy play of the base solves is known before training: a policy that only beats the sampled base has become
+colder, one that beats the greedy base has learnt something.
+
+Runs and evaluations are kept in `--out`; the same command again goes on where it stopped. Prints, and writes to
+`<out>/skills.md`, success with its 95 % interval over tasks, the paired difference of greedy play, and each run's
+minutes; `config.json`, `run.json` (code, packages, machine) and every episode lie in the runs' folders.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from flowjax.compare import read_scores, shared_tasks
+from flowjax.monitor.held_out import percent
+from flowjax.monitor.provenance import read_starts
+from flowjax.monitor.statistics import difference
+
+_RECIPES = flags.DEFINE_list("recipes", ["code"], "Recipes in configs/, each with :variant where that is not nano.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "config.seed of each run.")
+_TASKS = flags.DEFINE_integer("tasks", 512, "Held-out episodes of each evaluation.", lower_bound=2)
+_OUT = flags.DEFINE_string("out", "runs/skills", "Folder of the runs and of the table.")
+HOW = {"greedy": 0.0, "sampled": 1.0}
+HEAD = """| recipe | seed | sampled: base | trained | greedy: base | trained | greedy gain, points | minutes |
+|---|---|---|---|---|---|---|---|"""
+
+
+def trained(recipe: str, seed: str, out: Path) -> tuple[Path, float]:
+    """The folder of a finished run, and the seconds that the launcher took; a run that was stopped goes on."""
+    file, _, variant = recipe.partition(":")
+    variant = variant or "nano"
+    run = out / f"{file}-{variant}-{seed}".replace("_", "-")
+    took = run / "skills.json"
+    if not took.exists():
+        named = [f"--config=configs/{file}.py:{variant}", f"--name={run.name}", f"--config.seed={seed}"]
+        fresh = [*named, f"--config.runs={out}"]
+        started_s = time.monotonic()
+        call("flowjax.launch", *([f"--resume={run}"] if (run / "config.json").exists() else fresh))
+        took.write_text(json.dumps({"launch_s": time.monotonic() - started_s}))
+    return run, json.loads(took.read_text())["launch_s"]
+
+
+def evaluated(run: Path, out: Path, *, how: str, base: bool) -> Path:
+    """The folder of an evaluation of a run's newest checkpoint or of its base model, played where it is not there."""
+    folder = out / f"{'base' if base else 'trained'}-{how}"
+    if not (folder / "results.json").exists():
+        fields = [f"--config.eval.temperature={HOW[how]}", f"--config.eval.tasks={_TASKS.value}"]
+        call("flowjax.evaluate", str(run), f"--out={folder}", *fields, *(["--base"] if base else []))
+    return folder
+
+
+def call(module: str, *arguments: str) -> None:
+    """Run a command of flowjax to its end.
+
+    Raises:
+        SystemExit: it failed; its own words are above.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    print("$", "python -m", module, *arguments, flush=True)
+    if status := subprocess.run(command, check=False).returncode:
+        raise SystemExit(status)
+
+
+def success(evaluation: Path) -> Mapping[str, Any]:
+    return json.loads((evaluation / "results.json").read_text())["metrics"]["success"]
+
+
+def row(recipe: str, seed: str, minutes: float, base: Mapping[str, Path], policy: Mapping[str, Path]) -> str:
+    """A line of the table: both ways to play, and what greedy play gained on the same tasks."""
+    gain = difference(*shared_tasks(*([read_scores(side["greedy"], "success")] for side in (policy, base))))
+    cells = [percent(success(side[how])) for how in ("sampled", "greedy") for side in (base, policy)]
+    mean, low, high = (f"{100 * value:+.1f}" for value in (gain.mean, gain.low, gain.high))
+    return f"| {recipe} | {seed} | {' | '.join(cells)} | {mean} [{low}, {high}] | {minutes:.1f} |"
+
+
+def machine(run: Path) -> str:
+    """Commit and machine of a run, in a sentence."""
+    start = read_starts(run)[0]
+    where = start["machine"]
+    return f"Commit {start['code'].get('commit', 'unknown')[:9]}, {where['cpus_allowed']} cores of {where['cpu']}."
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    out = Path(_OUT.value).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[str] = []
+    run = out
+    for recipe in _RECIPES.value:
+        base: dict[str, Path] = {}
+        for seed in _SEEDS.value:
+            run, took_s = trained(recipe, seed, out)
+            base = base or {how: evaluated(run, run / "skills", how=how, base=True) for how in HOW}
+            policy = {how: evaluated(run, run / "skills", how=how, base=False) for how in HOW}
+            rows.append(row(recipe, seed, took_s / 60, base, policy))
+            table = "\n".join([HEAD, *rows, "", machine(run), ""])
+            (out / "skills.md").write_text(table)
+            print(table, flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)
