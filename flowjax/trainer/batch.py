@@ -199,6 +199,7 @@ def _lay_out(bins: Sequence[Sequence[TokenRow]], rows: int, tokens: int, sampled
             by_sampled["versions"][index, to] = row.versions[places]
             by_sampled["sequences"][index, to] = sequence
             by_sampled["trajectory_tokens"][index, to] = row.trajectory_tokens or len(places)
-            start, filled, sequence = span.stop, to.stop, sequence + 1
+            # Only sequences with a sampled token are counted: so no number exceeds the slots, as `update` relies on.
+            start, filled, sequence = span.stop, to.stop, sequence + bool(len(places))
     arrays: dict[str, Any] = by_token | by_sampled
     return MicroBatch(**arrays)

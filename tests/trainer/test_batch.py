@@ -120,6 +120,14 @@ def test_middle_spans_of_a_multi_turn_row_keep_its_whole_length():
     assert batch.places[0, batch.mask[0]].tolist() == [3, 4, 8, 11]
 
 
+def test_a_sequence_without_a_sampled_token_takes_no_number():
+    """Its number would push those after it beyond the slots, where a segment sum drops them without a word."""
+    rows = [*(row(2, []) for _ in range(9)), *(row(4, [1 + i]) for i in range(3))]
+    for batch in pack(rows, row_tokens=64, micro_batch_rows=1):
+        numbers = batch.sequences[batch.mask]
+        assert len(set(numbers.tolist())) == batch.mask.sum() and numbers.max(initial=0) < batch.sequences.size
+
+
 def test_a_sequence_longer_than_a_row_is_refused_with_both_numbers():
     with pytest.raises(BatchError, match=r"33 tokens.*row_tokens is 32"):
         pack([row(33, [1])], row_tokens=32, micro_batch_rows=1)
