@@ -103,19 +103,21 @@ class EpisodePlayer:
         Raises:
             EngineError: the engine is gone, so the episode says nothing and should be played again.
         """
+        limit_s = self.config.rollout.episode_timeout_s
+        timeout = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(self.config.rollout.episode_timeout_s):
+            async with timeout:
                 played = await self._play(lease)
         except EngineError:
             raise
-        except TimeoutError as error:
-            limit_s = self.config.rollout.episode_timeout_s
-            # Whose fault: with an engine away the episode says nothing, with all of them up it was too long.
-            if not all(await asyncio.gather(*(base.engine.healthy() for base in self.bases))):
-                raise EngineError(f"the engine was away for longer than the {limit_s} s of an episode") from error
-            played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
         except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
-            played = Played([], {}, "env_error", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
+            if not timeout.expired():  # also a time-out of the world's own
+                played = Played([], {}, "env_error", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
+            # Whose fault: with an engine away the episode says nothing, with all of them up it was too long.
+            elif all(await asyncio.gather(*(base.engine.healthy() for base in self.bases))):
+                played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
+            else:
+                raise EngineError(f"the engine was away for longer than the {limit_s} s of an episode") from error
         episode = self._episode(lease, played)
         try:
             # The dataflow's own checks, before it is sent; the newest version it alone knows, so here any will do.

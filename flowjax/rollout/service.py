@@ -252,7 +252,7 @@ class RolloutService:
     def _count_failure(self, why: str) -> None:
         """Single failures are data; when nothing else comes any more, going on would use up every task."""
         self._failures_in_a_row += 1
-        if self._failures_in_a_row == _FAILED_ROUNDS * self._most_slots:
+        if self._failures_in_a_row >= _FAILED_ROUNDS * self._most_slots and not self._fatal.done():
             text = f"{self._failures_in_a_row} episodes in a row came to nothing, the last because: {why}"
             self._fatal.set_exception(RolloutError(text))
 

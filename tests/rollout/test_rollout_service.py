@@ -292,6 +292,17 @@ def test_an_episode_that_takes_too_long_is_a_timeout(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_time_out_of_the_worlds_own_is_no_time_out_of_the_episode(tmp_path):
+    async def scenario():
+        run = RolloutRun(tmp_path, workflow="unruly_workflows:tool_takes_too_long")
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: bool(servers.counted))
+        assert {episode.status for episode in servers.counted} == {"env_error"}
+        assert servers.counted[0].error == "TimeoutError: the tool does not answer"
+
+    asyncio.run(scenario())
+
+
 def test_an_episode_that_runs_out_of_time_without_an_engine_is_played_again(tmp_path):
     async def scenario():
         run = RolloutRun(tmp_path, rollout__episode_timeout_s=0.5, engine__request_timeout_s=30.0)

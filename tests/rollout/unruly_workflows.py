@@ -24,6 +24,10 @@ async def every_fourth_lacks_its_outcome(task, *, seed, env, agents, options):
     return dataclasses.replace(played, parts=bare) if seed % 4 == 0 else played
 
 
+async def tool_takes_too_long(task, *, seed, env, agents, options):
+    raise TimeoutError("the tool does not answer")
+
+
 async def raises(task, *, seed, env, agents, options):
     raise RuntimeError("this workflow is broken")
 

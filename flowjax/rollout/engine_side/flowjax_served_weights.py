@@ -85,10 +85,10 @@ class ServedWeights:
             if _served(state)[0].name == name:
                 return JSONResponse({"loaded": name})
             # Closed first, then emptied: no new completion may begin while the last ones end.
-            async with self._changed:
-                self._loading = True
-                await self._changed.wait_for(lambda: not self._answering)
             try:
+                async with self._changed:
+                    self._loading = True
+                    await self._changed.wait_for(lambda: not self._answering)
                 await _replace(state, name, path)
             except Exception as error:
                 logger.exception("weights of %s could not be loaded", path)
