@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -275,11 +276,12 @@ class Flaky(http.server.BaseHTTPRequestHandler):
     """Fails as often as told, then answers nothing found."""
 
     failures: list[int]
+    nothing: Mapping[str, Any] = MappingProxyType({"result": [[]]})
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         status = self.failures.pop() if self.failures else 200
-        body = json.dumps({"result": [[]]}).encode()
+        body = json.dumps(dict(self.nothing)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -302,6 +304,20 @@ def test_failures_of_the_server_are_tried_again_and_refusals_are_not(failures: l
                     retriever.search("x", 1)
             else:
                 assert retriever.search("x", 1) == []
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("passages", [[], [[]]])
+def test_a_server_that_finds_nothing_may_give_no_list_at_all(passages: list[Any]):
+    handler = type("Handler", (Flaky,), {"failures": [], "nothing": {"results": {"passages": passages}}})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            retriever = RemoteRetriever([f"http://127.0.0.1:{server.server_port}"], wire="search", timeout_s=5)
+            assert retriever.search("x", 1) == []
         finally:
             server.shutdown()
             thread.join()

@@ -408,9 +408,10 @@ def _read_result(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def _read_passages(answer: Mapping[str, Any]) -> list[Any]:
-    found = answer["results"]["passages"]
+    passages = answer["results"]["passages"]  # a list for each query; some give none where nothing is found
+    found = passages[0] if passages else []
     named = [("id", "passage_id"), ("contents", "text"), ("url", "filename")]
-    return [{ours: fields[theirs] for ours, theirs in named if theirs in fields} for fields in found[0] if found]
+    return [{ours: fields[theirs] for ours, theirs in named if theirs in fields} for fields in found]
 
 
 def _nameless(fields: Mapping[str, Any]) -> Document:
