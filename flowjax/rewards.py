@@ -148,7 +148,7 @@ def check_reward(components: Components, world_outcomes: Sequence[str], world: s
     """
     if not components:
         raise RewardError("config.reward.components is empty: name at least one, such as success = 1.0")
-    available = set(world_outcomes) | set(_DERIVED) | {name.rpartition("/")[2] for name in world_outcomes}
+    available = set(world_outcomes) | set(_DERIVED)
     for component, part in _parts(components).items():
         for name in part.outcomes:
             if name not in available:

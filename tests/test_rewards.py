@@ -165,7 +165,11 @@ def test_every_component_is_known_and_described():
     for path in COMPONENTS.values():
         assert resolve_name(path).__doc__, path
     check_reward({"success": 1.0, "invalid_actions": 0.1}, SOKOBAN, "flowjax.envs.sokoban")
-    check_reward({"success": 1.0}, ("solver/success",), "flowjax.envs.math")
+
+
+def test_an_outcome_is_given_by_its_whole_name():
+    with pytest.raises(RewardError, match="needs the outcome 'success', which math does not report"):
+        check_reward({"success": 1.0}, ("solver/success",), "math")
 
 
 @pytest.mark.parametrize(
