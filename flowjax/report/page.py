@@ -54,14 +54,18 @@ def make_page(runs: Sequence[Path], *, groups_per_step: int = 0, known: dict[Any
     pieces: list[str] = []
     known = {} if known is None else known
     for number, (run_dir, data) in enumerate(zip(runs, shown, strict=True)):
-        data |= {"pieces": [], "notes": [], "workflows": []}
-        for packed, described in _pieces(read_run(run_dir), groups_per_step, data["notes"], known):
+        run = read_run(run_dir)
+        data |= {"pieces": [], "notes": [], "workflows": [], "weights": _weights(run)}
+        for packed, described in _pieces(run, groups_per_step, data["notes"], known):
             key = f"piece-{number}-{len(data['pieces'])}"
             data["pieces"].append({name: value for name, value in described.items() if name != "use"} | {"key": key})
             if described.get("use"):
                 data["workflows"].append({"step": described["step"], "policy": described["policy"], **described["use"]})
             pieces.append(f'<script type="text/plain" id="{key}">{packed}</script>')
-        data["spent"]["cost"] = sum(piece.get("cost", 0.0) for piece in data["pieces"])
+        costs = [piece["cost"] for piece in data["pieces"] if "cost" in piece]
+        # Of some batches alone it would be less than the run has cost.
+        whole = len(costs) == sum(len(batches_of(run_dir, policy)) for policy in run.policies)
+        data["spent"]["cost"] = sum(costs) if whole else None
     data = {"runs": shown, "differences": differences(shown), "methods": methods(shown)}
     parts = {
         "TITLE": escape(", ".join(run["name"] for run in shown)),
@@ -75,6 +79,15 @@ def make_page(runs: Sequence[Path], *, groups_per_step: int = 0, known: dict[Any
     for name, part in parts.items():
         template = template.replace(f"<!-- {name} -->", part, 1)
     return template
+
+
+def _weights(run: Run) -> dict[str, dict[str, float]]:
+    """Weight of each component of every policy's reward."""
+    components = {name: policy.reward.components.to_dict() for name, policy in run.policies.items()}
+    return {
+        name: {part: each.get("weight", 1.0) if isinstance(each, dict) else each for part, each in of.items()}
+        for name, of in components.items()
+    }
 
 
 def _packed(piece: dict[str, Any]) -> str:

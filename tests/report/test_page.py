@@ -230,6 +230,21 @@ def test_runs_are_shown_side_by_side_with_what_differs(tmp_path: Path):
     visit(read)
 
 
+def test_a_reward_is_taken_apart_by_the_weights_of_its_own_policy(tmp_path: Path):
+    weighted = {"reward": {"components": {"success": {"weight": 0.25}}}}
+    run = record_run(tmp_path / "run", steps=1, changes={"policies.agent": weighted, "policies.other": {}})
+    assert main([str(run)]) == 0
+
+    async def read(opened: Browser) -> None:
+        await opened.open(run / "report.html")
+        key = await opened.run("DATA.runs[0].pieces.find((piece) => piece.kind === 'training').key")
+        await opened.open(run / "report.html", f"#episodes/{key}/0/0")
+        await opened.until("document.querySelector('#section-episodes .outcome')")
+        assert " × 0.25" in await opened.text("#section-episodes .outcome")
+
+    visit(read)
+
+
 def test_a_workflow_is_seen_to_grow(tmp_path: Path):
     """Of a canvas run of 20 steps: the workflow after each edit, the reply of a node, and the reward's parts."""
     run = record_run(tmp_path / "canvas", steps=20, groups=1, played=CANVAS)

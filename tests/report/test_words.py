@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowjax.monitor.transcripts import batch_path, read_lines, write_lines
 from flowjax.report import page
 from flowjax.report.__main__ import PageHandler, main
 from flowjax.report.credit import explain_credit
@@ -91,6 +92,23 @@ def test_a_world_that_has_gone_costs_the_drawings_and_nothing_else(run: Path):
     finally:
         (run / "config.json").write_text(text)
     assert "states are not drawn" in without and "states are not drawn" not in make_page([run])
+
+
+def test_what_executors_cost_is_said_of_a_whole_run_or_not_at_all(tmp_path: Path, monkeypatch):
+    run = record_run(tmp_path / "run", steps=4, groups=2, size=2)
+    for step in range(4):
+        lines = list(read_lines(batch_path(run, "agent", step)))
+        for line in lines:
+            line["outcome"]["executor_cost"] = 0.5
+        write_lines(batch_path(run, "agent", step), lines)
+
+    def cost() -> float | None:
+        data = make_page([run]).partition('id="data"')[2].partition(">")[2].partition("</script>")[0]
+        return json.loads(data)["runs"][0]["spent"]["cost"]
+
+    assert cost() == 4 * 2 * 2 * 0.5
+    monkeypatch.setattr(page, "_MOST_GROUPS", 4)
+    assert cost() is None
 
 
 def test_a_run_of_long_episodes_is_shown_in_part(run: Path, monkeypatch):

@@ -94,7 +94,7 @@ function wonOrLost(episode) { return !["ok", "truncated"].includes(episode.statu
 function outcomeOf(one) { return make("span", {class: `outcome ${wonOrLost(one)}`}, wonOrLost(one)); }
 
 function rewardParts(run, episode) {
-  const weight = (name) => run.config[`reward.components.${name}.weight`] ?? run.config[`reward.components.${name}`] ?? 1;
+  const weight = (name) => run.weights[episode.policy]?.[name] ?? 1;
   return Object.entries(episode.rewards || {}).map(([name, value]) => `${name} ${number(value)}${weight(name) === 1 ? "" : ` × ${weight(name)}`}`).join(" + ");
 }
 
