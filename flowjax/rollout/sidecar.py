@@ -79,9 +79,12 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
         environment["PYTHONPATH"] = os.pathsep.join([str(_ENGINE_SIDE), *([inherited] if inherited else [])])
     if on_cpu:
         # Compiling takes longer than it saves, and vLLM's CPU LoRA forgoes it anyway.
-        switches.append("--enforce-eager")
+        # Prompts are read whole: of one that is read in parts, vLLM takes back what each part has drawn from the
+        # request's seed, which a CPU's generator cannot, and the engine dies.
+        switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
         # Smaller steps than vLLM's: their activations stay in the core's cache.
-        options["--max-num-batched-tokens"] = max(_CPU_STEP_TOKENS, engine.max_concurrent_sequences)
+        least = max(engine.max_concurrent_sequences, engine.max_model_tokens)
+        options["--max-num-batched-tokens"] = max(_CPU_STEP_TOKENS, least)
         environment |= _CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(engine.threads)}
         if engine.tensor_parallel == 1:
             options["--distributed-executor-backend"] = "uni"

@@ -141,6 +141,13 @@ def test_cpu_steps_are_small_but_hold_a_token_of_every_sequence(config, cpu, tmp
     assert sequences <= int(_value(command(config)[0], "--max-num-batched-tokens")) <= 5000
 
 
+def test_prompts_are_read_whole_on_a_cpu(config, cpu, tmp_path):
+    """Of a prompt that is read in parts the samples are taken back, which a CPU's generator with a seed cannot."""
+    config.engine.max_model_tokens = 4000
+    argv, _ = command(config)
+    assert "--no-enable-chunked-prefill" in argv and int(_value(argv, "--max-num-batched-tokens")) >= 4000
+
+
 def test_extra_arguments_come_last_and_so_win(config, cpu, tmp_path):
     config.engine.python, config.engine.extra_args = "/opt/vllm/bin/python", ("--max-num-seqs", "7")
     argv, _ = command(config)
