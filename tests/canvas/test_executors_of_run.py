@@ -93,6 +93,19 @@ def test_a_request_waits_for_an_engine_that_restarts(config: ConfigDict, tmp_pat
     assert outcomes and outcomes[0]["success"] == 1.0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_chance_differs_between_requests_and_not_between_runs(config: ConfigDict, tmp_path: Path, temperature: float):
+    config.engine.port, config.env.options.temperature = consecutive_ports(1), temperature
+    seeds = []
+    for folder in ("one", "other"):
+        with endpoint(lambda body: chat("Answer: 5"), port=config.engine.port) as server:
+            (tmp_path / folder).mkdir()
+            assert start(config, tmp_path / folder).step("add Custom -> AnswerGenerate").valid
+            seeds.append([body["seed"] for body in server.bodies])
+    assert seeds[0] == seeds[1] and len(seeds[0]) == 2
+    assert len(set(seeds[0])) == (2 if temperature else 1), "without chance there is nothing to tell apart"
+
+
 def test_outside_a_run_there_is_no_engine_to_ask(config: ConfigDict):
     config.env.options.step_s = 1.0
     env = Canvas(**config.env.options.to_dict()).env()

@@ -7,6 +7,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -26,12 +27,14 @@ from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.grading.code import Suite, Verdict
 from flowjax.grading.sandbox import ProgramResult
 from flowjax.grading.scoring import Kind, Score, Scorer
+from flowjax.records import state_key
 
 # An engine that restarts comes back at the same address: requests wait for it as long as the world lets them.
 _PATIENT = {"timeout_s": 600.0, "retries": 10_000, "last_retry_s": 5.0, "failures_in_a_row": 1_000_000}
 _NOWHERE = "http://127.0.0.1:9/v1"  # outside a run, such as while its config is checked: nobody listens at `discard`
 _CACHE_FILE = "executor-replies.sqlite"
 _KEPT = 20_000
+_SEEDS = 1 << 31  # that endpoints take
 _results: dict[Any, Any] = {}
 _writing = threading.Lock()
 _CLOSING_S = 5.0
@@ -64,7 +67,7 @@ class RememberingBackend:
         """See `Backend`."""
 
         async def ask() -> Outcome:
-            made = await self._backend.complete(request)
+            made = await self._backend.complete(_with_its_own_seed(request))
             usage = made.usage
             spent = [usage.calls, usage.prompt_tokens, usage.sampled_tokens, usage.cost]
             return Outcome({"text": made.text, "usage": json.dumps(spent), "end": made.finish_reason}, keep=True)
@@ -78,6 +81,14 @@ class RememberingBackend:
         messages = [dict(message) for message in request.messages]
         text = json.dumps([self.identity, messages, sampling, request.schema], sort_keys=True)
         return f"reply {hashlib.blake2b(text.encode(), digest_size=20).hexdigest()}"
+
+
+def _with_its_own_seed(request: Request) -> Request:
+    """The request with a seed of its words: with one for all problems, a sampler would draw their replies alike."""
+    if not request.temperature:
+        return request
+    words = [message["content"] for message in request.messages]
+    return dataclasses.replace(request, seed=state_key(request.seed, *words) % _SEEDS)
 
 
 def open_executors(config: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Backend]:
