@@ -72,6 +72,7 @@ from flowjax.monitor.held_out import markdown, rows, summarise
 from flowjax.monitor.metrics import Progress
 from flowjax.monitor.provenance import recorded_start
 from flowjax.records import Lease
+from flowjax.rewards import Components
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStopped, play_missing
@@ -641,15 +642,8 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
     played = [(lease.task, episodes[lease.episode_id]) for lease in leases if lease.episode_id in episodes]
     if not played:
         raise ConfigError(f"{run.folder}: no episode of this evaluation came to its end, see the lines above")
-    # A base model is rewarded as the policy whose place it takes; beside policies it may be paid for something else.
-    alone = len(run.agents) == 1
-    components = {
-        model: (run.policies[model].reward if model in run.policies else run.config.reward).components.to_dict()
-        for model in dict.fromkeys(run.agents.values())
-        if model in run.policies or alone
-    }
     transcripts = run.config.eval.transcripts
-    held_out, _ = keep_evaluation(run.folder, evaluation.name, played, components, transcripts=transcripts)
+    held_out, _ = keep_evaluation(run.folder, evaluation.name, played, rewards_of(run), transcripts=transcripts)
     results = summarise(held_out)
     results |= {"asked": run.config.eval.tasks, "unfinished": len(leases) - len(played)}
     if cost := prices.cost(results["tokens"]["prompt"], results["tokens"]["sampled"]):
@@ -666,6 +660,20 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
     replace_file(run.folder / "results.json", json.dumps(results, indent=2) + "\n")
     replace_file(run.folder / "results.md", markdown(results))
     return results
+
+
+def rewards_of(run: Run) -> dict[str, Components]:
+    """Components of the reward of every model that speaks and is paid.
+
+    A base model is rewarded as the policy whose place it takes; beside policies it may be paid for something else.
+    """
+    alone = len(run.agents) == 1
+    one = next(iter(run.policies.values())).reward if len(run.policies) == 1 else run.config.reward
+    return {
+        model: (run.policies[model].reward if model in run.policies else one).components.to_dict()
+        for model in dict.fromkeys(run.agents.values())
+        if model in run.policies or alone
+    }
 
 
 def _table(title: str, results: Mapping[str, Any]) -> Table:

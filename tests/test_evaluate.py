@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flowjax.config import ConfigError, save_run
-from flowjax.evaluate import Evaluation, begin, read_requests
+from flowjax.evaluate import Evaluation, begin, read_requests, rewards_of
 from flowjax.launch.checks import check_config
 from flowjax.launch.command_line import load_recipe
 from flowjax.monitor.held_out import HeldOutEpisode, markdown, rows, summarise
@@ -115,6 +115,18 @@ def test_the_base_model_plays_in_place_of_the_checkpoint_and_greedily_if_asked(r
     more = ["--base", "--config.agents={'first': 'solver', 'second': 'verifier'}"]
     config = request(run, "bases", "solver/2", "verifier/1", more=more).run.config
     assert config.agents.to_dict() == {"first": "base", "second": "large"}
+
+
+def test_the_base_model_is_rewarded_as_the_policy_whose_place_it_takes(run):
+    (run.parent / "recipe.py").write_text(
+        RECIPE.replace("return", "config.reward.components = {'success': 1.0}; return").replace(
+            '{"solver": {}, "verifier": {}}', '{"solver": {"reward": {"components": {"turn_penalty": 0.5}}}}'
+        )
+    )
+    paid = {"turn_penalty": 0.5}  # in place of the run's components
+    assert rewards_of(request(run, "own", "solver/2").run) == {"solver": paid}
+    assert rewards_of(request(run, "own", "solver/2", more=["--base"]).run) == {"base": paid}
+    assert rewards_of(request(run, "one", "solver/2", more=["--base"]).run) == {"base": {"success": 1.0}}
 
 
 def test_policies_are_evaluated_together_each_at_its_own_version(run):
