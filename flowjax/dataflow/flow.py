@@ -84,7 +84,10 @@ class Flow:
 
     def oldest_needed(self, policy: str) -> int:
         """The policy's oldest version that a worker may still be asked to play."""
-        newest_stale = self.policies[policy].serving - self.run.config.dataflow.max_staleness
+        state = self.policies[policy]
+        # After a restart nobody has said yet what is served: a node would fetch every version back to the first.
+        newest = state.serving if state.serving >= 0 else state.committed
+        newest_stale = newest - self.run.config.dataflow.max_staleness
         return min([max(newest_stale, 0), *self.evaluations.pinned(policy)])
 
     @property

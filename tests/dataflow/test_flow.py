@@ -229,6 +229,17 @@ def test_order_of_tasks_is_fixed(tmp_path):
     assert names[0] == names[1]
 
 
+def test_a_dataflow_that_was_restarted_asks_for_no_version_that_nobody_needs(tmp_path):
+    flow = make_flow(tmp_path)
+    assert flow.oldest_needed("agent") == 0
+    flow.ledger.commit("agent", 7)
+    flow.close()
+    flow = make_flow(tmp_path)
+    staleness = flow.run.config.dataflow.max_staleness
+    assert flow.oldest_needed("agent") == 7 - staleness, "before any engine is heard of"
+    assert flow.report_serving("agent", 6) == 6 - staleness
+
+
 class Served:
     """A server over a real flow, and a client's view of it."""
 
