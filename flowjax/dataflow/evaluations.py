@@ -135,6 +135,7 @@ class Evaluations:
             version=version,
             versions=dict(versions),
             asked=self._config.eval.tasks,
+            samples=self._config.eval.samples,
             tasks=len(by_task),
             episodes=len(played),
             unfinished=self._count * self._config.eval.samples - len(played),

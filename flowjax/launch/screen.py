@@ -248,7 +248,7 @@ def interval(entry: Mapping[str, Any] | None) -> str:
     episodes = entry.get("episodes", "-")
     tasks = entry.get("tasks", episodes)
     played = "" if tasks == episodes else f" tasks in {episodes} episodes"
-    asked = number(entry, "asked") or 0
+    asked = (number(entry, "asked") or 0) * entry.get("samples", 1)
     few = ", all there are" if entry.get("episodes", 0) + entry.get("unfinished", 0) < asked else ""
     return (
         f"{percent(number(entry, 'success_rate'))} [{fixed(100 * low if low is not None else None, 1)}, "

@@ -56,6 +56,7 @@ def test_a_small_set_is_played_once_and_the_log_says_so(tmp_path):
     assert [lease.task.task_id for lease in leases] == [f"held-{index}" for index in range(7)]
     line = told(tmp_path)
     assert (line["tasks"], line["episodes"], line["unfinished"], line["asked"]) == (7, 7, 0, 50)
+    assert line["samples"] == 1
     assert (line["low"], line["high"]) == pytest.approx(wilson(3, 7))
     assert line["policies"]["agent"]["low"] == pytest.approx(wilson(3, 7)[0])
     (said,) = [entry for entry in read_metrics(tmp_path) if entry["kind"] == "run"]

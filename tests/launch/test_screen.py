@@ -122,10 +122,12 @@ def test_without_a_terminal_each_step_is_one_line_told_once(tmp_path):
     writer.write("eval", step=10, version=10, episodes=200, success_rate=0.65, low=0.581, high=0.713)
     drawn = {"asked": 512, "tasks": 42, "episodes": 44, "unfinished": 0}
     writer.write("eval", step=20, success_rate=0.5, low=0.4, high=0.6, **drawn)
+    often = drawn | {"episodes": 16 * 44, "samples": 16}  # more episodes than tasks were asked for
+    writer.write("eval", step=30, success_rate=0.5, low=0.4, high=0.6, **often)
     screen.refresh()
     screen.close()
     lines = console.export_text().splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5 and lines[4].endswith("of 42 tasks in 704 episodes, all there are")
     assert lines[3] == "held out, version 20: success 50.0 % [40.0, 60.0] of 42 tasks in 44 episodes, all there are"
     assert lines[0].startswith(
         "step 2/10  success 75.0 %  reward 0.500  invalid -  no signal 40.0 %  staleness 0.50  k3 2.0e-08  4.0 s"
