@@ -89,6 +89,14 @@ def test_of_several_evaluations_the_newest_is_taken_and_one_may_be_named(tmp_pat
     assert read_scores(old, "success")["x"] == 0.0
 
 
+def test_the_newest_evaluation_of_a_run_is_that_of_its_newest_version(tmp_path: Path):
+    """A copy of a run may have its files in any order of their times."""
+    for name, won in (("a@100,b@60", True), ("a@90,b@60", False), ("a@0,b@0", False)):
+        evaluation(tmp_path / "run", {"x": [won], "y": [won]}, name)
+        os.utime(tmp_path / "run" / "held_out" / f"{name}.jsonl", (2e9 - len(name), 2e9 - len(name)))
+    assert read_scores(tmp_path / "run", "success") == {"x": 1.0, "y": 1.0}
+
+
 def test_mistakes_name_the_file_and_the_remedy(tmp_path: Path):
     one = evaluation(tmp_path / "a", {"x": [True], "y": [True]})
     other = evaluation(tmp_path / "b", {"z": [True], "w": [True]})

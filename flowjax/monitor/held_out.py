@@ -2,7 +2,7 @@
 are made of them: means with intervals over tasks, pass@k, maj@k, as JSON and Markdown."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,18 @@ def write_held_out(run_dir: Path, name: str, episodes: Sequence[HeldOutEpisode])
     replace_file(folder / f"{name}.jsonl", "".join(json.dumps(asdict(episode)) + "\n" for episode in episodes))
 
 
+def oldest_first(files: Iterable[Path]) -> list[Path]:
+    """Files of `held_out/` by the versions in their names; by their times only where these are equal, since a copy of a
+    run may have other times."""
+
+    def age(file: Path) -> tuple[int, float]:
+        named = file.name.removesuffix(".jsonl").removesuffix(".turns.gz").split(",")
+        versions = [name.rpartition("@")[2] for name in named]
+        return sum(int(version) for version in versions if version.isdecimal()), file.stat().st_mtime
+
+    return sorted(files, key=age)
+
+
 def read_held_out(path: Path) -> list[HeldOutEpisode]:
     """Episodes of a file of `held_out/`, or of the newest one in a run's folder.
 
@@ -58,7 +70,7 @@ def read_held_out(path: Path) -> list[HeldOutEpisode]:
         ConfigError: there is none, or it cannot be read.
     """
     if not path.is_file():
-        files = sorted((path / "held_out").glob("*.jsonl"), key=lambda file: file.stat().st_mtime)
+        files = oldest_first((path / "held_out").glob("*.jsonl"))
         if not files:
             raise ConfigError(
                 f"{path} has no evaluation in held_out/: name a run that has evaluated (config.eval.tasks), or play "

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from flowjax.config import ConfigError, task_options
 from flowjax.envs import World, WorldError, find_world, view_reader
+from flowjax.monitor.held_out import oldest_first
 from flowjax.monitor.transcripts import batch_path, held_out_path, read_lines, trained_path, whole_prompts
 from flowjax.records import Group, Status, Task, Trajectory, Turn
 from flowjax.rewards import canvas
@@ -61,7 +62,7 @@ def batches_of(run_dir: Path, policy: str) -> list[int]:
 
 def evaluations_of(run_dir: Path) -> list[str]:
     """Names of the evaluations whose episodes were kept turn by turn, oldest first."""
-    files = sorted((run_dir / "held_out").glob("*.turns.gz"), key=lambda path: path.stat().st_mtime)
+    files = oldest_first((run_dir / "held_out").glob("*.turns.gz"))
     return [path.name.removesuffix(".turns.gz") for path in files]
 
 
