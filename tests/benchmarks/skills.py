@@ -34,15 +34,18 @@ HEAD = """| recipe | seed | sampled: base | trained | greedy: base | trained | g
 |---|---|---|---|---|---|---|---|"""
 
 
-def trained(recipe: str, seed: str, out: Path) -> tuple[Path, float]:
-    """The folder of a finished run, and the seconds that the launcher took; a run that was stopped goes on."""
+def trained(recipe: str, seed: str, out: Path, fields: Sequence[str] = ()) -> tuple[Path, float]:
+    """The folder of a finished run, and the seconds that the launcher took; a run that was stopped goes on.
+
+    `fields` are further ones to set, as on the command line.
+    """
     file, _, variant = recipe.partition(":")
     variant = variant or "nano"
     run = out / f"{file}-{variant}-{seed}".replace("_", "-")
     took = run / "skills.json"
     if not took.exists():
         named = [f"--config=configs/{file}.py:{variant}", f"--name={run.name}", f"--config.seed={seed}"]
-        fresh = [*named, f"--config.runs={out}"]
+        fresh = [*named, f"--config.runs={out}", *fields]
         started_s = time.monotonic()
         call("flowjax.launch", *([f"--resume={run}"] if (run / "config.json").exists() else fresh))
         took.write_text(json.dumps({"launch_s": time.monotonic() - started_s}))
