@@ -67,7 +67,7 @@ class RememberingBackend:
         """See `Backend`."""
 
         async def ask() -> Outcome:
-            made = await self._backend.complete(_with_its_own_seed(request))
+            made = await self._backend.complete(_seeded_by_words(request))
             usage = made.usage
             spent = [usage.calls, usage.prompt_tokens, usage.sampled_tokens, usage.cost]
             return Outcome({"text": made.text, "usage": json.dumps(spent), "end": made.finish_reason}, keep=True)
@@ -83,7 +83,7 @@ class RememberingBackend:
         return f"reply {hashlib.blake2b(text.encode(), digest_size=20).hexdigest()}"
 
 
-def _with_its_own_seed(request: Request) -> Request:
+def _seeded_by_words(request: Request) -> Request:
     """The request with a seed of its words: with one for all problems, a sampler would draw their replies alike."""
     if not request.temperature:
         return request
