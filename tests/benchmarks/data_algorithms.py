@@ -22,7 +22,7 @@ from absl import app, flags
 
 from flowjax.config import load_run
 from flowjax.monitor.metrics import read_metrics
-from tests.benchmarks.skills import machine, trained
+from tests.benchmarks.runs import machine, trained
 
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "config.seed of each run.")
 _OUT = flags.DEFINE_string("out", "runs/data_algorithms", "Folder of the runs and of the table.")

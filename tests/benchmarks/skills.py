@@ -11,9 +11,6 @@ minutes; `config.json`, `run.json` (code, packages, machine) and every episode l
 """
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,8 @@ from absl import app, flags
 
 from flowjax.compare import read_scores, shared_tasks
 from flowjax.monitor.held_out import percent
-from flowjax.monitor.provenance import read_starts
 from flowjax.monitor.statistics import difference
+from tests.benchmarks.runs import call, machine, trained
 
 _RECIPES = flags.DEFINE_list("recipes", ["code"], "Recipes in configs/, each with :variant where that is not nano.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "config.seed of each run.")
@@ -34,24 +31,6 @@ HEAD = """| recipe | seed | sampled: base | trained | greedy: base | trained | g
 |---|---|---|---|---|---|---|---|"""
 
 
-def trained(recipe: str, seed: str, out: Path, fields: Sequence[str] = ()) -> tuple[Path, float]:
-    """The folder of a finished run, and the seconds that the launcher took; a run that was stopped goes on.
-
-    `fields` are further ones to set, as on the command line.
-    """
-    file, _, variant = recipe.partition(":")
-    variant = variant or "nano"
-    run = out / f"{file}-{variant}-{seed}".replace("_", "-")
-    took = run / "skills.json"
-    if not took.exists():
-        named = [f"--config=configs/{file}.py:{variant}", f"--name={run.name}", f"--config.seed={seed}"]
-        fresh = [*named, f"--config.runs={out}", *fields]
-        started_s = time.monotonic()
-        call("flowjax.launch", *([f"--resume={run}"] if (run / "config.json").exists() else fresh))
-        took.write_text(json.dumps({"launch_s": time.monotonic() - started_s}))
-    return run, json.loads(took.read_text())["launch_s"]
-
-
 def evaluated(run: Path, out: Path, *, how: str, base: bool) -> Path:
     """The folder of an evaluation of a run's newest checkpoint or of its base model, played where it is not there."""
     folder = out / f"{'base' if base else 'trained'}-{how}"
@@ -59,18 +38,6 @@ def evaluated(run: Path, out: Path, *, how: str, base: bool) -> Path:
         fields = [f"--config.eval.temperature={HOW[how]}", f"--config.eval.tasks={_TASKS.value}"]
         call("flowjax.evaluate", str(run), f"--out={folder}", *fields, *(["--base"] if base else []))
     return folder
-
-
-def call(module: str, *arguments: str) -> None:
-    """Run a command of flowjax to its end.
-
-    Raises:
-        SystemExit: it failed; its own words are above.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    print("$", "python -m", module, *arguments, flush=True)
-    if status := subprocess.run(command, check=False).returncode:
-        raise SystemExit(status)
 
 
 def success(evaluation: Path) -> Mapping[str, Any]:
@@ -83,13 +50,6 @@ def row(recipe: str, seed: str, minutes: float, base: Mapping[str, Path], policy
     cells = [percent(success(side[how])) for how in ("sampled", "greedy") for side in (base, policy)]
     mean, low, high = (f"{100 * value:+.1f}" for value in (gain.mean, gain.low, gain.high))
     return f"| {recipe} | {seed} | {' | '.join(cells)} | {mean} [{low}, {high}] | {minutes:.1f} |"
-
-
-def machine(run: Path) -> str:
-    """Commit and machine of a run, in a sentence."""
-    start = read_starts(run)[0]
-    where = start["machine"]
-    return f"Commit {start['code'].get('commit', 'unknown')[:9]}, {where['cpus_allowed']} cores of {where['cpu']}."
 
 
 def main(argv: Sequence[str]) -> None:
