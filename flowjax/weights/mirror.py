@@ -80,7 +80,7 @@ class RunSource:
             raise MirrorError(f"whoever answers at {self.url} is no dataflow of this version: {error}") from error
 
     async def copy(self, path: str, folder: Path) -> None:
-        """Have `folder` hold the files that are listed at `path`; those that it has already are kept.
+        """Have `folder` hold the files that are listed at `path` and no others; those that it has already are kept.
 
         Raises:
             MirrorError, aiohttp.ClientError, OSError: a file did not come whole. What came stays for the next try.
@@ -89,6 +89,10 @@ class RunSource:
         for name, _, _ in files:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise MirrorError(f"{self.url}{path} lists {name[:200]!r}, which lies outside: it is no dataflow")
+        listed = {folder / name for name, _, _ in files}
+        known = listed | set(map(_unfinished, listed))
+        for other in [place for place in folder.rglob("*") if place.is_file() and place not in known]:
+            other.unlink()  # of another model, which a fetch that was broken off was of
         fetches = [self.fetch(f"{path}/{name}", folder / name, size, digest) for name, size, digest in files]
         # All of them to their end, also where one fails: what has come does not come again at the next try.
         for result in await asyncio.gather(*fetches, return_exceptions=True):
@@ -101,11 +105,13 @@ class RunSource:
         Raises:
             MirrorError, aiohttp.ClientError, OSError: it did not come whole, or not as it is there.
         """
-        if target.exists():
-            return
         async with self._slots:
+            if target.exists():
+                if await asyncio.to_thread(digest_of, target) == digest:
+                    return
+                target.unlink()  # it came from another file of that name, before this one took its place
             target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_name(f".{target.name}.part")
+            part = _unfinished(target)
             have_bytes = part.stat().st_size if part.exists() else 0
             if have_bytes < size_bytes:
                 await self._download(path, part, have_bytes)
@@ -123,6 +129,11 @@ class RunSource:
             with part.open("ab" if response.status == 206 else "wb") as file:
                 async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                     file.write(chunk)
+
+
+def _unfinished(target: Path) -> Path:
+    """File that holds what has come of `target` so far."""
+    return target.with_name(f".{target.name}.part")
 
 
 async def fetch_bases(run: Run, origin: RunSource) -> None:

@@ -133,6 +133,28 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_fetch_that_goes_on_takes_nothing_of_another_model_for_its_own(tmp_path):
+    """A model may be made anew while a node is away: what had come of the one before lies there under its names."""
+    run = RolloutRun(tmp_path)
+    (run.model / "model.safetensors").write_bytes(b"new weights")
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            config = run.config.copy_and_resolve_references()
+            config.model.path = str(tmp_path / "mine")
+            before = tmp_path / ".mine.part"
+            (before / "sub").mkdir(parents=True)
+            (before / "model.safetensors").write_bytes(b"old weights")
+            (before / "config.json").write_bytes((run.model / "config.json").read_bytes())
+            (before / "model.safetensors.index.json").write_text("{}")  # would send a reader to other files
+            (before / "sub" / "more.txt").write_text("old")
+            await fetch_bases(resolve(config), origin)
+            copied = {path.name: path.read_bytes() for path in (tmp_path / "mine").rglob("*") if path.is_file()}
+            assert copied == {path.name: path.read_bytes() for path in run.model.iterdir()}
+
+    asyncio.run(scenario())
+
+
 class Cut:
     """A middlebox before a dataflow: of one file it passes on half, then hangs up, once."""
 
