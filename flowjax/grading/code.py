@@ -393,6 +393,23 @@ def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+# ------------------------------------------------------------------------------------------------ programs in replies
+
+PYTHON = ("python", "python3", "py")
+# Code within a line, or a block. Possessive, and only from a run's first mark on, so that time is linear.
+_FENCED = re.compile(r"(?<!`)(?:```[^`\n]++```|`{3,}+[ \t]*+([^\s`]*+)[^`\n]*+\n(.*?)```)", re.DOTALL)
+
+
+def fenced_blocks(text: str, languages: Sequence[str] = PYTHON) -> list[str]:
+    """Contents of a text's fenced blocks that name one of the languages; of those that name none where none does so.
+
+    Blocks of other languages are read to their ends, too: else the text between two of them would pass for a block.
+    """
+    found = [(block[1].casefold(), block[2].strip("\r\n")) for block in _FENCED.finditer(text) if block[2] is not None]
+    named = [content for language, content in found if language in languages]
+    return named or [content for language, content in found if not language]
+
+
 # ---------------------------------------------------------------------------------------- assert statements taken apart
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Literal
 
 from flowjax.grading.answers import exact_match, f1_score, last_answer, normalise_answer, right_choice
-from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Suite, judge
+from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Suite, fenced_blocks, judge
 from flowjax.grading.math import equal, is_number, last_boxed, plain_form
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.sandbox import Limits
@@ -32,7 +32,6 @@ _LINE = re.compile(
     r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(\S.*)$", re.IGNORECASE | re.MULTILINE
 )
 _DECLARED = re.compile(r"\banswer is\b:?", re.IGNORECASE)
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _WITH_UNIT = re.compile(r"([-+]?\\?[$€£]?[-+\d.,/]*\d)\s+([a-zA-Z][a-zA-Z ]*[a-zA-Z])\.?")
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "pi"}
 _LIST = re.compile(r"\[([^\[\]]*,[^\[\]]*)\]")
@@ -131,7 +130,7 @@ class Scorer:
     def _code(self, answer: str, suite: Suite) -> Score:
         if not suite.cases:
             raise ValueError("gold is a Suite without tests: leave the problem out")
-        blocks = _FENCED.findall(answer)
+        blocks = fenced_blocks(answer)
         verdict = judge(
             blocks[-1] if blocks else answer,
             suite,

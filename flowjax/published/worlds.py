@@ -6,7 +6,7 @@
 import re
 
 from flowjax.envs.alfworld.world import Alfworld
-from flowjax.envs.code.world import Code, fenced_blocks, runnable
+from flowjax.envs.code.world import Code, runnable
 from flowjax.envs.search.protocol import parse_as_published, parse_compact
 from flowjax.envs.search.world import Search
 from flowjax.envs.sokoban.rooms import DIRECTIONS
@@ -14,6 +14,7 @@ from flowjax.envs.sokoban.world import Sokoban
 from flowjax.envs.webshop.world import WebShop
 
 _BLOCK_CHARACTERS = 20  # of the shortest block that the published code world takes for a program
+_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _SENT_CHARACTERS = 30  # of a reply without tags that the published ALFWorld sends
 _TAIL_CHARACTERS = 20  # of a reply without tags that the published WebShop runs
 
@@ -66,10 +67,11 @@ class PublishedCode(Code):
     program."""
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        blocks = [block for block in fenced_blocks(reply) if len(block) >= _BLOCK_CHARACTERS]
+        found = (block.strip("\r\n") for block in _BLOCK.findall(reply))
+        blocks = [block for block in found if len(block) >= _BLOCK_CHARACTERS]
         looks = re.search(r"\b(def|import|print|return)\b", reply)
-        found = blocks[-1] if blocks else reply.strip() if looks else ""
-        return found if runnable(found) else None
+        program = blocks[-1] if blocks else reply.strip() if looks else ""
+        return program if runnable(program) else None
 
 
 def _first_tagged(reply: str) -> str | None:

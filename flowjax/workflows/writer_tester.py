@@ -8,7 +8,6 @@ third version.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, 
 from flowjax.envs.code.problems import Recipe
 from flowjax.envs.code.world import action_of_tests
 from flowjax.envs.demonstrations import Exchange, Tasks
+from flowjax.grading.code import fenced_blocks
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
@@ -28,7 +28,6 @@ OUTCOMES = ("answer_right", "tests_valid", "first_success", "attempts", "approve
 WRITER, TESTER = "writer", "tester"
 TESTS = 2  # of one reply; more are not run
 ASK, GIVES, AND = "tests", "gives", "and"  # compact: after a problem, between input and result, between tests
-_BLOCK = re.compile(r"```[ \t]*(?:json)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 WRITE_TESTS = """Another agent has written a program for this problem:
 
@@ -178,7 +177,7 @@ def _compact_tests(reply: str) -> list[Test]:
 
 
 def _json_tests(reply: str) -> list[Test]:
-    blocks = _BLOCK.findall(reply)
+    blocks = fenced_blocks(reply, ("json",))
     text = blocks[-1] if blocks else reply[max(reply.find("["), 0) : reply.rfind("]") + 1]
     try:
         listed = json.loads(text)

@@ -226,6 +226,7 @@ def test_programs_keep_their_imports():
     assert program_of("I would write a loop.") is None
     assert program_of("It prints the answer") is None
     assert program_of("```python\na = 1\n```\nBetter:\n```python\na = 2\n```") == "a = 2"
+    assert program_of("Of\n```text\n1\n```\nit makes\n```python\na = 2\n```\nwhich prints\n```\n2\n```") == "a = 2"
 
 
 MARKS = ["Answer: ", "\n", "```python\n", "```", "\\boxed{", "}", "{", "<think>", "</think>", "**", "\\frac", "\ud800"]

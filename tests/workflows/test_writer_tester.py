@@ -99,6 +99,8 @@ def trajectory(part: AgentTurns) -> Trajectory:
          [("1\n", "2"), ("", "")]),
         ('```json\n[]\n``` no: ```json\n[{"input": [1], "output": 1}, {"input": [2], "output": 2}]\n```', True,
          [([1], 1), ([2], 2)]),
+        ('```python\nf(1)\n```\nso\n```json\n[{"input": [1], "output": 1}, {"input": [2], "output": 2}]\n```', True,
+         [([1], 1), ([2], 2)]),
         ('[{"input": 1, "output": 2}, {"input": [1], "output": 2}]', True, []),  # arguments are a list
         ('[{"input": [1], "output": 2}, {"input": [1], "output": 2}]', False, []),  # what is read is a text
         ('[{"input": "1", "output": 2}, {"input": "1", "output": "2"}]', False, []),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from flowjax.canvas.values import Field, Message, Problem, State, Value, in_thinking
 from flowjax.grading.answers import chosen, normalise_answer
-from flowjax.grading.code import Suite, Verdict, parse_quietly
+from flowjax.grading.code import Suite, Verdict, fenced_blocks, parse_quietly
 from flowjax.grading.math import last_boxed, plain_form
 from flowjax.grading.sandbox import ProgramResult
 
@@ -204,7 +204,6 @@ def _material(problem: Problem, text: str) -> list[str]:
 _ANSWER = re.compile(
     r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(.*)$", re.IGNORECASE | re.MULTILINE
 )
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _ESCAPE = re.compile(r"\\\\|\\(?=[bfr][a-zA-Z])|\\(?![\"\\/bfnrtu])")
 _SHOWN_CHARACTERS = 200
 
@@ -226,10 +225,10 @@ def answer_of(reply: str) -> str | None:
 
 
 def program_of(reply: str) -> str | None:
-    """The last fenced block, or the whole reply where it is a program itself; None where there is none."""
+    """The last block of Python, or the whole reply where it is a program itself; None where there is none."""
     text = visible(reply)
-    if blocks := _FENCED.findall(text):
-        return blocks[-1].strip("\n") or None
+    if blocks := fenced_blocks(text):
+        return blocks[-1] or None
     module = parse_quietly(text)
     is_program = module is not None and any("=" in text or hasattr(node, "body") for node in module.body)
     return text if is_program else None

@@ -8,7 +8,6 @@ never shown, and their expected results never get near the program.
 import ast
 import functools
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +42,17 @@ from flowjax.envs.code.problems import (
     program_words,
 )
 from flowjax.fields import Interval
-from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, CallCase, Lines, Suite, Verdict, judge, parse_quietly
+from flowjax.grading.code import (
+    CASE_CPU_S,
+    JUDGE_LIMITS,
+    CallCase,
+    Lines,
+    Suite,
+    Verdict,
+    fenced_blocks,
+    judge,
+    parse_quietly,
+)
 from flowjax.grading.sandbox import STARTS, IsolationError, Limits, NoProcessorError, require_isolation
 from flowjax.records import Task, state_key
 
@@ -59,7 +68,6 @@ MAX_PROGRAM_CHARACTERS = 1 << 16
 INSTRUCTION = """Solve it in Python 3. Reason first if you like, then give one complete program in one ```python block;
 only the last such block counts."""
 _WRONG, _FAILED = "wrong", "failed"  # in compact prompts: the last program answered, or it did not
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +229,8 @@ class Code(World):
         return action if style == "compact" else f"```python\n{action}\n```"
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        """The program in a reply: its last fenced block, or else what stands in its last `<answer>`, or else the whole
-        reply where that is Python that does something."""
+        """The program in a reply: its last block of Python, or else what stands in its last `<answer>`, or else the
+        whole reply where that is Python that does something."""
         blocks = fenced_blocks(reply)
         found = blocks[-1] if blocks else _answer(reply)
         if found is None and _does_something(reply.strip()):
@@ -414,11 +422,6 @@ def _case(suite: Suite, number: int) -> str:
 
 def _escaped(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def fenced_blocks(reply: str) -> list[str]:
-    """The contents of a reply's blocks of code."""
-    return [block.strip("\r\n") for block in _FENCED.findall(reply)]
 
 
 def runnable(program: str) -> bool:
