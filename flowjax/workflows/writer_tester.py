@@ -87,7 +87,8 @@ async def play(
             await env.reset(task, seed)
             second = await _write(problem, env, agents[WRITER], options, parts, first.action, review)
             outcome["attempts"] = 2.0
-            if not tests or await _passed(env, second.action, tests) >= passed:
+            # A reply without a program passes no test, and so as many as a right program that met wrong tests.
+            if second.action and (not tests or await _passed(env, second.action, tests) >= passed):
                 outcome |= second.step.outcome
     except PromptTooLong as too_long:
         status, error = "truncated", str(too_long)

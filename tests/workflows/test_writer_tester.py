@@ -45,6 +45,7 @@ CASES = [
     ([HALF, GOOD, RIGHT], [0, 1, 1], (1, 0, 2, 0, 1)),
     ([RIGHT, BAD, WRONG], [1, 0, 0], (1, 1, 2, 0, 0)),  # the first one passes more of them, and stays
     ([RIGHT, WORSE, WRONG], [1, 0, 0], (0, 1, 2, 0, 0)),
+    ([RIGHT, WORSE, "tests"], [1, 0, 0], (1, 1, 2, 0, 0)),  # no program takes no program's place
     ([WRONG, WORSE, RIGHT], [0, 1, 1], (1, 0, 2, 0, 0)),  # the right verdict, for a wrong reason
     ([WRONG, "2 gives"], [0, 0], (0, 0, 1, 1, 0)),  # no tests: approved
     ([RIGHT, "2 gives 5"], [1, 0], (1, 1, 1, 1, 0)),  # too few
