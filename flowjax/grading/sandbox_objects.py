@@ -217,9 +217,6 @@ class Peer:
         """A global of the program."""
         return getattr(sys.modules["solution"], name)
 
-    def _do_put_name(self, name, value):
-        setattr(sys.modules["solution"], name, value)
-
     def _do_patch(self, module, owner, attribute, value):
         """Patch here what `unittest.mock` patched in a library there."""
         target = __import__(module, fromlist=["x"])

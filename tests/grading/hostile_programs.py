@@ -468,7 +468,7 @@ objects = None
 def f(x):
     peer = [v for v in sys._getframe(2).f_locals.values() if hasattr(v, 'ask')]
     for p in peer:
-        for name in ('put_name', 'import', 'patch', 'name'):
+        for name in ('set', 'import', 'patch', 'name'):
             try: p.ask(name, 'builtins', [], 'AssertionError', Exception)
             except Exception: pass
     return None""",

@@ -18,7 +18,7 @@ from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.run import resolve
 from flowjax.trainer.optimizer import OptimizerMemory
 from flowjax.trainer.sources import Served
-from flowjax.trainer.train import train_one
+from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.weights.publish import Checkpoints, read_adapter
 
 TINY = nano_config(40, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
@@ -120,3 +120,15 @@ def test_the_line_tells_speed_and_padding(tmp_path: Path):
     assert {"wait_s", "pack_s", "mismatch_s", "save_s", "step_s", "compile_count"} <= line.keys()
     first = next(line for line in read_metrics(tmp_path) if line["kind"] == "train")
     assert line["compile_count"] == first["compile_count"], "the second step needs no program of its own"
+
+
+def test_compiled_programs_are_kept_where_the_config_says(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kept = {"": before, str(tmp_path / "x"): str(tmp_path / "x"), "auto": str(tmp_path / "cache" / "flowjax" / "xla")}
+    try:
+        for folder, place in kept.items():
+            use_compile_cache(folder)
+            assert jax.config.jax_compilation_cache_dir == place
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
