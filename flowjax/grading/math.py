@@ -28,6 +28,13 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
 _CHAIN = re.compile(r"([^<>=]+)(<=|<)([a-zA-Z])(<=|<)([^<>=]+)")
 _ONE_SIDED = re.compile(r"([a-zA-Z])(<=|<|>=|>)([^<>=]+)")
+# Words in roman type behind a number, at the end, with their power: `5\,\text{cm}^2`, `5 \mathrm{~m/s}`.
+_UNIT = re.compile(
+    r"(?<=[\d)}])(?:\\[,;:! ]|[~\s])*\\(?:text|textrm|mathrm|mbox)\s*\{[~\s]*"
+    r"(?!(?:hundred|thousand|million|billion|trillion|dozen|percent|pi|or|[ap]m|[abdeiknpqrtuxyzπ])\b)([a-zA-Z][^{}\d]*)\}"
+    r"(?:\s*\^\s*(?:\d|\{\s*\d\s*\}))?[.\s]*$",
+    re.IGNORECASE,
+)
 _LARGE_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(?:\d{5}|[^{}]*\^)")  # what is computed while it is read
 _POWER = r"(\w+|\{[^{}]*\}|[\ue000-\uf8ff])"
 _TOWER = re.compile(rf"\^{_POWER}\^{_POWER}(?!\^)")
@@ -75,7 +82,8 @@ def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
     """Compare an answer with the gold answer: the same number, formula, set, interval or words.
 
     A percentage equals its number with and without the division by 100. Several solutions may stand in any order;
-    parentheses around them make a tuple, whose order counts. `timeout_s` bounds reading and comparing, each.
+    parentheses around them make a tuple, whose order counts. A unit that one of the two names and the other does not is
+    passed over. `timeout_s` bounds reading and comparing, each.
 
     Raises:
         ImportError: a formula is to be compared and math-verify is not installed.
@@ -88,6 +96,7 @@ def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
         return False
     if _squeezed(said) == _squeezed(true):
         return True
+    said, true = (_bare(text) for text in _without_unit(answer, gold))
     numbers = _values(said), _values(true)
     if all(numbers):
         return any(_same(a, b) for a in numbers[0] for b in numbers[1])
@@ -192,20 +201,37 @@ def _most(exponent: Any, bits: float) -> float:
     return 2.0**bits if bits < 1000 else math.inf
 
 
+def _without_unit(one: str, other: str) -> tuple[str, str]:
+    """Both answers, one of them without its unit where the other has none and does not hold those letters."""
+    one, other = _unwrapped(one), _unwrapped(other)
+    found = _UNIT.search(one), _UNIT.search(other)
+    if found[0] and not found[1] and found[0][1].strip() not in other:
+        one = one[: found[0].start()]
+    elif found[1] and not found[0] and found[1][1].strip() not in one:
+        other = other[: found[1].start()]
+    return one, other
+
+
 def _bare(text: str) -> str:
     """The answer without what is wrapped around it: delimiters of LaTeX, a box, a currency, a full stop."""
-    text = text.strip().rpartition("####")[2].strip()
-    boxed = last_boxed(text)
-    text = (boxed if boxed is not None else text).strip()
-    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        if text.startswith(left) and text.endswith(right) and len(text) >= len(left) + len(right):
-            text = text[len(left) : len(text) - len(right)].strip()
+    text = _unwrapped(text)
     text = re.sub(r"\\text(?:bf|rm|it)?\{([^{}]*)\}|\\mathrm\{([^{}]*)\}", lambda m: m[1] or m[2] or "", text)
     text = text.replace(r"\%", "%").replace("−", "-").replace("–", "-").replace("π", r"\pi ").replace("≤", "<=")
     text = text.replace("≥", ">=").replace("×", "*").replace("·", "*").replace("°", "").replace(r"^\circ", "")
     text = re.sub(r"\\[!,;:]|\\left(?![a-z])|\\right(?![a-z])", "", text)
     text = re.sub(r"^\s*\\?[$€£]\s*(?=[-\d.])", "", text)
     return text.rstrip(". ").strip()
+
+
+def _unwrapped(text: str) -> str:
+    """The answer without a box, and without delimiters of LaTeX around it."""
+    text = text.strip().rpartition("####")[2].strip()
+    boxed = last_boxed(text)
+    text = (boxed if boxed is not None else text).strip()
+    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if text.startswith(left) and text.endswith(right) and len(text) >= len(left) + len(right):
+            text = text[len(left) : len(text) - len(right)].strip()
+    return text
 
 
 def _squeezed(text: str) -> str:

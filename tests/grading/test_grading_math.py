@@ -33,6 +33,11 @@ SAME = [
     ("2^(1/2)", r"\sqrt2"),
     ("x=5", "5"),
     (r"5\text{ cm}", "5"),
+    (r"5\,\text{cm}^2", "5"),  # which was five times a product of letters
+    (r"$5 \mathrm{~m/s}$", r"\boxed{5}"),
+    (r"\$5 \text{ dollars}", "5"),
+    (r"\frac{3}{2}\text{ miles per hour}.", "1.5"),
+    (r"3\sqrt{2}\text{ ft}^{2}", r"\sqrt{18}"),
     ("{1,2}", r"\{2,1\}"),
     ("(3,4)", "(3, 4)"),
     ("3\\pi/4", "\\frac{3\\pi}{4}"),
@@ -59,6 +64,11 @@ DIFFERENT = [
     ("", "5"),
     ("5", ""),
     ("1/0", "5"),
+    (r"5\text{ million}", "5"),
+    (r"5\text{ cm}^2", r"5\text{ m}^2"),
+    (r"6\text{ and } 8", "6"),
+    (r"5\mathrm{i}", "5"),
+    (r"2\text{x}", "2"),
     ("102_2", "5"),
     ("yes", "5"),
 ]
