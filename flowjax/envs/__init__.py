@@ -365,7 +365,8 @@ def check_split(split: str) -> None:
 
 
 def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:
-    """The legal action that a reply names: in its last `<action>` pair, or as the whole of a reply without tags."""
+    """The legal action that a reply names, in whatever case: in its last `<action>` pair, or as the whole of a reply
+    without tags."""
     text = reply.lower()
     # From the end: reasoning that comes first may mention the tags, or weigh other actions in them.
     end = text.rfind("</action>")
@@ -377,4 +378,7 @@ def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:
     elif "<action>" in text:
         return None
     action = text.strip()
-    return action if action in legal else None
+    if action in legal:
+        return action
+    meant = [each for each in legal if each.lower() == action]
+    return meant[0] if len(meant) == 1 else None
