@@ -332,7 +332,7 @@ def _bases(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
-    """Memory that the base model takes on its engines."""
+    """Memory that the base model takes on its engines; yields a context that vLLM would refuse to serve."""
     from flowjax.models import cost
 
     if model := _model(run, base):
@@ -342,7 +342,16 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
             "kv_bytes_per_token": 2 * model.layers * model.kv_size * value_bytes,
             "served_bytes": model.parameter_count() * value_bytes,
         }
-    yield from ()
+        started = base.engines and not base.engine.urls and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ
+        sure = base.model.nano is not None or (Path(base.model.path) / "config.json").exists()
+        wanted, longest = base.engine.max_model_tokens, model.longest_context
+        if started and sure and wanted > longest:
+            field = "config.model.nano.max_positions" if base.model.nano is not None else "max_position_embeddings"
+            yield (
+                f"config.engine.max_model_tokens is {wanted}, but the model {base.model.path} has {longest} positions "
+                f"({field}), and its engine would not start: lower it, and rollout.max_prompt_tokens or max_new_tokens "
+                "with it, or take a model with a longer context"
+            )
 
 
 def _trained(run: Run, policy: Policy, mesh: Mapping[str, int], plan: dict[str, Any]) -> Iterator[str]:

@@ -122,6 +122,16 @@ class ModelConfig:
         """Tokens that a query of the layer sees back to, itself included; None sees all."""
         return None if layer in self.full_attention_layers else self.sliding_window_tokens
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens that an engine serves at most: the positions, as many times over as their scaling adds."""
+        match self.rope_scaling:
+            case LinearScaling(factor) if self.window_rope_theta is None:  # Gemma 3 counts them already
+                return int(self.max_positions * factor)
+            case YarnScaling():  # whose positions are the longer ones in some folders, the original ones in others
+                return max(self.max_positions, int(self.rope_scaling.original_max_positions * self.rope_scaling.factor))
+        return self.max_positions
+
     def parameter_count(self) -> int:
         """Number of base parameters."""
         attention = 2 * self.hidden_size * (self.query_size + self.kv_size)

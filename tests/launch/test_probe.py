@@ -1,11 +1,14 @@
 """What is refused of the modules that a config names, for each policy."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
 from configs.math_pair import get_config
 from flowjax.launch.probe import inspect_run
+from flowjax.models.config import hf_config, known_shape
 from flowjax.run import resolve
 
 
@@ -71,3 +74,25 @@ def test_data_algorithms_that_cannot_be_made_are_refused(algorithms, message):
 def test_outcomes_of_another_workflow_are_not_there():
     (found,) = problems(workflow="flowjax.workflows.single:play")
     assert "needs the outcome 'answer_right'" in found
+
+
+def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Which its engine would say in a log, after the model was fetched and loaded."""
+    shape = known_shape("Qwen2.5-7B")
+    assert shape is not None
+    described = {**hf_config(shape, "bfloat16"), "max_position_embeddings": 4096}
+
+    def found(**more) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps({**described, **more}))
+        return problems(**{"model.path": str(tmp_path), "model.nano": None, "engine.max_model_tokens": 16384})
+
+    assert [text.partition(" positions")[0] for text in found()] == [
+        f"config.engine.max_model_tokens is 16384, but the model {tmp_path} has 4096"
+    ]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 1e6}
+    assert found(rope_parameters=yarn) == found(max_position_embeddings=16384) == []
+    assert len(found(rope_parameters={**yarn, "factor": 2.0})) == 1
+    assert found(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}) == []
+    assert "config.model.nano.max_positions" in problems(**{"model.path": "", "engine.max_model_tokens": 4096})[0]
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert found() == []
