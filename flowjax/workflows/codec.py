@@ -122,7 +122,7 @@ class Codec:
     def encode_after(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Token ids that follow the sampled `reply` when the conversation goes on with `messages`.
 
-        What the template puts between the reply's text and the next reply; the end-of-sequence token only where the
+        What the template puts between the reply's text and the next reply; the token that ends a reply only where the
         reply itself lacks it, because it was cut. Contents lose the white space around them, as many templates have it.
         """
         text = self._between(tuple(message["role"] for message in messages))
@@ -130,8 +130,9 @@ class Codec:
         for message, after in zip(messages, text[1:], strict=True):
             pieces += message["content"].strip(), after
         ids = self._tokenize("".join(pieces))
-        ended = len(reply) > 0 and reply[-1] == self.eos_token_id
-        return ids[1:] if ended and ids[:1] == [self.eos_token_id] else ids
+        # Gemma's replies end with a special token that is not the tokenizer's end of sequence.
+        ended = len(reply) > 0 and ids[:1] == [reply[-1]] and not self.decode(ids[:1])
+        return ids[1:] if ended else ids
 
     def encode_reply(self, reply: str) -> list[int]:
         """Token ids of a complete reply, end-of-sequence included."""

@@ -152,6 +152,22 @@ def test_a_cut_reply_gets_the_end_that_the_template_gives_it_once(folder: Path):
     assert [*ended, *codec.encode_after(ended, [user("one")])] == [*cut, *codec.encode_after(cut, [user("one")])]
 
 
+def test_the_end_of_a_turn_may_be_another_token_than_the_end_of_a_sequence(folder: Path):
+    """As Gemma has it: <end_of_turn> in its template, <eos> in its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.save_pretrained(str(folder))
+    with_template(folder, "{% for m in messages %}{{ m.role }} {{ m.content }} <turn> {% endfor %}assistant ")
+    codec = Codec(folder)
+    cut, turn = codec.encode_reply("up")[:-1], tokenizer.convert_tokens_to_ids("<turn>")
+    after = codec.encode_after(cut, [user("one")])
+    assert after[0] == turn and turn != codec.eos_token_id
+    assert [*cut, turn, *codec.encode_after([*cut, turn], [user("one")])] == [*cut, *after]
+    with_template(folder, "{% for m in messages %}{{ m.content }} two {% endfor %}assistant ")
+    said = Codec(folder)
+    assert said.encode_after(said.encode_reply("two")[:-1], [user("one")])[0] == said.encode_reply("two")[0], "a word"
+
+
 def test_a_template_that_changes_contents_is_refused_in_append_mode(folder: Path):
     with_template(folder, "{% for m in messages %}{{ m.content | upper }} {% endfor %}")
     with pytest.raises(CodecError, match="context=window"):
