@@ -73,6 +73,7 @@ def one_node_8_gpus(config: ConfigDict, world: str) -> None:
     config.engine.prompts_per_request = 1  # long replies: none waits for another
     config.mesh.fsdp = 4
     config.rollout.max_concurrent_episodes = 256
+    config.trainer.step_timeout_s = 7200.0  # a batch may wait for episodes of an hour
     config.trainer.micro_batch_rows = 4
     config.optimizer.learning_rate = 2e-5
 
@@ -89,6 +90,7 @@ def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
     config.mesh.fsdp = 1
     config.trainer.groups_per_step = 8
     config.trainer.steps = 100
+    config.trainer.step_timeout_s = 7200.0  # a batch may wait for episodes of an hour
     config.trainer.micro_batch_rows = 1
     config.trainer.logprob_chunk_tokens = 512
     config.optimizer.learning_rate = 1e-4

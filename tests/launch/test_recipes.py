@@ -99,6 +99,12 @@ def test_a_small_recipe_fits_one_gpu_that_engine_and_trainer_share(variant: str,
     assert run.config.model.template_options.to_dict() == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("variant", variants())
+def test_a_batch_is_waited_for_longer_than_an_episode_may_take(variant: str):
+    config = load_recipe(str(ROOT / variant))
+    assert config.trainer.step_timeout_s > config.rollout.episode_timeout_s
+
+
 @pytest.mark.parametrize("variant", [name for name in variants() if "," not in name])
 def test_every_recipe_takes_another_estimator(variant: str):
     before, after = load_recipe(str(ROOT / variant)), load_recipe(f"{ROOT / variant},maxrl")
