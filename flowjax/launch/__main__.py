@@ -314,19 +314,21 @@ async def _trained_by_others(run: Run) -> None:
 
 
 async def _final_evaluation(run: Run, progress: Progress) -> None:
-    """Wait for the evaluation of the last version.
+    """Wait for the evaluation of the last version, however long it is, as long as its episodes end.
 
     Raises:
-        RoleFailed: it does not come.
+        RoleFailed: none has for so long that a batch would have been given up.
     """
-    patience_s, last = run.config.trainer.step_timeout_s, min(_last_versions(run).values())
-    try:
-        async with asyncio.timeout(patience_s):
-            while run.config.eval.tasks and last not in progress.evals:  # as the screen has read them from the log
-                await asyncio.sleep(0.1)
-    except TimeoutError as error:
-        reason = f"the evaluation of version {last} was not in within {patience_s:g} s"
-        raise RoleFailed("rollout", 1, run.folder / "logs" / "rollout.log", reason) from error
+    patience_s = run.config.trainer.step_timeout_s + run.config.rollout.episode_timeout_s
+    last, seen, seen_s = min(_last_versions(run).values()), None, time.monotonic()
+    while run.config.eval.tasks and last not in progress.evals:  # as the screen has read them from the log
+        status = read_status(run.folder, "dataflow")
+        if (ended := [status.get("done"), status.get("failed")]) != seen:
+            seen, seen_s = ended, time.monotonic()
+        if time.monotonic() - seen_s > patience_s:
+            reason = f"no episode of the evaluation of version {last} has ended within {patience_s:g} s"
+            raise RoleFailed("rollout", 1, run.folder / "logs" / "rollout.log", reason)
+        await asyncio.sleep(0.1)
 
 
 def _refuse(problems: Sequence[str]) -> int:

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from flowjax.launch.__main__ import _trained_by_others
-from flowjax.monitor.metrics import read_metrics, read_status, write_status
+from configs.sokoban import get_config
+from flowjax.launch.__main__ import _final_evaluation, _trained_by_others
+from flowjax.launch.supervisor import RoleFailed
+from flowjax.monitor.metrics import Progress, read_metrics, read_status, write_status
+from flowjax.run import resolve
 
 # What the launch does with its roles, with other commands in them.
 SESSION = """
@@ -108,6 +111,25 @@ def test_a_run_goes_through_warm_start_to_the_final_evaluation(tmp_path):
     assert {name: role["phase"] for name, role in roles.items()} == {
         "warm_start": "done", "dataflow": "stopped", "trainer": "done",
     }  # fmt: skip
+
+
+def test_the_last_evaluation_may_take_as_long_as_its_episodes_end(tmp_path):
+    config = get_config("nano")
+    config.trainer.step_timeout_s, config.rollout.episode_timeout_s = 2.0, 1.0
+    run, progress = resolve(config, tmp_path), Progress(tmp_path)
+
+    async def play() -> None:
+        for done in range(10):
+            write_status(tmp_path, "dataflow", {"done": done, "failed": {}})
+            await asyncio.sleep(0.4)
+        progress.evals[config.trainer.steps] = {}
+
+    async def both() -> None:
+        await asyncio.gather(play(), _final_evaluation(run, progress))
+
+    asyncio.run(both())
+    with pytest.raises(RoleFailed, match=r"no episode of the evaluation of version \d+ has ended within 3 s"):
+        asyncio.run(_final_evaluation(run, Progress(tmp_path)))
 
 
 def test_a_role_that_fails_for_good_ends_the_run_with_its_log(tmp_path):
