@@ -29,6 +29,13 @@ def said(messages: Any) -> str:
     ("reply", "ours", "published"),
     [
         ("<think>hm</think><search> lake  Como\n</search>", "search[lake Como]", "search[lake Como]"),
+        (
+            "<think>I may <search>a</search>, or <answer>?</think> <answer>b</answer>",
+            "answer[b]",  # which was no action, though the prompt asks for reasoning before it
+            "search[a]",
+        ),
+        ("<think><search>a</search></think>", "search[a]", "search[a]"),
+        ("<think>a</think><search>a</search><answer>b</answer>", None, "search[a]"),
         ("<answer>Lake Como</answer>", "answer[Lake Como]", "answer[Lake Como]"),
         ("<ANSWER>x</Answer>", "answer[x]", "answer[x]"),
         ("<answer> </answer>", "answer[]", "answer[]"),
