@@ -25,7 +25,7 @@ from flowjax.files import digest_of
 from flowjax.records import pack
 from flowjax.run import Run
 from flowjax.weights.delta import pack_folder
-from flowjax.weights.publish import CheckpointError, committed_at_ns, committed_steps, read_adapter
+from flowjax.weights.publish import CheckpointError, commit_of, committed_steps, read_adapter
 
 _PACKED = "packed"  # folder of the run with versions on their way
 _KEPT = 3  # versions of a policy there: nodes that are further behind get one whole
@@ -70,20 +70,20 @@ class RunFiles:
             steps = committed_steps(folder)
             oldest = min(self._oldest_needed(policy), max(steps, default=0))
             # Listed a moment ago, and perhaps thinned out since.
-            known = {step: committed_at_ns(folder, step) for step in steps if step >= oldest}
-            policies[policy] = {str(step): str(at_ns) for step, at_ns in known.items() if at_ns is not None}
+            known = {step: commit_of(folder, step) for step in steps if step >= oldest}
+            policies[policy] = {str(step): commit for step, commit in known.items() if commit is not None}
         return _answer({"policies": policies})
 
     async def _version(self, request: web.Request) -> web.Response:
         policy, step = request.match_info["policy"], request.match_info["step"]
         known = policy in self._run.policies and step.isdecimal() and len(step) < _LONGEST
-        made_ns = committed_at_ns(self._run.folder / "checkpoints" / policy, int(step)) if known else None
-        if made_ns is None:
+        commit = commit_of(self._run.folder / "checkpoints" / policy, int(step)) if known else None
+        if commit is None:
             raise web.HTTPNotFound(text=f"there is no version {step[:20]} of {policy[:100]} now: ask /files/weights")
         async with self._busy:  # until the answer is made: another request may delete what this one finds
             base = self._engine_folder(policy, request.query.get("base", ""))
             try:
-                made = await asyncio.to_thread(self._make_pack, policy, f"{step}.{made_ns}", base)
+                made = await asyncio.to_thread(self._make_pack, policy, f"{step}.{commit}", base)
             except (CheckpointError, FileNotFoundError) as error:
                 raise web.HTTPNotFound(text=f"version {step} is being deleted: ask /files/weights again") from error
             against = base.name.partition("@")[2] if base else ""

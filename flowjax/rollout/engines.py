@@ -25,8 +25,8 @@ from flowjax.rollout.client import (
     UnknownModel,
 )
 from flowjax.run import Base, Run
-from flowjax.weights.follow import Follower, model_name
-from flowjax.weights.hand_over import hand_over
+from flowjax.weights.follow import Follower
+from flowjax.weights.hand_over import hand_over, model_name
 from flowjax.workflows.codec import Codec
 
 _log = logging.getLogger(__name__)
@@ -334,9 +334,8 @@ class ServedBase:
             return await self._generate_frozen(prompt_ids, sampling, group)
         while True:
             version = self.follower.current(model)[0] if pinned is None else pinned
-            name = model_name(model, version)
             # Held from before the request is sent: the follower would unload an old version between the two.
-            with self.follower.using(model, version):
+            with self.follower.requesting(model, version) as name:
                 try:
                     return await self.engine.generate(name, prompt_ids, sampling, group=group)
                 except UnknownModel:  # the engine has been restarted, or holds other weights by now

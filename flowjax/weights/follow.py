@@ -5,6 +5,9 @@ use) with what the engine lists, and loads what is missing. A version is served 
 up, as do engines that were restarted. A version reaches an engine as an immutable folder `adapters/<policy>@<step>`,
 under a name of its own. An engine holds several adapters, so a request in flight ends on the version it began with, and
 nothing pauses. Full weights replace each other: an engine holds one version, as long as an episode is pinned to it.
+
+A version is its number and its commit. Where the trainer has gone back and makes a number anew, engines still hold the
+weights of before as `<policy>@<step>`, and their caches go by names: the new ones come as `<policy>@<step>.<commit>`.
 """
 
 import asyncio
@@ -18,8 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 from flowjax.monitor.trouble import explain
-from flowjax.weights.hand_over import EngineWeights, HandOver, link_folder, remove_unfinished
-from flowjax.weights.publish import HANDED_OVER, committed_steps, read_adapter
+from flowjax.weights.hand_over import EngineWeights, HandOver, ServedNames, link_folder, remove_unfinished
+from flowjax.weights.publish import HANDED_OVER, CheckpointError, commit_of, committed_steps, read_adapter
 from flowjax.workflows import UNVERSIONED, served_version
 
 _log = logging.getLogger(__name__)
@@ -41,11 +44,6 @@ class FollowedEngine(EngineWeights, Protocol):
     async def unload_adapter(self, name: str) -> None: ...
 
 
-def model_name(policy: str, version: int) -> str:
-    """The engines' name of a version; `flowjax.workflows.served_version` reads it back."""
-    return f"{policy}@{version}"
-
-
 class _Served:
     """Versions that one engine serves, and those that it would not take."""
 
@@ -53,7 +51,7 @@ class _Served:
         self.engine = engine
         self.observed: set[str] = set()
         self.observed_at_s = -_OBSERVE_EVERY_S
-        self.retries: dict[tuple[str, int], _Retry] = {}
+        self.retries: dict[str, _Retry] = {}  # by name
         self.wake = asyncio.Event()
 
     def lost(self) -> None:
@@ -68,7 +66,7 @@ class Follower:
 
     Args:
         engines: where versions go.
-        run_dir: holds `checkpoints/<policy>/` and `adapters/`.
+        run_dir: holds `checkpoints/<policy>/`, `adapters/` and `adapters.txt`, the commits that those were made of.
         hand_overs: the published policies, and in which form each reaches the engine.
         max_staleness: versions behind the current one that stay loaded even when unused. Engines hold few.
         poll_s: interval at which the checkpoint folders are listed.
@@ -98,11 +96,14 @@ class Follower:
         self._max_staleness, self._poll_s, self._stuck_s = max_staleness, poll_s, stuck_s
         self._adapters = run_dir / "adapters"
         self._logs = logs
+        self._names = ServedNames(run_dir / "adapters.txt")
         self._current: dict[str, int] = {}
+        self._confirmed: dict[str, str] = {}  # name of the current version
         self._oldest_needed = dict.fromkeys(self._policies, 0)
         self._in_use: Counter[tuple[str, int]] = Counter()
         self._pinned: Counter[tuple[str, int]] = Counter()  # those of `_in_use` that whole episodes hold
         self._wanted: Counter[tuple[str, int]] = Counter()  # asked for by `serve`
+        self._in_flight: Counter[str] = Counter()  # names that requests use
         self._writing = asyncio.Lock()
         self._changed = asyncio.Condition()
 
@@ -112,8 +113,30 @@ class Follower:
         Raises:
             KeyError: none yet (await `ready`).
         """
-        version = self._current[policy]
-        return version, model_name(policy, version)
+        return self._current[policy], self._confirmed[policy]
+
+    def name(self, policy: str, version: int) -> str:
+        """The engines' name of a version: as it is committed now, and of the current one as confirmed until then."""
+        name = self._confirmed.get(policy, "")
+        return name if self._current.get(policy) == version and self._lists(name) else self._committed(policy, version)
+
+    def _committed(self, policy: str, version: int) -> str:
+        return self._names.of(policy, version, self._commit(policy, version))
+
+    def _commit(self, policy: str, version: int) -> str | None:
+        return commit_of(self._run_dir / "checkpoints" / policy, version)
+
+    @contextmanager
+    def requesting(self, policy: str, version: int) -> Iterator[str]:
+        """While entered, the version that has the name yielded is kept on the engines, also if it is made anew."""
+        name = self.name(policy, version)
+        self._in_flight[name] += 1
+        try:
+            with self.using(policy, version):
+                yield name
+        finally:
+            self._in_flight[name] -= 1
+            self._in_flight += Counter()  # forgets those of none
 
     @contextmanager
     def using(self, policy: str, version: int, *, pinned: bool = False) -> Iterator[None]:
@@ -154,7 +177,9 @@ class Follower:
         key = policy, version
         self._wanted[key] += 1
         try:
-            await self.listed(model_name(policy, version))
+            self._hurry()
+            async with self._changed:  # the name is looked up at each change: it may be made anew meanwhile
+                await self._changed.wait_for(lambda: self._lists(self.name(policy, version)))
         finally:
             self._wanted[key] -= 1
             if not self._wanted[key]:
@@ -164,16 +189,13 @@ class Follower:
         """Return when an engine has the current version, whichever that has become by then."""
         self._hurry()
         async with self._changed:  # the name is looked up at each change: another version may be current by then
-            await self._changed.wait_for(lambda: self._lists(model_name(*self._newest_known(policy))))
+            await self._changed.wait_for(lambda: self._lists(self.name(policy, self._current.get(policy, UNVERSIONED))))
 
     async def listed(self, name: str) -> None:
         """Return when an engine lists a model of that name."""
         self._hurry()
         async with self._changed:
             await self._changed.wait_for(lambda: self._lists(name))
-
-    def _newest_known(self, policy: str) -> tuple[str, int]:
-        return policy, self._current.get(policy, UNVERSIONED)
 
     def recheck(self, name: str) -> None:
         """Ask every engine at once what it serves: a request has found that none knows `name`."""
@@ -245,9 +267,13 @@ class Follower:
             newest = self._newest(policy)
             # Loaded, then made current, then the old ones unloaded: at no moment does a new turn find no version.
             for version in self._wanted_versions(policy, newest):
-                if model_name(policy, version) not in served.observed:
+                commit = self._commit(policy, version)
+                if (name := self._names.of(policy, version, commit)) not in served.observed:
                     await self._try_hand_over(served, policy, version, newest)
-            if newest is not None and model_name(policy, newest) in served.observed:
+                elif commit is not None:  # perhaps loaded by another follower
+                    with suppress(OSError):
+                        self._names.note(name, commit)
+            if newest is not None and self._committed(policy, newest) in served.observed:
                 await self._advance(policy, newest)
             await self._retire(served, policy)
 
@@ -263,15 +289,16 @@ class Follower:
 
     async def _advance(self, policy: str, version: int) -> None:
         current = self._current.get(policy, UNVERSIONED)
-        if version == current:
+        name = self._committed(policy, version)
+        if version == current and name == self._confirmed[policy]:
             return
         # Down only where the trainer has gone back, so that the older version is the newest that is committed.
         if version < current and version != self._newest(policy):
             return  # another engine was faster with the next one
         async with self._changed:
-            self._current[policy] = version
+            self._current[policy], self._confirmed[policy] = version, name
             self._changed.notify_all()
-        _log.info("serving %s", model_name(policy, version))
+        _log.info("serving %s", name)
 
     async def _observe(self, served: _Served) -> None:
         names = set(await served.engine.models())
@@ -280,22 +307,25 @@ class Follower:
             self._changed.notify_all()
 
     async def _try_hand_over(self, served: _Served, policy: str, version: int, newest: int | None) -> None:
-        name = model_name(policy, version)
-        retry = served.retries.setdefault((policy, version), _Retry())
+        commit = self._commit(policy, version)
+        name = self._names.of(policy, version, commit)
+        retry = served.retries.setdefault(name, _Retry())
         if not retry.due():
             return
         error: Exception | None = None
         try:
             folder = self._adapters / name
             async with self._writing:  # the engines share the folder: the first writes it, the others find it there
+                if commit is not None:
+                    self._names.note(name, commit)
                 if not folder.exists():
-                    await asyncio.to_thread(self._write_folder, policy, version)
+                    await asyncio.to_thread(self._write_folder, policy, version, commit, folder)
             await self._hand_overs[policy].load(served.engine, name, folder)
         except Exception as caught:  # whatever went wrong, what counts is whether the engine lists the name
             error = caught
         await self._observe(served)
         if name in served.observed:
-            del served.retries[policy, version]
+            del served.retries[name]
             return
         if retry.failures == 0:
             _log.warning("%s is not on the engine yet: %s", name, error or "the engine took it and does not list it")
@@ -307,30 +337,36 @@ class Follower:
                 "and trainer have the same model.path and policy.lora, and that the disk is not full"
             )
 
-    def _write_folder(self, policy: str, version: int) -> None:
+    def _write_folder(self, policy: str, version: int, commit: str | None, folder: Path) -> None:
         checkpoints = self._run_dir / "checkpoints" / policy
         if (made := checkpoints / str(version) / HANDED_OVER).exists():
-            link_folder(made, self._adapters / model_name(policy, version))
-            return
-        arrays = read_adapter(checkpoints, version)
-        self._hand_overs[policy].write(self._adapters / model_name(policy, version), arrays)
+            link_folder(made, folder)
+        else:
+            self._hand_overs[policy].write(folder, read_adapter(checkpoints, version))
+        if self._commit(policy, version) not in (commit, None):  # None: thinned out since it was read
+            shutil.rmtree(folder)
+            raise CheckpointError(f"version {version} of {policy} was made anew while it was read")
 
     async def _retire(self, served: _Served, policy: str) -> None:
-        """Unload what is behind the staleness bound and not in use; then delete those folders that nobody will need."""
+        """Unload what is behind the staleness bound and not in use, and the weights of before of what was made anew;
+        then delete those folders that nobody will need."""
         if policy not in self._current:
             return
         oldest_loaded = self._current[policy] - self._max_staleness
         for name in served.observed | {folder.name for folder in self._adapters.iterdir()}:
             owner, version = served_version(name)
-            busy = (policy, version) in self._in_use or (policy, version) in self._wanted
-            if owner != policy or version == UNVERSIONED or version >= oldest_loaded or busy:
+            if owner != policy or version == UNVERSIONED:
+                continue
+            superseded = name not in (self._committed(policy, version), self.name(policy, version))
+            busy = (policy, version) in self._in_use or (policy, version) in self._wanted or version >= oldest_loaded
+            if self._in_flight[name] or (busy and not superseded):
                 continue
             if name in served.observed:
                 if self._hand_overs[policy].in_place:
                     continue  # the next version takes its place
                 served.observed.discard(name)  # before the request: a turn that begins meanwhile must not choose it
                 await served.engine.unload_adapter(name)
-            if version < self._oldest_needed[policy] and not self._lists(name):
+            if (superseded or version < self._oldest_needed[policy]) and not self._lists(name):
                 await asyncio.to_thread(shutil.rmtree, self._adapters / name, ignore_errors=True)
 
     def _sweep(self) -> None:

@@ -1,6 +1,6 @@
 """The form in which a published version reaches the engine: a PEFT adapter beside others, or all weights in place.
 
-Either is an immutable folder, which appears once all of it is on disk.
+Either is an immutable folder, which appears once all of it is on disk, under a name that no other weights ever had.
 """
 
 import json
@@ -23,6 +23,7 @@ from flowjax.models.hf import save_decoder
 from flowjax.models.lora import Lora, peft_tensors
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.run import Policy
+from flowjax.workflows import served_version
 
 
 def peft_config(lora: Lora, base_path: str) -> dict[str, Any]:
@@ -70,6 +71,46 @@ def remove_unfinished(parent: Path, policy: str) -> None:
     """Sweep what a killed writer of the policy's versions left in `parent`."""
     for path in parent.glob(f".{policy}@*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def model_name(policy: str, version: int, commit: str = "") -> str:
+    """The engines' name of a version, with the commit of one that was made anew; `flowjax.workflows.served_version`
+    reads it back."""
+    return f"{policy}@{version}.{commit}" if commit else f"{policy}@{version}"
+
+
+class ServedNames:
+    """The engines' names of versions, and the commit that each has ever stood for.
+
+    Written down before a name is used, and kept when its folder is gone: an engine that was away may still serve it,
+    and one that has unloaded it may still have its prefixes cached.
+
+    Args:
+        path: of the file that says so, a line `<name> <commit>` each; made where it is missing.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._commits = dict(line.split(" ") for line in lines if line.count(" ") == 1)
+        self._newest = {served_version(name): name for name in self._commits}
+
+    def of(self, policy: str, version: int, commit: str | None) -> str:
+        """The name of that commit of a version; the one given last where the commit is not known: the checkpoint was
+        thinned out, or is lost and not made anew yet."""
+        plain = model_name(policy, version)
+        newest = self._newest.get((policy, version), plain)
+        if commit is None or self._commits.get(newest, commit) == commit:
+            return newest
+        return model_name(policy, version, commit)
+
+    def note(self, name: str, commit: str) -> None:
+        """Write down that the name, which `of` gave for the commit, stands for it."""
+        if name not in self._commits:
+            with self._path.open("a") as file:
+                file.write(f"{name} {commit}\n")
+            self._commits[name] = commit
+        self._newest[served_version(name)] = name
 
 
 class EngineWeights(Protocol):

@@ -21,12 +21,12 @@ import aiohttp
 from absl import logging
 
 from flowjax.config import ConfigError
-from flowjax.files import digest_of, new_folder, replace_file
+from flowjax.files import digest_of, new_folder
 from flowjax.monitor.token import VARIABLE, bearer, known_token
 from flowjax.records import WireError, unpack
 from flowjax.run import Run, read_run
 from flowjax.weights.delta import DeltaError, open_folder
-from flowjax.weights.publish import HANDED_OVER, commit_copy, committed_steps
+from flowjax.weights.publish import HANDED_OVER, commit_copy, commit_of, committed_steps
 
 _LOOK_EVERY_S = 0.5  # at the versions of the run
 _LAST_RETRY_S = 10.0
@@ -34,7 +34,6 @@ _AT_ONCE = 8  # files: over a slow link one connection alone does not fill it
 _SILENT_S = 60.0  # that a transfer may be, after which it is begun again where it was
 _CHUNK_BYTES = 256 * 1024
 _OF_MODELS = (".json", ".safetensors", ".jinja", ".model", ".txt")
-_IDENTITY = ".identity"  # of the version as the run has it
 
 
 class MirrorError(RuntimeError):
@@ -200,7 +199,7 @@ class WeightsMirror:
         """
         listed = (await self._origin.ask("/files/weights"))["policies"]
         for policy, steps in listed.items():
-            here = {step: _read(self._folder(policy, step) / _IDENTITY) for step in self._steps(policy)}
+            here = {step: commit_of(self._checkpoints / policy, step) for step in self._steps(policy)}
             # First what was made anew at the run, so that it is fetched again under the same number. Last what the run
             # no longer has: until now it may have been the base of a version that was fetched.
             self._forget(policy, [step for step in here if steps.get(str(step), here[step]) != here[step]])
@@ -239,15 +238,14 @@ class WeightsMirror:
             logging.warning("%s %d comes whole: %s", policy, step, error)
             size_bytes = await self._unpack(policy, step, None, unfinished)
         # Marker, then rename: the follower lists numbered folders with a marker, and must find none that is not whole.
-        replace_file(unfinished / _IDENTITY, identity)
-        commit_copy(unfinished)
+        commit_copy(unfinished, identity)
         unfinished.rename(folder)
         logging.info("%s %d is here, by %d bytes", policy, step, size_bytes)
 
     async def _unpack(self, policy: str, step: int, base: int | None, unfinished: Path) -> int:
         """Make what engines are given of a version from its pack. Returns the pack's size in bytes."""
         path, made = f"/files/weights/{policy}/{step}", unfinished / HANDED_OVER
-        key = "" if base is None else f"{base}.{_read(self._folder(policy, base) / _IDENTITY)}"
+        key = "" if base is None else f"{base}.{commit_of(self._checkpoints / policy, base)}"
         answer = await self._origin.ask(f"{path}?base={key}")
         name, size_bytes, digest = answer["pack"]
         if Path(name).name != name or answer["base"] not in ("", key):
@@ -265,13 +263,6 @@ class WeightsMirror:
         finally:
             packed.unlink()
         return size_bytes
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 async def _follow(run: Run) -> None:

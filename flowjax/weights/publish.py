@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from flowjax.files import FileHeldError, held
+from flowjax.files import FileHeldError, held, replace_file
 from flowjax.monitor.trouble import explain
 
 PyTree = Any
@@ -92,17 +92,23 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if (directory / name / _COMMIT_MARKER).exists())
 
 
-def committed_at_ns(directory: Path, step: int) -> int | None:
-    """Time at which a step was committed, None where there is none. A step that is made anew has another."""
+def commit_of(directory: Path, step: int) -> str | None:
+    """The commit that made a step, in digits; None where there is no such step.
+
+    A version is its number and its commit: one that a trainer makes anew, because it has gone back, has the number of
+    the one before and another commit. It is the time of the commit in nanoseconds; a node's copy says that of the run.
+    """
     try:
-        return (directory / str(step) / _COMMIT_MARKER).stat().st_mtime_ns
+        with (directory / str(step) / _COMMIT_MARKER).open() as marker:
+            copied, made_ns = marker.read(), os.fstat(marker.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
+    return copied if copied.isdecimal() else str(made_ns)  # Orbax writes a sentence
 
 
-def commit_copy(step: Path) -> None:
-    """Mark the folder of a step as complete, which holds what was handed over and no arrays."""
-    (step / _COMMIT_MARKER).touch()
+def commit_copy(step: Path, commit: str) -> None:
+    """Mark the folder of a step as complete, which holds what was handed over and no arrays, as a copy of `commit`."""
+    replace_file(step / _COMMIT_MARKER, commit)
 
 
 def read_adapter(directory: Path, step: int) -> dict[str, Any]:

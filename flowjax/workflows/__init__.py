@@ -95,8 +95,10 @@ class Played:
 
 def served_version(model: str) -> tuple[str, int]:
     """Policy and version of an engine's model name; the whole name and UNVERSIONED if it is not a published policy."""
-    policy, separator, version = model.rpartition("@")
-    return (policy, int(version)) if separator and version.isdecimal() else (model, UNVERSIONED)
+    policy, separator, number = model.rpartition("@")
+    version, remade, commit = number.partition(".")  # a version that was made anew is served as `agent@2.<commit>`
+    named = separator and version.isdecimal() and (commit.isdecimal() or not remade)
+    return (policy, int(version)) if named else (model, UNVERSIONED)
 
 
 class Agent:

@@ -72,8 +72,9 @@ class RolloutRun:
         self.checkpoints = Checkpoints(self.folder / "checkpoints" / "agent", keep=3)
         self.publish(0)
 
-    def publish(self, step: int) -> None:
-        adapter = {"q_proj": {"a": jnp.ones((1, 8, 2)), "b": jnp.full((1, 2, 8), float(step))}}
+    def publish(self, step: int, level: float | None = None) -> None:
+        number = float(step) if level is None else level
+        adapter = {"q_proj": {"a": jnp.ones((1, 8, 2)), "b": jnp.full((1, 2, 8), number)}}
         self.checkpoints.save(step, adapter, {}, {})
         self.checkpoints.wait()
 

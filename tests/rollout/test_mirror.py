@@ -12,9 +12,10 @@ from safetensors.numpy import load_file
 
 from flowjax.run import resolve
 from flowjax.weights import mirror
+from flowjax.weights.follow import Follower
 from flowjax.weights.hand_over import hand_over
 from flowjax.weights.mirror import MirrorError, OtherModelError, WeightsMirror, fetch_bases, source
-from flowjax.weights.publish import HANDED_OVER, committed_steps, read_adapter
+from flowjax.weights.publish import HANDED_OVER, Checkpoints, commit_of, committed_steps, read_adapter
 
 
 def read_adapter_of(run: RolloutRun, step: int):
@@ -106,6 +107,59 @@ def test_a_version_that_is_made_anew_is_fetched_anew(tmp_path):
             marker.touch()
             await copy.update()
             assert level(node, 1) == 5.0
+
+    asyncio.run(scenario())
+
+
+class Slots:
+    """Adapters of an engine on the node, by name, each with the number that `RolloutRun.publish` filled it with."""
+
+    def __init__(self):
+        self.loaded: dict[str, float] = {}
+
+    async def models(self) -> list[str]:
+        return list(self.loaded)
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        tensors = load_file(path / "adapter_model.safetensors")
+        self.loaded[name] = float(next(array for key, array in tensors.items() if "lora_B" in key).mean())
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.loaded[name]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_engines_of_a_node_get_what_was_made_anew_while_it_was_away(tmp_path):
+    """A resumed run has lost its newest checkpoints; the node, its copy and its engines are those of before."""
+    run, node, engine = RolloutRun(tmp_path), tmp_path / "node", Slots()
+
+    async def scenario():
+        forms = {"agent": hand_over(resolve(run.config, run.folder).policies["agent"])}
+        follower = Follower([engine], node, forms, max_staleness=1, poll_s=0.005)  # type: ignore[list-item]
+        following = asyncio.create_task(follower.run())
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            for step in (1, 2):
+                run.publish(step)
+            await WeightsMirror(node, origin).update()
+            await until(lambda: engine.loaded.get("agent@2") == 2.0)
+        run.checkpoints.close()
+        shutil.rmtree(run.folder / "checkpoints/agent/2")
+        run.checkpoints = Checkpoints(run.folder / "checkpoints" / "agent", keep=3)
+        run.publish(2, 22.0)
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            await WeightsMirror(node, origin).update()
+        await until(lambda: engine.loaded.get(follower.current("agent")[1]) == 22.0)
+        version, name = follower.current("agent")
+        commits = [commit_of(folder / "checkpoints" / "agent", 2) for folder in (run.folder, node)]
+        assert (version, name, commits[0]) == (2, f"agent@2.{commits[1]}", commits[1])
+        await until(lambda: "agent@2" not in engine.loaded)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
     asyncio.run(scenario())
 

@@ -17,7 +17,8 @@ from flowjax.run import resolve
 from flowjax.weights import follow
 from flowjax.weights.follow import Follower, WeightsError
 from flowjax.weights.hand_over import PeftHandOver, hand_over, write_peft_folder
-from flowjax.weights.publish import CheckpointError, Checkpoints
+from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
+from flowjax.workflows import served_version
 
 
 class Engine:
@@ -82,9 +83,17 @@ class Run:
         forms = {"agent": Plain(in_place)}
         self.follower = Follower(engines, folder, forms, max_staleness=1, poll_s=0.005, **options)
 
-    def publish(self, step: int) -> None:
-        self.checkpoints.save(step, {"a": jnp.full(3, float(step))}, {"m": jnp.zeros(3)}, {})
+    def publish(self, step: int, level: float | None = None) -> None:
+        arrays = jnp.full(3, float(step) if level is None else level)
+        self.checkpoints.save(step, {"a": arrays}, {"m": jnp.zeros(3)}, {})
         self.checkpoints.wait()
+
+    def go_back(self, *lost: int) -> None:
+        """Lose these checkpoints, and let another trainer go on from those before."""
+        self.checkpoints.close()
+        for step in lost:
+            shutil.rmtree(self.checkpoints.directory / str(step))
+        self.checkpoints = Checkpoints(self.checkpoints.directory, keep=3)
 
     def folders(self) -> set[str]:
         return {path.name for path in (self.folder / "adapters").iterdir()}
@@ -298,7 +307,86 @@ def test_folders_of_an_abandoned_future_are_not_served(tmp_path, engine):
             await follower.ready()
             assert follower.current("agent")[0] == 1
             second.checkpoints.save(2, {"a": jnp.full(3, 22.0)}, {}, {})
-            await until(lambda: engine.loaded.get("agent@2") == 22.0)
+            await until(lambda: follower.current("agent")[0] == 2)
+            assert engine.loaded[follower.current("agent")[1]] == 22.0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["lora", "full"])
+def test_a_version_made_anew_is_another_one_on_engines_that_live_on(tmp_path, engine, in_place):
+    async def scenario():
+        run = Run(tmp_path, engine, in_place=in_place)
+        async with run.following() as follower:
+            for step in (0, 1, 2, 3):
+                run.publish(step)
+                await until(lambda: follower._current.get("agent") == step)  # noqa: B023
+            with follower.requesting("agent", 2) as before:
+                assert before == "agent@2"
+                run.go_back(2, 3)
+                run.publish(2, 22.0)
+                await until(lambda: engine.loaded.get(follower.current("agent")[1]) == 22.0)
+                version, name = follower.current("agent")
+                assert version == 2 and name != "agent@2" and served_version(name) == ("agent", 2)
+                assert in_place or engine.loaded["agent@2"] == 2.0, "a request in flight ends on what it began with"
+            await until(lambda: "agent@2" not in engine.loaded)
+            await until(lambda: "agent@2" not in run.folders())
+            with follower.using("agent", 2, pinned=True):  # an evaluation
+                await asyncio.wait_for(follower.serve("agent", 2), 120)
+                assert follower.name("agent", 2) == name
+            run.publish(3, 33.0)
+            await until(lambda: engine.loaded.get(follower.current("agent")[1]) == 33.0)
+            assert follower.current("agent")[1] != "agent@3"
+            run.publish(4)
+            await until(lambda: follower.current("agent") == (4, "agent@4"))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["lora", "full"])
+def test_a_version_made_anew_while_the_follower_is_away_is_another_one(tmp_path, engine, in_place):
+    """Also where its folder was deleted and the engine has unloaded it: the engine's prefixes are cached by name."""
+
+    async def scenario():
+        first = Run(tmp_path, engine, in_place=in_place)
+        async with first.following() as follower:
+            for step in (1, 2):
+                first.publish(step)
+                await until(lambda: follower._current.get("agent") == step)  # noqa: B023
+        first.go_back(2)
+        first.publish(2, 22.0)
+        shutil.rmtree(tmp_path / "adapters/agent@2")
+        engine.loaded.pop("agent@1", None)
+        first.checkpoints.close()
+        second = Run(tmp_path, engine, in_place=in_place)
+        async with second.following() as follower:
+            await asyncio.wait_for(follower.ready(), 120)
+            name = follower.current("agent")[1]
+            assert engine.loaded[name] == 22.0 and name != "agent@2"
+            second.go_back(1, 2)
+            second.publish(1, 11.0)
+            await until(lambda: engine.loaded.get(follower.current("agent")[1]) == 11.0)
+            assert follower.current("agent")[1] != "agent@1"
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_is_made_anew_while_it_is_read_is_not_served_as_the_one_before(tmp_path, engine, monkeypatch):
+    async def scenario():
+        run = Run(tmp_path, engine)
+        run.publish(1)
+
+        def read(directory, version):
+            monkeypatch.undo()
+            run.go_back(1)
+            run.publish(1, 11.0)
+            return read_adapter(directory, version)
+
+        named = run.follower._committed("agent", 1)
+        monkeypatch.setattr(follow, "read_adapter", read)
+        async with run.following() as follower:
+            await asyncio.wait_for(follower.ready(), 120)
+            assert engine.loaded == {follower.current("agent")[1]: 11.0} and named not in engine.loaded
 
     asyncio.run(scenario())
 

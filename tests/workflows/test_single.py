@@ -192,6 +192,8 @@ def test_the_window_holds_the_latest_turns(folder: Path):
 def test_the_engine_s_own_name_says_the_version():
     assert served_version("solver@12") == ("solver", 12)
     assert served_version("a@b@3") == ("a@b", 3)
+    assert served_version("solver@12.1732300000000000000") == ("solver", 12), "of a version that was made anew"
+    assert served_version("base@1.5b") == ("base@1.5b", UNVERSIONED)
     assert served_version("base") == ("base", UNVERSIONED)
     assert served_version("me@home") == ("me@home", UNVERSIONED)
 
