@@ -8,6 +8,7 @@ actions, which is exact because worlds are deterministic given task and seed.
 import asyncio
 import contextlib
 import itertools
+import logging
 import mmap
 import os
 import signal
@@ -34,6 +35,10 @@ from flowjax.envs.worker import (
 from flowjax.records import Status, Task
 
 MAX_LOSSES = 3  # workers that one call, or one start, may lose through no fault of its own
+START_AGAIN_S = 2.0  # after a machine that had no memory or process for a worker
+
+
+_log = logging.getLogger(__name__)
 
 
 class _WorkerLost(Exception):
@@ -212,9 +217,23 @@ class EnvPool:
             self._failed_starts = 0 if started else self._failed_starts + 1
             if self._failed_starts >= MAX_LOSSES:
                 return
-            replacement = _WorkerProcess(self.counts, *self._timeouts_s)
-            await replacement.connect()
+            if (replacement := await self._replacement()) is None:
+                return
             self._workers[slot] = replacement
+
+    async def _replacement(self) -> _WorkerProcess | None:
+        """A new worker; None where the machine could not start one, again and again."""
+        while True:
+            try:
+                worker = _WorkerProcess(self.counts, *self._timeouts_s)
+                await worker.connect()
+                return worker
+            except OSError as error:
+                _log.warning("an environment worker could not be started: %s", error)
+                self._failed_starts += 1
+                if self._failed_starts >= MAX_LOSSES:
+                    return None
+                await asyncio.sleep(START_AGAIN_S)
 
     async def _choose(self) -> _WorkerProcess:
         """The living worker with the fewest sessions."""

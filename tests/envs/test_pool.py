@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from waiting_world import TOGETHER
 
+import flowjax.envs.pool as pool_module
 from flowjax.envs import EnvDied
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.sokoban import Sokoban
@@ -106,6 +107,38 @@ def test_what_hangs_or_crashes_costs_its_own_episode(last_action: str, status: s
     counts = run(episode, step_timeout_s=2.0).counts
     assert (counts.timeouts, counts.crashes) == ((1, 0) if status == "timeout" else (0, 1))
     assert counts.replays == 6
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_machine_that_cannot_start_a_worker_is_asked_again_and_then_said_to_fail(failures: int, monkeypatch):
+    """Else the one that replaces workers would be gone without a word, and episodes would wait for ever."""
+    real = subprocess.Popen
+
+    def refused(*args, **kwargs):
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise BlockingIOError("Resource temporarily unavailable")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(pool_module, "START_AGAIN_S", 0.01)
+
+    async def episode(pool: EnvPool) -> None:
+        lasting = failures == pool_module.MAX_LOSSES
+        async with pool.session(UNRULY, {}) as env:
+            await env.reset(counter(0), 0)
+            monkeypatch.setattr(subprocess, "Popen", refused)
+            with pytest.raises(EnvDied):
+                await env.step("crash")
+        async with pool.session(UNRULY, {}) as env:
+            if not lasting:
+                assert (await env.reset(counter(7), 0)).text == "7"
+                return
+            with pytest.raises(EnvDied, match="workers died 3 times at their start") as died:
+                await env.reset(counter(7), 0)
+            assert died.value.status == "env_error"
+
+    run(episode)
 
 
 def test_two_hanging_episodes_on_one_worker_cost_one_worker_each():
