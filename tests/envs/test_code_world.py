@@ -18,7 +18,7 @@ from flowjax.envs.code import Code
 from flowjax.envs.code.problems import OPERATIONS, PROBES, Recipe, draw, problem_of
 from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, action_of_tests, normalised
 from flowjax.envs.pool import EnvPool
-from flowjax.grading.code import CallCase, Check
+from flowjax.grading.code import CallCase, Check, Lines, judge
 from flowjax.grading.sandbox import Limits
 from flowjax.published.worlds import PublishedCode
 from flowjax.records import Task
@@ -106,8 +106,6 @@ def test_live_code_bench_tests_are_read(files: dict[str, str]):
         "private_test_cases": "[]",
         "metadata": '{"func_name": "same"}',
     }
-    from flowjax.grading.code import judge
-
     program = "class Solution:\n    def same(self, x: List[int]):\n        return tuple(x)"
     assert judge(program, problem_of(identity).suite, allow_none=WITHOUT).success
 
@@ -136,8 +134,6 @@ def test_human_eval_parts():
     assert problem.suite.cases[1] == CallCase((1,), 3.14159, 1e-3)
     assert isinstance(problem.suite.cases[2], Check)
     assert (problem.public, problem.unscored) == (1, 1)
-    from flowjax.grading.code import judge
-
     assert judge(problem.solution, problem.suite, allow_none=WITHOUT).success
     assert judge("def area(r):\n    return math.pi * helper(r) ** 2", problem.suite, allow_none=WITHOUT).success
 
@@ -294,6 +290,21 @@ def test_state_keys():
     env.reset(task, 0)
     env.step("def f(x): return 2")
     assert env.step("def f(x): return 1").observation.state_key != keys["one"]  # fewer attempts left
+
+
+def test_deepcoders_problems_from_livecodebench_call_a_function():
+    """Whose name stands in the tests' metadata: without it they were read as programs that print."""
+    metadata = {"func_name": "add"}
+    calls = (("1\n[2, 3]", "[3, 4]"), ("4\n[]", "[]"))
+    tests = [{"input": x, "output": y, "testtype": "functional", "metadata": metadata} for x, y in calls]
+    row = {"problem": "Add n to each.", "tests": json.dumps(tests), "starter_code": "class Solution:\n    def add("}
+    problem = problem_of(row)
+    assert problem.suite.entry == "add" and "Start from this:\n```python\nclass Solution" in problem.statement
+    assert problem.suite.cases == (CallCase((1, [2, 3]), [3, 4], json=True), CallCase((4, []), [], json=True))
+    program = "class Solution:\n    def add(self, n, items): return [n + item for item in items]"
+    assert judge(program, problem.suite, allow_none=WITHOUT).success
+    printed = problem_of({**row, "tests": [{**tests[0], "testtype": "stdin", "metadata": {}}]})
+    assert printed.suite.entry == "" and printed.suite.cases == (Lines(*calls[0]),)
 
 
 @pytest.mark.parametrize(

@@ -128,16 +128,23 @@ def _live_code_bench(fields: Mapping[str, Any]) -> CodeProblem:
     cases: list[CallCase | Check | Lines] = []
     for test in (*public, *private):
         if test.get("testtype") == "functional" or (entry and "testtype" not in test):
-            arguments = tuple(json.loads(line) for line in test["input"].splitlines())
-            cases.append(CallCase(arguments, json.loads(test["output"]), json=True))
+            cases.append(_call_by_line(test))
         else:
             cases.append(Lines(test["input"], test["output"]))
-    statement = fields["question_content"]
-    if fields.get("starter_code"):
-        statement += f"\n\nStart from this:\n```python\n{fields['starter_code'].rstrip()}\n```"
-    else:
-        statement += "\n\nRead from standard input and print to standard output."
+    note = _start(fields) or "Read from standard input and print to standard output."
+    statement = f"{fields['question_content']}\n\n{note}"
     return CodeProblem(statement, Suite(tuple(cases), entry, preamble=_STARTER if entry else ""), len(public))
+
+
+def _call_by_line(test: Mapping[str, Any]) -> CallCase:
+    """A call whose arguments stand on a line each."""
+    return CallCase(tuple(map(json.loads, test["input"].splitlines())), json.loads(test["output"]), json=True)
+
+
+def _start(fields: Mapping[str, Any]) -> str:
+    """Request to begin with the code that a row gives, "" where it gives none."""
+    code = fields.get("starter_code")
+    return f"Start from this:\n```python\n{code.rstrip()}\n```" if code else ""
 
 
 _STARTER = "from typing import *\nimport collections, functools, heapq, itertools, math\nfrom collections import *"
@@ -159,16 +166,22 @@ def _private(text: str) -> list[dict[str, Any]]:
 def _deep_coder(fields: Mapping[str, Any]) -> CodeProblem:
     listed: Any = fields.get("tests") or fields.get("input_output")
     tests = json.loads(listed) if isinstance(listed, str) else listed
+    by_line = ""  # function of tests that come from LiveCodeBench
     if isinstance(tests, dict):
         entry = tests.get("fn_name") or ""
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
     else:
         entry = next((test["fn_name"] for test in tests if test.get("fn_name")), "")
         pairs = [(test["input"], test["output"]) for test in tests]
+        named = (test.get("metadata") or {} for test in tests if test.get("testtype") == "functional")
+        by_line = "" if entry else next((given["func_name"] for given in named if given.get("func_name")), "")
     solutions = fields.get("solutions") or ()
     solutions = json.loads(solutions) if isinstance(solutions, str) else solutions
     statement = fields.get("problem") or fields.get("question") or fields["prompt"]
-    if entry:
+    if by_line:
+        entry, cases = by_line, tuple(map(_call_by_line, tests))
+        note = _start(fields) or f"The function must be called {entry}."
+    elif entry:
         cases, note = _json_calls(pairs), f"The function must be called {entry}."
     else:
         cases = tuple(Lines(_text(given), _text(wanted)) for given, wanted in pairs)
