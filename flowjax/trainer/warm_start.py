@@ -13,8 +13,10 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,6 +38,7 @@ from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
 
 _ROOM = 1.1  # of a batch of lessons, beside their mean length
+_READING_SHARE = 0.4  # of the batches of lessons
 _ROWS_MULTIPLE = 8  # packed rows divide over so many devices
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _BASE = flags.DEFINE_string("base", BASE_NAME, "The base model to make.")
@@ -61,8 +64,7 @@ def build_base(run: Run, base: Base) -> None:
     if executor:
         rows = _lesson_rows(config, base, world, codec)
         imitation = _imitation(run, base, rows)
-        epochs = _epochs(rows, base.warm_start.batch_rows, np.random.default_rng(config.seed))
-        batches = itertools.islice(epochs, base.warm_start.steps)
+        batches = _lesson_batches(config, base.warm_start, rows)
     else:
         imitation, batches = _imitation(run, base), _batches(config, base.warm_start, world.without_engines(), codec)
     trained = train_one(
@@ -151,6 +153,20 @@ def _lesson_rows(config: ConfigDict, base: Base, world: World, codec: Codec) -> 
     return rows
 
 
+def _lesson_batches(config: ConfigDict, warm: ConfigDict, rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
+    """`warm_start.steps` batches: whole texts first, in which names and numbers come again, so that a model learns to
+    copy from far more tokens than replies have; then replies alone."""
+    reading, rng = round(_READING_SHARE * warm.steps), np.random.default_rng(config.seed)
+    yield from itertools.islice(_epochs([_whole(row) for row in rows], warm.batch_rows, rng), reading)
+    yield from itertools.islice(_epochs(rows, warm.batch_rows, rng), warm.steps - reading)
+
+
+def _whole(row: TokenRow) -> TokenRow:
+    """The row with all of its tokens to imitate, but the first, which nothing predicts."""
+    learned = np.arange(len(row.tokens)) > 0
+    return replace(row, sampled=learned, advantages=learned.astype(np.float32), versions=np.where(learned, 0, -1))
+
+
 def _epochs(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator) -> Iterator[list[TokenRow]]:
     """Shuffled batches without end."""
     while True:
@@ -192,7 +208,7 @@ def _imitation(run: Run, base: Base, lessons: Sequence[TokenRow] = ()) -> Run:
     return resolve(settings, run.folder)
 
 
-def _report(line: dict[str, float]) -> None:
+def _report(line: Mapping[str, Any]) -> None:
     if line["step"] % 100 == 0:
         logging.info("step %d loss %.4f", line["step"], line["loss"])
 
