@@ -13,7 +13,7 @@ from flowjax.envs import Observation, Past, Split, Step, WorldError, find_world
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.math import Math
 from flowjax.envs.math.problems import split_of
-from flowjax.envs.math.world import ANSWER, CALCULATE, MathEnv, MathView, Rule
+from flowjax.envs.math.world import ANSWER, CALCULATE, CalculatorError, MathEnv, MathView, Rule, calculate
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
 
@@ -294,6 +294,15 @@ def test_formulas_are_judged_in_environment_processes():
             return steps
 
     assert [step.outcome["success"] for step in asyncio.run(play())] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("minuses", "value"), [(40, "7"), (41, None)])
+def test_an_expression_is_nested_forty_deep_at_most(minuses: int, value: str | None):
+    if value is not None:
+        assert calculate("-" * minuses + "7") == value
+    else:
+        with pytest.raises(CalculatorError, match="nested too deeply"):
+            calculate("-" * minuses + "7")
 
 
 def test_generated_problems_need_no_math_verify(monkeypatch: pytest.MonkeyPatch):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from two_processes import printed_in_two_processes
 
-from flowjax.envs import Observation, Split, WorldError
-from flowjax.envs.webshop import WebShop
+from flowjax.envs import NotReady, Observation, Split, WorldError
+from flowjax.envs.webshop import WebShop, goals
 from flowjax.envs.webshop.goals import split_goals
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE
 from flowjax.envs.webshop.world import WebShopEnv
@@ -105,6 +105,17 @@ def test_the_pages_say_what_the_published_ones_say():
     assert page_text(step.observation).startswith("Thank you for shopping with us! [SEP] Your code: [SEP] None [SEP]")
     ending = f"Your score (min 0.0, max 1.0) [SEP] {step.outcome['score']} [SEP] Reward Details [SEP] None"
     assert page_text(step.observation).endswith(ending)
+
+
+def test_a_shop_does_not_open_without_what_its_score_needs(monkeypatch: pytest.MonkeyPatch):
+    """Found out at the first purchase, it would be the episode's fault."""
+
+    def missing() -> None:
+        raise NotReady("the WebShop world needs rapidfuzz")
+
+    monkeypatch.setattr(goals, "_ratio", missing)
+    with pytest.raises(NotReady, match="rapidfuzz"):
+        WebShop().env()
 
 
 def test_attributes_are_a_sub_page_on_request():
