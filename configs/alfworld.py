@@ -53,7 +53,7 @@ def _nano(config: ConfigDict) -> None:
     )
     config.env.max_turns = 10
     config.env.history = 4
-    config.env.train_tasks = 96
+    config.env.train_tasks = config.warm_start.tasks = 96
     config.engine.max_model_tokens = 104
     config.rollout.max_prompt_tokens = 96
     config.rollout.max_new_tokens = 8  # "clean soapbar 1 with sinkbasin 1" and the end

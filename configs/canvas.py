@@ -125,7 +125,7 @@ def _nano_llm(config: ConfigDict) -> None:
     config.env.step_timeout_s = 150.0
     config.rollout.episode_timeout_s = 600.0
     config.dataflow.lease_s = 300.0
-    config.env.train_tasks = 40_000
+    config.env.train_tasks = config.warm_start.tasks = 40_000
     config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 50.0})
 
 

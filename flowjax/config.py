@@ -385,6 +385,7 @@ FIELDS = Section(
         "Imitation that makes a nano base model: of the world's expert, or of its lessons where the world asks it.",
         resume=True,
         states=Entry(60_000, "demonstrated states", at_least=1),
+        tasks=Entry(10_000, "number of different training tasks that are demonstrated", at_least=1, at_most=10**9),
         steps=Entry(600, "batches", at_least=1),
         batch_rows=Entry(128, "states per batch", at_least=1, at_most=10**6),
         learning_rate=Entry(2e-3, "highest, with warm-up and a cosine after it", above=0, at_most=100),

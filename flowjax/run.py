@@ -18,6 +18,7 @@ from flowjax.files import replace_file
 PER_BASE = ("model", "engine", "warm_start")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
 ONLY_AGENT = "agent"  # of a workflow that has one
+TAUGHT_FILE = "warm_start.json"  # in the folder of a base model that was made here: its section of that name
 _ENDPOINTS_FILE = "endpoints.json"
 _MODELS_FILE = "models.json"
 

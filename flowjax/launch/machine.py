@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
 from flowjax.launch.checks import in_base
-from flowjax.run import Base, Run, read_models
+from flowjax.run import TAUGHT_FILE, Base, Run, read_models
 
 # -------------------------------------------------------------------------------------------------------------- devices
 
@@ -162,7 +162,21 @@ def check_model(base: Base) -> list[str]:
     missing += [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
     if missing:
         return [f"config.model.path is {str(folder)!r}, which lacks {' and '.join(missing)}: download it again"]
-    return _nano_conflicts(folder, nano) if nano is not None else []
+    return [*_nano_conflicts(folder, nano), *_taught_otherwise(folder, base.warm_start)] if nano is not None else []
+
+
+def _taught_otherwise(folder: Path, warm_start: ConfigDict) -> list[str]:
+    """Fields of the warm start that would change nothing, since the base is there and was taught by other ones."""
+    try:
+        taught = json.loads((folder / TAUGHT_FILE).read_text())
+    except (OSError, ValueError):  # of before this was noted, or made by other means
+        return []
+    return [
+        f"config.warm_start.{name} is {value!r}, but the model in {str(folder)!r} was made with {taught[name]!r}: "
+        "remove the folder to have it made anew, or name another one in config.model.path"
+        for name, value in warm_start.items()
+        if name in taught and taught[name] != value
+    ]
 
 
 def _nano_conflicts(folder: Path, nano: ConfigDict) -> list[str]:

@@ -32,7 +32,7 @@ from flowjax.models.shape import ModelError
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import TokenRow
-from flowjax.run import Base, Run, read_run, resolve
+from flowjax.run import TAUGHT_FILE, Base, Run, read_run, resolve
 from flowjax.trainer.sources import FixedSource
 from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
@@ -76,6 +76,7 @@ def build_base(run: Run, base: Base) -> None:
         on_step=_report,
     )
     save_decoder(trained, partial)
+    (partial / TAUGHT_FILE).write_text(base.warm_start.to_json(indent=2) + "\n")
     partial.rename(folder)
 
 
@@ -83,7 +84,7 @@ def imitation_rows(
     config: ConfigDict, warm: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
 ) -> list[TokenRow]:
     """The expert's way through the training tasks, as rows to imitate that hold `states` replies and fill a batch."""
-    tasks = world.tasks("train", config.env.data_seed)[: config.env.train_tasks]
+    tasks = world.tasks("train", config.env.data_seed)[: warm.tasks]
     conversations = expert_conversations(config.workflow)(
         world,
         tasks,
@@ -137,7 +138,7 @@ def _lesson_rows(config: ConfigDict, base: Base, world: World, codec: Codec) -> 
         ConfigError: it has hardly room for any.
     """
     warm, rng = base.warm_start, np.random.default_rng(config.seed)
-    tasks = world.tasks("train", config.env.data_seed)[: config.env.train_tasks]
+    tasks = world.tasks("train", config.env.data_seed)[: warm.tasks]
     started_s = time.perf_counter()
     rows: list[TokenRow] = []
     for lesson in itertools.islice(world.lessons(tasks, rng), max(warm.states, warm.batch_rows)):

@@ -7,7 +7,7 @@ import pytest
 
 from flowjax.launch import machine
 from flowjax.launch.machine import host_device_count, mesh_count, share_out, visible_accelerators
-from flowjax.run import resolve
+from flowjax.run import TAUGHT_FILE, resolve
 
 
 def test_absent_model_folder_is_named_with_the_remedy(config, tmp_path):
@@ -34,6 +34,20 @@ def test_nano_base_is_built_when_absent_and_refused_when_of_another_shape(config
     (message,) = machine.check_model(resolve(config).bases["base"])
     assert message.startswith("config.model.nano.hidden_size is 64, but the model in")
     assert "128" in message
+    assert "remove the folder" in message
+
+
+def test_a_warm_start_that_would_change_nothing_is_refused(config, tmp_path):
+    config.model.path = str(tmp_path / "nano")
+    (tmp_path / "nano").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", TAUGHT_FILE):
+        (tmp_path / "nano" / name).write_text(config.warm_start.to_json() if name == TAUGHT_FILE else "{}")
+    assert machine.check_model(resolve(config).bases["base"]) == []
+    before, config.warm_start.steps = config.warm_start.steps, 7
+    (message,) = machine.check_model(resolve(config).bases["base"])
+    assert message.startswith(
+        f"config.warm_start.steps is 7, but the model in {config.model.path!r} was made with {before}"
+    )
     assert "remove the folder" in message
 
 
