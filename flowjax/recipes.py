@@ -73,7 +73,7 @@ def one_node_8_gpus(config: ConfigDict, world: str) -> None:
     config.engine.prompts_per_request = 1  # long replies: none waits for another
     config.mesh.fsdp = 4
     config.rollout.max_concurrent_episodes = 256
-    config.trainer.step_timeout_s = 7200.0  # a batch may wait for episodes of an hour
+    patient(config)
     config.trainer.micro_batch_rows = 4
     config.optimizer.learning_rate = 2e-5
 
@@ -90,11 +90,18 @@ def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
     config.mesh.fsdp = 1
     config.trainer.groups_per_step = 8
     config.trainer.steps = 100
-    config.trainer.step_timeout_s = 7200.0  # a batch may wait for episodes of an hour
+    patient(config)
     config.trainer.micro_batch_rows = 1
     config.trainer.logprob_chunk_tokens = 512
     config.optimizer.learning_rate = 1e-4
     config.eval.tasks = 128
+
+
+def patient(config: ConfigDict) -> None:
+    """Time for the episodes of a real model, each of which gets some ten or twenty tokens a second in a full batch: the
+    longest are those that fail, and would be missing among what is trained on."""
+    config.rollout.episode_timeout_s = 1800.0
+    config.trainer.step_timeout_s = 7200.0  # of a batch, whose episodes may take an hour
 
 
 def lengths(config: ConfigDict, *, prompt_tokens: int, reply_tokens: int) -> None:
@@ -161,6 +168,7 @@ def published_on_two_gpus(config: ConfigDict, world: str, run: PublishedRun) -> 
     config.mesh.fsdp = 1
     config.engine.prompts_per_request = 1  # long replies: none waits for another
     lengths(config, prompt_tokens=run.prompt_tokens, reply_tokens=run.reply_tokens)
+    patient(config)
     config.env.max_turns = run.turns
     config.env.history = run.history
     config.rollout.group_size = run.copies

@@ -105,6 +105,14 @@ def test_a_batch_is_waited_for_longer_than_an_episode_may_take(variant: str):
     assert config.trainer.step_timeout_s > config.rollout.episode_timeout_s
 
 
+@pytest.mark.parametrize("variant", [name for name in variants() if "nano" not in name])
+def test_an_episode_of_a_real_model_has_time_for_all_its_turns(variant: str):
+    """One that has not is given up, and it is those that do not succeed which take all of them."""
+    config = load_recipe(str(ROOT / variant))
+    sampled_tokens = config.env.max_turns * config.rollout.max_new_tokens * max(len(config.agents), 1)
+    assert sampled_tokens / config.rollout.episode_timeout_s < 20, "tokens a second of one reply in a full batch"
+
+
 @pytest.mark.parametrize("variant", [name for name in variants() if "," not in name])
 def test_every_recipe_takes_another_estimator(variant: str):
     before, after = load_recipe(str(ROOT / variant)), load_recipe(f"{ROOT / variant},maxrl")
