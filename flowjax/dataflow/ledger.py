@@ -10,7 +10,8 @@ A group is one task, played `members` times. Its life for one policy that learns
         |                   |                     | +--- claim ------+     a new trainer starts from a checkpoint
         v                   v                     v                        from before that batch
      dropped             dropped               dropped            quarantined: no trainer can train on it
-     (failed, silent)    (not_kept)            (too_old, lost_version, overflow)       lost_ledger: any of these three
+     (failed, silent,    (not_kept)            (too_old, lost_version, overflow)       lost_ledger: any of these three
+      lost_version)
 
 Policies use up the same group at their own rates, each has a row of its own. `filter` waits for the data algorithms. A
 group of an evaluation has one row, of the policy "", that goes open -> ready -> closed.
@@ -793,6 +794,7 @@ class Ledger:
                     self._lose(policy, position)
                 self._undo_after(policy, version)
                 made = version + bool(self.batch(policy, version))
+                self._drop_lost(policy, made)
                 # Down only: a checkpoint that is on disk counts once `commit` has been heard, and flushed.
                 committed = min(owners[policy]["committed"], version)
                 self._set_trainer(policy, epoch=epoch, trainer=trainer, made=made, committed=committed)
@@ -814,13 +816,32 @@ class Ledger:
             "SELECT group_id FROM policy_groups WHERE policy = ? AND state IN ('open', 'complete', 'ready')", (policy,)
         ).fetchall()
         self._drop(policy, [row["group_id"] for row in rows], "lost_ledger")
+        self._cancel_unwanted()
+        if position > self.count_groups():
+            left_out = Task("", "", 0)
+            self.add_group(f"train-{position - 1:08d}", left_out, (), kind="train", position=position - 1, policies=())
+
+    def _drop_lost(self, policy: str, newest: int) -> None:
+        """Drop the open groups in which a policy has played with a version beyond `newest`, which its trainer has gone
+        back behind: once they are complete, another version may have that number. Those that are complete already are
+        ready for the next batch, which drops them (`select`)."""
+        rows = self._db.execute(
+            "SELECT DISTINCT group_id FROM policy_groups JOIN episodes USING (group_id)"
+            " WHERE policy = ? AND policy_groups.state = 'open' AND episodes.state = 'done'",
+            (policy,),
+        ).fetchall()
+        played = {row["group_id"]: trajectories_of(self.episodes(row["group_id"]), policy) for row in rows}
+        versions = {group: [turn.version for part in parts for turn in part.turns] for group, parts in played.items()}
+        lost = [group for group, known in versions.items() if max(known, default=0) > newest]
+        self._drop(policy, lost, "lost_version")
+        self._cancel_unwanted()
+
+    def _cancel_unwanted(self) -> None:
+        """Cancel the episodes of groups that have been dropped for every policy."""
         self._db.execute(
             "UPDATE episodes SET state = 'cancelled', lease_id = NULL WHERE state IN ('waiting', 'leased')"
             " AND NOT EXISTS (SELECT 1 FROM policy_groups WHERE group_id = episodes.group_id AND state = 'open')"
         )
-        if position > self.count_groups():
-            left_out = Task("", "", 0)
-            self.add_group(f"train-{position - 1:08d}", left_out, (), kind="train", position=position - 1, policies=())
 
     def _undo_after(self, policy: str, step: int) -> None:
         """Forget the batches after `step`: a trainer never saw them, or died with what it had learned from them. Their

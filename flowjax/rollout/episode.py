@@ -167,16 +167,27 @@ class EpisodePlayer:
             history=env.history,
         )
         base_of = {model: base for base in self.bases for model in (base.name, *base.policies)}
-        agents = {agent: self._agent(agent, base_of.get(model), model, lease) for agent, model in self.agents.items()}
+        sampled: set[tuple[str, str]] = set()  # policy, and the engines' name of what it was sampled from
+        agents = {
+            agent: self._agent(agent, base_of.get(model), model, lease, sampled) for agent, model in self.agents.items()
+        }
         async with self.pool.session(env.name, task_options(self.config, lease.task.source)) as session:
             # An evaluation plays fixed versions: they stay on the engines until the episode ends, not only its turns.
             with contextlib.ExitStack() as pins:
                 for policy, version in lease.versions.items():
                     pins.enter_context(base_of[policy].follower.using(policy, version, pinned=True))
                     await base_of[policy].served(policy, version)
-                return await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
+                played = await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
+        lost = [name for policy, name in sampled if base_of[policy].follower.lost(name)]
+        # To the dataflow a version is its number: what the weights of before played would be trained on as what those
+        # played that have the number now. An evaluation's version may be gone: it is the only one that it can have.
+        if lost and lease.kind == "train":
+            raise EngineError(f"the trainer has gone back behind {', '.join(sorted(lost))}, which it was played with")
+        return played
 
-    def _agent(self, agent: str, base: ServedBase | None, model: str, lease: Lease) -> Agent:
+    def _agent(
+        self, agent: str, base: ServedBase | None, model: str, lease: Lease, sampled: set[tuple[str, str]]
+    ) -> Agent:
         allowed = self.config.rollout.structured_outputs and self.worlds[lease.task.source].structured_outputs(
             self.config.env.prompt
         )
@@ -196,18 +207,27 @@ class EpisodePlayer:
         if base is None:
             assert self.backend is not None, f"nobody speaks for {agent}"
             return EndpointAgent(self.backend, model, sampling, seed_of)
-        return Agent(base.codec, _generator(base, model, lease, sampling, seed_of if seed >= 0 else None))
+        return Agent(base.codec, _generator(base, model, lease, sampling, sampled, seed_of if seed >= 0 else None))
 
 
 def _generator(
-    base: ServedBase, model: str, lease: Lease, sampling: SamplingOptions, seed_of: Callable[[int], int] | None
+    base: ServedBase,
+    model: str,
+    lease: Lease,
+    sampling: SamplingOptions,
+    sampled: set[tuple[str, str]],
+    seed_of: Callable[[int], int] | None,
 ) -> Generate:
-    """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins."""
+    """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins. Adds to
+    `sampled` what a policy was sampled from."""
     numbers = itertools.count()
 
     async def generate(prompt_ids: list[int]) -> EngineReply:
         seeded = sampling if seed_of is None else replace(sampling, seed=seed_of(next(numbers)))
-        return await base.generate(model, lease.versions.get(model), prompt_ids, seeded, group=lease.group_id)
+        reply = await base.generate(model, lease.versions.get(model), prompt_ids, seeded, group=lease.group_id)
+        if model in base.policies:
+            sampled.add((model, reply.model))
+        return reply
 
     return generate
 

@@ -120,6 +120,12 @@ class Follower:
         name = self._confirmed.get(policy, "")
         return name if self._current.get(policy) == version and self._lists(name) else self._committed(policy, version)
 
+    def lost(self, name: str) -> bool:
+        """True if the trainer has gone back behind the version of that name: it is gone, or was made anew."""
+        policy, version = served_version(name)
+        newest = self._newest(policy)
+        return newest is None or version > newest or name != self._committed(policy, version)
+
     def _committed(self, policy: str, version: int) -> str:
         return self._names.of(policy, version, self._commit(policy, version))
 

@@ -63,6 +63,30 @@ def test_ages_of_all_trained_tokens_are_told(tmp_path):
     assert flow.status()["policies"]["agent"]["trained_ages"] == {"0": 6, "1": 6}
 
 
+def test_a_group_that_a_lost_version_has_begun_is_not_trained_on(tmp_path):
+    """By the time that its last episode is in, another version has the number of the lost one."""
+    config = configuration(max_staleness=3)
+    config.eval.tasks = 0
+    flow = make_flow(tmp_path, config)
+    flow.report_serving("agent", 0)
+    for step in range(3):
+        for lease in flows.lease(flow, "w", 6):
+            flows.accept(flow, lease.lease_id, played(lease, version=step))
+        assert flows.credited(flow, "agent", step)
+        flow.batches.commit("agent", step + 1)
+        flow.report_serving("agent", step + 1)
+    first, first_rest, second, second_rest = flows.lease(flow, "w", 4)
+    assert (first_rest.group_id, second_rest.group_id) == (first.group_id, second.group_id) != (second.group_id,) * 2
+    for lease, version in ((first, 2), (second, 3)):
+        assert flows.accept(flow, lease.lease_id, played(lease, version=version))
+    assert flow.batches.claim("restarted", {"agent": 1}, 0) == (True, 1)
+    assert flow.status()["policies"]["agent"]["dropped"] == {"lost_version": 1}
+    assert flow.ledger.renew([first_rest.lease_id, second_rest.lease_id]) == [second_rest.lease_id]
+    assert not flows.accept(flow, second_rest.lease_id, played(second_rest, version=1))
+    assert flows.accept(flow, first_rest.lease_id, played(first_rest, version=1))
+    assert flow.status()["policies"]["agent"]["ready_groups"] == 4, "those of batch 2, which is undone, and the first"
+
+
 @pytest.mark.parametrize("turns", [[3, 3], [1, 3]])
 def test_what_a_lost_version_has_played_is_not_trained_on(tmp_path, turns):
     """The trainer has gone back to version 1: what version 3 did, also in a part of an episode, is nobody's future."""

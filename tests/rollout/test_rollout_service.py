@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from flowjax.rollout import service as rollout_service
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.episode import load_workflow
 from flowjax.rollout.service import DataflowClient, RolloutError
+from flowjax.weights.publish import Checkpoints
 from flowjax.workflows import single
 from tests.dataflow import flows
 
@@ -86,6 +88,32 @@ def test_a_turn_stays_on_the_version_it_began_with(tmp_path):
         assert servers.counted[0].turns[0].version == 0
         versions = Counter(turn.version for episode in servers.counted for turn in episode.turns)
         assert versions[2] > 0  # and 1, where a slot became free between the two publications
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("anew", [True, False], ids=["made anew", "gone"])
+def test_what_a_lost_version_has_played_is_played_again(tmp_path, anew):
+    """The dataflow knows versions by number: it would take what the old version 1 did for what the new one does."""
+
+    async def scenario():
+        run = RolloutRun(tmp_path)
+        run.publish(1)
+        async with run.servers() as servers, run.serving(servers) as serving:
+            servers.engine.hold.clear()
+            follower = serving.service._bases[0].follower
+            await until(lambda: len(serving.service._playing) == 8 and follower.in_use("agent") == [1])
+            run.checkpoints.close()
+            shutil.rmtree(run.folder / "checkpoints/agent/1")
+            run.checkpoints = Checkpoints(run.folder / "checkpoints" / "agent", keep=3)
+            if anew:
+                run.publish(1)
+            await until(lambda: follower.current("agent") != (1, "agent@1"))
+            servers.engine.hold.set()
+            await until(lambda: servers.counted)
+            assert serving.service.totals.given_back == 8
+            assert {turn.version for turn in servers.counted[0].turns} == {int(anew)}
+            assert servers.flow.ledger.count_causes("failed") == {"given_back": 8}
 
     asyncio.run(scenario())
 
