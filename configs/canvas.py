@@ -111,7 +111,7 @@ def _nano_llm(config: ConfigDict) -> None:
             "executor": {
                 "model": {"path": "models/nano-canvas-executor", "nano": config.model.nano.to_dict()},
                 "engine": {"max_model_tokens": 512},  # a program that is mended twice, and what it is asked with
-                "warm_start": {"states": 60_000, "steps": 2500, "batch_rows": 56, "learning_rate": 1e-3},
+                "warm_start": {"states": 60_000, "steps": 4000, "batch_rows": 56, "learning_rate": 2e-3},
             }
         }
     )

@@ -14,7 +14,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
 
 _ROOM = 1.1  # of a batch of lessons, beside their mean length
-_READING_SHARE = 0.4  # of the batches of lessons
 _ROWS_MULTIPLE = 8  # packed rows divide over so many devices
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _BASE = flags.DEFINE_string("base", BASE_NAME, "The base model to make.")
@@ -64,7 +62,8 @@ def build_base(run: Run, base: Base) -> None:
     if executor:
         rows = _lesson_rows(config, base, world, codec)
         imitation = _imitation(run, base, rows)
-        batches = _lesson_batches(config, base.warm_start, rows)
+        epochs = _epochs(rows, base.warm_start.batch_rows, np.random.default_rng(config.seed))
+        batches = itertools.islice(epochs, base.warm_start.steps)
     else:
         imitation, batches = _imitation(run, base), _batches(config, base.warm_start, world.without_engines(), codec)
     trained = train_one(
@@ -152,20 +151,6 @@ def _lesson_rows(config: ConfigDict, base: Base, world: World, codec: Codec) -> 
         )
     logging.info("%d lessons in %.1f s", len(rows), time.perf_counter() - started_s)
     return rows
-
-
-def _lesson_batches(config: ConfigDict, warm: ConfigDict, rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
-    """`warm_start.steps` batches: whole texts first, in which names and numbers come again, so that a model learns to
-    copy from far more tokens than replies have; then replies alone."""
-    reading, rng = round(_READING_SHARE * warm.steps), np.random.default_rng(config.seed)
-    yield from itertools.islice(_epochs([_whole(row) for row in rows], warm.batch_rows, rng), reading)
-    yield from itertools.islice(_epochs(rows, warm.batch_rows, rng), warm.steps - reading)
-
-
-def _whole(row: TokenRow) -> TokenRow:
-    """The row with all of its tokens to imitate, but the first, which nothing predicts."""
-    learned = np.arange(len(row.tokens)) > 0
-    return replace(row, sampled=learned, advantages=learned.astype(np.float32), versions=np.where(learned, 0, -1))
 
 
 def _epochs(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator) -> Iterator[list[TokenRow]]:

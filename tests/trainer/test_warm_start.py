@@ -19,7 +19,7 @@ SHAPE = {"hidden_size": 32, "layers": 1, "heads": 1, "kv_heads": 1, "ffn_size": 
 
 
 @pytest.mark.slow
-def test_an_executor_learns_whole_texts_and_then_replies(tmp_path: Path):
+def test_an_executor_is_made_of_lessons(tmp_path: Path):
     config = load_recipe(f"{ROOT}/configs/canvas.py:nano_llm")
     executor = config.bases.executor
     executor.model = {"path": str(tmp_path / "executor"), "nano": SHAPE}
@@ -30,7 +30,7 @@ def test_an_executor_learns_whole_texts_and_then_replies(tmp_path: Path):
     build_base(run, run.bases["executor"])
     lines = list(read_metrics(tmp_path / "warm_start"))
     learned = [line["trained_tokens"] for line in lines]
-    assert len(learned) == 5 and min(learned[:2]) > 2 * max(learned[2:]), learned
+    assert len(learned) == 5 and all(0 < count < 8 * 40 for count in learned), learned
     assert len({line["compile_count"] for line in lines[-2:]}) == 1, "batches are of one shape"
     assert json.loads((tmp_path / "executor" / "config.json").read_text())["hidden_size"] == 32
     messages, reply = next(world.lessons(world.tasks("train", 0)[:4], np.random.default_rng(0)))

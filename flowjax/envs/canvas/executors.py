@@ -37,6 +37,7 @@ _KEPT = 20_000
 _SEEDS = 1 << 31  # that endpoints take
 _results: dict[Any, Any] = {}
 _writing = threading.Lock()
+_opening = threading.Lock()
 _CLOSING_S = 5.0
 _Result = TypeVar("_Result")
 
@@ -101,7 +102,8 @@ def open_executors(config: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Back
         WorldError: one is configured wrongly.
     """
     asked = json.dumps({name: dict(given) for name, given in config.items()}, sort_keys=True)
-    return _opened(asked, run_folder(), os.environ.get(ENGINES_VARIABLE, ""))
+    with _opening:  # environments of a process are made in several threads: one file of replies, opened once
+        return _opened(asked, run_folder(), os.environ.get(ENGINES_VARIABLE, ""))
 
 
 def run_folder() -> str:
