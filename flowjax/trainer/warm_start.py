@@ -38,8 +38,6 @@ from flowjax.workflows.codec import Codec
 
 _ROOM = 1.1  # of a batch of lessons, beside their mean length
 _ROWS_MULTIPLE = 8  # packed rows divide over so many devices
-_RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
-_BASE = flags.DEFINE_string("base", BASE_NAME, "The base model to make.")
 
 
 def build_base(run: Run, base: Base) -> None:
@@ -201,14 +199,20 @@ def _report(line: Mapping[str, Any]) -> None:
 
 def main(argv: list[str]) -> None:
     del argv
-    run_dir = Path(_RUN.value)
+    run_dir = Path(flags.FLAGS.run)
     try:
         run = read_run(run_dir)
         use_compile_cache(run.config.trainer.compile_cache)
-        build_base(run, run.bases[_BASE.value])
+        build_base(run, run.bases[flags.FLAGS.base])
     except (ConfigError, ModelError, WorldError) as error:
         sys.exit(f"warm start: {error}")
 
 
+def _define() -> None:
+    flags.DEFINE_string("run", None, "Run folder.", required=True)
+    flags.DEFINE_string("base", BASE_NAME, "The base model to make.")
+
+
 if __name__ == "__main__" and not asks_help(sys.argv, __doc__):
+    _define()
     app.run(main)

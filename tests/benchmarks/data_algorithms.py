@@ -24,8 +24,6 @@ from flowjax.config import load_run
 from flowjax.monitor.metrics import read_metrics
 from tests.benchmarks.runs import machine, trained
 
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "config.seed of each run.")
-_OUT = flags.DEFINE_string("out", "runs/data_algorithms", "Folder of the runs and of the table.")
 PLAIN = "nano_plain"
 VARIANTS = (PLAIN, "nano_greso", "nano_dynamic_sampling", "nano_replay", "nano")
 EVERY_STEPS = 5
@@ -90,10 +88,10 @@ def row(variant: str, curves: Sequence[Curve], target: float) -> str:
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    out = Path(_OUT.value).absolute()
+    out = Path(flags.FLAGS.out).absolute()
     out.mkdir(parents=True, exist_ok=True)
     runs: dict[str, list[Path]] = {variant: [] for variant in VARIANTS}
-    for seed in _SEEDS.value:  # all variants of a seed before the next seed: a table may stop after any of them
+    for seed in flags.FLAGS.seeds:  # all variants of a seed before the next seed: a table may stop after any of them
         for variant, folders in runs.items():
             fields = [f"--config.eval.every_steps={EVERY_STEPS}"]
             folders.append(trained(f"math_efficient:{variant}", seed, out, fields)[0])
@@ -108,4 +106,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "config.seed of each run.")
+    flags.DEFINE_string("out", "runs/data_algorithms", "Folder of the runs and of the table.")
     app.run(main)
