@@ -1,11 +1,13 @@
 """Full weights reach a real vLLM in place: every answer is of exactly the version that the engine names."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +22,11 @@ from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.nano import create_nano
 from flowjax.models.shape import ModelError
 from flowjax.rollout.client import EngineClient, EngineError, SamplingOptions, UnknownModel
-from flowjax.rollout.engine_side.flowjax_served_weights import check_folder
+from flowjax.rollout.engine_side.flowjax_served_weights import ServedWeights, check_folder
 from flowjax.rollout.sidecar import engine_command
 from flowjax.run import resolve
 from flowjax.weights.follow import Follower
-from flowjax.weights.hand_over import decoder_of, hand_over
+from flowjax.weights.hand_over import decoder_of, hand_over, model_name
 from flowjax.weights.publish import Checkpoints, read_adapter
 from flowjax.workflows import served_version
 
@@ -75,6 +77,36 @@ def test_a_folder_that_is_cut_off_is_refused_before_the_engine_sees_it(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(whole[:-5])
     with pytest.raises(ValueError, match=f"has {len(whole) - 5} bytes and should have {len(whole)}"):
         check_folder(tmp_path)
+
+
+def test_an_engine_loads_a_version_made_anew_though_it_serves_that_number(tmp_path):
+    save_file({"x": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    calls, served = [], SimpleNamespace(name="agent@2")
+
+    class Engine:
+        async def collective_rpc(self, method, args):
+            calls.append((method, *args))
+
+        async def reset_prefix_cache(self):
+            calls.append("emptied")
+
+    models = SimpleNamespace(base_model_paths=[served])
+    app = SimpleNamespace(state=SimpleNamespace(openai_serving_models=models, engine_client=Engine()))
+    scope = {"type": "http", "method": "POST", "path": "/v1/load_weights", "headers": [], "app": app}
+
+    async def load(name: str) -> None:
+        async def receive():
+            return {"type": "http.request", "body": json.dumps({"name": name, "path": str(tmp_path)}).encode()}
+
+        async def send(message):
+            assert message.get("status", 200) == 200
+
+        await ServedWeights(None)(scope, receive, send)
+
+    asyncio.run(load("agent@2"))
+    assert not calls, "it was sent again because its answer was lost"
+    asyncio.run(load(model_name("agent", 2, "1732")))
+    assert served.name == "agent@2.1732" and calls == [("flowjax_load_folder", str(tmp_path)), "emptied"]
 
 
 @pytest.mark.integration
