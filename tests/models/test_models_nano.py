@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ WORDS = ["#", "@", ".", "$", "up", "down", "wall,", "push(1)"]
 @pytest.fixture(scope="module")
 def nano(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nano")
-    shape = {"hidden_size": 32, "layers": 2, "ffn_size": 64, "head_dim": 32}
+    shape: dict[str, Any] = {"hidden_size": 32, "layers": 2, "ffn_size": 64, "head_dim": 32}
     return folder, create_nano(WORDS, folder, key=jax.random.key(0), **shape)
 
 

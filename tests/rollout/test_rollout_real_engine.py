@@ -50,12 +50,14 @@ class VllmRun(RolloutRun):
     def prepare_model(self) -> None:
         create_nano(Sokoban().vocabulary(), self.model, key=jax.random.key(0), hidden_size=32, layers=1)
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, level: float | None = None) -> None:
         if step == 0:
             self.prepare_model()
         specs = adapter_specs(read_config(self.model), Lora(**self.config.policy.lora.to_dict()))
         adapter = jax.tree.map(
-            lambda spec: jnp.full(spec.shape, 0.01 * step), specs, is_leaf=lambda x: hasattr(x, "shape")
+            lambda spec: jnp.full(spec.shape, 0.01 * (step if level is None else level)),
+            specs,
+            is_leaf=lambda x: hasattr(x, "shape"),
         )
         self.checkpoints.save(step, adapter, {}, {})
         self.checkpoints.wait()

@@ -226,11 +226,12 @@ def test_a_service_gives_up_after_four_rounds_of_all_slots_and_not_before(tmp_pa
         run = RolloutRun(tmp_path, dataflow__max_attempts=100_000, **slots, **workflow)
         async with run.servers() as servers:
             servers.engine.refuse = cause == "engine"
+            served = []
             with pytest.raises(RolloutError, match="4 episodes in a row came to nothing"):
                 async with run.serving(servers) as serving:
+                    served.append(serving.service)
                     await asyncio.wait({serving.task}, timeout=60)
-            totals = serving.service.totals
-            assert totals.failed_episodes + totals.given_back == 4
+            assert served[0].totals.failed_episodes + served[0].totals.given_back == 4
 
     asyncio.run(scenario())
 
