@@ -37,7 +37,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
 def _nano(config: ConfigDict) -> None:
     config.model.path = "models/nano-code-pair"
     config.env.step_timeout_s = 485.0  # a step may judge two programs, and each a second time on a busy machine
-    config.rollout.episode_timeout_s = 1800.0
+    config.rollout.episode_timeout_s = 1500.0  # three steps of a busy machine
     config.dataflow.lease_s = 600.0
     config.rollout.max_prompt_tokens = 9  # a problem of eight words, and what is asked for
     config.trainer.row_tokens = 37

@@ -82,7 +82,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Mutants that no sample may miss, since they have survived before: function, code in it, what takes the code's place.
 NAMED = (
-    ("_advance", "if version == current:", "if version <= current:"),
+    ("_advance", "if version == current and name ==", "if version < current or name =="),
     ("_advance", "version < current and version != self._newest(policy)", "False"),
     ("_streamed", 'if "error" in event:', "if False:"),
     ("rope_angles", "scaling.attention_factor or ", ""),
