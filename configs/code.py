@@ -71,7 +71,6 @@ def _real_problems(config: ConfigDict) -> None:
     )
     config.env.step_timeout_s = 605.0
     config.dataflow.lease_s = 660.0
-    config.rollout.episode_timeout_s = 1800.0
 
 
 VARIANTS = {"nano": _nano, "qwen3_8b": _qwen3_8b, "qwen3_0_6b": _qwen3_0_6b}

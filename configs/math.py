@@ -57,7 +57,6 @@ def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "math")
     config.env.options = ConfigDict({"path": "", "answer": "boxed"})
     lengths(config, prompt_tokens=2048, reply_tokens=14336)
-    config.rollout.episode_timeout_s = 1800.0
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
 

@@ -64,7 +64,6 @@ def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "math-pair")
     config.env.options = ConfigDict({"path": "", "answer": "boxed"})
     lengths(config, prompt_tokens=8192, reply_tokens=8192)
-    config.rollout.episode_timeout_s = 1800.0
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
 

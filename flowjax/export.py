@@ -30,7 +30,7 @@ from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import Lora, adapter_from_peft, peft_tensors
 from flowjax.models.shape import ModelError
-from flowjax.monitor.held_out import read_held_out, rows, summarise
+from flowjax.monitor.held_out import oldest_first, read_held_out, rows, summarise
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
 from flowjax.run import Policy, Run, read_models, read_run
@@ -186,7 +186,7 @@ def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
     # Of several policies the name has the versions of all.
     beside = [path for path in (run.folder / "held_out").glob("*.jsonl") if name in path.stem.split(",")]
     if beside:
-        newest = max(beside, key=lambda path: path.stat().st_mtime)
+        newest = oldest_first(beside)[-1]
         together = "" if newest.stem == name else f", by {newest.stem}"
         return {**dict(rows(summarise(read_held_out(newest)))), "played": f"beside training{together}"}
     return {"held-out tasks": "not evaluated at this step"}

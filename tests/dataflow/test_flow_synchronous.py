@@ -2,9 +2,11 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from flowjax.dataflow.flow import Flow
 from flowjax.monitor.metrics import read_metrics
 from tests.dataflow import flows
 from tests.dataflow.test_flow import configuration, make_flow, played
@@ -63,8 +65,8 @@ def test_ages_of_all_trained_tokens_are_told(tmp_path):
     assert flow.status()["policies"]["agent"]["trained_ages"] == {"0": 6, "1": 6}
 
 
-def test_a_group_that_a_lost_version_has_begun_is_not_trained_on(tmp_path):
-    """By the time that its last episode is in, another version has the number of the lost one."""
+def after_three_batches(tmp_path: Path) -> Flow:
+    """A dataflow whose trainer has committed version 3, which is served; up to three versions may be behind."""
     config = configuration(max_staleness=3)
     config.eval.tasks = 0
     flow = make_flow(tmp_path, config)
@@ -75,6 +77,12 @@ def test_a_group_that_a_lost_version_has_begun_is_not_trained_on(tmp_path):
         assert flows.credited(flow, "agent", step)
         flow.batches.commit("agent", step + 1)
         flow.report_serving("agent", step + 1)
+    return flow
+
+
+def test_a_group_that_a_lost_version_has_begun_is_not_trained_on(tmp_path):
+    """By the time that its last episode is in, another version has the number of the lost one."""
+    flow = after_three_batches(tmp_path)
     first, first_rest, second, second_rest = flows.lease(flow, "w", 4)
     assert (first_rest.group_id, second_rest.group_id) == (first.group_id, second.group_id) != (second.group_id,) * 2
     for lease, version in ((first, 2), (second, 3)):
@@ -90,16 +98,7 @@ def test_a_group_that_a_lost_version_has_begun_is_not_trained_on(tmp_path):
 @pytest.mark.parametrize("turns", [[3, 3], [1, 3]])
 def test_what_a_lost_version_has_played_is_not_trained_on(tmp_path, turns):
     """The trainer has gone back to version 1: what version 3 did, also in a part of an episode, is nobody's future."""
-    config = configuration(max_staleness=3)
-    config.eval.tasks = 0
-    flow = make_flow(tmp_path, config)
-    flow.report_serving("agent", 0)
-    for step in range(3):
-        for lease in flows.lease(flow, "w", 6):
-            flows.accept(flow, lease.lease_id, played(lease, version=step))
-        assert flows.credited(flow, "agent", step)
-        flow.batches.commit("agent", step + 1)
-        flow.report_serving("agent", step + 1)
+    flow = after_three_batches(tmp_path)
     for lease in flows.lease(flow, "w", 6):
         episode = played(lease, version=0, turns=2)
         (part,) = episode.trajectories

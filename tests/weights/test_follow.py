@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -107,6 +108,13 @@ class Run:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def publish_each(run: Run, follower: Follower, steps: Iterable[int]) -> None:
+    """Publish the versions one after the other, each when the one before is served."""
+    for step in steps:
+        run.publish(step)
+        await until(lambda step=step: follower._current.get("agent") == step)
 
 
 async def until(condition, timeout_s: float = 120.0) -> None:
@@ -318,9 +326,7 @@ def test_a_version_made_anew_is_another_one_on_engines_that_live_on(tmp_path, en
     async def scenario():
         run = Run(tmp_path, engine, in_place=in_place)
         async with run.following() as follower:
-            for step in (0, 1, 2, 3):
-                run.publish(step)
-                await until(lambda: follower._current.get("agent") == step)  # noqa: B023
+            await publish_each(run, follower, (0, 1, 2, 3))
             with follower.requesting("agent", 2) as before:
                 assert before == "agent@2"
                 run.go_back(2, 3)
@@ -350,9 +356,7 @@ def test_a_version_made_anew_while_the_follower_is_away_is_another_one(tmp_path,
     async def scenario():
         first = Run(tmp_path, engine, in_place=in_place)
         async with first.following() as follower:
-            for step in (1, 2):
-                first.publish(step)
-                await until(lambda: follower._current.get("agent") == step)  # noqa: B023
+            await publish_each(first, follower, (1, 2))
         first.go_back(2)
         first.publish(2, 22.0)
         shutil.rmtree(tmp_path / "adapters/agent@2")
@@ -481,8 +485,7 @@ def test_every_engine_gets_every_version_and_loses_what_is_old(tmp_path):
         run = Run(tmp_path, *engines)
         async with run.following() as follower:
             for step in range(4):
-                run.publish(step)
-                await until(lambda: follower._current.get("agent") == step)  # noqa: B023
+                await publish_each(run, follower, (step,))
                 follower.keep_from("agent", step - 1)
             await until(lambda: all(set(engine.loaded) == {"agent@2", "agent@3"} for engine in engines))
             await until(lambda: run.folders() == {"agent@2", "agent@3"})

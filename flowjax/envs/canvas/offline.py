@@ -281,13 +281,19 @@ def function(wanted: Specification, fault: int = -1) -> str:
 
 def _story(text: str) -> str:
     """A word problem as a count that is kept."""
-    first, *rest = text.split(". ")[:-1]
-    lines = [f"count = {re.findall(r'[0-9]+', first)[0]}"]
-    for sentence in rest:
-        numbers = " * ".join(re.findall(r"\d+", sentence))
-        sign = "-" if "gives" in sentence else "*" if "times" in sentence else "+"
-        lines.append(f"count = count {sign} {numbers}")
+    first, changes = _sentences(text)
+    lines = [f"count = {first}", *(f"count = count {sign} {operand}" for sign, operand in changes)]
     return "\n".join([*lines, "print(count)"])
+
+
+def _sentences(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """The number that a story begins with, and each sentence after it as a sign and a number, or a product of some."""
+    start, *sentences = text.split(". ")[:-1]
+    changes: list[tuple[str, str]] = []
+    for sentence in sentences:
+        sign = "-" if "gives" in sentence else "*" if "times" in sentence else "+"
+        changes.append((sign, " * ".join(re.findall(r"\d+", sentence))))
+    return re.findall(r"\d+", start)[0], changes
 
 
 def _ranking(text: str) -> str:
@@ -319,12 +325,8 @@ def in_order(text: str, source: str) -> tuple[str, str]:
         changes = list(zip(rest[::2], rest[1::2], strict=True))
         total = int(first)
     else:
-        start, *sentences = text.split(". ")[:-1]
-        total, changes = int(re.findall(r"\d+", start)[0]), []
-        for sentence in sentences:
-            numbers = re.findall(r"\d+", sentence)
-            sign = "-" if "gives" in sentence else "*" if "times" in sentence else "+"
-            changes.append((sign, " * ".join(numbers)))
+        first, changes = _sentences(text)
+        total = int(first)
     for sign, operand in changes:
         number = math.prod(int(factor) for factor in operand.split(" * "))
         if " * " in operand:
@@ -356,12 +358,8 @@ def by_products(text: str) -> tuple[str, str]:
 
 def at_once(text: str) -> str:
     """A story as one expression, in which a product takes only the number before it."""
-    start, *sentences = text.split(". ")[:-1]
-    parts = re.findall(r"\d+", start)
-    for sentence in sentences:
-        sign = "-" if "gives" in sentence else "*" if "times" in sentence else "+"
-        parts.append(f"{sign} {' * '.join(re.findall(r'[0-9]+', sentence))}")
-    return f"print({' '.join(parts)})"
+    first, changes = _sentences(text)
+    return f"print({' '.join([first, *(f'{sign} {operand}' for sign, operand in changes)])})"
 
 
 def first_place(text: str) -> str:
