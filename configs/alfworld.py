@@ -14,6 +14,7 @@ from flowjax.recipes import (
     one_gpu_16_gb,
     one_node_8_gpus,
     published_variants,
+    without_thinking,
 )
 
 
@@ -80,6 +81,7 @@ def _nano_append(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "alfworld")
+    without_thinking(config)
     _real_games(config)
     config.engine.max_model_tokens = 4096
     config.rollout.max_prompt_tokens = 3072

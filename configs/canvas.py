@@ -10,6 +10,7 @@ from flowjax.recipes import (
     nano_on_two_cores,
     one_gpu_16_gb,
     one_node_8_gpus,
+    without_thinking,
 )
 
 
@@ -151,6 +152,7 @@ def _nano_llm_sizes(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "canvas")
+    without_thinking(config)
     _executor_of_the_run(config)
     config.policy.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     config.engine.max_model_tokens = 16384

@@ -14,6 +14,7 @@ from flowjax.recipes import (
     one_gpu_16_gb,
     one_node_8_gpus,
     published_variants,
+    without_thinking,
 )
 
 
@@ -66,6 +67,7 @@ def _nano_append(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "sokoban")
+    without_thinking(config)
     config.env.options.rows = config.env.options.columns = 8
     config.engine.max_model_tokens = 4096
     config.rollout.max_prompt_tokens = 2048

@@ -14,6 +14,7 @@ from flowjax.recipes import (
     one_gpu_16_gb,
     one_node_8_gpus,
     published_variants,
+    without_thinking,
 )
 
 
@@ -73,6 +74,7 @@ def _nano_append(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "webshop")
+    without_thinking(config)
     config.env.options = ConfigDict(REAL_SHOP)
     config.engine.max_model_tokens = 5120
     config.rollout.max_prompt_tokens = 4096

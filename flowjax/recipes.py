@@ -79,11 +79,11 @@ def one_node_8_gpus(config: ConfigDict, world: str) -> None:
 
 
 def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
-    """Qwen3-0.6B with an adapter of rank 32 on one GPU of 16 GB, which engine and trainer share; without thinking, for
-    which replies would have to be several times as long. `--dry_run --devices=1` plans for it."""
+    """Qwen3-0.6B with an adapter of rank 32 on one GPU of 16 GB, which engine and trainer share; without thinking.
+    `--dry_run --devices=1` plans for it."""
     config.name = f"{world}-qwen3-0-6b"
     config.model.path = "Qwen/Qwen3-0.6B"
-    config.model.template_options = ConfigDict({"enable_thinking": False})
+    without_thinking(config)
     config.engine.gpu_memory_fraction = 0.45
     config.engine.max_concurrent_sequences = config.rollout.max_concurrent_episodes = 64
     config.engine.prompts_per_request = 1  # long replies: none waits for another
@@ -95,6 +95,12 @@ def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
     config.trainer.logprob_chunk_tokens = 512
     config.optimizer.learning_rate = 1e-4
     config.eval.tasks = 128
+
+
+def without_thinking(config: ConfigDict) -> None:
+    """Qwen3 replies at once: its thoughts would have to be several times as long as the replies of these recipes, and
+    a reply that is cut within them is an invalid action."""
+    config.model.template_options = ConfigDict({"enable_thinking": False})
 
 
 def patient(config: ConfigDict) -> None:

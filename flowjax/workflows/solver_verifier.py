@@ -13,7 +13,7 @@ import numpy as np
 from flowjax.envs import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import Status, Task, state_key
-from flowjax.workflows import Agent, AgentTurns, Played, record_turn
+from flowjax.workflows import Agent, AgentTurns, Played, record_turn, without_thoughts
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
 
@@ -85,13 +85,14 @@ async def _attempt(
     parts: list[AgentTurns],
     review: str = "",
 ) -> tuple[str, str, float]:
-    """The solver's reply, its answer in the form in which the world compares answers, and whether it is right."""
+    """The solver's reply without thoughts, its answer in the form that the world compares, and whether it is right."""
     observation = await env.reset(task, seed)
     asked = _asked(options.world, observation, options.prompt, rejected, review)
     move = await take_turn(solver, asked, observation, world=options.world, env=env)
     step = move.step
     parts.append(AgentTurns(SOLVER, [move.turn], {**step.outcome, **turn_counts([move.turn])}))
-    return move.reply.text, options.world.answer(move.action, step.observation), step.outcome.get("success", 0.0)
+    answer = options.world.answer(move.action, step.observation)
+    return without_thoughts(move.reply.text), answer, step.outcome.get("success", 0.0)
 
 
 async def _judge(
@@ -104,10 +105,11 @@ async def _judge(
     right: float,
     parts: list[AgentTurns],
 ) -> tuple[str, str, float]:
-    """The verdict ("" where the reply holds none), the whole reply, and 1 if the verdict agrees with the truth."""
+    """The verdict ("" for none), the reply, both without thoughts, and 1 if the verdict agrees with the truth."""
     problem = await env.reset(task, seed)
     reply = await verifier.act(_to_judge(options.world, problem, options.prompt, answer))
-    verdict = parse_verdict(reply.text, options.prompt)
+    review = without_thoughts(reply.text)
+    verdict = parse_verdict(review, options.prompt)
     agrees = float(bool(verdict) and (verdict == APPROVE) == (right >= 1.0))
     before = Observation("", (APPROVE, REJECT), state_key(problem.state_key, answer))
     after = Observation("", (), state_key(problem.state_key, answer, verdict))
@@ -116,7 +118,7 @@ async def _judge(
     called_for = "approved_right" if right >= 1.0 else "rejected_wrong"
     outcome = {"success": agrees, "answer_right": float(right >= 1.0), called_for: agrees}
     parts.append(AgentTurns(VERIFIER, [turn], {**outcome, **turn_counts([turn])}))
-    return verdict, reply.text, agrees
+    return verdict, review, agrees
 
 
 def parse_verdict(reply: str, style: Style = "instruct") -> str:

@@ -99,6 +99,12 @@ def test_a_small_recipe_fits_one_gpu_that_engine_and_trainer_share(variant: str,
     assert run.config.model.template_options.to_dict() == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("variant", [name for name in variants() if ":qwen3" in name])
+def test_a_model_thinks_where_its_replies_have_room_for_it(variant: str):
+    config = load_recipe(str(ROOT / variant))
+    assert ("enable_thinking" in config.model.template_options) == (config.rollout.max_new_tokens < 4096)
+
+
 @pytest.mark.parametrize("variant", variants())
 def test_a_batch_is_waited_for_longer_than_an_episode_may_take(variant: str):
     config = load_recipe(str(ROOT / variant))

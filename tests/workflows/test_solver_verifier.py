@@ -62,6 +62,17 @@ def test_the_verifier_sees_the_answer_and_the_solver_what_was_rejected(codec):
     assert prompts == ["1 2 + 3 4 = ?", "1 2 + 3 4 = ? check 4 5", "1 2 + 3 4 = ? not 4 5"]
 
 
+def test_nobody_reads_what_another_has_thought(tmp_path):
+    """Thoughts are many times as long as answers; a verdict within them is none yet."""
+    build_tokenizer((*WORLD.vocabulary(), *solver_verifier.vocabulary(), "<think>", "</think>"), tmp_path)
+    replies = ["<think> 4 4 </think> 4 5", "<think> approve </think> reject", "<think> 4 6"]
+    episode, prompts = played(Codec(tmp_path), replies)
+    assert prompts[1:] == ["1 2 + 3 4 = ? check 4 5", "1 2 + 3 4 = ? not 4 5"]
+    assert [len(turn.sampled_ids) for turn in episode.turns] == [7, 5, 4]  # trained on as they were sampled
+    cut, _ = played(Codec(tmp_path), ["4 5", "<think> approve"])
+    assert cut.outcome["approved"] == 0.0 and not cut.turns[1].valid
+
+
 @pytest.mark.parametrize(
     ("answer", "verdict", "outcome"),
     [
