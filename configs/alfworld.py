@@ -24,7 +24,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     nano          2 CPU cores, two kinds of chores in bathrooms; each turn a prompt with the last four turns
                   python -m flowjax.launch --config=configs/alfworld.py:nano
     nano_append   the same, an episode being one growing conversation
-    qwen3_8b      8 x A100 80 GB, the real games   (not run by us)
+    qwen3_8b      8 x A100 80 GB, the real games, without thinking   (not run by us)
                   alfworld-download && export ALFWORLD_DATA=~/.cache/alfworld
                   python -m flowjax.launch --config=configs/alfworld.py:qwen3_8b
     qwen3_0_6b    1 GPU of 16 GB, the real games, without thinking   (never run)

@@ -30,7 +30,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   ask; held-out correct 0.22 [0.19, 0.26] -> 0.31 [0.27, 0.35], reward -0.94 -> 0.03; one seed, 36 min
                   beside other work, both bases made. The best fixed workflow has 0.62: docs/worlds/canvas.md
     nano_llm_sizes   the same with two sizes of it at different prices, an engine each   (never run)
-    qwen3_8b      8 x A100 80 GB, and an executor   (not run by us)
+    qwen3_8b      8 x A100 80 GB, and an executor, without thinking   (not run by us)
                   python -m flowjax.launch --config=configs/canvas.py:qwen3_8b --config.env.options.path=FOLDER
                   the executor is the run's own base model, on all its engines; for another model name one of
                   config.bases in config.env.options.backends.executor.base, for an endpoint give it kind openai

@@ -24,7 +24,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     nano          2 CPU cores   python -m flowjax.launch --config=configs/search.py:nano
                   ran for a few steps only; the base and what is learnt are not measured yet
     nano_append   the same, an episode being one growing conversation
-    qwen3_8b      8 x A100 80 GB, and a retrieval server   (not run by us)
+    qwen3_8b      8 x A100 80 GB, and a retrieval server, without thinking   (not run by us)
                   python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
                   python -m flowjax.launch --config=configs/search.py:qwen3_8b
     qwen3_0_6b    1 GPU of 16 GB, the same server, without thinking   (never run)

@@ -27,7 +27,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
                This is sharpening: played greedily the base solves 0.836, the trained agent 0.824 (README).
     nano_append  2 CPU cores        python -m flowjax.launch --config=configs/sokoban.py:nano_append
                as nano, but an episode is one conversation (no full run measured)
-    qwen3_8b   8 x A100 80 GB       python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b   (not run by us)
+    qwen3_8b   8 x A100 80 GB, without thinking   (not run by us)
+               python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b
     qwen3_0_6b 1 GPU of 16 GB       6 x 6, without thinking   (never run)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
                2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights

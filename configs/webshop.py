@@ -24,7 +24,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     nano          2 CPU cores       python -m flowjax.launch --config=configs/webshop.py:nano
                   40 generated products; shows that the world feeds the trainer, no result is claimed
     nano_append   the same, an episode being one growing conversation
-    qwen3_8b      8 x A100 80 GB    python -m flowjax.launch --config=configs/webshop.py:qwen3_8b   (not run by us)
+    qwen3_8b      8 x A100 80 GB, without thinking   (not run by us)
+                  python -m flowjax.launch --config=configs/webshop.py:qwen3_8b
                   reads WebShop's own files (docs/worlds/webshop.md); --config.env.options.path says where from
     qwen3_0_6b    1 GPU of 16 GB, the same files, without thinking   (never run)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
