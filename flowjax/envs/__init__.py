@@ -345,9 +345,13 @@ def view_reader(kind: Any) -> Callable[[Any], Any]:
 
 def view_values(view: Any) -> Any:
     """A view as plain data, dataclasses as lists of their fields' values: what `view_reader` reads."""
+    if isinstance(view, str | int | float):  # most of a view
+        return view
+    if isinstance(view, list | tuple):
+        return [view_values(item) for item in view]
     if dataclasses.is_dataclass(view):
         return [view_values(getattr(view, part.name)) for part in dataclasses.fields(view)]
-    return [view_values(item) for item in view] if isinstance(view, list | tuple) else view
+    return view
 
 
 def _as_it_is(value: Any) -> Any:

@@ -124,7 +124,7 @@ def _turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
                 "prompt_shared": shared,
                 "prompt_ids": turn.prompt_ids[shared:].tolist(),
                 "sampled_ids": turn.sampled_ids.tolist(),
-                "logprobs": [round(float(value), 5) for value in turn.logprobs],
+                "logprobs": [round(value, 5) for value in turn.logprobs.tolist()],
             }
         )
         if turn.shown:

@@ -176,7 +176,10 @@ def shown_as(**parts: Any) -> str:
     kept: dict[str, str] = {}
     for name, part in parts.items():
         try:
-            text = json.dumps(_cut(view_values(part)))
+            values = view_values(part)
+            text = json.dumps(values)
+            if len(text) > _LONGEST_TEXT:
+                text = json.dumps(_cut(values))
         except (TypeError, ValueError):
             continue
         if text not in ("null", '""') and sum(map(len, kept.values())) + len(text) + 100 < LONGEST_SHOWN:
