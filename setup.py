@@ -40,6 +40,7 @@ EXTRAS: dict[str, list[str]] = {
         "gym_sokoban==0.0.6",
         "hypothesis>=6.100",
         "import-linter>=2.1",
+        "pandas>=2.2",  # whose frames cross between sandboxes
         "peft>=0.17",
         "PyStemmer>=2.2",  # the measure of WebShop's own stemmer
         "pyright>=1.1.390",

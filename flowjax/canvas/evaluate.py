@@ -15,7 +15,7 @@ workflow, paired over problems.
 workflow for each problem, with the run's own executors or those of `--backends`. `python -m flowjax.evaluate` plays it,
 in a folder of the run's `evaluations/`. It comes before workflows that are given besides, and is compared with them.
 
-Rows of DS-1000 need numpy and scipy in the sandbox, `--packages=<site-packages>`; what is left out is counted.
+Rows of DS-1000 need their packages in the sandbox, `--packages=<site-packages>`; what is left out is counted.
 
 `--out` (by default `evaluations/<data>`) gets `rows.jsonl`, one row per problem and workflow with question, workflow,
 trace, answer and gold, and `results.json` and `results.md`. The same command again asks nothing that is in rows.jsonl.

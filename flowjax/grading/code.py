@@ -23,9 +23,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from flowjax.grading import sandbox_objects, sandbox_runner, sandbox_surroundings, sandbox_values
+from flowjax.grading import sandbox_libraries, sandbox_objects, sandbox_runner, sandbox_surroundings, sandbox_values
 from flowjax.grading.sandbox import STARTS, Box, Isolation, Limits, NoProcessorError, require_isolation
-from flowjax.grading.sandbox_values import check_data
+from flowjax.grading.sandbox_libraries import check_data
 
 JUDGE_LIMITS = Limits(cpu_s=8.0, idle_s=5.0, wall_guard_s=120.0, processes=8)
 CASE_CPU_S = 3.0
@@ -49,7 +49,9 @@ def exec(text, names):
     {check_data.__name__}(result)
     names["result"] = result
 """
-_LIBRARIES = 4  # times the processor time: such tests load libraries, in both boxes, and compute with them
+_LIBRARIES = (
+    4  # times the processor time and the memory: such tests load libraries, in both boxes, and compute with them
+)
 _FILES = re.compile(r"\b(?:open|os|shutil|tempfile|pathlib|Path|zipfile|tarfile|glob|sqlite3|csv|chdir|cwd)\b")
 _NUMBER = re.compile(r"[+-]?\d{1,1000}(\.\d{0,1000})?(e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE)
 
@@ -141,7 +143,9 @@ def judge(
     if suite.runs_text:
         setup = f"solution = {program!r}\n{_RUNS_THERE}"
         program, suite = _RUNS_TEXT, Suite(suite.cases, _RUN_TEXT, setup=setup)
-        limits, case_cpu_s = replace(limits, cpu_s=_LIBRARIES * limits.cpu_s), _LIBRARIES * case_cpu_s
+        memory_bytes = _LIBRARIES * limits.memory_bytes
+        limits = replace(limits, cpu_s=_LIBRARIES * limits.cpu_s, memory_bytes=memory_bytes)
+        case_cpu_s *= _LIBRARIES
     session = _Session(complete(program, suite), suite, limits, case_cpu_s, where, packages)
     remarks = [NOT_RUN] * len(suite.cases)  # "" where a case passed
     for kind, judged in ((CallCase, _calls), (Lines, _scripts), (Check, _checks)):
@@ -320,7 +324,7 @@ def _runner() -> str:
 @functools.cache
 def _objects() -> list[list[str]]:
     """Names and sources of what tests and program talk by, each behind those that it imports."""
-    modules = (sandbox_values, sandbox_surroundings, sandbox_objects)
+    modules = (sandbox_values, sandbox_libraries, sandbox_surroundings, sandbox_objects)
     return [[each.__name__, Path(each.__file__ or "").read_text(encoding="utf-8")] for each in modules]
 
 

@@ -13,8 +13,8 @@ The program may say whatever it likes; so what tests decide on is decided by the
 in how its results compare with data of the tests, unless the tests name its class (`Peer._may_operate`). And it may do
 with objects of the tests what is public about them, no more (`Peer._allowed`): no frames, code or globals.
 
-This source runs inside the boxes, and so do the two that it imports (`sandbox_runner` loads them): values and
-mirrors that cross, and what surrounds them (files, patches).
+This source runs inside the boxes, and so do the three that it imports (`sandbox_runner` loads them): values and
+mirrors that cross, objects of libraries as data, and what surrounds them (files, patches).
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -26,6 +26,7 @@ import os
 import sys
 import types
 
+from flowjax.grading.sandbox_libraries import from_parts, parts_of
 from flowjax.grading.sandbox_surroundings import WorkingFolder
 from flowjax.grading.sandbox_values import (
     COMPUTING_MODULES,
@@ -39,7 +40,6 @@ from flowjax.grading.sandbox_values import (
     PUBLIC_DUNDERS,
     READERS,
     SCALARS,
-    SPARSE,
     WRITERS,
     Gone,
     Mirror,
@@ -48,8 +48,6 @@ from flowjax.grading.sandbox_values import (
     attribute,
     base_of,
     empty_container,
-    encode_numpy,
-    encode_sparse,
     fill,
     forward,
     importable,
@@ -384,10 +382,8 @@ class Peer:
             return ["generator", self._number(value)]
         if isinstance(value, BaseException):
             return self._encode_exception(value)
-        if kind.__module__ == "numpy" and (encoded := encode_numpy(self, value)) is not None:
-            return encoded
-        if kind.__module__.startswith("scipy.sparse") and (encoded := encode_sparse(self, value)) is not None:
-            return encoded
+        if (named := parts_of(value)) is not None:
+            return ["library", named[0], *(self._encode(part, depth + 1) for part in named[1])]
         for base, plain in PLAIN_READERS.items():
             if isinstance(value, base):
                 parts = self._encode_class(kind), self._encode(plain(value), depth + 1)
@@ -537,35 +533,8 @@ class Peer:
     def _decode_view(self, name, items):
         return getattr(self._decode(items), name)()
 
-    def _decode_numpy(self, dtype, shape, data):
-        import numpy
-
-        kind = numpy.dtype(dtype)
-        if kind.hasobject:
-            raise ValueError("objects are no data")
-        return numpy.frombuffer(bytes.fromhex(data), kind).reshape(shape).copy()
-
-    def _decode_objects(self, shape, *parts):
-        import numpy
-
-        array = numpy.empty(len(parts), object)
-        for number, part in enumerate(parts):
-            array[number] = self._decode(part)
-        return array.reshape(shape)
-
-    def _decode_sparse(self, name, shape, data, *places):
-        import numpy
-        import scipy.sparse
-
-        if name[:3] not in SPARSE or name[3:] not in ("_array", "_matrix"):
-            raise ValueError(f"{name} is no sparse array")
-        values, *places = [self._decode(part) for part in (data, *places)]
-        if any(type(array) is not numpy.ndarray or array.dtype.hasobject for array in (values, *places)):
-            raise ValueError("objects are no data")
-        return getattr(scipy.sparse, name)(scipy.sparse.coo_array((values, tuple(places)), shape=tuple(shape)))
-
-    def _decode_scalar(self, dtype, data):
-        return self._decode_numpy(dtype, [1], data)[0]
+    def _decode_library(self, name, *parts):
+        return from_parts(name, [self._decode(part) for part in parts])
 
     def _decode_type(self, name):
         kind = getattr(builtins, name)

@@ -111,7 +111,57 @@ def test_string(solution: str):
         tokens.append(token.string)
     assert "while" not in tokens and "for" not in tokens
 '''
-FRAMES = "import pandas as pd\n" + ARRAYS
+FRAMES = '''
+import pandas as pd
+import numpy as np
+import copy
+
+
+def generate_test_case(test_case_id):
+    def generate_ans(data):
+        df, order = data
+        df = df.iloc[order]
+        return df.assign(rank=df.groupby("kind")["size"].rank().astype("Int64"))
+
+    def define_test_input(test_case_id):
+        if test_case_id == 1:
+            df = pd.DataFrame(
+                {"kind": ["a", "b", "a"], "size": [2.5, np.nan, 1.0], "day": pd.date_range("2024-02-28", periods=3)},
+                index=["x", "y", "z"],
+            )
+            order = np.random.permutation(len(df))
+        return df, order
+
+    test_input = define_test_input(test_case_id)
+    expected_result = generate_ans(copy.deepcopy(test_input))
+    return test_input, expected_result
+
+
+def exec_test(result, ans):
+    try:
+        pd.testing.assert_frame_equal(result, ans)
+        return 1
+    except:
+        return 0
+
+
+exec_context = r"""
+import pandas as pd
+import numpy as np
+df, order = test_input
+[insert]
+"""
+
+
+def test_execution(solution: str):
+    code = exec_context.replace("[insert]", solution)
+    for i in range(1):
+        test_input, expected_result = generate_test_case(i + 1)
+        test_env = {"test_input": test_input}
+        exec(code, test_env)
+        assert exec_test(test_env["result"], expected_result)
+'''
+MODELS = "import xgboost\n" + ARRAYS
 BEGUN = "Problem:\n{}\nA:\n<code>\nimport numpy as np\n</code>\nresult = ... # put solution here\nBEGIN SOLUTION\n"
 
 
@@ -354,11 +404,37 @@ SETS: dict[str, tuple[list[Case], tuple[float, float, float]]] = {
                 400,
                 30,
             ),
+            Case(
+                {
+                    "prompt": BEGUN.format("The rows of df in this order, with their rank of size among their kind."),
+                    "reference_code": "result = df.iloc[order]",
+                    "metadata": {"problem_id": 3, "library": "Pandas", "test_case_cnt": 1},
+                    "code_context": FRAMES,
+                },
+                python(
+                    'df = df.iloc[order]\nresult = df.assign(rank=df.groupby("kind")["size"].rank().astype("Int64"))'
+                ),
+                400,
+                24,
+            ),
+            Case(
+                {
+                    "prompt": BEGUN.format(
+                        "The rows of df in the order of the list, with their rank of size among their kind."
+                    ),
+                    "reference_code": "result = df.iloc[order]",
+                    "metadata": {"problem_id": 4, "library": "Pandas", "test_case_cnt": 1},
+                    "code_context": FRAMES,
+                },
+                python('result = df.assign(rank=df.groupby("kind")["size"].rank().astype("Int64"))["size"]'),
+                400,
+                12,
+            ),
         ],
         (0.5, 418.0, 436e-6),
     ),
 }
-PROBLEMS, RIGHT = 19, 13
+PROBLEMS, RIGHT = 21, 14
 
 
 @dataclass
@@ -436,13 +512,13 @@ def test_all_twelve_sets_have_the_accuracy_tokens_and_cost_of_a_hand_count(tmp_p
 
 def test_rows_whose_packages_are_not_there_are_left_out_and_counted(tmp_path, endpoint, command, capsys):
     row = SETS["ds1000"][0][0].row
-    pandas = row | {"code_context": FRAMES, "metadata": {"library": "Pandas"}}
-    (tmp_path / "sets/ds1000.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in (row, pandas)))
+    models = row | {"code_context": MODELS, "metadata": {"library": "Sklearn"}}
+    (tmp_path / "sets/ds1000.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in (row, models)))
     arguments = [command[0], f"--data={tmp_path / 'sets/ds1000.jsonl'}", *command[2:]]
     assert main(arguments) == 2
     assert "ds1000.jsonl holds no problems" in capsys.readouterr().err
     assert main([*arguments, f"--packages={SITE}"]) == 0
-    reason = "ds1000: needs pandas in the sandbox: give packages, folders that hold it"
+    reason = "ds1000: needs xgboost in the sandbox: give packages, folders that hold it"
     assert json.loads((tmp_path / "out/results.json").read_text())["workflow"]["left_out"] == {reason: 1}
     assert f"Rows left out: 1 of {reason}." in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):

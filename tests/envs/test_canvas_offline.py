@@ -114,6 +114,16 @@ def test_its_right_programs_are_right_and_its_wrong_ones_mostly_wrong():
     assert wrong > 0.85 * 100 * FAULTS
 
 
+@pytest.mark.parametrize("kind", ["arithmetic", "words", "list"])
+def test_its_programs_of_questions_print_the_answer(kind, capsys):
+    for index in range(50):
+        made = exercises.generate(np.random.default_rng([6, index]), [kind], "train")
+        reading = exercises.read(made.text)
+        assert reading is not None
+        exec(program(made.text, reading), {})
+        assert capsys.readouterr().out.strip() == made.answer
+
+
 def passes(source: str, exercise: exercises.Exercise) -> bool:
     names: dict = {}
     exec(source, names)

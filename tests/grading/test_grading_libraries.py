@@ -1,12 +1,17 @@
-"""Tests and programs that import numpy and scipy: right, wrong, and hostile ones."""
+"""Tests and programs that import numpy, scipy, pandas and torch: right, wrong, and hostile ones."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 
 from flowjax.grading.code import Check, Suite, Verdict, judge
 from flowjax.grading.sandbox import Limits
+from flowjax.grading.sandbox_libraries import check_data
+from flowjax.grading.sandbox_objects import Peer
 
 SITE = str(Path(np.__file__).parent.parent)
 PATIENT = Limits(idle_s=60.0, cpu_s=60.0, wall_guard_s=300.0)
@@ -102,3 +107,164 @@ def test_a_part_of_a_program_runs_inside_the_text_of_its_tests(solution: str, co
     test = RUNS_TEXT.format(compare=SAME.format(compare), wanted=wanted)
     said = judged(solution, Suite((Check(test),), runs_text=True)).remarks[0]
     assert said.startswith(remark) and bool(said) == bool(remark), said
+
+
+LISTED = """
+import {library}
+import numpy as np
+{given}
+names = {{"given": given}}
+exec("import {library}\\nimport numpy as np\\n" + solution, names)
+{compare}
+"""
+FRAME = (
+    "pandas",
+    "given = pandas.DataFrame({'size': [3, 1, 2], 'name': ['x', 'y', None]})",
+    "pandas.testing.assert_frame_equal(names['result'], given.sort_values('size'))",
+)
+TENSOR = ("torch", "given = torch.arange(4.0)", "assert torch.equal(names['result'], 2 * given)")
+
+
+@pytest.mark.parametrize(
+    ("suite", "solution", "remark"),
+    [
+        (FRAME, "result = given.sort_values('size')", ""),
+        (FRAME, "result = given", "AssertionError: DataFrame.index are different"),
+        (
+            FRAME,
+            "result = given.groupby('size')",
+            "TypeError: the result is or holds no data, but an object of class Data",
+        ),
+        (
+            FRAME,
+            "class Frame(pandas.DataFrame): pass\nresult = Frame(given.sort_values('size'))",
+            "TypeError: the result is or holds no data, but an object of class Frame",
+        ),
+        (
+            FRAME,
+            AGREES + "result = given.sort_values('size').astype(object)\nresult.iloc[0, 0] = Agrees()",
+            "TypeError: the result is or holds no data, but an object of class Agrees",
+        ),
+        (
+            FRAME,
+            AGREES + "result = given.sort_values('size')\nresult.columns = ['size', Agrees()]",
+            "TypeError: the result is or holds no data, but an object of class Agrees",
+        ),
+        (TENSOR, "result = given + given", ""),
+        (TENSOR, "result = given", "AssertionError"),
+        (TENSOR, "result = torch.nn.Parameter(2 * given)", "TypeError: the result is or holds no data, but an object"),
+    ],
+)
+def test_frames_and_tensors_are_compared_as_data(suite: tuple[str, str, str], solution: str, remark: str):
+    library, given, compare = suite
+    pytest.importorskip(library)
+    test = LISTED.format(library=library, given=given, compare=compare)
+    said = judge(solution, Suite((Check(test),), runs_text=True), packages=[SITE]).remarks[0]
+    assert said.startswith(remark) and bool(said) == bool(remark), said
+
+
+DAYS = pandas.date_range("2020-01-31", periods=3, freq="ME", tz="Europe/Berlin", name="day")
+FRAMES = {
+    "columns of every type": pandas.DataFrame(
+        {
+            "int": [1, 2, 3],
+            "text": ["x", None, "z"],
+            "float": np.array([1.5, np.nan, 2], np.float32),
+            "category": pandas.Categorical(["u", None, "u"], ["v", "u"], ordered=True),
+            "day": DAYS,
+            "whole": pandas.array([1, None, 3], dtype="Int64"),
+            "yes": pandas.array([True, None, False], dtype="boolean"),
+            "quarter": pandas.period_range("2020", periods=3, freq="Q"),
+            "between": pandas.interval_range(0, 3),
+            "span": pandas.to_timedelta([1, 2, None], unit="s"),
+            "any": np.array(["a", 1, (2, 3)], dtype=object),
+            "string": pandas.array(["a", None, "b"], dtype="string"),
+        },
+        index=DAYS,
+    ),
+    "two columns of one name, rows too": pandas.DataFrame([[1, 2], [3, 4]], columns=["a", "a"], index=[0, 0]),
+    "levels": pandas.DataFrame(
+        np.eye(4),
+        index=pandas.MultiIndex.from_product([["a", "b"], [1, 2]], names=["p", None]),
+        columns=pandas.MultiIndex.from_product([["x", "y"], ["u", "v"]]),
+    ),
+    "nothing": pandas.DataFrame(),
+    "no rows": pandas.DataFrame(columns=["a", "b"]),
+    "no columns": pandas.DataFrame(index=[1, 2]),
+    "texts as objects": pandas.Series(np.array(["a", "b"], dtype=object), name=("n", 1)).to_frame(),
+}
+INDEXES = [
+    pandas.RangeIndex(1, 10, 3, name="r"),
+    pandas.Index(["a", 1, None], dtype=object),
+    pandas.Index([0.5, 1]),
+    pandas.CategoricalIndex(["a", "b"]),
+    pandas.timedelta_range("1h", periods=3),
+    pandas.date_range("2020", periods=3, unit="s"),
+    pandas.Index([1, None], dtype="Int64"),
+]
+SCALARS = [
+    pandas.Timestamp("2020-01-01 12:00", tz="US/Eastern"),
+    pandas.Timestamp("2020-01-01T00:00+02:00"),
+    pandas.Timestamp("2020-01-01"),
+    pandas.Timedelta("1 day 2 s"),
+    pandas.Period("2020Q1"),
+    pandas.Interval(0, 1, "both"),
+    np.float32(1.5),
+    np.str_("é"),
+    np.datetime64("2020-01-01T01"),
+]
+
+
+def across(value: Any) -> Any:
+    """What the tests get of a value that a program hands over."""
+    program, tests = (Peer(None, None, decides=decides, files=False) for decides in (False, True))
+    arrived = tests._decode(json.loads(json.dumps(program._encode(value))))
+    check_data(arrived)
+    return arrived
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_frame_arrives_with_its_types(name: str):
+    arrived = across(FRAMES[name])
+    pandas.testing.assert_frame_equal(arrived, FRAMES[name], check_freq=True)
+    for column in range(arrived.shape[1]):
+        pandas.testing.assert_series_equal(across(FRAMES[name].iloc[:, column]), FRAMES[name].iloc[:, column])
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=lambda index: type(index).__name__)
+def test_an_index_arrives_with_its_type(index: Any):
+    arrived = across(index)
+    pandas.testing.assert_index_equal(arrived, index, exact=True)
+    assert getattr(arrived, "freq", None) == getattr(index, "freq", None)
+
+
+@pytest.mark.parametrize("value", SCALARS, ids=str)
+def test_a_single_value_arrives_with_its_type(value: Any):
+    arrived = across(value)
+    assert (type(arrived), arrived, str(arrived)) == (type(value), value, str(value))
+
+
+def test_what_is_missing_arrives_as_itself():
+    assert across(pandas.NaT) is pandas.NaT and across(pandas.NA) is pandas.NA
+
+
+def test_arrays_of_fields_arrive():
+    given = np.array([(1, [2.0], "x")], dtype=[("a", "i4"), ("b", "f8", (1,)), ("c", "U3")])
+    arrived = across(given)
+    assert arrived.dtype == given.dtype and arrived.tobytes() == given.tobytes()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        ["library", "os.system", "true"],
+        ["library", "pandas.read_pickle", "/tmp/x"],
+        ["library", "pandas.index", "DataFrame", None, None, None],
+        ["library", "pandas.masked", "Categorical", None, None],
+        ["library", "scipy.sparse", "save_npz", ["tuple", 1], None],
+    ],
+)
+def test_no_other_name_of_a_library_is_reached(sent: list[Any]):
+    tests: Any = Peer(None, None, decides=True, files=False)
+    with pytest.raises(ValueError, match=" no "):
+        tests._decode(sent)

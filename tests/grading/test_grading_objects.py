@@ -138,9 +138,10 @@ def f(x):
 def test_arrays_arrive_as_copies_of_data_and_never_as_objects():
     peer: Any = Peer(None, None, decides=True, files=False)
     given = np.arange(6, dtype=np.int16).reshape(2, 3)
-    array = peer._decode_numpy("<i2", [2, 3], given.tobytes().hex())
+    shape, content = ["tuple", 2, 3], ["bytes", given.tobytes().hex()]
+    array = peer._decode(["library", "numpy.array", "'<i2'", shape, content])
     np.testing.assert_array_equal(array, given)
     assert array.dtype == given.dtype
     array[0, 0] = 7  # the tests may write to it
     with pytest.raises(ValueError, match="objects are no data"):
-        peer._decode_numpy("O", [1], "00" * 8)
+        peer._decode(["library", "numpy.array", "'|O'", ["tuple", 1], ["bytes", "00" * 8]])

@@ -63,7 +63,12 @@ _MAY_BE_UNANSWERABLE = f"If the passage does not answer the question, the answer
 _LETTERED = re.compile(r"\b([a-j]) \) (.*?)(?=\s*,\s*[a-j] \) |$)")
 
 _IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+(\w[^\n;#]*))", re.MULTILINE)
-_DATA_PACKAGES = {"numpy", "scipy"}  # whose values cross from sandbox to sandbox (flowjax.grading.sandbox_values)
+_DATA_PACKAGES = {
+    "numpy",
+    "pandas",
+    "scipy",
+    "torch",
+}  # whose objects cross as data (flowjax.grading.sandbox_libraries)
 _DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
 
 
