@@ -10,18 +10,15 @@ each; the exit code is 1 where something does not work.
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
-import runpy
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flowjax.canvas.backends import Backend, BackendError, Request
-from flowjax.canvas.backends.config import BackendConfigError, open_backends
+from flowjax.canvas.backends.config import BackendConfigError, open_backends, read_options
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.canvas.operators import OperatorError, object_form, object_of, object_schema
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
@@ -32,10 +29,6 @@ PROBE_TOKENS = 64
 PROBE_SCHEMA = object_schema(feedback={"type": "string"}, passed={"type": "boolean"})  # as checking operators ask
 _SCHEMA_PROBE = f"Is 2 + 2 equal to 4? {object_form(PROBE_SCHEMA)}"
 _SCHEMA_TOKENS = 512
-
-
-class DoctorError(ValueError):
-    """A config that cannot be read; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,45 +129,6 @@ async def silent_backends(config: Mapping[str, Mapping[str, Any]], timeout_s: fl
     return [finding for finding in found if not finding.works]
 
 
-def read_config(source: str) -> Mapping[str, Any]:
-    """The options of a JSON file, or of a recipe's `env.options`, named `path` or `path:arg`.
-
-    Raises:
-        DoctorError: it cannot be read.
-    """
-    name, _, arg = source.partition(":")
-    try:
-        if name.endswith(".json"):
-            options = json.loads(Path(name).read_text(encoding="utf-8"))
-        else:
-            options = runpy.run_path(name)["get_config"](*([arg] if arg else [])).env.options.to_dict()
-    except Exception as error:  # a recipe is code, and may raise anything
-        raise DoctorError(
-            f"--config={source} cannot be read ({type(error).__name__}: {error}): give a recipe such as "
-            'configs/canvas.py:nano, or a JSON file {"backends": {...}}'
-        ) from error
-    if not isinstance(options, Mapping):
-        raise DoctorError(f"--config={source} holds a {type(options).__name__}: give an object with backends")
-    return options
-
-
-def read_backends(source: str) -> tuple[Mapping[str, Any], str]:
-    """The backends of a config, or of a JSON file that has nothing else, and the name of the one that answers calls
-    that name nobody: its `default_backend`, or else the first.
-
-    Raises:
-        DoctorError: it cannot be read, or is of a recipe that leaves them to its world.
-    """
-    options = read_config(source)
-    if "backends" in options or not source.partition(":")[0].endswith(".py"):
-        backends = options.get("backends", options)
-        return backends, options.get("default_backend") or next(iter(backends), "")
-    raise DoctorError(
-        f"{source} names no env.options.backends, so that its world's own executor answers, which is for training: "
-        'give a JSON file {"backends": {...}}'
-    )
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m flowjax.canvas.doctor", description="What works here.")
     parser.add_argument("--config", default="", help="a recipe (path:arg) or a JSON file with backends")
@@ -183,14 +137,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--timeout-s", type=float, default=30.0, help="how long a backend may take")
     arguments = parser.parse_args(argv)
     try:
-        options = read_config(arguments.config) if arguments.config else {}
+        options = read_options(arguments.config) if arguments.config else {}
         given = {name: dict(each) for name, each in (options.get("backends") or {}).items()}
         engines = [name for name, each in given.items() if each.get("kind") == "run"]
         given = {name: each for name, each in given.items() if name not in engines}
         extra = [*options.get("extra_operators", ()), *arguments.operators]
         no_isolation = arguments.allow_no_isolation or bool(options.get("allow_no_isolation"))
         found = asyncio.run(_examine(given, extra, no_isolation, arguments.timeout_s))
-    except (DoctorError, BackendConfigError) as error:
+    except BackendConfigError as error:
         print(error, file=sys.stderr)
         return 1
     found += [Finding(f"backend {name}", True, "an engine of the run, which starts it") for name in engines]

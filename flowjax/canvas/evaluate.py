@@ -25,48 +25,44 @@ Exit status: 0 done, 1 a backend or engine is away (what was played is kept), 2 
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flowjax.canvas.backends import Backend
-from flowjax.canvas.backends.config import BackendConfigError, open_backends
+from flowjax.canvas.backends.config import open_backends, read_backends
 from flowjax.canvas.checks import problems
-from flowjax.canvas.context import Sandbox
-from flowjax.canvas.doctor import DoctorError, read_backends
 from flowjax.canvas.forms import from_json, read_workflow
-from flowjax.canvas.graph import Workflow, WorkflowError
-from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
-from flowjax.canvas.run import Operators, run
+from flowjax.canvas.graph import WorkflowError
+from flowjax.canvas.operators.registry import load_operators
+from flowjax.canvas.problem_rows import (
+    MISTAKES,
+    ROWS,
+    BackendAway,
+    Job,
+    kept_rows,
+    markdown,
+    play,
+    question_of,
+    read_problems,
+    write_results,
+    write_rows,
+)
 from flowjax.canvas.text import parse, show
-from flowjax.canvas.values import WorkflowRun
 from flowjax.config import ConfigError, load_run
-from flowjax.envs import WorldError, find_world
-from flowjax.envs.canvas.executors import scored
-from flowjax.envs.canvas.problem_files import Record, load
+from flowjax.envs import find_world
+from flowjax.envs.canvas.problem_files import Record
 from flowjax.envs.canvas.world import Canvas
 from flowjax.files import replace_file
-from flowjax.grading.processes import GraderError
-from flowjax.grading.sandbox import IsolationError, NoProcessorError
 from flowjax.monitor.held_out import read_held_out
-from flowjax.monitor.statistics import difference, task_interval
 from flowjax.monitor.transcripts import held_out_path, read_lines
 
 _IO, _COT = "Custom", "AnswerGenerate"
-_TRIES, _PAUSE_S = 3, 2.0  # of a problem whose backend is away
-_POLICY, _ROWS = "policy", "rows.jsonl"
-_COUNTED = ("calls", "tokens", "cost", "seconds")
-
-
-_MISTAKES = (ConfigError, WorldError, GraderError, IsolationError, OSError)
+_POLICY = "policy"
 
 
 class PolicyNotPlayed(RuntimeError):
@@ -75,149 +71,6 @@ class PolicyNotPlayed(RuntimeError):
     def __init__(self, status: int):
         super().__init__(f"exit status {status}")
         self.status = status
-
-
-class BackendAway(RuntimeError):
-    """A backend that does not answer; what was played is kept."""
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A workflow by the name that results have for it, and the temperature that its calls have."""
-
-    name: str
-    workflow: Workflow
-    temperature: float
-
-    def key(self, record: Record, file: Path, backends: Mapping[str, Backend], default: str) -> str:
-        """Equal for rows that are interchangeable: the same workflow, problem, grading, model and temperature."""
-        identities = {name: backend.identity for name, backend in backends.items()}
-        asked = [show(self.workflow), self.temperature, identities, default, file.name, record.row, record.problem.text]
-        graded = [list(record.gold), repr(record.tests)]
-        return hashlib.blake2b(json.dumps([asked, graded], sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
-def read_problems(
-    path: Path, limit: int = 0, packages: Sequence[str] = ()
-) -> tuple[list[tuple[Path, Record]], dict[str, int]]:
-    """The problems of a file or folder, the first `limit` of each file where that is above 0; the rows that were left
-    out, by the reason. `packages` are folders that programs may import from.
-
-    Raises:
-        WorldError: there is none, or a row is no problem.
-    """
-    files = [path] if path.is_file() else [path / "test.jsonl"]
-    if not files[0].is_file():
-        files = sorted(path.glob("*.jsonl"))
-    found, left_out = [], Counter[str]()
-    for file in files:
-        data = load(file, packages=packages)
-        found += [(file, record) for record in data.records[: limit or None]]
-        left_out.update(data.left_out)
-    if not found:
-        raise WorldError(f"--data={path} holds no problems: give a JSONL file, or a folder of some")
-    return found, dict(left_out)
-
-
-async def _play(
-    job: _Job,
-    wanted: Sequence[tuple[Path, Record]],
-    rows: dict[str, dict[str, Any]],
-    file: Path,
-    *,
-    operators: Operators,
-    backends: Mapping[str, Backend],
-    default: str,
-    at_once: int,
-    packages: tuple[str, ...],
-) -> list[dict[str, Any]]:
-    """The rows of a job, in the order of the problems; those that are missing are played and kept."""
-    slots = asyncio.Semaphore(at_once)
-    keys = [job.key(record, path, backends, default) for path, record in wanted]
-    settings: dict[str, Any] = {"operators": operators, "backends": backends, "default_backend": default}
-    settings["sandbox"] = Sandbox(packages=packages)
-
-    async def one(key: str, path: Path, record: Record) -> None:
-        async with slots:
-            if key in rows:  # of an earlier start, or of another name for the same workflow
-                return
-            played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
-            for _ in range(_TRIES - 1):
-                if played.status == "executor_error":
-                    await asyncio.sleep(_PAUSE_S)
-                    played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
-            if played.status == "executor_error":
-                raise BackendAway(f"{job.name}, {path.name} row {record.row}: {played.error}")
-            row = await asyncio.to_thread(_row, key, job, path, record, played, packages)
-            with file.open("a", encoding="utf-8") as kept:
-                kept.write(json.dumps(row, default=str) + "\n")
-            rows[key] = row
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for key, (path, record) in zip(keys, wanted, strict=True):
-                group.create_task(one(key, path, record))
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [rows[key] for key in keys]
-
-
-def _row(
-    key: str, job: _Job, path: Path, record: Record, played: WorkflowRun, packages: tuple[str, ...]
-) -> dict[str, Any]:
-    """A problem as it was played and graded: hidden tests stay hidden."""
-    problem, usage = record.problem, played.usage
-    gold = record.tests if record.tests is not None else record.gold
-    options = dict(problem.options)
-    try:
-        score = scored(played.answer, gold, problem.kind, allow_none=False, options=options, packages=packages)
-    except NoProcessorError as busy:
-        raise BackendAway(f"{job.name}, {path.name} row {record.row}: sandbox: {busy}") from busy
-    return {
-        "key": key,
-        "name": job.name,
-        **_asked(path, record),
-        "workflow": show(job.workflow),
-        "answer": played.answer,
-        "correct": bool(score.correct),
-        "score": score.score,
-        "remark": score.remark,
-        "status": played.status,
-        "errors": list(played.errors),
-        "calls": usage.calls,
-        "tokens": usage.prompt_tokens + usage.sampled_tokens,
-        "cost": usage.cost,
-        "seconds": played.seconds,
-        "trace": [asdict(node) for node in played.trace],
-    }
-
-
-def _asked(path: Path, record: Record) -> dict[str, Any]:
-    """The problem of a row, and what is right."""
-    gold = list(record.gold) or "hidden tests"
-    place = {"source": record.source, "file": path.name, "row": record.row}
-    return {**place, "question": record.problem.text, "gold": gold}
-
-
-def _kept_rows(file: Path) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier start by their keys; one that was cut short or damaged is cut out, and played again."""
-    if not file.exists():
-        return {}
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows = {}
-    for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            rows[row["key"]] = row
-    if len(rows) != len(lines) - 1 or lines[-1]:
-        left_out = sum(map(bool, lines)) - len(rows)
-        print(f"{file}: lines that are damaged or there twice are left out: {left_out}", file=sys.stderr)
-        _write_rows(file, rows)
-    return rows
-
-
-def _write_rows(file: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    replace_file(file, "".join(json.dumps(row, default=str) + "\n" for row in rows.values()))
 
 
 def _play_policy(
@@ -254,13 +107,13 @@ def _play_policy(
         rows[path, record.row] = {
             "key": hashlib.blake2b(json.dumps([dict(evaluation.played), line]).encode(), digest_size=12).hexdigest(),
             "name": _POLICY,
-            **_asked(path, record),
+            **question_of(path, record),
             **_built(line),
             "policy_tokens": episode.prompt_tokens + episode.sampled_tokens,
         }
     missing = len(wanted) - len(rows)
     kept.update({row["key"]: row for row in rows.values()})
-    _write_rows(out / _ROWS, kept)
+    write_rows(out / ROWS, kept)
     if missing:
         raise BackendAway(f"{missing} of {len(wanted)} episodes of the policy came to no end")
     return [rows[path, record.row] for path, record in wanted]
@@ -315,65 +168,11 @@ def _built(line: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Accuracy with its interval over problems, and the mean of what was spent; of all, and by source."""
-
-    def part(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        mean, low, high = task_interval(np.array([float(row["correct"]) for row in of]))
-        spent = {name: float(np.mean([row[name] for row in of])) for name in _COUNTED}
-        return {"problems": len(of), "accuracy": mean, "low": low, "high": high, **spent}
-
-    sources = sorted({row["source"] for row in rows})
-    by_source = {source: part([row for row in rows if row["source"] == source]) for source in sources}
-    built = {row["workflow"] for row in rows}
-    found = {"workflow": rows[0]["workflow"] if len(built) == 1 else f"{len(built)} different", **part(rows)}
-    if "policy_tokens" in rows[0]:
-        found["policy_tokens"] = float(np.mean([row["policy_tokens"] for row in rows]))
-    return {**found, "sources": by_source}
-
-
-def _against(rows: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The first workflow's accuracy less this one's, paired over problems."""
-    left, right = (np.array([[float(row["correct"]) for row in side]]) for side in (first, rows))
-    if left.shape[1] < 2:
-        return {}
-    found = difference(left, right)
-    return {"first_is_better_by": found.mean, "low": found.low, "high": found.high, "p_value": found.p_value}
-
-
-def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The results as a page: a table of the workflows, and one of their sources."""
-    head = "| accuracy [95 %] | problems | calls | tokens | cost | seconds |"
-    lines = ["# Workflows over problems", "", f"| | workflow {head}", "|---|---|---|---|---|---|---|---|"]
-    lines += [f"| {name} | `{of['workflow']}` {_cells(of)}" for name, of in results.items()]
-    for name, of in results.items():
-        if against := of.get("against_first"):
-            bounds = f"[{100 * against['low']:+.1f}, {100 * against['high']:+.1f}]"
-            points = f"{100 * against['first_is_better_by']:+.1f} points {bounds}"
-            lines += ["", f"{next(iter(results))} against {name}: {points}, p = {against['p_value']:.3g}."]
-    lines += ["", f"| | source {head}", "|---|---|---|---|---|---|---|---|"]
-    for name, of in results.items():
-        lines += [f"| {name} | {source} {_cells(each)}" for source, each in of["sources"].items()]
-    lines += ["", "Calls, tokens, cost and seconds are means of a problem."]
-    for name, of in results.items():
-        if "policy_tokens" in of:
-            lines += ["", f"What built the workflows ({name}) read and wrote {of['policy_tokens']:.0f} tokens itself."]
-    left_out = next(iter(results.values())).get("left_out", {})
-    lines += ["", *(f"Rows left out: {count} of {reason}." for reason, count in left_out.items())] if left_out else []
-    return "\n".join(lines) + "\n"
-
-
-def _cells(of: Mapping[str, Any]) -> str:
-    share = f"{100 * of['accuracy']:.1f} % [{100 * of['low']:.1f}, {100 * of['high']:.1f}]"
-    spent = f"{of['calls']:.2f} | {of['tokens']:.0f} | {of['cost']:.4g} | {of['seconds']:.2f}"
-    return f"| {share} | {of['problems']} | {spent} |"
-
-
-def _baselines(first: Iterable[Mapping[str, Any]], sc_temperature: float) -> list[_Job]:
+def _baselines(first: Iterable[Mapping[str, Any]], sc_temperature: float) -> list[Job]:
     """The baselines of a workflow whose rows these are."""
     branches = max(2, round(float(np.mean([row["calls"] for row in first]))))
     votes = f"[{', '.join([_IO] * branches)}] -> ScEnsemble"
-    return [_Job("io", parse(_IO), 0.0), _Job("cot", parse(_COT), 0.0), _Job("sc", parse(votes), sc_temperature)]
+    return [Job("io", parse(_IO), 0.0), Job("cot", parse(_COT), 0.0), Job("sc", parse(votes), sc_temperature)]
 
 
 def _evaluate(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -381,29 +180,22 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     # A single workflow needs no number; there may also be none.
     names = [f"workflow {number}" for number in range(1, len(given) + 1)] if given[1:] else ["workflow"] * len(given)
     workflows = map(read_workflow, given)
-    jobs = [_Job(name, workflow, arguments.temperature) for name, workflow in zip(names, workflows, strict=True)]
+    jobs = [Job(name, workflow, arguments.temperature) for name, workflow in zip(names, workflows, strict=True)]
     data = Path(arguments.data)
     wanted, left_out = read_problems(data, arguments.limit, arguments.packages)
     if arguments.backends:
         asyncio.run(_check(jobs, arguments))
     out = Path(arguments.out or f"evaluations/{data.stem}")
     out.mkdir(parents=True, exist_ok=True)
-    kept, rows = _kept_rows(out / _ROWS), {}
+    kept, rows = kept_rows(out / ROWS), {}
     if arguments.checkpoint:
         rows[_POLICY] = _play_policy(arguments, wanted, kept, out)
     if jobs or arguments.baselines:
-        asyncio.run(_play_jobs(jobs, wanted, kept, rows, out / _ROWS, arguments))
-    first = next(iter(rows.values()))
-    results = {name: summarise(of) | {"left_out": left_out} for name, of in rows.items()}
-    for name, of in rows.items():
-        if of is not first and (against := _against(of, first)):
-            results[name]["against_first"] = against
-    replace_file(out / "results.json", json.dumps(results, indent=2) + "\n")
-    replace_file(out / "results.md", markdown(results))
-    return results
+        asyncio.run(_play_jobs(jobs, wanted, kept, rows, out / ROWS, arguments))
+    return write_results(out, rows, left_out)
 
 
-async def _check(jobs: Sequence[_Job], arguments: argparse.Namespace) -> None:
+async def _check(jobs: Sequence[Job], arguments: argparse.Namespace) -> None:
     """Raises:
     WorkflowError: one of them cannot be run with these operators and backends.
     """
@@ -415,7 +207,7 @@ async def _check(jobs: Sequence[_Job], arguments: argparse.Namespace) -> None:
 
 
 async def _play_jobs(
-    jobs: Sequence[_Job],
+    jobs: Sequence[Job],
     wanted: Sequence[tuple[Path, Record]],
     kept: dict[str, dict[str, Any]],
     rows: dict[str, list[dict[str, Any]]],
@@ -428,10 +220,10 @@ async def _play_jobs(
         parts: dict[str, Any] = {"operators": load_operators(arguments.operators), "backends": backends}
         parts |= {"default": default, "at_once": arguments.at_once, "packages": tuple(arguments.packages)}
         for job in jobs:
-            rows[job.name] = await _play(job, wanted, kept, file, **parts)
+            rows[job.name] = await play(job, wanted, kept, file, **parts)
         first = next(iter(rows.values()))
         for job in _baselines(first, arguments.sc_temperature) if arguments.baselines else ():
-            rows[job.name] = await _play(job, wanted, kept, file, **parts)
+            rows[job.name] = await play(job, wanted, kept, file, **parts)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -470,7 +262,7 @@ def main(argv: Sequence[str]) -> int:
     except BackendAway as error:
         print(f"{error}; the same command goes on from here", file=sys.stderr)
         return 1
-    except (WorkflowError, BackendConfigError, DoctorError, OperatorRegistryError, *_MISTAKES) as error:
+    except MISTAKES as error:
         print(error, file=sys.stderr)
         return 2
     print(markdown(results))

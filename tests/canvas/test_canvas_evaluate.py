@@ -91,7 +91,7 @@ def test_baselines_have_the_calls_of_the_workflow_and_are_compared_with_it(tmp_p
 
 
 def test_a_backend_that_goes_away_keeps_what_was_played(tmp_path, command, capsys, monkeypatch):
-    monkeypatch.setattr("flowjax.canvas.evaluate._PAUSE_S", 0.01)
+    monkeypatch.setattr("flowjax.canvas.problem_rows._PAUSE_S", 0.01)
     package = tmp_path / "away_backend.py"
     package.write_text(
         "from flowjax.canvas.backends import BackendUnavailable, Completion\n"

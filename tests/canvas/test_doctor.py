@@ -8,6 +8,7 @@ import pytest
 
 from flowjax.canvas import doctor
 from flowjax.canvas.backends import BackendError, Completion, Request
+from flowjax.canvas.backends.config import read_options
 from flowjax.canvas.values import Usage
 from flowjax.grading import sandbox
 from flowjax.grading.sandbox import RLIMITS_ONLY, Isolation, IsolationError
@@ -94,8 +95,8 @@ def test_recipes_are_read(tmp_path: Path):
         "from ml_collections import ConfigDict\n\n\ndef get_config(arg='nano'):\n"
         "    return ConfigDict({'env': {'options': {'backends': {arg: {'kind': 'offline'}}}}})\n"
     )
-    assert doctor.read_config(f"{path}:large") == {"backends": {"large": {"kind": "offline"}}}
-    assert doctor.read_config(str(path)) == {"backends": {"nano": {"kind": "offline"}}}
+    assert read_options(f"{path}:large") == {"backends": {"large": {"kind": "offline"}}}
+    assert read_options(str(path)) == {"backends": {"nano": {"kind": "offline"}}}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"backends": {"a": {"kind": "nonsense"}}}'])

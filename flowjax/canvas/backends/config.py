@@ -10,8 +10,11 @@ Nothing is guessed: an unknown name, a missing address or an unset key variable 
 
 import contextlib
 import difflib
+import json
 import os
+import runpy
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,6 +66,45 @@ async def open_backends(config: Mapping[str, Mapping[str, Any]]) -> AsyncIterato
         for backend in backends.values():
             if (close := getattr(backend, "close", None)) is not None:
                 await close()
+
+
+def read_options(source: str) -> Mapping[str, Any]:
+    """The options of a JSON file, or of a recipe's `env.options`, named `path` or `path:arg`.
+
+    Raises:
+        BackendConfigError: it cannot be read.
+    """
+    name, _, arg = source.partition(":")
+    try:
+        if name.endswith(".json"):
+            options = json.loads(Path(name).read_text(encoding="utf-8"))
+        else:
+            options = runpy.run_path(name)["get_config"](*([arg] if arg else [])).env.options.to_dict()
+    except Exception as error:  # a recipe is code, and may raise anything
+        raise BackendConfigError(
+            f"--config={source} cannot be read ({type(error).__name__}: {error}): give a recipe such as "
+            'configs/canvas.py:nano, or a JSON file {"backends": {...}}'
+        ) from error
+    if not isinstance(options, Mapping):
+        raise BackendConfigError(f"--config={source} holds a {type(options).__name__}: give an object with backends")
+    return options
+
+
+def read_backends(source: str) -> tuple[Mapping[str, Any], str]:
+    """The backends of a config, or of a JSON file that has nothing else, and the name of the one that answers calls
+    that name nobody: its `default_backend`, or else the first.
+
+    Raises:
+        BackendConfigError: it cannot be read, or is of a recipe that leaves them to its world.
+    """
+    options = read_options(source)
+    if "backends" in options or not source.partition(":")[0].endswith(".py"):
+        backends = options.get("backends", options)
+        return backends, options.get("default_backend") or next(iter(backends), "")
+    raise BackendConfigError(
+        f"{source} names no env.options.backends, so that its world's own executor answers, which is for training: "
+        'give a JSON file {"backends": {...}}'
+    )
 
 
 def _backend(where: str, options: Mapping[str, Any]) -> Backend:

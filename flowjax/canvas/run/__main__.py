@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from flowjax.canvas.backends.config import BackendConfigError, open_backends
+from flowjax.canvas.backends.config import BackendConfigError, open_backends, read_backends
 from flowjax.canvas.checks import problems
 from flowjax.canvas.context import Sandbox
-from flowjax.canvas.doctor import DoctorError, read_backends
 from flowjax.canvas.draw import svg
 from flowjax.canvas.forms import python_form, read_workflow, to_json
 from flowjax.canvas.graph import WorkflowError
@@ -90,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--verbose", action="store_true", help="print each call as it starts and ends")
     try:
         result = asyncio.run(_run(parser.parse_args(argv)))
-    except (WorkflowError, BackendConfigError, DoctorError, OperatorRegistryError) as error:
+    except (WorkflowError, BackendConfigError, OperatorRegistryError) as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:

@@ -1,0 +1,254 @@
+"""Fixed workflows over problems: a row for each, which is kept and not asked for again, and their tables.
+
+A row says what was asked, answered and right, and what was spent (docs/canvas/running.md).
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowjax.canvas.backends import Backend
+from flowjax.canvas.backends.config import BackendConfigError
+from flowjax.canvas.context import Sandbox
+from flowjax.canvas.graph import Workflow, WorkflowError
+from flowjax.canvas.operators.registry import OperatorRegistryError
+from flowjax.canvas.run import Operators, run
+from flowjax.canvas.text import show
+from flowjax.canvas.values import WorkflowRun
+from flowjax.config import ConfigError
+from flowjax.envs import WorldError
+from flowjax.envs.canvas.executors import scored
+from flowjax.envs.canvas.problem_files import Record, load
+from flowjax.files import replace_file
+from flowjax.grading.processes import GraderError
+from flowjax.grading.sandbox import IsolationError, NoProcessorError
+from flowjax.monitor.statistics import difference, task_interval
+
+ROWS = "rows.jsonl"  # their file
+_TRIES, _PAUSE_S = 3, 2.0  # of a problem whose backend is away
+# What a command's user can correct.
+MISTAKES = (
+    *(WorkflowError, BackendConfigError, OperatorRegistryError),
+    *(ConfigError, WorldError, GraderError, IsolationError, OSError),
+)
+_COUNTED = ("calls", "tokens", "cost", "seconds")
+
+
+class BackendAway(RuntimeError):
+    """A backend that does not answer; what was played is kept."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A workflow by the name that results have for it, and the temperature that its calls have."""
+
+    name: str
+    workflow: Workflow
+    temperature: float
+
+    def key(self, record: Record, file: Path, backends: Mapping[str, Backend], default: str) -> str:
+        """Equal for rows that are interchangeable: the same workflow, problem, grading, model and temperature."""
+        identities = {name: backend.identity for name, backend in backends.items()}
+        asked = [show(self.workflow), self.temperature, identities, default, file.name, record.row, record.problem.text]
+        graded = [list(record.gold), repr(record.tests)]
+        return hashlib.blake2b(json.dumps([asked, graded], sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def read_problems(
+    path: Path, limit: int = 0, packages: Sequence[str] = ()
+) -> tuple[list[tuple[Path, Record]], dict[str, int]]:
+    """The problems of a file or folder, the first `limit` of each file where that is above 0; the rows that were left
+    out, by the reason. `packages` are folders that programs may import from.
+
+    Raises:
+        WorldError: there is none, or a row is no problem.
+    """
+    files = [path] if path.is_file() else [path / "test.jsonl"]
+    if not files[0].is_file():
+        files = sorted(path.glob("*.jsonl"))
+    found, left_out = [], Counter[str]()
+    for file in files:
+        data = load(file, packages=packages)
+        found += [(file, record) for record in data.records[: limit or None]]
+        left_out.update(data.left_out)
+    if not found:
+        raise WorldError(f"--data={path} holds no problems: give a JSONL file, or a folder of some")
+    return found, dict(left_out)
+
+
+async def play(
+    job: Job,
+    wanted: Sequence[tuple[Path, Record]],
+    rows: dict[str, dict[str, Any]],
+    file: Path,
+    *,
+    operators: Operators,
+    backends: Mapping[str, Backend],
+    default: str,
+    at_once: int,
+    packages: tuple[str, ...],
+) -> list[dict[str, Any]]:
+    """The rows of a job, in the order of the problems; those that are missing are played and kept."""
+    slots = asyncio.Semaphore(at_once)
+    keys = [job.key(record, path, backends, default) for path, record in wanted]
+    settings: dict[str, Any] = {"operators": operators, "backends": backends, "default_backend": default}
+    settings["sandbox"] = Sandbox(packages=packages)
+
+    async def one(key: str, path: Path, record: Record) -> None:
+        async with slots:
+            if key in rows:  # of an earlier start, or of another name for the same workflow
+                return
+            played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
+            for _ in range(_TRIES - 1):
+                if played.status == "executor_error":
+                    await asyncio.sleep(_PAUSE_S)
+                    played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
+            if played.status == "executor_error":
+                raise BackendAway(f"{job.name}, {path.name} row {record.row}: {played.error}")
+            row = await asyncio.to_thread(_row, key, job, path, record, played, packages)
+            with file.open("a", encoding="utf-8") as kept:
+                kept.write(json.dumps(row, default=str) + "\n")
+            rows[key] = row
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for key, (path, record) in zip(keys, wanted, strict=True):
+                group.create_task(one(key, path, record))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [rows[key] for key in keys]
+
+
+def _row(
+    key: str, job: Job, path: Path, record: Record, played: WorkflowRun, packages: tuple[str, ...]
+) -> dict[str, Any]:
+    """A problem as it was played and graded: hidden tests stay hidden."""
+    problem, usage = record.problem, played.usage
+    gold = record.tests if record.tests is not None else record.gold
+    options = dict(problem.options)
+    try:
+        score = scored(played.answer, gold, problem.kind, allow_none=False, options=options, packages=packages)
+    except NoProcessorError as busy:
+        raise BackendAway(f"{job.name}, {path.name} row {record.row}: sandbox: {busy}") from busy
+    return {
+        "key": key,
+        "name": job.name,
+        **question_of(path, record),
+        "workflow": show(job.workflow),
+        "answer": played.answer,
+        "correct": bool(score.correct),
+        "score": score.score,
+        "remark": score.remark,
+        "status": played.status,
+        "errors": list(played.errors),
+        "calls": usage.calls,
+        "tokens": usage.prompt_tokens + usage.sampled_tokens,
+        "cost": usage.cost,
+        "seconds": played.seconds,
+        "trace": [asdict(node) for node in played.trace],
+    }
+
+
+def question_of(path: Path, record: Record) -> dict[str, Any]:
+    """The problem of a row, and what is right."""
+    gold = list(record.gold) or "hidden tests"
+    place = {"source": record.source, "file": path.name, "row": record.row}
+    return {**place, "question": record.problem.text, "gold": gold}
+
+
+def kept_rows(file: Path) -> dict[str, dict[str, Any]]:
+    """The rows of an earlier start by their keys; one that was cut short or damaged is cut out, and played again."""
+    if not file.exists():
+        return {}
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    rows = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            rows[row["key"]] = row
+    if len(rows) != len(lines) - 1 or lines[-1]:
+        left_out = sum(map(bool, lines)) - len(rows)
+        print(f"{file}: lines that are damaged or there twice are left out: {left_out}", file=sys.stderr)
+        write_rows(file, rows)
+    return rows
+
+
+def write_rows(file: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    replace_file(file, "".join(json.dumps(row, default=str) + "\n" for row in rows.values()))
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Accuracy with its interval over problems, and the mean of what was spent; of all, and by source."""
+
+    def part(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        mean, low, high = task_interval(np.array([float(row["correct"]) for row in of]))
+        spent = {name: float(np.mean([row[name] for row in of])) for name in _COUNTED}
+        return {"problems": len(of), "accuracy": mean, "low": low, "high": high, **spent}
+
+    sources = sorted({row["source"] for row in rows})
+    by_source = {source: part([row for row in rows if row["source"] == source]) for source in sources}
+    built = {row["workflow"] for row in rows}
+    found = {"workflow": rows[0]["workflow"] if len(built) == 1 else f"{len(built)} different", **part(rows)}
+    if "policy_tokens" in rows[0]:
+        found["policy_tokens"] = float(np.mean([row["policy_tokens"] for row in rows]))
+    return {**found, "sources": by_source}
+
+
+def _against(rows: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The first workflow's accuracy less this one's, paired over problems."""
+    left, right = (np.array([[float(row["correct"]) for row in side]]) for side in (first, rows))
+    if left.shape[1] < 2:
+        return {}
+    found = difference(left, right)
+    return {"first_is_better_by": found.mean, "low": found.low, "high": found.high, "p_value": found.p_value}
+
+
+def write_results(
+    out: Path, rows: Mapping[str, Sequence[Mapping[str, Any]]], left_out: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Write `results.json` and `results.md` of workflows, by name, each beside the first; returns what they say."""
+    first = next(iter(rows.values()))
+    results = {name: summarise(of) | {"left_out": dict(left_out)} for name, of in rows.items()}
+    for name, of in rows.items():
+        if of is not first and (against := _against(of, first)):
+            results[name]["against_first"] = against
+    replace_file(out / "results.json", json.dumps(results, indent=2) + "\n")
+    replace_file(out / "results.md", markdown(results))
+    return results
+
+
+def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The results as a page: a table of the workflows, and one of their sources."""
+    head = "| accuracy [95 %] | problems | calls | tokens | cost | seconds |"
+    lines = ["# Workflows over problems", "", f"| | workflow {head}", "|---|---|---|---|---|---|---|---|"]
+    lines += [f"| {name} | `{of['workflow']}` {_cells(of)}" for name, of in results.items()]
+    for name, of in results.items():
+        if against := of.get("against_first"):
+            bounds = f"[{100 * against['low']:+.1f}, {100 * against['high']:+.1f}]"
+            points = f"{100 * against['first_is_better_by']:+.1f} points {bounds}"
+            lines += ["", f"{next(iter(results))} against {name}: {points}, p = {against['p_value']:.3g}."]
+    lines += ["", f"| | source {head}", "|---|---|---|---|---|---|---|---|"]
+    for name, of in results.items():
+        lines += [f"| {name} | {source} {_cells(each)}" for source, each in of["sources"].items()]
+    lines += ["", "Calls, tokens, cost and seconds are means of a problem."]
+    for name, of in results.items():
+        if "policy_tokens" in of:
+            lines += ["", f"What built the workflows ({name}) read and wrote {of['policy_tokens']:.0f} tokens itself."]
+    left_out = next(iter(results.values())).get("left_out", {})
+    lines += ["", *(f"Rows left out: {count} of {reason}." for reason, count in left_out.items())] if left_out else []
+    return "\n".join(lines) + "\n"
+
+
+def _cells(of: Mapping[str, Any]) -> str:
+    share = f"{100 * of['accuracy']:.1f} % [{100 * of['low']:.1f}, {100 * of['high']:.1f}]"
+    spent = f"{of['calls']:.2f} | {of['tokens']:.0f} | {of['cost']:.4g} | {of['seconds']:.2f}"
+    return f"| {share} | {of['problems']} | {spent} |"

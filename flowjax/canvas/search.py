@@ -1,0 +1,444 @@
+"""A search for one workflow that suits all problems, without training: what a policy has to beat at the same budget.
+
+    python -m flowjax.canvas.search --data=train.jsonl --held_out=test.jsonl --backends=backends.json --calls=5000
+    python -m flowjax.canvas.search ... --optimizer=large --phrases=phrases.txt
+
+AFlow's search (Zhang et al. 2024, arXiv:2410.10762): a tree of workflows that begins with `--workflow`. Each round
+takes one of the best so far, at random by `chances`, changes it in one place, and plays the new one on `--problems` of
+the data. The change is a random edit, or what the backend `--optimizer` proposes (as there), which is shown the
+workflow, problems that it fails on, and what was tried on it before. `--phrases` is a file of instructions, one a line,
+that random edits may give.
+
+When `--calls` of the backends are used up, those of the optimizer included, the best of the search are played on
+further problems of the data, as many again. The best of these on both is played on `--held_out`, beside the workflow
+that the search began with. What is asked after the search is not in `--calls`, and said beside it.
+
+`--out` (by default `evaluations/search-<data>`) gets `workflow.json` (the one that was found), `search.json` (every
+round), and `rows.jsonl`, `results.json` and `results.md` as `flowjax.canvas.evaluate` writes them. The same command
+again asks nothing that is in rows.jsonl; what an optimizer proposes is asked for anew.
+
+Exit status: 0 done, 1 a backend is away (what was played is kept), 2 something to correct in the command.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowjax.canvas import edits
+from flowjax.canvas.backends import Backend, BackendError, Request
+from flowjax.canvas.backends.config import BackendConfigError, open_backends, read_backends
+from flowjax.canvas.checks import problems, unknown_name
+from flowjax.canvas.forms import read_workflow, to_json
+from flowjax.canvas.graph import Call, Conditional, Loop, Parallel, Workflow, WorkflowError
+from flowjax.canvas.graph import Sequence as Steps
+from flowjax.canvas.operators import Operator, Role
+from flowjax.canvas.operators.registry import HIDDEN, describe, load_operators
+from flowjax.canvas.problem_rows import (
+    MISTAKES,
+    ROWS,
+    BackendAway,
+    Job,
+    kept_rows,
+    markdown,
+    play,
+    read_problems,
+    write_results,
+)
+from flowjax.canvas.text import parse, show
+from flowjax.envs import WorldError
+from flowjax.envs.canvas.problem_files import Record
+from flowjax.files import replace_file
+
+MAX_NODES = 16  # of a workflow; larger ones are not proposed
+BRANCHES, LOOP_COUNTS = 3, (2, 3)
+UNIFORM, SHARPNESS, PARENTS = 0.3, 0.2, 4  # as AFlow's code has them: its lambda and alpha, and how many of the best
+FINALISTS = 3
+_DRAWS = 50  # of a random edit, until one gives a workflow that can run and is new
+_ASKED = 3  # times that an optimizer is asked for a workflow that can run and is new
+_FAILURES = 3  # problems that an optimizer is shown
+_SHOWN_CHARACTERS = 600  # of each
+_WORKFLOW = re.compile(r"<workflow>(.*?)</workflow>", re.DOTALL)
+
+_PROMPT = """You improve a workflow: operators that a language model carries out to solve a problem.
+
+Operators:
+{operators}
+{backends}
+How workflows are written:
+A -> B            one after the other
+[A, B]            side by side; an operator that combines (combiner) must follow
+(C ? done : E)    E where the check of C does not pass
+(A -> B) * 3      at most three times; ends early where a check passes
+A{{"text"}}         an instruction of your own for A
+
+This workflow solves {score:.0f} % of the problems with {calls:.1f} calls each:
+<workflow>{workflow}</workflow>
+{tried}{failures}
+Change it in one place, so that it solves more. Say in one sentence why, and then write the whole new workflow between
+<workflow> and </workflow>."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A workflow that was played, the number of the round whose workflow it was made of, and its rows."""
+
+    workflow: Workflow
+    parent: int | None
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def accuracy(self) -> float:
+        return float(np.mean([row["correct"] for row in self.rows]))
+
+    @property
+    def calls(self) -> int:
+        return sum(row["calls"] for row in self.rows)
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The higher the better: of two that solve as much, the one that asks less."""
+        return self.accuracy, -self.calls
+
+
+def chances(accuracies: Sequence[float]) -> np.ndarray:
+    """Chances of workflows to be changed next: p = u / n + (1 - u) softmax(s * accuracy in percent), shape [n].
+
+    u is `UNIFORM` and s is `SHARPNESS` (Zhang et al. 2024, section 3.2).
+    """
+    percent = 100 * np.asarray(accuracies)
+    weights = np.exp(SHARPNESS * (percent - percent.max()))
+    return UNIFORM / len(percent) + (1 - UNIFORM) * weights / weights.sum()
+
+
+@dataclass(frozen=True)
+class Space:
+    """Operators, backends and instructions that workflows may be made of."""
+
+    operators: Mapping[str, type[Operator]]
+    backends: Sequence[str]
+    phrases: Sequence[str] = ()
+
+    def fault(self, workflow: Workflow) -> str:
+        """Reason for which a workflow is not played, "" where it is."""
+        if sum(1 for _ in workflow.nodes()) > MAX_NODES:
+            return f"It has more than {MAX_NODES} nodes."
+        if not any(True for _ in workflow.calls()):
+            return "It has no operator."
+        return " ".join(problems(workflow, self.operators, self.backends))
+
+    def names(self, *roles: Role) -> list[str]:
+        """Operators of some roles."""
+        hidden = {operator.name for operator in HIDDEN}
+        return [name for name, of in self.operators.items() if of.role in roles and name not in hidden]
+
+
+# ------------------------------------------------------------------------------------------------------ random edits
+
+
+def random_edit(workflow: Workflow, space: Space, rng: np.random.Generator) -> Workflow | None:
+    """The workflow with one random change, None where that change is none of it."""
+    calls = list(workflow.calls())
+    change = _CHANGES[int(rng.integers(len(_CHANGES)))]
+    try:
+        return change(workflow, _one(calls, rng), space, rng)
+    except edits.EditError:
+        return None
+
+
+def _add_step(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
+    name = _one(space.names("planner", "solver", "reviser", "formatter"), rng)
+    return edits.add(workflow, Call(name), into=call.id, position=int(rng.integers(2)))
+
+
+def _remove(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
+    return edits.delete(workflow, _one(list(workflow.nodes()), rng).id)
+
+
+def _replace(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
+    role = space.operators[call.operator].role
+    alike = [name for name in space.names(role) if name != call.operator]
+    return edits.modify(workflow, call.id, operator=_one(alike, rng)) if alike else None
+
+
+def _instruct(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
+    others = [phrase for phrase in ("", *space.phrases) if phrase != call.instruction]
+    return edits.set_instruction(workflow, call.id, _one(others, rng)) if others else None
+
+
+def _change_backend(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
+    others = [name for name in space.backends if name != call.backend]
+    return edits.modify(workflow, call.id, backend=_one(others, rng)) if others else None
+
+
+def _vote(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
+    """Several of a solver side by side, half of the time different ones."""
+    solvers, combiners = space.names("solver"), space.names("combiner")
+    if call.operator not in solvers or not combiners:
+        return None
+    others = [Call(_one(solvers, rng)) for _ in range(BRANCHES - 1)] if rng.random() < 0.5 else [call] * (BRANCHES - 1)
+    branches = tuple(Call(each.operator, each.instruction, each.backend) for each in (call, *others))
+    piece = Steps((Parallel(branches), Call(_one(combiners, rng))))
+    return edits.delete(edits.add(workflow, piece, into=call.id, position=1), call.id)
+
+
+def _check(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
+    checker, reviser = _checker_and_reviser(space, rng)
+    return edits.add(workflow, Conditional(checker, None, reviser), into=call.id, position=1)
+
+
+def _repeat(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
+    steps = Steps(_checker_and_reviser(space, rng))
+    return edits.add(workflow, Loop(steps, _one(LOOP_COUNTS, rng)), into=call.id, position=1)
+
+
+def _checker_and_reviser(space: Space, rng: np.random.Generator) -> tuple[Call, Call]:
+    checkers, revisers = space.names("checker"), space.names("reviser", "solver")
+    if not checkers or not revisers:
+        raise edits.EditError("There is no operator that checks, or none that revises.")
+    return Call(_one(checkers, rng)), Call(_one(revisers, rng))
+
+
+_CHANGES: tuple[Callable[[Workflow, Call, Space, np.random.Generator], Workflow | None], ...]
+_CHANGES = (_add_step, _remove, _replace, _instruct, _change_backend, _vote, _check, _repeat)
+
+
+def _one(choices: Sequence[Any], rng: np.random.Generator) -> Any:
+    return choices[int(rng.integers(len(choices)))]
+
+
+# --------------------------------------------------------------------------------------------------- the optimizer
+
+
+def optimizer_prompt(rounds: Sequence[Round], parent: int, space: Space) -> str:
+    """The message to an optimizer: the workflow, what was made of it before, and problems that it fails on."""
+    current = rounds[parent]
+    named = [operator for operator in space.operators.values() if operator not in HIDDEN]
+    made = [each for each in rounds if each.parent == parent]
+    tried = "".join(f"{100 * each.accuracy:.0f} %: {show(each.workflow)}\n" for each in made)
+    wrong = [row for row in current.rows if not row["correct"]][:_FAILURES]
+    failures = "".join(
+        f"Problem: {_cut(row['question'])}\nAnswer: {_cut(row['answer'])}\nRight: {_cut(row['gold'])}\n\n"
+        for row in wrong
+    )
+    others = [name for name in space.backends if name]
+    return _PROMPT.format(
+        operators=describe({operator.name: operator for operator in named}),
+        backends=f"A@name is carried out by another model: {', '.join(others)}.\n" if len(others) > 1 else "",
+        score=100 * current.accuracy,
+        calls=current.calls / len(current.rows),
+        workflow=show(current.workflow),
+        tried=f"\nWhat was made of it before, and what that solves:\n{tried}" if tried else "",
+        failures=f"\nIt fails on these:\n\n{failures}" if failures else "",
+    )
+
+
+def _cut(value: Any) -> str:
+    text = " ".join(str(each) for each in value) if isinstance(value, list) else str(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
+
+
+def proposed(reply: str, space: Space) -> tuple[Workflow | None, str]:
+    """The workflow of an optimizer's reply; None and the reason where there is none that can run."""
+    found = _WORKFLOW.findall(reply)
+    if not found:
+        return None, "There is no <workflow> in your reply."
+    try:
+        workflow = parse(found[-1].strip())
+    except WorkflowError as error:
+        return None, str(error)
+    fault = space.fault(workflow)
+    return (None, fault) if fault else (workflow, "")
+
+
+# ------------------------------------------------------------------------------------------------------- the search
+
+
+@dataclass
+class WorkflowSearch:
+    """The rounds so far, and what it takes to play another. `played` plays a workflow on some problems."""
+
+    space: Space
+    wanted: Sequence[tuple[Path, Record]]
+    played: Callable[[Workflow, Sequence[tuple[Path, Record]]], Any]
+    rng: np.random.Generator
+    optimizer: Backend | None = None
+    asked: int = 0  # requests to the optimizer
+
+    async def run(self, start: Workflow, calls: int) -> list[Round]:
+        """All rounds, the first of which is that of `start`; no other is begun once `calls` are used up."""
+        rounds = [Round(start, None, await self.played(start, self.wanted))]
+        seen = {show(start)}
+        while self.spent(rounds) < calls:
+            parent = self._parent(rounds)
+            workflow = await self._changed(rounds, parent, seen)
+            if workflow is None:
+                break
+            seen.add(show(workflow))
+            rounds.append(Round(workflow, parent, await self.played(workflow, self.wanted)))
+            print(f"{self.spent(rounds):6} calls  {100 * rounds[-1].accuracy:5.1f} %  {show(workflow)}", flush=True)
+        return rounds
+
+    def spent(self, rounds: Sequence[Round]) -> int:
+        """Calls of all rounds, those that the optimizer took included."""
+        return sum(each.calls for each in rounds) + self.asked
+
+    def _parent(self, rounds: Sequence[Round]) -> int:
+        """One of the best, or the start."""
+        best = sorted(range(len(rounds)), key=lambda number: rounds[number].rank, reverse=True)[:PARENTS]
+        choices = list(dict.fromkeys([*best, 0]))
+        return choices[int(self.rng.choice(len(choices), p=chances([rounds[number].accuracy for number in choices])))]
+
+    async def _changed(self, rounds: Sequence[Round], parent: int, seen: set[str]) -> Workflow | None:
+        """A workflow that was not played yet, None where none is found."""
+        if self.optimizer is None:
+            return self._edited(rounds, parent, seen)
+        messages = [{"role": "user", "content": optimizer_prompt(rounds, parent, self.space)}]
+        for attempt in range(_ASKED):
+            seed = len(rounds) * _ASKED + attempt
+            reply = (await self.optimizer.complete(Request(messages, temperature=1.0, seed=seed))).text
+            self.asked += 1
+            workflow, fault = proposed(reply, self.space)
+            if workflow is not None and show(workflow) not in seen:
+                return workflow.numbered()
+            fault = fault or "That workflow was tried before."
+            message = {"role": "user", "content": f"{fault} Try again."}
+            messages = [*messages, {"role": "assistant", "content": reply}, message]
+        return self._edited(rounds, parent, seen)  # so that an optimizer which fails does not end the search
+
+    def _edited(self, rounds: Sequence[Round], parent: int, seen: set[str]) -> Workflow | None:
+        """By a random edit; of another workflow where all of this one's seem to be tried."""
+        for number in (parent, *range(len(rounds) - 1, -1, -1)):
+            for _ in range(_DRAWS):
+                workflow = random_edit(rounds[number].workflow, self.space, self.rng)
+                if workflow is not None and show(workflow) not in seen and not self.space.fault(workflow):
+                    return workflow
+        return None
+
+
+@dataclass(frozen=True)
+class Data:
+    """Problems that the search plays, as many that decide between its best, and those that say what came of it."""
+
+    wanted: Sequence[tuple[Path, Record]]
+    further: Sequence[tuple[Path, Record]]
+    held_out: Sequence[tuple[Path, Record]]
+    left_out: Mapping[str, int]
+
+
+def read_data(arguments: argparse.Namespace) -> Data:
+    """The problems of `--data`, without those that are held out, and of `--held_out`.
+
+    Raises:
+        WorldError: there are none, or too few.
+    """
+    held_out, left_out = read_problems(Path(arguments.held_out), 0, arguments.packages)
+    texts = {record.problem.text for _, record in held_out}
+    found, more_left_out = read_problems(Path(arguments.data), 0, arguments.packages)
+    usable = [(file, record) for file, record in found if record.problem.text not in texts]
+    if shared := len(found) - len(usable):
+        print(f"{shared} problems of --data are left out: they are in --held_out", file=sys.stderr)
+    count = arguments.problems
+    if len(usable) < count:
+        raise WorldError(f"--problems={count}, and --data={arguments.data} has {len(usable)}: ask for fewer")
+    order = np.random.default_rng(arguments.seed).permutation(len(usable))
+    usable = [usable[int(number)] for number in order]
+    return Data(usable[:count], usable[count : 2 * count], held_out, Counter(left_out) + Counter(more_left_out))
+
+
+async def _search(arguments: argparse.Namespace) -> None:
+    data = read_data(arguments)
+    config, default = read_backends(arguments.backends)
+    operators = load_operators(arguments.operators)
+    phrases = Path(arguments.phrases).read_text(encoding="utf-8").splitlines() if arguments.phrases else []
+    out = Path(arguments.out or f"evaluations/search-{Path(arguments.data).stem}")
+    out.mkdir(parents=True, exist_ok=True)
+    kept = kept_rows(out / ROWS)
+    async with open_backends(config) as backends:
+        if arguments.optimizer and arguments.optimizer not in backends:
+            raise BackendConfigError(f"--optimizer: {unknown_name('backend', arguments.optimizer, backends)}")
+        named = [name for name in backends if name not in (default, arguments.optimizer)]
+        space = Space(operators, ("", *named), list(filter(None, phrases)))
+        start = read_workflow(arguments.workflow).numbered()
+        if fault := space.fault(start):
+            raise WorkflowError(f"--workflow: {fault}")
+        settings: dict[str, Any] = {"operators": operators, "backends": backends, "default": default}
+        settings |= {"at_once": arguments.at_once, "packages": tuple(arguments.packages)}
+
+        async def played(workflow: Workflow, on: Sequence[tuple[Path, Record]]) -> list[dict[str, Any]]:
+            return await play(Job("search", workflow, arguments.temperature), on, kept, out / ROWS, **settings)
+
+        rng = np.random.default_rng([arguments.seed, 1])
+        search = WorkflowSearch(space, data.wanted, played, rng, backends.get(arguments.optimizer))
+        rounds = await search.run(start, arguments.calls)
+        best = sorted(rounds, key=lambda each: each.rank, reverse=True)[:FINALISTS]
+        decided = [replace(each, rows=[*each.rows, *await played(each.workflow, data.further)]) for each in best]
+        found = max(decided, key=lambda each: each.rank)
+        rows = {"found": await played(found.workflow, data.held_out), "start": await played(start, data.held_out)}
+    replace_file(out / "workflow.json", json.dumps(to_json(found.workflow), indent=2) + "\n")
+    replace_file(out / "search.json", json.dumps(_described(rounds, decided, search.asked), indent=2) + "\n")
+    results = write_results(out, rows, data.left_out)
+    after = sum(each.calls for each in decided) - sum(each.calls for each in best)
+    print(markdown(results))
+    spent = f"{search.spent(rounds)} calls, {after} more to decide between the best {len(best)}"
+    print(f"{len(rounds)} workflows, {spent}. What was found ({out / 'workflow.json'}):\n{show(found.workflow)}")
+
+
+def _described(rounds: Sequence[Round], decided: Sequence[Round], asked: int) -> dict[str, Any]:
+    """Content of search.json."""
+
+    def described(each: Round) -> dict[str, Any]:
+        spent = {"problems": len(each.rows), "accuracy": each.accuracy, "calls": each.calls}
+        return {"workflow": show(each.workflow), "parent": each.parent, **spent}
+
+    finalists = [described(each) for each in decided]
+    return {"rounds": [described(each) for each in rounds], "finalists": finalists, "optimizer_requests": asked}
+
+
+def main(argv: Sequence[str]) -> int:
+    head, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m flowjax.canvas.search",
+        description=head,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data", required=True, help="a JSONL file of problems, or a folder")
+    parser.add_argument("--held_out", required=True, help="a JSONL file of other problems, or a folder")
+    parser.add_argument("--backends", required=True, help="a JSON file, or a recipe that names backends")
+    parser.add_argument("--workflow", default="Custom", help="where the search begins")
+    parser.add_argument("--calls", type=int, default=5000, help="of backends, of the whole search")
+    parser.add_argument("--problems", type=int, default=64, help="that each workflow is played on")
+    parser.add_argument("--optimizer", default="", help="the backend that proposes changes; without it they are random")
+    parser.add_argument("--phrases", default="", help="a file of instructions that random changes may give")
+    parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the workflows' calls")
+    parser.add_argument("--seed", type=int, default=0, help="of problems and random changes")
+    parser.add_argument("--at_once", type=int, default=8, help="problems played at one time")
+    parser.add_argument("--packages", nargs="*", default=[], help="folders that programs and tests may import from")
+    parser.add_argument("--out", default="", help="folder of the results")
+    arguments = parser.parse_args(argv)
+    for name in ("calls", "problems", "at_once"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name}={getattr(arguments, name)}: give at least 1")
+    try:
+        asyncio.run(_search(arguments))
+    except (BackendAway, BackendError) as error:
+        print(f"{error}; the same command goes on from here", file=sys.stderr)
+        return 1
+    except MISTAKES as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
