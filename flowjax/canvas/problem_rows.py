@@ -18,7 +18,7 @@ import numpy as np
 
 from flowjax.canvas.backends import Backend
 from flowjax.canvas.backends.config import BackendConfigError
-from flowjax.canvas.context import Sandbox
+from flowjax.canvas.context import Budget, Sandbox
 from flowjax.canvas.graph import Workflow, WorkflowError
 from flowjax.canvas.operators.registry import OperatorRegistryError
 from flowjax.canvas.run import Operators, run
@@ -49,25 +49,27 @@ class BackendAway(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """A workflow by the name that results have for it, and the temperature that its calls have."""
+    """A workflow by the name that results have for it, the temperature of its calls, and most calls of a problem."""
 
     name: str
     workflow: Workflow
     temperature: float
+    most_calls: int | None = None
 
     def key(self, record: Record, file: Path, backends: Mapping[str, Backend], default: str) -> str:
         """Equal for rows that are interchangeable: the same workflow, problem, grading, model and temperature."""
         identities = {name: backend.identity for name, backend in backends.items()}
         asked = [show(self.workflow), self.temperature, identities, default, file.name, record.row, record.problem.text]
+        asked += [self.most_calls] if self.most_calls is not None else []
         graded = [list(record.gold), repr(record.tests)]
         return hashlib.blake2b(json.dumps([asked, graded], sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def read_problems(
-    path: Path, limit: int = 0, packages: Sequence[str] = ()
+    path: Path, limit: int = 0, packages: Sequence[str] = (), *, flag: str = "--data"
 ) -> tuple[list[tuple[Path, Record]], dict[str, int]]:
     """The problems of a file or folder, the first `limit` of each file where that is above 0; the rows that were left
-    out, by the reason. `packages` are folders that programs may import from.
+    out, by the reason. `packages` are folders that programs may import from; `flag` is what an error names.
 
     Raises:
         WorldError: there is none, or a row is no problem.
@@ -81,7 +83,7 @@ def read_problems(
         found += [(file, record) for record in data.records[: limit or None]]
         left_out.update(data.left_out)
     if not found:
-        raise WorldError(f"--data={path} holds no problems: give a JSONL file, or a folder of some")
+        raise WorldError(f"{flag}={path} holds no problems: give a JSONL file, or a folder of some")
     return found, dict(left_out)
 
 
@@ -101,7 +103,7 @@ async def play(
     slots = asyncio.Semaphore(at_once)
     keys = [job.key(record, path, backends, default) for path, record in wanted]
     settings: dict[str, Any] = {"operators": operators, "backends": backends, "default_backend": default}
-    settings["sandbox"] = Sandbox(packages=packages)
+    settings |= {"sandbox": Sandbox(packages=packages), "budget": Budget(calls=job.most_calls)}
 
     async def one(key: str, path: Path, record: Record) -> None:
         async with slots:

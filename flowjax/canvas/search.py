@@ -7,11 +7,12 @@ AFlow's search (Zhang et al. 2024, arXiv:2410.10762): a tree of workflows that b
 takes one of the best so far, at random by `chances`, changes it in one place, and plays the new one on `--problems` of
 the data. The change is a random edit, or what the backend `--optimizer` proposes (as there), which is shown the
 workflow, problems that it fails on, and what was tried on it before. `--phrases` is a file of instructions, one a line,
-that random edits may give.
+that random edits may give, and may send calls to any backend but the optimizer.
 
-When `--calls` of the backends are used up, those of the optimizer included, the best of the search are played on
-further problems of the data, as many again. The best of these on both is played on `--held_out`, beside the workflow
-that the search began with. What is asked after the search is not in `--calls`, and said beside it.
+A workflow may make `--calls_each` calls for a problem; it ends there, with the answer that it has. When `--calls` are
+used up, those of the optimizer included, the best of the search are played on further problems of the data, as many
+again where there are so many. The best of these on both is played on `--held_out`, beside the workflow that the search
+began with. What is asked after the search is not in `--calls`, and said beside it.
 
 `--out` (by default `evaluations/search-<data>`) gets `workflow.json` (the one that was found), `search.json` (every
 round), and `rows.jsonl`, `results.json` and `results.md` as `flowjax.canvas.evaluate` writes them. The same command
@@ -23,10 +24,11 @@ Exit status: 0 done, 1 a backend is away (what was played is kept), 2 something 
 import argparse
 import asyncio
 import json
+import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.canvas import edits
-from flowjax.canvas.backends import Backend, BackendError, Request
+from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Request
 from flowjax.canvas.backends.config import BackendConfigError, open_backends, read_backends
 from flowjax.canvas.checks import problems, unknown_name
 from flowjax.canvas.forms import read_workflow, to_json
@@ -66,6 +68,7 @@ _DRAWS = 50  # of a random edit, until one gives a workflow that can run and is 
 _ASKED = 3  # times that an optimizer is asked for a workflow that can run and is new
 _FAILURES = 3  # problems that an optimizer is shown
 _SHOWN_CHARACTERS = 600  # of each
+_REPLY_TOKENS = 4096  # of an optimizer
 _WORKFLOW = re.compile(r"<workflow>(.*?)</workflow>", re.DOTALL)
 
 _PROMPT = """You improve a workflow: operators that a language model carries out to solve a problem.
@@ -101,7 +104,8 @@ class Round:
 
     @property
     def calls(self) -> int:
-        return sum(row["calls"] for row in self.rows)
+        """At least one for each problem, so that workflows which ask nothing do not make a search endless."""
+        return sum(max(1, row["calls"]) for row in self.rows)
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -121,10 +125,15 @@ def chances(accuracies: Sequence[float]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Space:
-    """Operators, backends and instructions that workflows may be made of."""
+    """Operators, backends and instructions that workflows may be made of.
+
+    backends: those that a workflow may name.
+    drawn: those that random edits send calls to, "" for the default one.
+    """
 
     operators: Mapping[str, type[Operator]]
-    backends: Sequence[str]
+    backends: Collection[str]
+    drawn: Sequence[str] = ("",)
     phrases: Sequence[str] = ()
 
     def fault(self, workflow: Workflow) -> str:
@@ -175,7 +184,7 @@ def _instruct(workflow: Workflow, call: Call, space: Space, rng: np.random.Gener
 
 
 def _change_backend(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
-    others = [name for name in space.backends if name != call.backend]
+    others = [name for name in space.drawn if name != call.backend]
     return edits.modify(workflow, call.id, backend=_one(others, rng)) if others else None
 
 
@@ -221,7 +230,6 @@ def _one(choices: Sequence[Any], rng: np.random.Generator) -> Any:
 def optimizer_prompt(rounds: Sequence[Round], parent: int, space: Space) -> str:
     """The message to an optimizer: the workflow, what was made of it before, and problems that it fails on."""
     current = rounds[parent]
-    named = [operator for operator in space.operators.values() if operator not in HIDDEN]
     made = [each for each in rounds if each.parent == parent]
     tried = "".join(f"{100 * each.accuracy:.0f} %: {show(each.workflow)}\n" for each in made)
     wrong = [row for row in current.rows if not row["correct"]][:_FAILURES]
@@ -229,10 +237,10 @@ def optimizer_prompt(rounds: Sequence[Round], parent: int, space: Space) -> str:
         f"Problem: {_cut(row['question'])}\nAnswer: {_cut(row['answer'])}\nRight: {_cut(row['gold'])}\n\n"
         for row in wrong
     )
-    others = [name for name in space.backends if name]
+    others = ", ".join(filter(None, space.drawn))
     return _PROMPT.format(
-        operators=describe({operator.name: operator for operator in named}),
-        backends=f"A@name is carried out by another model: {', '.join(others)}.\n" if len(others) > 1 else "",
+        operators=describe(space.operators),
+        backends=f"A@name is carried out by another model: {others}.\n" if others else "",
         score=100 * current.accuracy,
         calls=current.calls / len(current.rows),
         workflow=show(current.workflow),
@@ -246,7 +254,7 @@ def _cut(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
 
 
-def proposed(reply: str, space: Space) -> tuple[Workflow | None, str]:
+def read_proposal(reply: str, space: Space) -> tuple[Workflow | None, str]:
     """The workflow of an optimizer's reply; None and the reason where there is none that can run."""
     found = _WORKFLOW.findall(reply)
     if not found:
@@ -264,26 +272,31 @@ def proposed(reply: str, space: Space) -> tuple[Workflow | None, str]:
 
 @dataclass
 class WorkflowSearch:
-    """The rounds so far, and what it takes to play another. `played` plays a workflow on some problems."""
+    """What it takes to play a round.
+
+    play: plays a workflow on the problems of the search, and gives its rows.
+    optimizer: None for random edits.
+    asked: requests to the optimizer so far.
+    """
 
     space: Space
-    wanted: Sequence[tuple[Path, Record]]
-    played: Callable[[Workflow, Sequence[tuple[Path, Record]]], Any]
+    play: Callable[[Workflow], Awaitable[Sequence[Mapping[str, Any]]]]
     rng: np.random.Generator
     optimizer: Backend | None = None
-    asked: int = 0  # requests to the optimizer
+    asked: int = 0
 
     async def run(self, start: Workflow, calls: int) -> list[Round]:
         """All rounds, the first of which is that of `start`; no other is begun once `calls` are used up."""
-        rounds = [Round(start, None, await self.played(start, self.wanted))]
+        rounds = [Round(start, None, await self.play(start))]
         seen = {show(start)}
         while self.spent(rounds) < calls:
-            parent = self._parent(rounds)
-            workflow = await self._changed(rounds, parent, seen)
-            if workflow is None:
+            changed = await self._changed(rounds, self._parent(rounds), seen)
+            if changed is None:
+                print(f"no workflow was found that is new: {self.spent(rounds)} of {calls} calls were made")
                 break
+            workflow, parent = changed
             seen.add(show(workflow))
-            rounds.append(Round(workflow, parent, await self.played(workflow, self.wanted)))
+            rounds.append(Round(workflow, parent, await self.play(workflow)))
             print(f"{self.spent(rounds):6} calls  {100 * rounds[-1].accuracy:5.1f} %  {show(workflow)}", flush=True)
         return rounds
 
@@ -297,30 +310,37 @@ class WorkflowSearch:
         choices = list(dict.fromkeys([*best, 0]))
         return choices[int(self.rng.choice(len(choices), p=chances([rounds[number].accuracy for number in choices])))]
 
-    async def _changed(self, rounds: Sequence[Round], parent: int, seen: set[str]) -> Workflow | None:
-        """A workflow that was not played yet, None where none is found."""
+    async def _changed(self, rounds: Sequence[Round], parent: int, seen: set[str]) -> tuple[Workflow, int] | None:
+        """A workflow that was not played yet and the number of what it was made of, None where none is found."""
         if self.optimizer is None:
             return self._edited(rounds, parent, seen)
         messages = [{"role": "user", "content": optimizer_prompt(rounds, parent, self.space)}]
         for attempt in range(_ASKED):
             seed = len(rounds) * _ASKED + attempt
-            reply = (await self.optimizer.complete(Request(messages, temperature=1.0, seed=seed))).text
+            request = Request(messages, temperature=1.0, max_new_tokens=_REPLY_TOKENS, seed=seed)
             self.asked += 1
-            workflow, fault = proposed(reply, self.space)
+            try:
+                reply = (await self.optimizer.complete(request)).text
+            except Exception as error:  # as `Backend` says: what is no refusal of this request is an outage
+                if not isinstance(error, BackendError) or isinstance(error, BackendUnavailable):
+                    raise BackendAway(f"--optimizer: {type(error).__name__}: {error}") from error
+                logging.warning("The optimizer refuses (%s): the next edit is random", error)
+                break
+            workflow, fault = read_proposal(reply, self.space)
             if workflow is not None and show(workflow) not in seen:
-                return workflow.numbered()
+                return workflow.numbered(), parent
             fault = fault or "That workflow was tried before."
             message = {"role": "user", "content": f"{fault} Try again."}
             messages = [*messages, {"role": "assistant", "content": reply}, message]
         return self._edited(rounds, parent, seen)  # so that an optimizer which fails does not end the search
 
-    def _edited(self, rounds: Sequence[Round], parent: int, seen: set[str]) -> Workflow | None:
+    def _edited(self, rounds: Sequence[Round], parent: int, seen: set[str]) -> tuple[Workflow, int] | None:
         """By a random edit; of another workflow where all of this one's seem to be tried."""
         for number in (parent, *range(len(rounds) - 1, -1, -1)):
             for _ in range(_DRAWS):
                 workflow = random_edit(rounds[number].workflow, self.space, self.rng)
                 if workflow is not None and show(workflow) not in seen and not self.space.fault(workflow):
-                    return workflow
+                    return workflow, number
         return None
 
 
@@ -340,15 +360,20 @@ def read_data(arguments: argparse.Namespace) -> Data:
     Raises:
         WorldError: there are none, or too few.
     """
-    held_out, left_out = read_problems(Path(arguments.held_out), 0, arguments.packages)
+    held_out, left_out = read_problems(Path(arguments.held_out), 0, arguments.packages, flag="--held_out")
     texts = {record.problem.text for _, record in held_out}
-    found, more_left_out = read_problems(Path(arguments.data), 0, arguments.packages)
-    usable = [(file, record) for file, record in found if record.problem.text not in texts]
-    if shared := len(found) - len(usable):
-        print(f"{shared} problems of --data are left out: they are in --held_out", file=sys.stderr)
+    data = Path(arguments.data)
+    data = data / "train.jsonl" if (data / "train.jsonl").is_file() else data
+    found, more_left_out = read_problems(data, 0, arguments.packages)
+    usable = list({record.problem.text: (file, record) for file, record in found}.values())
+    usable = [(file, record) for file, record in usable if record.problem.text not in texts]
+    if left := len(found) - len(usable):
+        print(f"{left} problems of --data are left out: they are in --held_out, or there twice", file=sys.stderr)
     count = arguments.problems
     if len(usable) < count:
-        raise WorldError(f"--problems={count}, and --data={arguments.data} has {len(usable)}: ask for fewer")
+        raise WorldError(
+            f"--problems={count}, and --data={data} has {len(usable)} that are not held out: ask for fewer"
+        )
     order = np.random.default_rng(arguments.seed).permutation(len(usable))
     usable = [usable[int(number)] for number in order]
     return Data(usable[:count], usable[count : 2 * count], held_out, Counter(left_out) + Counter(more_left_out))
@@ -358,15 +383,15 @@ async def _search(arguments: argparse.Namespace) -> None:
     data = read_data(arguments)
     config, default = read_backends(arguments.backends)
     operators = load_operators(arguments.operators)
-    phrases = Path(arguments.phrases).read_text(encoding="utf-8").splitlines() if arguments.phrases else []
+    phrases = _read_phrases(arguments.phrases) if arguments.phrases else []
     out = Path(arguments.out or f"evaluations/search-{Path(arguments.data).stem}")
     out.mkdir(parents=True, exist_ok=True)
     kept = kept_rows(out / ROWS)
     async with open_backends(config) as backends:
         if arguments.optimizer and arguments.optimizer not in backends:
             raise BackendConfigError(f"--optimizer: {unknown_name('backend', arguments.optimizer, backends)}")
-        named = [name for name in backends if name not in (default, arguments.optimizer)]
-        space = Space(operators, ("", *named), list(filter(None, phrases)))
+        others = [name for name in backends if name not in (default, arguments.optimizer)]
+        space = Space(operators, set(backends), ("", *others), phrases)
         start = read_workflow(arguments.workflow).numbered()
         if fault := space.fault(start):
             raise WorkflowError(f"--workflow: {fault}")
@@ -374,10 +399,12 @@ async def _search(arguments: argparse.Namespace) -> None:
         settings |= {"at_once": arguments.at_once, "packages": tuple(arguments.packages)}
 
         async def played(workflow: Workflow, on: Sequence[tuple[Path, Record]]) -> list[dict[str, Any]]:
-            return await play(Job("search", workflow, arguments.temperature), on, kept, out / ROWS, **settings)
+            job = Job("search", workflow, arguments.temperature, arguments.calls_each)
+            return await play(job, on, kept, out / ROWS, **settings)
 
         rng = np.random.default_rng([arguments.seed, 1])
-        search = WorkflowSearch(space, data.wanted, played, rng, backends.get(arguments.optimizer))
+        optimizer = backends.get(arguments.optimizer)
+        search = WorkflowSearch(space, lambda workflow: played(workflow, data.wanted), rng, optimizer)
         rounds = await search.run(start, arguments.calls)
         best = sorted(rounds, key=lambda each: each.rank, reverse=True)[:FINALISTS]
         decided = [replace(each, rows=[*each.rows, *await played(each.workflow, data.further)]) for each in best]
@@ -390,6 +417,19 @@ async def _search(arguments: argparse.Namespace) -> None:
     print(markdown(results))
     spent = f"{search.spent(rounds)} calls, {after} more to decide between the best {len(best)}"
     print(f"{len(rounds)} workflows, {spent}. What was found ({out / 'workflow.json'}):\n{show(found.workflow)}")
+
+
+def _read_phrases(path: str) -> list[str]:
+    """The file's lines that are not blank.
+
+    Raises:
+        WorldError: it is no text.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except ValueError as error:
+        raise WorldError(f"--phrases={path} is no text ({error}): give a file of instructions, one a line") from error
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _described(rounds: Sequence[Round], decided: Sequence[Round], asked: int) -> dict[str, Any]:
@@ -416,22 +456,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--backends", required=True, help="a JSON file, or a recipe that names backends")
     parser.add_argument("--workflow", default="Custom", help="where the search begins")
     parser.add_argument("--calls", type=int, default=5000, help="of backends, of the whole search")
+    parser.add_argument("--calls_each", type=int, default=30, help="most calls of a workflow for one problem")
     parser.add_argument("--problems", type=int, default=64, help="that each workflow is played on")
     parser.add_argument("--optimizer", default="", help="the backend that proposes changes; without it they are random")
     parser.add_argument("--phrases", default="", help="a file of instructions that random changes may give")
     parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the workflows' calls")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of calls; at 0 equal branches answer alike")
     parser.add_argument("--seed", type=int, default=0, help="of problems and random changes")
     parser.add_argument("--at_once", type=int, default=8, help="problems played at one time")
     parser.add_argument("--packages", nargs="*", default=[], help="folders that programs and tests may import from")
     parser.add_argument("--out", default="", help="folder of the results")
     arguments = parser.parse_args(argv)
-    for name in ("calls", "problems", "at_once"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name}={getattr(arguments, name)}: give at least 1")
+    for name, least in {"calls": 1, "calls_each": 1, "problems": 1, "at_once": 1, "seed": 0, "temperature": 0}.items():
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name}={getattr(arguments, name)}: give at least {least}")
+    if missing := [folder for folder in arguments.packages if not Path(folder).is_dir()]:
+        parser.error(f"--packages={missing[0]} is no folder: give those of installed packages, such as site-packages")
     try:
         asyncio.run(_search(arguments))
-    except (BackendAway, BackendError) as error:
+    except BackendAway as error:
         print(f"{error}; the same command goes on from here", file=sys.stderr)
         return 1
     except MISTAKES as error:

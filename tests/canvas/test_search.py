@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from flowjax.canvas import search
-from flowjax.canvas.backends import Completion, Request, Usage
+from flowjax.canvas.backends import BackendError, BackendUnavailable, Completion, Request, Usage
 from flowjax.canvas.checks import problems
 from flowjax.canvas.forms import read_workflow
 from flowjax.canvas.operators.registry import load_operators
-from flowjax.canvas.search import MAX_NODES, Round, Space, chances, main, optimizer_prompt, proposed, random_edit
+from flowjax.canvas.search import MAX_NODES, Round, Space, chances, main, optimizer_prompt, random_edit, read_proposal
 from flowjax.canvas.text import parse, show
 
 OPERATORS = load_operators(entry_points=False)
-SPACE = Space(OPERATORS, ("", "large"), ("Be brief.",))
+SPACE = Space(OPERATORS, ("small", "large"), ("", "large"), ("Be brief.",))
 # Custom is wrong in everything, Programmer in nothing: the one change that helps.
 RULES: list[dict[str, Any]] = [
     {"operator": "Programmer", "answer": "```python\nprint(4)\n```"},
@@ -114,7 +114,7 @@ def test_what_helps_is_found_on_problems_that_are_not_held_out(tmp_path, command
     assert [each["problems"] for each in story["finalists"]] == [10, 10, 10]
     assert sum(each["calls"] for each in story["rounds"][:-1]) < 800 <= sum(each["calls"] for each in story["rounds"])
     said = capsys.readouterr()
-    assert "2 problems of --data are left out: they are in --held_out" in said.err
+    assert "2 problems of --data are left out: they are in --held_out, or there twice" in said.err
     assert "found against start: +100.0 points" in said.out
     # Problems 10 and 11 are held out: what decides saw neither them nor the rest of the test file.
     kept = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
@@ -137,6 +137,8 @@ def test_an_optimizer_is_shown_what_was_tried_and_what_failed():
     assert "0 %: Custom -> Format\n" in text and "Plan -> Custom" not in text
     assert "Problem: Q1\nAnswer: 5\nRight: 4\n" in text and "Q0" not in text
     assert "Verify (checker): " in text and "MdEnsemble" not in text
+    assert "A@name is carried out by another model: large." in text
+    assert "another model" not in optimizer_prompt(made, 0, Space(OPERATORS, ("small",)))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +152,14 @@ def test_an_optimizer_is_shown_what_was_tried_and_what_failed():
     ],
 )
 def test_what_an_optimizer_proposes_is_checked(reply: str, said: str):
-    workflow, fault = proposed(reply, SPACE)
+    workflow, fault = read_proposal(reply, SPACE)
     assert workflow is None and said in fault
 
 
 def test_the_last_workflow_of_a_reply_is_meant():
-    workflow, fault = proposed("Not <workflow>Custom</workflow> but\n<workflow>\nPlan -> Custom\n</workflow>", SPACE)
+    workflow, fault = read_proposal(
+        "Not <workflow>Custom</workflow> but\n<workflow>\nPlan -> Custom\n</workflow>", SPACE
+    )
     assert workflow is not None and (show(workflow), fault) == ("Plan -> Custom", "")
 
 
@@ -175,6 +179,43 @@ def test_an_optimizer_is_told_what_is_wrong_and_its_requests_count(tmp_path, com
     assert json.loads((tmp_path / "out/search.json").read_text())["rounds"][1]["workflow"] == "Programmer"
 
 
+def test_no_workflow_asks_more_for_a_problem_than_it_may(tmp_path, command, known, monkeypatch):
+    monkeypatch.setitem(RULES[-1], "answer", "<workflow>((Custom) * 10) * 10</workflow>")
+    assert main([*command, "--calls=6", "--calls_each=7", "--optimizer=optimizer"]) == 0
+    first, second = json.loads((tmp_path / "out/search.json").read_text())["rounds"]
+    assert (first["calls"], second["workflow"], second["calls"]) == (5, "((Custom) * 10) * 10", 5 * 7)
+
+
+def test_a_workflow_that_asks_nothing_uses_up_the_calls_all_the_same():
+    free = {"correct": False, "calls": 0}
+    assert Round(parse("Test"), None, [free, free, {"correct": True, "calls": 3}]).calls == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (BackendUnavailable("no answer"), 1, "--optimizer: BackendUnavailable: no answer; the same command goes on"),
+        (ConnectionResetError("peer"), 1, "--optimizer: ConnectionResetError: peer; the same command goes on"),
+        (BackendError("a context of 8192 tokens is exceeded"), 0, ""),
+    ],
+)
+def test_an_optimizer_that_fails_is_named(tmp_path, command, known, monkeypatch, capsys, error, status, said):
+    """One that is away ends the search; what it refuses is done by a random edit."""
+    complete = known.complete
+
+    async def failing(request: Request) -> Completion:
+        if not request.tags:
+            raise error
+        return await complete(request)
+
+    monkeypatch.setattr(known, "complete", failing)
+    assert main([*command, "--calls=12", "--optimizer=optimizer"]) == status
+    assert said in capsys.readouterr().err
+    if not status:
+        story = json.loads((tmp_path / "out/search.json").read_text())
+        assert story["optimizer_requests"] == len(story["rounds"]) - 1 > 0
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -182,6 +223,8 @@ def test_an_optimizer_is_told_what_is_wrong_and_its_requests_count(tmp_path, com
         (["--workflow=Custom -> Nobody"], "--workflow: "),
         (["--optimizer=nobody"], "There is no backend `nobody`."),
         (["--phrases=nowhere.txt"], "nowhere.txt"),
+        (["--held_out=nowhere"], "--held_out=nowhere holds no problems"),
+        (["--backends=nowhere.json"], "--backends=nowhere.json cannot be read"),
     ],
 )
 def test_what_cannot_be_searched_is_refused_before_anything_is_asked(command, known, capsys, more, said):

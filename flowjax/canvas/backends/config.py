@@ -68,8 +68,9 @@ async def open_backends(config: Mapping[str, Mapping[str, Any]]) -> AsyncIterato
                 await close()
 
 
-def read_options(source: str) -> Mapping[str, Any]:
-    """The options of a JSON file, or of a recipe's `env.options`, named `path` or `path:arg`.
+def read_options(source: str, flag: str = "--config") -> Mapping[str, Any]:
+    """The options of a JSON file, or of a recipe's `env.options`, named `path` or `path:arg`; `flag` is what an error
+    names.
 
     Raises:
         BackendConfigError: it cannot be read.
@@ -82,11 +83,11 @@ def read_options(source: str) -> Mapping[str, Any]:
             options = runpy.run_path(name)["get_config"](*([arg] if arg else [])).env.options.to_dict()
     except Exception as error:  # a recipe is code, and may raise anything
         raise BackendConfigError(
-            f"--config={source} cannot be read ({type(error).__name__}: {error}): give a recipe such as "
+            f"{flag}={source} cannot be read ({type(error).__name__}: {error}): give a recipe such as "
             'configs/canvas.py:nano, or a JSON file {"backends": {...}}'
         ) from error
     if not isinstance(options, Mapping):
-        raise BackendConfigError(f"--config={source} holds a {type(options).__name__}: give an object with backends")
+        raise BackendConfigError(f"{flag}={source} holds a {type(options).__name__}: give an object with backends")
     return options
 
 
@@ -97,13 +98,16 @@ def read_backends(source: str) -> tuple[Mapping[str, Any], str]:
     Raises:
         BackendConfigError: it cannot be read, or is of a recipe that leaves them to its world.
     """
-    options = read_options(source)
+    options = read_options(source, "--backends")
     if "backends" in options or not source.partition(":")[0].endswith(".py"):
         backends = options.get("backends", options)
-        return backends, options.get("default_backend") or next(iter(backends), "")
+        default = options.get("default_backend") or next(iter(backends), "")
+        if backends and default not in backends:
+            raise BackendConfigError(f"default_backend is {default!r}: use one of {', '.join(backends)}")
+        return backends, default
     raise BackendConfigError(
-        f"{source} names no env.options.backends, so that its world's own executor answers, which is for training: "
-        'give a JSON file {"backends": {...}}'
+        f"--backends={source} names no env.options.backends, so that its world's own executor answers, which is for "
+        'training: give a JSON file {"backends": {...}}'
     )
 
 
