@@ -40,12 +40,13 @@ from flowjax.canvas.forms import from_json, read_workflow
 from flowjax.canvas.graph import WorkflowError
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.problem_rows import (
-    MISTAKES,
     ROWS,
     BackendAway,
     Job,
+    exit_status,
     kept_rows,
     markdown,
+    packages_folder,
     play,
     question_of,
     read_problems,
@@ -244,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sc_temperature", type=float, default=0.7, help="of self-consistency's calls")
     parser.add_argument("--limit", type=int, default=0, help="problems of each file; 0: all")
     parser.add_argument("--at_once", type=int, default=8, help="problems played at one time")
-    parser.add_argument("--packages", nargs="*", default=[], help="folders that programs and tests may import from")
+    parser.add_argument("--packages", nargs="*", default=[], type=packages_folder, help="that programs may import from")
     parser.add_argument("--out", default="", help="folder of the results")
     arguments = parser.parse_args(argv)
     if arguments.at_once < 1 or arguments.limit < 0:
@@ -253,20 +254,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error("it is not said what is to be evaluated: give --workflow or --checkpoint")
     if (arguments.workflow or arguments.baselines) and not arguments.backends:
         parser.error("--backends is missing: say who answers the calls of --workflow and --baselines")
-    if missing := [folder for folder in arguments.packages if not Path(folder).is_dir()]:
-        parser.error(f"--packages={missing[0]} is no folder: give those of installed packages, such as site-packages")
     try:
-        results = _evaluate(arguments)
+        return exit_status(lambda: print(markdown(_evaluate(arguments))))
     except PolicyNotPlayed as error:
         return error.status
-    except BackendAway as error:
-        print(f"{error}; the same command goes on from here", file=sys.stderr)
-        return 1
-    except MISTAKES as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(markdown(results))
-    return 0
 
 
 if __name__ == "__main__":

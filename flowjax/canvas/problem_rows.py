@@ -3,13 +3,14 @@
 A row says what was asked, answered and right, and what was spent (docs/canvas/running.md).
 """
 
+import argparse
 import asyncio
 import contextlib
 import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from flowjax.monitor.statistics import difference, task_interval
 ROWS = "rows.jsonl"  # their file
 _TRIES, _PAUSE_S = 3, 2.0  # of a problem whose backend is away
 # What a command's user can correct.
-MISTAKES = (
+_MISTAKES = (
     *(WorkflowError, BackendConfigError, OperatorRegistryError),
     *(ConfigError, WorldError, GraderError, IsolationError, OSError),
 )
@@ -85,6 +86,32 @@ def read_problems(
     if not found:
         raise WorldError(f"{flag}={path} holds no problems: give a JSONL file, or a folder of some")
     return found, dict(left_out)
+
+
+def packages_folder(path: str) -> str:
+    """A value of `--packages`.
+
+    Raises:
+        ArgumentTypeError: it is no folder.
+    """
+    if not Path(path).is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{path} is no folder: give those of installed packages, such as site-packages"
+        )
+    return path
+
+
+def exit_status(work: Callable[[], None]) -> int:
+    """The status that a command ends with, and words on standard error where it is not 0."""
+    try:
+        work()
+    except BackendAway as error:
+        print(f"{error}; the same command goes on from here", file=sys.stderr)
+        return 1
+    except _MISTAKES as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 async def play(

@@ -45,12 +45,13 @@ from flowjax.canvas.graph import Sequence as Steps
 from flowjax.canvas.operators import Operator, Role
 from flowjax.canvas.operators.registry import HIDDEN, describe, load_operators
 from flowjax.canvas.problem_rows import (
-    MISTAKES,
     ROWS,
     BackendAway,
     Job,
+    exit_status,
     kept_rows,
     markdown,
+    packages_folder,
     play,
     read_problems,
     write_results,
@@ -272,7 +273,7 @@ def read_proposal(reply: str, space: Space) -> tuple[Workflow | None, str]:
 
 @dataclass
 class WorkflowSearch:
-    """What it takes to play a round.
+    """The means to play rounds.
 
     play: plays a workflow on the problems of the search, and gives its rows.
     optimizer: None for random edits.
@@ -464,23 +465,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="of calls; at 0 equal branches answer alike")
     parser.add_argument("--seed", type=int, default=0, help="of problems and random changes")
     parser.add_argument("--at_once", type=int, default=8, help="problems played at one time")
-    parser.add_argument("--packages", nargs="*", default=[], help="folders that programs and tests may import from")
+    parser.add_argument("--packages", nargs="*", default=[], type=packages_folder, help="that programs may import from")
     parser.add_argument("--out", default="", help="folder of the results")
     arguments = parser.parse_args(argv)
     for name, least in {"calls": 1, "calls_each": 1, "problems": 1, "at_once": 1, "seed": 0, "temperature": 0}.items():
         if getattr(arguments, name) < least:
             parser.error(f"--{name}={getattr(arguments, name)}: give at least {least}")
-    if missing := [folder for folder in arguments.packages if not Path(folder).is_dir()]:
-        parser.error(f"--packages={missing[0]} is no folder: give those of installed packages, such as site-packages")
-    try:
-        asyncio.run(_search(arguments))
-    except BackendAway as error:
-        print(f"{error}; the same command goes on from here", file=sys.stderr)
-        return 1
-    except MISTAKES as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: asyncio.run(_search(arguments)))
 
 
 if __name__ == "__main__":

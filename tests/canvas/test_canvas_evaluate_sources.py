@@ -523,4 +523,4 @@ def test_rows_whose_packages_are_not_there_are_left_out_and_counted(tmp_path, en
     assert f"Rows left out: 1 of {reason}." in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main([*arguments, "--packages=nowhere"])
-    assert "--packages=nowhere is no folder" in capsys.readouterr().err
+    assert "--packages: nowhere is no folder" in capsys.readouterr().err
