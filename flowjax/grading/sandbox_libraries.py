@@ -41,7 +41,18 @@ def from_parts(name, parts):
     library = name.partition(".")[0]
     if library not in _LIBRARIES:
         raise ValueError(f"{name} is of no library whose objects are data")
+    # A constructor asks its arguments what they are, and a mirror may answer that it is a column. Objects stand in
+    # arrays of objects alone, where `check_data` finds them.
+    if name != "numpy.objects" and not all(map(_is_part, parts)):
+        raise ValueError(f"a part of {name} is no data")
     return _LIBRARIES[library][1](name, parts)
+
+
+def _is_part(value):
+    kind = type(value)
+    if kind is tuple:
+        return all(map(_is_part, value))
+    return kind in _PLAIN or kind.__module__.partition(".")[0] in (*_VALUE_MODULES, *_LIBRARIES)
 
 
 def check_data(value):
@@ -75,15 +86,21 @@ def _numpy_parts(value, kind):
     numpy = sys.modules["numpy"]
     if kind is numpy.ndarray and value.dtype == object:
         return "numpy.objects", (value.shape, *value.ravel())
-    if kind is numpy.ndarray and not value.dtype.hasobject:
-        return "numpy.array", (_text_of(value.dtype), value.shape, value.tobytes())
-    if isinstance(value, numpy.generic) and kind.__module__ == "numpy" and not value.dtype.hasobject:
-        return "numpy.scalar", (_text_of(value.dtype), value.tobytes())
-    return None
-
-
-def _text_of(dtype):
-    return repr(sys.modules["numpy"].lib.format.dtype_to_descr(dtype))
+    if kind is numpy.matrix and not value.dtype.hasobject:
+        return "numpy.matrix", (numpy.asarray(value),)
+    if isinstance(value, numpy.dtype):
+        return "numpy.dtype", (repr(numpy.lib.format.dtype_to_descr(value)),)
+    if kind is not numpy.ndarray and not (isinstance(value, numpy.generic) and kind.__module__ == "numpy"):
+        return None
+    try:
+        dtype = repr(numpy.lib.format.dtype_to_descr(value.dtype))
+    except ValueError:  # fields that do not follow each other
+        return None
+    if value.dtype.hasobject:
+        return None
+    if kind is numpy.ndarray:
+        return "numpy.array", (dtype, value.shape, value.tobytes())
+    return "numpy.scalar", (dtype, value.tobytes())
 
 
 def _from_numpy_parts(name, parts):
@@ -95,11 +112,17 @@ def _from_numpy_parts(name, parts):
         for number, value in enumerate(values):
             array[number] = value
         return array.reshape(shape)
+    if name == "numpy.matrix":
+        return numpy.asmatrix(*parts)
     dtype = numpy.lib.format.descr_to_dtype(ast.literal_eval(parts[0]))
+    if name == "numpy.dtype":
+        return dtype
     if dtype.hasobject:
         raise ValueError("objects are no data")
-    array = numpy.frombuffer(parts[-1], dtype).copy()
-    return array[0] if name == "numpy.scalar" else array.reshape(parts[1])
+    shape = (1,) if name == "numpy.scalar" else parts[1]
+    empty = not dtype.itemsize  # texts without a character
+    array = numpy.zeros(shape, dtype) if empty else numpy.frombuffer(parts[-1], dtype).copy().reshape(shape)
+    return array[0] if name == "numpy.scalar" else array
 
 
 def _scipy_parts(value, kind):
@@ -138,9 +161,9 @@ def _pandas_parts(value, kind):
         codes = tuple(_copy(codes) for codes in value.codes)
         return "pandas.levels", (tuple(value.levels), codes, tuple(value.names))
     if kind.__name__ in _INDEXES and kind is getattr(pandas, kind.__name__):
-        frequency = value.freqstr if kind.__name__ in _WITH_FREQUENCY else None
+        frequency = _frequency_of(value) if kind.__name__ in _WITH_FREQUENCY else None
         return "pandas.index", (kind.__name__, _held_by(value), value.name, frequency)
-    if kind is pandas.Timestamp:
+    if kind is pandas.Timestamp and _has_known_zone(value):
         return "pandas.timestamp", (value.asm8, _zone_of(value))
     if kind is pandas.Timedelta:
         return "pandas.timedelta", (value.asm8,)
@@ -158,7 +181,7 @@ def _column_parts(value, kind):
     pandas = sys.modules["pandas"]
     if kind is pandas.Categorical:
         return "pandas.categories", (_copy(value.codes), value.categories, bool(value.ordered))
-    if kind is pandas.arrays.DatetimeArray:
+    if kind is pandas.arrays.DatetimeArray and _has_known_zone(value):
         return "pandas.datetimes", (value.asi8.view(f"M8[{value.unit}]"), _zone_of(value))
     if kind is pandas.arrays.TimedeltaArray:
         return "pandas.timedeltas", (value.asi8.view(f"m8[{value.unit}]"),)
@@ -247,8 +270,35 @@ def _copy(array):
     return sys.modules["numpy"].array(array)
 
 
+def _frequency_of(index):
+    """Its name, None where there is none or the name does not say all of it."""
+    pandas = sys.modules["pandas"]
+    try:
+        return index.freqstr if pandas.tseries.frequencies.to_offset(index.freqstr) == index.freq else None
+    except ValueError:
+        return None
+
+
 def _zone_of(moments):
-    return None if moments.tz is None else str(moments.tz)
+    """Its name, or itself where it is data: an offset that is always the same."""
+    import datetime
+
+    zone = moments.tz
+    if zone is None or type(zone) is datetime.timezone:
+        return zone
+    fixed = zone.utcoffset(None)
+    return str(zone) if fixed is None or str(zone) == "UTC" else datetime.timezone(fixed)
+
+
+def _has_known_zone(moments):
+    """True where there is none, or it is found by its name."""
+    zone = _zone_of(moments)
+    if not isinstance(zone, str):
+        return True
+    try:
+        return sys.modules["pandas"].Timestamp(0, tz=zone).tz == moments.tz
+    except (KeyError, ValueError):
+        return False
 
 
 def _in_zone(moments, zone):
@@ -261,6 +311,8 @@ def _in_zone(moments, zone):
 def _torch_parts(value, kind):
     torch = sys.modules["torch"]
     if kind is not torch.Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+        return None
+    if value.requires_grad:  # it belongs to a graph, which is nothing to be sent
         return None
     plain = value.detach().resolve_conj().resolve_neg().contiguous()
     try:

@@ -67,6 +67,7 @@ from flowjax.grading.sandbox_values import (
 
 _STREAMS = ("stdin", "stdout", "stderr")
 _HIDDEN = ("gi_", "cr_", "ag_", "co_", "f_", "tb_", "func_", "im_")
+_NOT_FOR_PROGRAMS = ("antigravity", "flowjax", "idlelib", "lib2to3", "solution", "test", "this", "unittest")
 _FOR_PROGRAMS = {"get", "set", "del", "call", "operate", "copy", "dir", "await", "step"}  # what tests do for them
 
 
@@ -435,7 +436,8 @@ class Peer:
             return ["class", number]
         # Library classes are sent by their names; to the tests only those of data and exceptions.
         if importable(kind) and is_standard_library(kind.__module__) and (self.decides or is_data_class(kind)):
-            return ["named", kind.__module__, kind.__qualname__]
+            known = next((base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"), "")
+            return ["named", kind.__module__, kind.__qualname__, known]
         number = self._number(kind)
         bases = [self._encode_class(base) for base in kind.__bases__]
         members = {n for base in kind.__mro__ if base.__module__ != "builtins" for n in vars(base)}
@@ -531,7 +533,10 @@ class Peer:
         return READERS[name](*[self._decode(part) for part in parts])
 
     def _decode_view(self, name, items):
-        return getattr(self._decode(items), name)()
+        items = self._decode(items)
+        if name not in ("keys", "values", "items") or type(items) is not dict:
+            raise ValueError(f"{name} is no view of a dict")
+        return getattr(items, name)()
 
     def _decode_library(self, name, *parts):
         return from_parts(name, [self._decode(part) for part in parts])
@@ -549,19 +554,32 @@ class Peer:
         return function
 
     def _decode_module(self, name):
-        if self.decides and not (is_standard_library(name) or name in sys.modules):
+        if self.decides and not self._may_import(name):
             raise ImportError(f"no module named {name!r} in the box of the tests")
         return __import__(name, fromlist=["x"])
 
-    def _decode_named(self, module, name):
-        if self.decides and (
-            not is_standard_library(module) or module.startswith("unittest")
-        ):  # no test is skipped by a program
+    def _may_import(self, name):
+        """True for a module that a program may name to the tests: not their own, none by which a test is skipped, and
+        none that does something when it is imported, such as to run the tests that it finds."""
+        parts = name.split(".")
+        if parts[0] in _NOT_FOR_PROGRAMS or any(part.startswith("_") for part in parts):
+            return False
+        return name in sys.modules or is_standard_library(name)
+
+    def _decode_named(self, module, name, known):
+        """A library's class; `known` is the built-in one that it derives from, which an exception is to the tests
+        where they may not import its own."""
+        if self.decides and not (self._may_import(module) and is_standard_library(module)):
+            known = getattr(builtins, known, None)
+            if isinstance(known, type) and issubclass(known, BaseException):
+                return known
             raise ImportError(f"{module} is not for tests")
         found = __import__(module, fromlist=["x"])
         for part in name.split("."):
             found = getattr(found, part)
-        if self.decides and not (isinstance(found, type) and is_data_class(found)):
+        if self.decides and not (
+            isinstance(found, type) and is_data_class(found) and not found.__module__.startswith("unittest")
+        ):
             raise ValueError(f"{name} is no data")
         return found
 
@@ -660,7 +678,8 @@ class Peer:
     def _claimed(self, kind):
         """The class that `isinstance` sees: a library's, if it is loaded here and holds no data."""
         claim = type.__getattribute__(kind, "_claimed")
-        if not claim:
+        # pandas asks an object whether it is a frame, and believes what that says of itself from then on.
+        if not claim or claim[0].partition(".")[0] == "pandas":
             return kind
         found = sys.modules.get(claim[0])
         for part in claim[1].split("."):

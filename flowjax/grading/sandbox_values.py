@@ -91,6 +91,8 @@ def forward(name):
     def method(self, *arguments, **keywords):
         peer, number = object.__getattribute__(self, "mirror_of")
         if name in OPERATORS and not peer.may_operate(self, arguments):
+            if name == "__contains__":  # of which `in` would take that for a yes
+                raise TypeError("an object of the program does not say what it contains")
             return NotImplemented
         return peer.ask("operate", number, name, arguments, keywords)
 

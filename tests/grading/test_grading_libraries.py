@@ -1,9 +1,11 @@
 """Tests and programs that import numpy, scipy, pandas and torch: right, wrong, and hostile ones."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
 
+import dateutil.tz
 import numpy as np
 import pandas
 import pytest
@@ -203,6 +205,9 @@ INDEXES = [
     pandas.Index([1, None], dtype="Int64"),
 ]
 SCALARS = [
+    pandas.Timestamp("2020-01-01", tz=datetime.timezone(datetime.timedelta(hours=1, seconds=1))),
+    np.str_(""),
+    np.dtype("<f4"),
     pandas.Timestamp("2020-01-01 12:00", tz="US/Eastern"),
     pandas.Timestamp("2020-01-01T00:00+02:00"),
     pandas.Timestamp("2020-01-01"),
@@ -248,6 +253,18 @@ def test_what_is_missing_arrives_as_itself():
     assert across(pandas.NaT) is pandas.NaT and across(pandas.NA) is pandas.NA
 
 
+def test_what_another_name_says_arrives_as_that():
+    """Offsets from Greenwich of another library, steps between days that no name says, a matrix."""
+    moment = pandas.Timestamp("2020-01-01", tz=dateutil.tz.tzoffset(None, 3600))
+    assert across(moment) == moment
+    days = pandas.date_range("2020", periods=3, freq=pandas.DateOffset(months=1, hour=3))
+    pandas.testing.assert_index_equal(across(days), days)
+    assert across(days).freq is None
+    with pytest.warns(PendingDeprecationWarning):
+        assert type(across(np.matrix([[1, 2]]))) is np.matrix
+    assert across(np.array(["", ""])).tolist() == ["", ""]
+
+
 def test_arrays_of_fields_arrive():
     given = np.array([(1, [2.0], "x")], dtype=[("a", "i4"), ("b", "f8", (1,)), ("c", "U3")])
     arrived = across(given)
@@ -262,9 +279,59 @@ def test_arrays_of_fields_arrive():
         ["library", "pandas.index", "DataFrame", None, None, None],
         ["library", "pandas.masked", "Categorical", None, None],
         ["library", "scipy.sparse", "save_npz", ["tuple", 1], None],
+        ["view", "fork", ["module", "os"]],
+        ["view", "clear", ["dict", 1]],
+        ["module", "unittest.__main__"],  # which runs what the program has written
+        ["module", "this"],
+        ["named", "asyncio.__main__", "REPLThread", "object"],
+        ["named", "unittest.case", "SkipTest", ""],
+        ["named", "doctest", "unittest.SkipTest", ""],
     ],
 )
-def test_no_other_name_of_a_library_is_reached(sent: list[Any]):
+def test_no_other_name_is_reached(sent: list[Any]):
     tests: Any = Peer(None, None, decides=True, files=False)
-    with pytest.raises(ValueError, match=" no "):
+    with pytest.raises((ValueError, ImportError), match=r"\bno\b|not for tests"):
         tests._decode(sent)
+
+
+CLAIMS = ["class", 1, "Column", [], ["__len__", "__iter__"], [], ["pandas.arrays", "NumpyExtensionArray"], ""]
+COLUMN = ["object", 3, CLAIMS]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        ["library", "pandas.series", COLUMN, ["range", 0, 3, 1], "a"],
+        ["library", "pandas.range", COLUMN, None, None, None],
+        ["library", "pandas.periods", ["library", "numpy.array", "'<i8'", ["tuple", 0], ["bytes", ""]], COLUMN],
+        ["library", "pandas.levels", ["tuple", ["tuple", COLUMN]], ["tuple"], ["tuple", None]],
+        ["library", "pandas.masked", "IntegerArray", COLUMN, COLUMN],
+        ["library", "scipy.sparse", "csr_matrix", ["tuple", 2, 2], COLUMN],
+        ["library", "torch.tensor", COLUMN],
+        ["library", "numpy.matrix", ["list", 5, 1, COLUMN]],
+    ],
+)
+def test_no_object_of_a_program_gets_into_a_constructor(sent: list[Any]):
+    """It could say that it is a column, and be another one each time that it is looked at."""
+    tests: Any = Peer(None, None, decides=True, files=False)
+    with pytest.raises(ValueError, match=f"a part of {sent[1]} is no data"):
+        tests._decode(sent)
+
+
+def test_no_object_of_a_program_passes_for_a_frame():
+    program = "import pandas\nclass Frame(pandas.DataFrame): pass\ndef f(x):\n    return Frame({'a': [1]})"
+    test = "import pandas\nassert not isinstance(f(1), pandas.DataFrame)\nassert f(1).shape == (1, 1)"
+    assert judged(program, Suite((Check(test),), "f")).success
+
+
+def test_an_object_of_a_program_does_not_say_what_it_contains():
+    program = "class All:\n    def __contains__(self, x): return True\ndef f(x):\n    return All()"
+    for test in ("assert 3 in f(1)", "assert 3 not in f(1)"):
+        assert judged(program, Suite((Check(test),), "f")).remarks[0].startswith("TypeError")
+
+
+def test_an_exception_that_the_tests_may_not_import_is_what_it_derives_from():
+    program = "import unittest\ndef f(x):\n    raise unittest.SkipTest('no')"
+    for expected, right in (("Exception", True), ("ValueError", False)):
+        test = f"try:\n    f(1)\n    assert False\nexcept {expected} as error:\n    assert str(error) == 'no'"
+        assert judged(program, Suite((Check(test),), "f")).success == right
