@@ -53,6 +53,7 @@ case $tier in
     [ -n "$unit" ] || check -m "engine and not slow" "$@"
     ;;
   long)
+    check -n 2 --dist loadfile --hypothesis-profile=explore -m "hypothesis and not integration and not slow and not soak" "$@"
     check -m "integration and not engine and not slow and not soak" "$@"  # one at a time: each uses every core
     ;;
   soak) check -m "soak or slow" "$@" ;;

@@ -106,6 +106,20 @@ def test_an_observation_is_never_above_its_bound_and_can_be_read(workflow, trace
         assert shown.workflow in ("", EMPTY)
 
 
+@pytest.mark.parametrize("limit", [480, 500])
+def test_the_bound_holds_where_next_to_nothing_of_the_problem_has_room(limit: int):
+    """The mark of a cut is text, too: there may be less room than it takes."""
+    trace = (NodeRun("n1", "Custom", "ok", outputs={"answer": "0" * 400}),) * 60
+    run = WorkflowRun("42 " * 900, "budget", {}, trace, Usage(), 1.0, "no")
+    refused = one_line("no " * 500, 600)
+    view = CanvasView(
+        "qa", "What? " * 1000, "", (), (), "x" * 1000, "x" * 900, (), view_run(run, limit), "", refused, 0, 0, 0.0,
+        (("calls", 5.0),), 3,
+    )  # fmt: skip
+    for operators in range(1200, 1400):
+        assert len(worded(view, Offer("x" * operators, "", 4000)).whole) <= 4000
+
+
 def test_the_second_rollout_of_a_group_asks_nothing_twice(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """It is charged what the first was: who comes first makes no difference to a reward by cost."""
     monkeypatch.setenv(RUN_VARIABLE, str(tmp_path))

@@ -189,8 +189,9 @@ def worded(view: CanvasView, offer: Offer, *more: str) -> ObservationText:
         shown = _cut(view.outline, int(_WORKFLOW_SHARE * most))
         room -= len(shown)
     if room < _STEPS_ROOM:
-        kept = max(0, len(question) + room - _STEPS_ROOM)
-        question, room = _cut(question, kept), _STEPS_ROOM
+        room += len(question)
+        question = _cut(question, max(0, room - _STEPS_ROOM))
+        room -= len(question)
     return ObservationText(beginning + question, shown, "\n".join([*lines, *_fitting(steps, room, most), *spent]))
 
 
@@ -230,7 +231,7 @@ def _fitting(steps: Sequence[str], room: int, most: int) -> list[str]:
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: max(0, most - len(_CUT))] + _CUT
+    return text if len(text) <= most else (text[: max(0, most - len(_CUT))] + _CUT)[:most]
 
 
 def _step(step: StepView) -> str:
