@@ -1,5 +1,7 @@
 """ALFWorld with state-graph credit."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -25,7 +27,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   python -m flowjax.launch --config=configs/alfworld.py:nano
     nano_append   the same, an episode being one growing conversation
     qwen3_8b      8 x A100 80 GB, the real games, without thinking   (not run by us)
-                  alfworld-download && export ALFWORLD_DATA=~/.cache/alfworld
+                  alfworld-download
                   python -m flowjax.launch --config=configs/alfworld.py:qwen3_8b
     qwen3_0_6b    1 GPU of 16 GB, the real games, without thinking   (never run)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
@@ -100,12 +102,15 @@ def _qwen3_0_6b(config: ConfigDict) -> None:
 
 
 def _real_games(config: ConfigDict) -> None:
+    config.env.options = ConfigDict({"path": DOWNLOADED})
     config.env.max_turns = 25
     config.env.workers = 8
     config.env.train_tasks = 3553
     config.reward.components.invalid_actions = 0.1
 
 
+# Where alfworld-download puts the games. Without a folder generated ones would be played in their place.
+DOWNLOADED = str(Path(os.environ.get("ALFWORLD_DATA", "~/.cache/alfworld")).expanduser())
 # GiGPO's scripts and those beside it ask for 50 turns, of which every second one asks for the inventory.
 _BESIDE: dict[str, Any] = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "turns": 50, "steps": 150}
 _COMMON: dict[str, Any] = {"tasks": 16, "prompt_tokens": 2048, "mini_batch_turns": 256}
@@ -129,7 +134,7 @@ PUBLISHED = {
 
 def _published(config: ConfigDict, name: str) -> None:
     config.env.name = "flowjax.published.worlds:PublishedAlfworld"
-    config.env.options = ConfigDict({"held_out": "seen"})
+    config.env.options = ConfigDict({"path": DOWNLOADED, "held_out": "seen"})
     config.env.workers = 8
     config.env.train_tasks = 3553
 

@@ -31,7 +31,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   beside other work, both bases made. The best fixed workflow has 0.62: docs/worlds/canvas.md
     nano_llm_sizes   the same with two sizes of it at different prices, an engine each   (never run)
     qwen3_8b      8 x A100 80 GB, and an executor, without thinking   (not run by us)
-                  python -m flowjax.launch --config=configs/canvas.py:qwen3_8b --config.env.options.path=FOLDER
+                  python -m flowjax.launch --config=configs/canvas.py:qwen3_8b
+                  problems: data/flowsteer, or --config.env.options.path=FOLDER
                   the executor is the run's own base model, on all its engines; for another model name one of
                   config.bases in config.env.options.backends.executor.base, for an endpoint give it kind openai
     qwen3_0_6b    1 GPU of 16 GB, its model the executor as well, without thinking   (never run)
@@ -158,7 +159,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.engine.max_model_tokens = 16384
     config.rollout.max_prompt_tokens = 15872
     config.rollout.max_new_tokens = 512
-    config.rollout.temperature = 0.6
+    config.rollout.temperature = config.eval.temperature = 0.6
     config.trainer.groups_per_step = 16
     config.trainer.steps = 300
     config.trainer.row_tokens = 16384
@@ -172,11 +173,12 @@ def _qwen3_0_6b(config: ConfigDict) -> None:
     one_gpu_16_gb(config, "canvas")
     _executor_of_the_run(config)
     lengths(config, prompt_tokens=7680, reply_tokens=512)
-    config.rollout.temperature = 0.6
+    config.rollout.temperature = config.eval.temperature = 0.6
 
 
 def _executor_of_the_run(config: ConfigDict) -> None:
     config.env.options.backends = ConfigDict({"executor": {"kind": "run", "base": "base"}})
+    config.env.options.path = "data/flowsteer"
     config.env.options.step_s = 550.0
     config.env.options.max_seconds = 3000.0
     config.env.options.max_tokens = 2_000_000

@@ -14,8 +14,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
                      Training only sharpens: played greedily the base solves 0.709, the trained agent 0.713 (README).
     nano_calculator  2 CPU cores         python -m flowjax.launch --config=configs/math.py:nano_calculator
                      three digits, + and -, one conversation with a calculator
-    qwen3_8b         8 x A100 80 GB      python -m flowjax.launch --config=configs/math.py:qwen3_8b \\
-                     --config.env.options.path=deepscaler.json                                   (not run by us)
+    qwen3_8b         8 x A100 80 GB      python -m flowjax.launch --config=configs/math.py:qwen3_8b
+                     problems: data/deepscaler.json, or --config.env.options.path=FILE           (not run by us)
     qwen3_0_6b       1 GPU of 16 GB, the same problems, without thinking                         (never run)
     """
     config = default_config()
@@ -55,7 +55,7 @@ def _nano_calculator(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "math")
-    config.env.options = ConfigDict({"path": "", "answer": "boxed"})
+    config.env.options = ConfigDict({"path": "data/deepscaler.json", "answer": "boxed"})
     lengths(config, prompt_tokens=2048, reply_tokens=14336)
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
@@ -63,7 +63,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
 
 def _qwen3_0_6b(config: ConfigDict) -> None:
     one_gpu_16_gb(config, "math")
-    config.env.options = ConfigDict({"path": "", "answer": "boxed"})
+    config.env.options = ConfigDict({"path": "data/deepscaler.json", "answer": "boxed"})
     lengths(config, prompt_tokens=1024, reply_tokens=3072)
     config.rollout.episode_timeout_s = 900.0
 

@@ -13,8 +13,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_efficient.py:nano
                all three; nano_greso, nano_dynamic_sampling and nano_replay have one, nano_plain none
-    qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_efficient.py:qwen3_8b \\
-               --config.env.options.path=deepscaler.json                                   (never run)
+    qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_efficient.py:qwen3_8b
+               problems: data/deepscaler.json, or --config.env.options.path=FILE   (never run)
     qwen3_0_6b 1 GPU of 16 GB, the same problems, without thinking                         (never run)
     """
     algorithms = find_variant(VARIANTS, arg, __file__)

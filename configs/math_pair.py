@@ -15,8 +15,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
                other seeds 0.50 -> 0.95 and 0.66 -> 0.93, 0.46 -> 0.96 and 0.64 -> 0.92
     nano_two_bases    2 CPU cores     python -m flowjax.launch --config=configs/math_pair.py:nano_two_bases
                the verifier on a smaller base of its own, with engine and trainer of its own (run by us for 5 steps)
-    qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_pair.py:qwen3_8b \\
-               --config.env.options.path=deepscaler.json                                    (not run by us)
+    qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_pair.py:qwen3_8b
+               problems: data/deepscaler.json, or --config.env.options.path=FILE   (not run by us)
     qwen3_0_6b 1 GPU of 16 GB, the same problems, without thinking                          (never run)
     """
     config = default_config()
@@ -62,7 +62,7 @@ def _nano_two_bases(config: ConfigDict) -> None:
 
 def _qwen3_8b(config: ConfigDict) -> None:
     one_node_8_gpus(config, "math-pair")
-    config.env.options = ConfigDict({"path": "", "answer": "boxed"})
+    config.env.options = ConfigDict({"path": "data/deepscaler.json", "answer": "boxed"})
     lengths(config, prompt_tokens=8192, reply_tokens=8192)
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
@@ -70,7 +70,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
 
 def _qwen3_0_6b(config: ConfigDict) -> None:
     one_gpu_16_gb(config, "math-pair")
-    config.env.options = ConfigDict({"path": "", "answer": "boxed"})
+    config.env.options = ConfigDict({"path": "data/deepscaler.json", "answer": "boxed"})
     lengths(config, prompt_tokens=3072, reply_tokens=2048)
     config.rollout.episode_timeout_s = 900.0
 

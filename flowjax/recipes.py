@@ -85,6 +85,8 @@ def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
     config.model.path = "Qwen/Qwen3-0.6B"
     without_thinking(config)
     config.engine.gpu_memory_fraction = 0.45
+    # Some 27,000 tokens. Measured by the engine at its start it would depend on what the trainer holds at that moment.
+    config.engine.kv_cache_bytes = 3 * 1024**3
     config.engine.max_concurrent_sequences = config.rollout.max_concurrent_episodes = 64
     config.engine.prompts_per_request = 1  # long replies: none waits for another
     config.mesh.fsdp = 1
@@ -104,8 +106,9 @@ def without_thinking(config: ConfigDict) -> None:
 
 
 def patient(config: ConfigDict) -> None:
-    """Time for the episodes of a real model, each of which gets some ten or twenty tokens a second in a full batch: the
-    longest are those that fail, and would be missing among what is trained on."""
+    """Time for a real model to come up, and for its episodes, each of which gets some ten tokens a second in a full
+    batch: the longest are those that fail, and would be missing among what is trained on."""
+    config.engine.start_timeout_s = 1800.0  # weights from a slow disk, kernels that are compiled for the first time
     config.rollout.episode_timeout_s = 1800.0
     config.trainer.step_timeout_s = 7200.0  # of a batch, whose episodes may take an hour
 

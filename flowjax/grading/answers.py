@@ -15,6 +15,12 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _AUGMENTED_SHARE = 0.3
 
 
+def without_thoughts(reply: str) -> str:
+    """A reply without what a model thought before it; "" where the thoughts have no end, wherever they began."""
+    after = reply.rpartition("</think>")[2]
+    return "" if "<think>" in after else after.strip()
+
+
 def normalise_answer(text: str) -> str:
     """Lower case, without ASCII punctuation and English articles, words one space apart."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-from flowjax.grading.answers import exact_match, f1_score, last_answer, normalise_answer, right_choice
+from flowjax.grading.answers import exact_match, f1_score, last_answer, normalise_answer, right_choice, without_thoughts
 from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Suite, fenced_blocks, judge
 from flowjax.grading.math import equal, is_number, last_boxed, plain_form
 from flowjax.grading.processes import GraderError, GraderProcesses
@@ -154,7 +154,7 @@ def words_verdict(answer: str, golds: Sequence[str]) -> Score:
 
 def stated_answer(text: str) -> str:
     r"""The answer that a text states: the last `\boxed{}`, `<answer>` pair, `Answer:` line or "answer is"; else all."""
-    text = text.rpartition("</think>")[2].strip()
+    text = without_thoughts(text)
     boxed = last_boxed(text)
     if boxed is None and (tagged := last_answer(text)) is not None:
         boxed = last_boxed(tagged) or tagged

@@ -101,14 +101,6 @@ def served_version(model: str) -> tuple[str, int]:
     return (policy, int(version)) if named else (model, UNVERSIONED)
 
 
-def without_thoughts(text: str) -> str:
-    """A reply as others get to read it: without what a model thought before it; "" where that has no end."""
-    thoughts_end = text.rfind("</think>")
-    if text.rfind("<think>") > thoughts_end:
-        return ""
-    return text[thoughts_end + len("</think>") :].strip() if thoughts_end >= 0 else text
-
-
 class Agent:
     """Speaks for whatever policy `generate` samples from."""
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from flowjax.envs import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer
 from flowjax.envs.demonstrations import Exchange, Tasks
+from flowjax.grading.answers import without_thoughts
 from flowjax.records import Status, Task, state_key
-from flowjax.workflows import Agent, AgentTurns, Played, record_turn, without_thoughts
+from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
 
@@ -129,6 +130,7 @@ def parse_verdict(reply: str, style: Style = "instruct") -> str:
         text = text[:end].rpartition("<verdict>")[2].strip()
     elif style == "compact":
         text = text.rpartition(" ")[2]
+    text = text.strip(" .*`'\"")  # as a model may set it off
     return text if text in (APPROVE, REJECT) else ""
 
 

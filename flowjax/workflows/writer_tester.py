@@ -18,6 +18,7 @@ from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, 
 from flowjax.envs.code.problems import Recipe
 from flowjax.envs.code.world import action_of_tests
 from flowjax.envs.demonstrations import Exchange, Tasks
+from flowjax.grading.answers import without_thoughts
 from flowjax.grading.code import fenced_blocks
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows import Agent, AgentTurns, Played, record_turn
@@ -158,7 +159,7 @@ def parse_tests(reply: str, style: Style, *, has_entry: bool) -> list[Test]:
 
     They stand in the last ```json block, or else between the first "[" and the last "]".
     """
-    tests = _compact_tests(reply) if style == "compact" else _json_tests(reply)
+    tests = _compact_tests(reply) if style == "compact" else _json_tests(without_thoughts(reply))
     for given, wanted in tests:
         if not (isinstance(given, list) if has_entry else isinstance(given, str) and isinstance(wanted, str)):
             return []

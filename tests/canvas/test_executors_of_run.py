@@ -29,7 +29,9 @@ RECIPES = Path(__file__).parents[2] / "configs" / "canvas.py"
 def config(monkeypatch: pytest.MonkeyPatch) -> ConfigDict:
     monkeypatch.setenv(RUN_VARIABLE, "")
     monkeypatch.setenv(ENGINES_VARIABLE, "")
-    return runpy.run_path(str(RECIPES))["get_config"]("qwen3_8b")
+    config = runpy.run_path(str(RECIPES))["get_config"]("qwen3_8b")
+    config.env.options.path = ""  # exercises, which are always there
+    return config
 
 
 def consecutive_ports(count: int) -> int:

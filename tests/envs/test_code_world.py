@@ -313,7 +313,7 @@ def test_deepcoders_problems_from_livecodebench_call_a_function():
         ("```python\nx = 1\n```", "x = 1"),
         ("first\n```python\nx = 1\n```\nthen\n```py\nx = 2\ny = 3\n```\nend", "x = 2\ny = 3"),
         ("```\nx = 1\n```", "x = 1"),
-        ("<think>```python\nx = 0\n```</think> <answer>x = 1</answer>", "x = 0"),
+        ("<think>```python\nx = 0\n```</think> <answer>x = 1</answer>", "x = 1"),
         ("I say <answer>\ndef f(x): return x\n</answer>", "def f(x): return x"),
         ("def f ( x ) : return x", "def f ( x ) : return x"),
         ("def f ( x ) : x = x + ; return x", "def f ( x ) : x = x + ; return x"),

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
-from flowjax.canvas.values import Field, Message, Problem, State, Value, in_thinking
-from flowjax.grading.answers import chosen, normalise_answer
+from flowjax.canvas.values import Field, Message, Problem, State, Value
+from flowjax.grading.answers import chosen, normalise_answer, without_thoughts
 from flowjax.grading.code import Suite, Verdict, fenced_blocks, parse_quietly
 from flowjax.grading.math import last_boxed, plain_form
 from flowjax.grading.sandbox import ProgramResult
@@ -208,14 +208,9 @@ _ESCAPE = re.compile(r"\\\\|\\(?=[bfr][a-zA-Z])|\\(?![\"\\/bfnrtu])")
 _SHOWN_CHARACTERS = 200
 
 
-def visible(reply: str) -> str:
-    """The reply without the thoughts that some models put before it; nothing where they have no end."""
-    return "" if in_thinking(reply) else reply.rpartition("</think>")[2].strip()
-
-
 def answer_of(reply: str) -> str | None:
     r"""The answer on the last `Answer:` line, else in the last `\boxed{}`; None where there is neither."""
-    text = visible(reply)
+    text = without_thoughts(reply)
     if found := list(_ANSWER.finditer(text)):
         last = found[-1]
         answer = last.group(1).strip() or text[last.end() :].strip()
@@ -226,7 +221,7 @@ def answer_of(reply: str) -> str | None:
 
 def program_of(reply: str) -> str | None:
     """The last block of Python, or the whole reply where it is a program itself; None where there is none."""
-    text = visible(reply)
+    text = without_thoughts(reply)
     if blocks := fenced_blocks(text):
         return blocks[-1] or None
     module = parse_quietly(text)
@@ -240,7 +235,7 @@ def solution(reply: str, problem: Problem) -> dict[str, Value]:
     Raises:
         OperatorError: the reply has neither an answer line nor is it one line.
     """
-    text = visible(reply)
+    text = without_thoughts(reply)
     if problem.kind == "code":
         if (program := program_of(text)) is None:
             raise OperatorError(f"the reply has no program in a ```python block: {_short(text)}")
@@ -297,7 +292,7 @@ def object_of(reply: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OperatorError: there is none, or there are several that differ.
     """
-    found = [value for value in _objects(visible(reply)) if _follows(value, schema)]
+    found = [value for value in _objects(without_thoughts(reply)) if _follows(value, schema)]
     names = ", ".join(f"{name} ({_type_name(kind)})" for name, kind in schema["properties"].items())
     if not found:
         raise OperatorError(f"the reply holds no JSON object with {names}: {_short(reply)}")

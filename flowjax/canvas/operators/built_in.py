@@ -34,10 +34,9 @@ from flowjax.canvas.operators import (
     same,
     section,
     solution_form,
-    visible,
 )
 from flowjax.canvas.values import Field, Message, Problem, State, Value
-from flowjax.grading.answers import chosen
+from flowjax.grading.answers import chosen, without_thoughts
 from flowjax.grading.code import Suite, Verdict, from_assert, parse_quietly
 from flowjax.grading.math import is_number
 from flowjax.grading.sandbox import ProgramResult
@@ -55,7 +54,7 @@ class Plan(Operator):
     )
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        plan = visible(await context.ask(prompt(context, inputs)))
+        plan = without_thoughts(await context.ask(prompt(context, inputs)))
         if not plan:
             raise OperatorError("the backend's plan is empty")
         return {"plan": plan}
@@ -93,7 +92,7 @@ class Custom(Operator):
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
         """The reply's answer line or program; where there is none, the instruction asked for text, and that it is."""
-        reply = visible(await context.ask(prompt(context, inputs, solution_form(context.problem))))
+        reply = without_thoughts(await context.ask(prompt(context, inputs, solution_form(context.problem))))
         if not reply:
             raise OperatorError("the backend's reply is empty")
         if context.problem.kind == "code" and (program := program_of(reply)) is not None:
@@ -160,7 +159,7 @@ class Verify(Operator):
         require_solution(inputs)
         problem = context.problem
         alone = {"problem": inputs.get("problem", problem.text)}
-        reply = visible(await context.ask(prompt(context, alone, solution_form(problem))))
+        reply = without_thoughts(await context.ask(prompt(context, alone, solution_form(problem))))
         result = (program_of if problem.kind == "code" else answer_of)(reply)
         proposed = inputs.get("code" if problem.kind == "code" else "answer")
         if result and isinstance(proposed, str) and same(proposed, result, problem):
@@ -214,7 +213,7 @@ class Format(Operator):
             return {"answer": bare}
         form = f"One line: Answer: {answer_form(problem)}"
         reply = await context.ask(prompt(context, {**inputs, "code": ""}, form))
-        text = answer_of(reply) or visible(reply)
+        text = answer_of(reply) or without_thoughts(reply)
         if not text or "\n" in text:
             raise OperatorError(f"the backend's final answer is not one line: {text[:200]!r}")
         return {"answer": chosen(text, problem.options) or text}

@@ -31,7 +31,6 @@ from flowjax.canvas.operators import (
     object_schema,
     prompt,
     solution_form,
-    visible,
 )
 from flowjax.canvas.operators.built_in import (
     Aggregate,
@@ -51,6 +50,7 @@ from flowjax.canvas.operators.built_in import (
 )
 from flowjax.canvas.values import Field, Kind, State, Value
 from flowjax.fields import load_named
+from flowjax.grading.answers import without_thoughts
 
 ADVERTISED: tuple[type[Operator], ...] = (
     Plan,
@@ -297,7 +297,7 @@ class _Prompted(Operator):
             found = await ask_solution(context, prompt(context, inputs, solution_form(context.problem)))
             return {name: value for name, value in found.items() if name in fields}
         if len(fields) == 1 and "text" in fields.values():
-            text = visible(await context.ask(prompt(context, inputs)))
+            text = without_thoughts(await context.ask(prompt(context, inputs)))
             if not text:
                 raise OperatorError("the backend's reply is empty")
             return dict.fromkeys(fields, text)

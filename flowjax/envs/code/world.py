@@ -42,6 +42,7 @@ from flowjax.envs.code.problems import (
     program_words,
 )
 from flowjax.fields import Interval
+from flowjax.grading.answers import without_thoughts
 from flowjax.grading.code import (
     CASE_CPU_S,
     JUDGE_LIMITS,
@@ -231,6 +232,7 @@ class Code(World):
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
         """The program in a reply: its last block of Python, or else what stands in its last `<answer>`, or else the
         whole reply where that is Python that does something."""
+        reply = without_thoughts(reply)
         blocks = fenced_blocks(reply)
         found = blocks[-1] if blocks else _answer(reply)
         if found is None and _does_something(reply.strip()):

@@ -13,6 +13,7 @@ JSON lines (`.jsonl`), a JSON list (`.json`) and parquet are read.
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +181,12 @@ def _rows(path: Path) -> Iterable[Any]:
         raise WorldError(f"{path} cannot be read ({error}): download it again") from error
 
 
+def _bare_box(solution: str) -> str | None:
+    r"""The answer behind the last `\boxed` that has no braces, as in two rows of MATH."""
+    found = re.findall(r"\\boxed\s+([^\s${}]+)", solution)
+    return found[-1].rstrip(".,") if found else None
+
+
 def problem_of(row: Mapping[str, Any]) -> MathProblem | None:
     """The problem of a row in one of the known formats; None where the fields are others, or the answer is missing."""
     fields = {str(name).lower(): value for name, value in row.items()}
@@ -189,7 +196,7 @@ def problem_of(row: Mapping[str, Any]) -> MathProblem | None:
         question = fields.get("problem", fields.get("question"))
         answer = fields.get("answer")
         if answer is None and isinstance(fields.get("solution"), str):
-            answer = last_boxed(fields["solution"])
+            answer = last_boxed(fields["solution"]) or _bare_box(fields["solution"])
         elif isinstance(answer, str) and "####" in answer:
             answer = answer.rpartition("####")[2]
     if not isinstance(question, str) or isinstance(answer, bool) or not isinstance(answer, str | int | float):

@@ -33,6 +33,7 @@ from flowjax.envs import (
 from flowjax.envs.math.problems import Arithmetic, MathProblem, generate, load
 from flowjax.fields import Interval
 from flowjax.grading import math as grading
+from flowjax.grading.answers import without_thoughts
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.records import Task, state_key
 
@@ -145,6 +146,7 @@ class Math(World):
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
         """A single turn's whole reply if anything is in it that could be the answer; with the calculator, the action in
         the last `<action>` pair, or the whole of a reply without tags."""
+        reply = without_thoughts(reply)
         if ANSWER not in legal:
             text = _unspelled(reply)
             return text if text and (BOXED not in legal or grading.last_boxed(text)) else None
