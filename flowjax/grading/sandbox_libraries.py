@@ -27,9 +27,9 @@ def parts_of(value):
     Classes are compared by `is`: one that a program derives could say of itself what it likes.
     """
     library = type(value).__module__.partition(".")[0]
-    if library not in _LIBRARIES or library not in sys.modules:
+    if library not in LIBRARIES or library not in sys.modules:
         return None
-    return _LIBRARIES[library][0](value, type(value))
+    return LIBRARIES[library][0](value, type(value))
 
 
 def from_parts(name, parts):
@@ -39,20 +39,21 @@ def from_parts(name, parts):
         ValueError: it holds what is no data, or the library refuses the parts. Libraries raise others, too.
     """
     library = name.partition(".")[0]
-    if library not in _LIBRARIES:
+    if library not in LIBRARIES:
         raise ValueError(f"{name} is of no library whose objects are data")
     # A constructor asks its arguments what they are, and a mirror may answer that it is a column. Objects stand in
     # arrays of objects alone, where `check_data` finds them.
-    if name != "numpy.objects" and not all(map(_is_part, parts)):
+    if name != "numpy.objects" and not all(map(is_part, parts)):
         raise ValueError(f"a part of {name} is no data")
-    return _LIBRARIES[library][1](name, parts)
+    return LIBRARIES[library][1](name, parts)
 
 
-def _is_part(value):
+def is_part(value):
+    """True for a value that asks nobody what it is: it has no class of the other side, in no part of a tuple."""
     kind = type(value)
     if kind is tuple:
-        return all(map(_is_part, value))
-    return kind in _PLAIN or kind.__module__.partition(".")[0] in (*_VALUE_MODULES, *_LIBRARIES)
+        return all(map(is_part, value))
+    return kind in _PLAIN or kind.__module__.partition(".")[0] in (*_VALUE_MODULES, *LIBRARIES)
 
 
 def check_data(value):
@@ -327,7 +328,7 @@ def _from_torch_parts(_, parts):
     return torch.from_numpy(*parts)
 
 
-_LIBRARIES = {
+LIBRARIES = {
     "numpy": (_numpy_parts, _from_numpy_parts),
     "scipy": (_scipy_parts, _from_scipy_parts),
     "pandas": (_pandas_parts, _from_pandas_parts),

@@ -26,7 +26,7 @@ import os
 import sys
 import types
 
-from flowjax.grading.sandbox_libraries import from_parts, parts_of
+from flowjax.grading.sandbox_libraries import LIBRARIES, check_data, from_parts, is_part, parts_of
 from flowjax.grading.sandbox_surroundings import WorkingFolder
 from flowjax.grading.sandbox_values import (
     COMPUTING_MODULES,
@@ -71,6 +71,18 @@ _NOT_FOR_PROGRAMS = ("antigravity", "flowjax", "idlelib", "lib2to3", "solution",
 _FOR_PROGRAMS = {"get", "set", "del", "call", "operate", "copy", "dir", "await", "step"}  # what tests do for them
 
 
+# What tells a mock what it is and has been called with, or asks whether that is as it should be.
+_OF_MOCKS = (
+    *("attach_mock", "configure_mock", "mock_add_spec", "reset_mock"),
+    *("call_args", "call_args_list", "call_count", "called", "method_calls", "mock_calls"),
+)
+
+
+def _is_mock(value):
+    kind = value if isinstance(value, type) else type(value)
+    return any(base.__module__ == "unittest.mock" for base in kind.__mro__)
+
+
 class Peer:
     """One side of the talk. `decides`: tests run here, so that the other side is not to be trusted."""
 
@@ -81,7 +93,7 @@ class Peer:
         self._numbers = {}  # id of an object -> number
         self._mirrors = {}  # number -> mirror of an object of the other side
         self._shared = {}  # number -> (container, what it held when last sent or received)
-        self.named = set()  # names that the tests use, of classes of the program
+        self.trusted = set()  # classes of the program that the tests at hand have asked for by name
         self.late = ""  # why the other side is of no use any more
         self._patched = {}
         self._environment = dict(os.environ)
@@ -167,18 +179,34 @@ class Peer:
         """True for what is public about an object of this side: the other may use it."""
         if not self.decides:
             return True
-        if isinstance(value, types.ModuleType) or name.startswith(_HIDDEN):
+        if isinstance(value, types.ModuleType) or name.startswith(_HIDDEN) or name == "skipTest":
+            return False
+        if (name in _OF_MOCKS or name.startswith("assert_")) and _is_mock(value):
             return False
         return not name.startswith("_") or name in PUBLIC_DUNDERS
 
+    def _may_change(self, value, name):
+        """True for an attribute that the other side may set or delete: none that says how an object compares, and
+        none of a library's class, which the tests use, too."""
+        return not self.decides or not (name.startswith("_") or (isinstance(value, type) and importable(value)))
+
     def _do_get(self, number, name):
-        return getattr(self._local(number, name=name), name)
+        value = self._local(number, name=name)
+        if self.decides and name.startswith("__") and _is_mock(value):  # a mock's `__eq__` has a return value to set
+            raise AttributeError(f"{name!r} of a mock is not for programs")
+        return getattr(value, name)
 
     def _do_set(self, number, name, value):
-        setattr(self._local(number, name=name), name, value)
+        setattr(self._to_change(number, name), name, value)
 
     def _do_del(self, number, name):
-        delattr(self._local(number, name=name), name)
+        delattr(self._to_change(number, name), name)
+
+    def _to_change(self, number, name):
+        value = self._local(number, name=name)
+        if not self._may_change(value, name):
+            raise AttributeError(f"{name!r} of an object of the tests is not for programs to change")
+        return value
 
     def _do_call(self, number, arguments, keywords=None):
         return self._local(number, name="__call__")(*arguments, **(keywords or {}))
@@ -248,7 +276,14 @@ class Peer:
         """
         if not self.decides or all(is_mirror(other) for other in others):
             return True
-        return any(kind.__name__ in self.named for kind in type(mirror).__mro__ if isinstance(kind, MirrorType))
+        return not self.trusted.isdisjoint(type(mirror).__mro__)
+
+    def named_by_tests(self, name):
+        """A global of the program that tests ask for by name; a class is then trusted with its own operators."""
+        value = self.ask("name", name)
+        if is_mirror_class(value) and name[:1].isupper():
+            self.trusted.add(value)
+        return value
 
     # State that goes with each message
 
@@ -530,7 +565,10 @@ class Peer:
 
     def _decode_data(self, name, *parts):
         """A value of a class that is data, by its constructor."""
-        return READERS[name](*[self._decode(part) for part in parts])
+        decoded = [self._decode(part) for part in parts]
+        if not all(map(is_part, decoded)):
+            raise ValueError(f"a part of {name} is no data")
+        return READERS[name](*decoded)
 
     def _decode_view(self, name, items):
         items = self._decode(items)
@@ -539,7 +577,10 @@ class Peer:
         return getattr(items, name)()
 
     def _decode_library(self, name, *parts):
-        return from_parts(name, [self._decode(part) for part in parts])
+        value = from_parts(name, [self._decode(part) for part in parts])
+        if self.decides and name == "numpy.objects":  # a library asks what stands in it, more than once
+            check_data(value)
+        return value
 
     def _decode_type(self, name):
         kind = getattr(builtins, name)
@@ -562,7 +603,7 @@ class Peer:
         """True for a module that a program may name to the tests: not their own, none by which a test is skipped, and
         none that does something when it is imported, such as to run the tests that it finds."""
         parts = name.split(".")
-        if parts[0] in _NOT_FOR_PROGRAMS or any(part.startswith("_") for part in parts):
+        if parts[0] in _NOT_FOR_PROGRAMS or any(part.startswith("__") for part in parts):
             return False
         return name in sys.modules or is_standard_library(name)
 
@@ -622,6 +663,7 @@ class Peer:
         decoded = [self._decode(base) for base in bases]
         data = [base for base in decoded if not is_mirror_class(base) and issubclass(base, DERIVABLE)]
         mirrors = [base for base in decoded if is_mirror_class(base)]
+        dunders = [each for each in dunders if each in DUNDERS]
         body = {"__doc__": doc, "__module__": "solution", "_mirror": (self, number), "_claimed": claimed}
         bases = (*mirrors, *data)
         derives = any(issubclass(base, DERIVABLE) for base in bases)
@@ -678,13 +720,16 @@ class Peer:
     def _claimed(self, kind):
         """The class that `isinstance` sees: a library's, if it is loaded here and holds no data."""
         claim = type.__getattribute__(kind, "_claimed")
-        # pandas asks an object whether it is a frame, and believes what that says of itself from then on.
-        if not claim or claim[0].partition(".")[0] == "pandas":
+        # These ask an object whether it is an array, and believe what it says of itself from then on.
+        if not claim or claim[0].partition(".")[0] in LIBRARIES:
             return kind
         found = sys.modules.get(claim[0])
         for part in claim[1].split("."):
             found = getattr(found, part, None)
-        return found if isinstance(found, type) and not issubclass(found, DERIVABLE) else kind
+        if not isinstance(found, type) or issubclass(found, DERIVABLE):
+            return kind
+        direct = [found.__module__, found.__qualname__] == claim or claim in INTERPRETER_TYPES.values()
+        return found if direct else kind  # a detour may lead to those above
 
     def _decode_valued(self, number, kind, plain):
         known = self._mirrors.get(number)

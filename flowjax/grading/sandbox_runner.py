@@ -344,12 +344,11 @@ def check(job, lines):
         except (SyntaxError, ValueError) as error:
             compiled.append(error)
     module = Module("solution")
-    module.__getattr__ = lambda name: peer.ask("name", name)
+    module.__getattr__ = peer.named_by_tests
     sys.modules["solution"] = module
     used = set()
     for code in compiled:
         used |= surroundings.names_of(code) if not isinstance(code, BaseException) else set()
-    peer.named = {name for name in used if name[:1].isupper()}
     if "mock" in used or "patch" in used or "MagicMock" in used:
         surroundings.follow_patches(peer)
     for number, code in enumerate(compiled[1:]):
@@ -365,12 +364,17 @@ def check(job, lines):
                 sys.modules["tests"] = tests
                 names = tests.__dict__
                 exec(compiled[0], names)
+                peer.trusted.clear()
+                wanted = surroundings.looked_up(code) - {*names, *vars(builtins)}
                 for name in job["names"]:
-                    if name == job["entry"] or (name in used and name not in names):
+                    if name == job["entry"] or name in wanted:
                         try:
-                            names[name] = peer.ask("name", name)
+                            value = peer.named_by_tests(name)
                         except ImportError:  # a library that is not loaded here: tests that need it import it
                             continue
+                        # Nothing but the library stands for a library.
+                        if name not in surroundings.LIBRARY_NAMES or isinstance(value, Module):
+                            names[name] = value
                 if job["entry"] in names:
                     names["candidate"] = names[job["entry"]]
                 exec(code, names)

@@ -8,6 +8,7 @@ This source runs inside the boxes, where `flowjax.grading.sandbox_runner` loads 
 # (a value here may be of any type)
 
 import os
+import sys
 import types
 
 from flowjax.grading.sandbox_values import Gone, importable, is_mirror
@@ -134,6 +135,36 @@ def _place(target):
     if isinstance(target, type) and importable(target):
         return target.__module__, target.__qualname__.split(".")
     return None
+
+
+# Names by which tests know libraries, which a program may have imported for them.
+LIBRARY_NAMES = {
+    *sys.stdlib_module_names,
+    "np",
+    "numpy",
+    "pd",
+    "pandas",
+    "plt",
+    "scipy",
+    "sklearn",
+    "sp",
+    "stats",
+    "torch",
+}
+_BINDS = ("STORE_NAME", "STORE_GLOBAL", "DELETE_NAME")
+_LOOKS_UP = ("LOAD_NAME", "LOAD_GLOBAL")
+
+
+def looked_up(code):
+    """Names that tests look up and do not bind themselves: those of the program, if anybody's."""
+    import dis
+
+    bound = {step.argval for step in dis.get_instructions(code) if step.opname in _BINDS}
+    found, codes = set(), [code]
+    for each in codes:
+        found |= {step.argval for step in dis.get_instructions(each) if step.opname in _LOOKS_UP}
+        codes += [constant for constant in each.co_consts if hasattr(constant, "co_names")]
+    return found - bound
 
 
 def names_of(code):

@@ -94,7 +94,9 @@ def forward(name):
             if name == "__contains__":  # of which `in` would take that for a yes
                 raise TypeError("an object of the program does not say what it contains")
             return NotImplemented
-        return peer.ask("operate", number, name, arguments, keywords)
+        answer = peer.ask("operate", number, name, arguments, keywords)
+        failed = name == "__exit__" and peer.decides and arguments and arguments[0] is not None
+        return answer if not failed or not issubclass(arguments[0], AssertionError) else False  # a test that fails
 
     method.__name__ = name
     return method
@@ -122,6 +124,8 @@ class Mirror:
             return object.__getattribute__(self, name)
         if name == "__class__":
             return object.__getattribute__(self, "_mirror_class")
+        if name.startswith(("__torch_", "__array_")) and name != "__array__":  # libraries hand comparisons over to them
+            raise AttributeError(name)
         peer, number = object.__getattribute__(self, "mirror_of")
         return peer.ask("get", number, name)
 

@@ -1,6 +1,7 @@
 """Tests that are code: right programs of the data sets' shapes pass, wrong ones and tricks do not, nothing leaks."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,3 +146,76 @@ def test_arrays_arrive_as_copies_of_data_and_never_as_objects():
     array[0, 0] = 7  # the tests may write to it
     with pytest.raises(ValueError, match="objects are no data"):
         peer._decode(["library", "numpy.array", "'|O'", ["tuple", 1], ["bytes", "00" * 8]])
+
+
+_SHADOWS = {
+    "a built-in function": ("assert all(f(x) == 2 * x for x in (1, 2))", "def all(x):\n    return True"),
+    "a range that is empty": ("for x in range(3):\n    assert f(x) == 2 * x", "def range(*a):\n    return []"),
+    "a module": (
+        "assert math.isclose(f(1), 2)",
+        "class math:\n    isclose = staticmethod(lambda *a: True)",
+    ),
+    "a class of a library": (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 2)\n"
+        "assert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T)).wasSuccessful()",
+        "class TestCase:\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return TestCase()",
+    ),
+    "a name of another class": (
+        "try:\n    Point\nexcept Exception:\n    pass\nassert f(1) == 2",
+        "class Point: pass\nclass Other:\n    def __eq__(self, other):\n        return True\n"
+        "Other.__name__ = 'Point'\ndef f(x):\n    return Other()",
+    ),
+    "a class of the tests": (
+        "class Given:\n    pass\nassert f(Given()) == 2",
+        "def f(x):\n    type(x).__eq__ = lambda *a: True\n    return x",
+    ),
+    "a mock that equals everything": (
+        "from unittest.mock import Mock\nassert f(Mock()) == 2",
+        "def f(x):\n    x.__eq__ = lambda *a: True\n    return x",
+    ),
+    "a mock that has been called": (
+        "from unittest.mock import Mock\nm = Mock()\nf(m)\nm.assert_called_once_with(2)",
+        "def f(x):\n    x.assert_called_once_with = lambda *a: None",
+    ),
+    "a mock that wraps": (
+        "from unittest.mock import Mock\nm = Mock()\nassert f(m) == 2",
+        "def f(x):\n    import builtins\n    x.configure_mock(__eq__=lambda *a: True)\n    return x",
+    ),
+    "a context that forgives": (
+        "with f(1) as x:\n    assert x == 2",
+        "class C:\n    def __enter__(self):\n        return 1\n    def __exit__(self, *a):\n        return True\n"
+        "def f(x):\n    return C()",
+    ),
+    "a tensor": (
+        "import torch\nassert torch.allclose(f(1), torch.tensor([2.0]))",
+        "class A:\n    def __torch_function__(self, *a, **k):\n        return True\ndef f(x):\n    return A()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _SHADOWS)
+def test_no_name_of_a_program_stands_for_what_the_tests_mean(name: str):
+    test, program = _SHADOWS[name]
+    site = str(Path(np.__file__).parent.parent)
+    program = program if "def f" in program else f"{program}\ndef f(x):\n    return 0"
+    suite = Suite((Check(test),), "f")
+    limits = Limits(idle_s=30.0, cpu_s=60.0, memory_bytes=2 << 30)
+    packages = [site] if "torch" in test else []
+    verdict = judge(program, suite, limits, case_cpu_s=20.0, packages=packages)
+    assert not verdict.success, verdict
+
+
+@pytest.mark.parametrize("sent", [["data", "Fraction", ["object", 3, ["class", 1, "R", [], [], [], None, ""]], 1]])
+def test_no_object_of_a_program_gets_into_a_value(sent: list):
+    peer: Any = Peer(None, None, decides=True, files=False)
+    with pytest.raises(ValueError, match="a part of Fraction is no data"):
+        peer._decode(sent)
+
+
+def test_classes_of_a_program_have_no_methods_that_libraries_ask_for():
+    peer: Any = Peer(None, None, decides=True, files=False)
+    mirror = peer._decode(["class", 1, "A", [], ["__array_function__", "__array_ufunc__", "__len__"], [], None, ""])
+    assert "__len__" in vars(mirror) and not {"__array_function__", "__array_ufunc__"} & set(vars(mirror))
+    for claim in (["torch", "Tensor"], ["tests", "pd.DataFrame"], ["numpy", "ndarray"]):
+        kind = peer._decode(["class", 5 + len(claim[1]), "A", [], [], [], claim, ""])
+        assert peer._claimed(kind) is kind
