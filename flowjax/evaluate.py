@@ -76,7 +76,7 @@ from flowjax.rewards import Components
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStopped, play_missing
-from flowjax.run import Run, policy_sections, read_endpoints, read_models, resolve, write_models
+from flowjax.run import Run, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
 from flowjax.weights.follow import WeightsError
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 from flowjax.workflows.codec import CodecError
@@ -651,8 +651,7 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
     settings = run.config.eval
     results["played"] = {
         **{name: value for name, value in evaluation.played.items() if not name.endswith("changed_s")},
-        "world": run.config.env.name,
-        "data_seed": run.config.env.data_seed,
+        **played_in(run),
         "samples": settings.samples,
         "temperature": settings.temperature,
         "seed": settings.seed,

@@ -33,7 +33,7 @@ from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import oldest_first, read_held_out, rows, summarise
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
-from flowjax.run import Policy, Run, read_models, read_run
+from flowjax.run import Policy, Run, played_in, read_models, read_run
 from flowjax.weights.hand_over import decoder_of, peft_config, write_peft_folder
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
 
@@ -171,12 +171,13 @@ def _budget(run: Run, policy: Policy, step: int) -> dict[str, Any]:
 
 def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
     """The newest evaluation of this version: a command's, or else that beside training."""
-    name = f"{policy.name}@{step}"
+    name, own = f"{policy.name}@{step}", played_in(run)  # other tasks or players are another evaluation
     found: list[tuple[float, dict[str, Any]]] = []
     for path in (run.folder / "evaluations").glob("*/results.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             results = json.loads(path.read_text())
-            if name in results.get("played", {}).get("name", "").split(","):
+            played = results.get("played", {})
+            if name in played.get("name", "").split(",") and all(played.get(key, of) == of for key, of in own.items()):
                 found.append((path.stat().st_mtime, results))
     if found:
         results = max(found, key=lambda each: each[0])[1]

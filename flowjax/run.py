@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -366,3 +367,15 @@ def read_endpoints(folder: Path) -> dict[str, str]:
 def write_endpoints(folder: Path, urls: Mapping[str, str]) -> None:
     """Say where servers listen. Roles look again: one moves when another process takes its port."""
     replace_file(folder / _ENDPOINTS_FILE, json.dumps(dict(urls)))
+
+
+def played_in(run: Run) -> dict[str, Any]:
+    """The tasks and players of a run's config, as JSON has them: equal where results speak of the same."""
+    config = run.config
+    found = {
+        "world": config.env.name,
+        "options": config.env.options.to_dict(),
+        "data_seed": config.env.data_seed,
+        "agents": config.agents.to_dict(),
+    }
+    return json.loads(json.dumps(found, default=str))

@@ -269,25 +269,34 @@ def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
     Raises:
         ConfigError: the evaluations cannot be compared.
     """
+    finished = [run for run in sweep.runs if run.result.exists()]
     scores = {
-        name: [
-            read_scores(run.result, sweep.metric) for run in sweep.runs if run.variant == name and run.result.exists()
-        ]
+        name: {run.seed: read_scores(run.result, sweep.metric) for run in finished if run.variant == name}
         for name in sweep.variants
     }
     there = [name for name in sweep.variants if scores[name]]
     rows, said = [], []
     for name in there:
-        first, other = shared_tasks(scores[there[0]], scores[name])
+        base = scores[there[0]]
+        first, other = shared_tasks(list(base.values()), list(scores[name].values()))
         mean, low, high = task_interval(other.mean(axis=0))
         row = _Row(name, other.mean(axis=1), mean, low, high)
         if name != there[0]:
-            seeds = len(other), len(first)
-            # What speaks of methods needs several seeds of both: of one alone, one of each is compared.
-            found = difference(*((other, first) if min(seeds) > 1 else (other[:1], first[:1])))
-            more = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+            both = [seed for seed in base if seed in scores[name]]
+            if min(len(other), len(first)) > 1:
+                found, of = difference(other, first), ""
+            # What speaks of methods needs several seeds of both: of one alone, that of each is compared.
+            elif both:
+                places = list(scores[name]).index(both[0]), list(base).index(both[0])
+                found = difference(other[places[0]][None], first[places[1]][None])
+                of = f", seed {both[0]} of each" if max(len(other), len(first)) > 1 else ""
+            else:
+                said.append(f"{name} and {there[0]} have no seed in common yet.")
+                rows.append(row)
+                continue
+            more = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]{of}"
             row = _Row(name, row.seeds, mean, low, high, more, f"{found.p_value:.3g}", f"{found.improvement:.3f}")
-            said.append(f"{name} (A) and {there[0]} (B): {conclusion(found, sweep.metric)}")
+            said.append(f"{name} (A) and {there[0]} (B){of}: {conclusion(found, sweep.metric)}")
         rows.append(row)
     lacking = [run.folder.name for run in sweep.runs if not run.result.exists()]
     if lacking:

@@ -139,6 +139,20 @@ def test_variants_are_compared_with_the_first_and_drawn(capsys):
     assert len(circles) == 3 + 5  # means and seeds
 
 
+def test_a_single_seed_is_compared_with_the_same_seed_of_the_other():
+    sweep = sweep_of(GOOD)
+    shares = {"grpo-0": 0.1, "grpo-1": 0.9, "gigpo-1": 0.9}
+    for run in sweep.runs:
+        if share := shares.get(run.folder.name):
+            finish(run, share)
+    rows, said = compare_variants(sweep)
+    assert rows[1].more.startswith("+0.000 ") and rows[1].more.endswith(", seed 1 of each")
+    assert said[0].startswith("gigpo (A) and grpo (B), seed 1 of each: ")
+    (sweep.runs[1].folder / "held_out").rename(sweep.runs[1].folder / "gone")
+    rows, said = compare_variants(sweep)
+    assert not rows[1].more and said[0] == "gigpo and grpo have no seed in common yet."
+
+
 def test_a_dry_run_says_what_would_run(capsys):
     sweep = sweep_of(GOOD)
     finish(sweep.runs[0], 0.5)

@@ -45,8 +45,13 @@ class Evaluations:
         self._ledger, self._metrics, self._tasks, self._clock = ledger, metrics, tasks, clock
         self._started_s: dict[str, float] = {}
         self._count = min(config.eval.tasks, len(tasks)) if config.eval.tasks else 0  # a source repeats beyond its end
-        self._all = ledger.evaluations()  # versions by name, also below
-        self._unwritten = {name: self._all[name] for name in self._all.keys() - ledger.evaluations("closed").keys()}
+        self.read_ledger()
+
+    def read_ledger(self) -> None:
+        """Note which evaluations there are; a trainer that has gone back to an earlier version undoes some."""
+        self._all = self._ledger.evaluations()  # versions by name
+        closed = self._ledger.evaluations("closed").keys()
+        self._unwritten = {name: self._all[name] for name in self._all.keys() - closed}
 
     def pinned(self, policy: str) -> list[int]:
         """Versions of a policy that an evaluation under way needs."""

@@ -795,6 +795,7 @@ class Ledger:
                 self._undo_after(policy, version)
                 made = version + bool(self.batch(policy, version))
                 self._drop_lost(policy, made)
+                self._forget_evaluations(policy, version)
                 # Down only: a checkpoint that is on disk counts once `commit` has been heard, and flushed.
                 committed = min(owners[policy]["committed"], version)
                 self._set_trainer(policy, epoch=epoch, trainer=trainer, made=made, committed=committed)
@@ -835,6 +836,16 @@ class Ledger:
         lost = [group for group, known in versions.items() if max(known, default=0) > newest]
         self._drop(policy, lost, "lost_version")
         self._cancel_unwanted()
+
+    def _forget_evaluations(self, policy: str, newest: int) -> None:
+        """Forget what was evaluated with a version beyond `newest`: another one will have its number."""
+        for name, versions in self.evaluations().items():
+            if versions.get(policy, 0) > newest:
+                for table in ("episodes", "policy_groups", "groups"):
+                    self._db.execute(
+                        f"DELETE FROM {table} WHERE group_id IN (SELECT group_id FROM groups WHERE evaluation = ?)",
+                        (name,),
+                    )
 
     def _cancel_unwanted(self) -> None:
         """Cancel the episodes of groups that have been dropped for every policy."""

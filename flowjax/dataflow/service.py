@@ -228,6 +228,7 @@ class DataflowService:
             newest = max(newest, self._flow.policies[policy].newest_checkpoint())  # the ledger may be an older copy
             version_of({"version": version}, "version", oldest=0, newest=newest)
         claimed, epoch = self._flow.batches.claim(trainer, versions, after)
+        self._flow.evaluations.read_ledger()
         self._notify()
         return {"claimed": claimed, "epoch": epoch}
 

@@ -93,6 +93,11 @@ def _torn(path: Path) -> bool:
 def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
     """Drop the lines of later steps, by policy; lines without a policy are of the whole run."""
 
+    def is_lost(entry: dict[str, Any]) -> bool:
+        if entry.get("kind") == "eval" and not isinstance(step, int):  # its step is that of the slowest policy
+            return any(entry.get("versions", {}).get(policy, 0) > newest for policy, newest in step.items())
+        return entry.get("kind") in ("train", "eval") and entry.get("step", 0) > last(entry)
+
     def last(entry: dict[str, Any]) -> float:
         if isinstance(step, int):
             return step
@@ -102,7 +107,7 @@ def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
 
     with _locked(path):
         entries = read_metrics(path)
-        kept = [e for e in entries if e.get("kind") not in ("train", "eval") or e.get("step", 0) <= last(e)]
+        kept = [entry for entry in entries if not is_lost(entry)]
         replace_file(path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 

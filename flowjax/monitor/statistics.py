@@ -146,7 +146,10 @@ def difference(
     variance = max(variance, max(part for part, _ in parts))
     mean, better = float(paired.mean()), _improvement(first, second)
     if variance == 0.0:
-        return Difference(mean, mean, mean, float(mean == 0.0), better, 0.0, tasks, seeds)
+        # Every task says the same: a sign test, and as much of the difference as Wilson grants so many equal signs.
+        kept = 2 * wilson(tasks, tasks)[0] - 1
+        low, high = sorted((mean, kept * mean))
+        return Difference(mean, low, high, 2.0 ** (1 - tasks) if mean else 1.0, better, 0.0, tasks, seeds)
     freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
     error = math.sqrt(variance)
     bound = float(stats.t.ppf(0.5 + confidence / 2, freedom))

@@ -1,5 +1,6 @@
 """What an evaluation plays and counts: every held-out task once, and intervals over tasks."""
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from flowjax.compare import read_scores
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.service import DataflowService
 from flowjax.dataflow.tasks import content_of, episode_seed, held_out_tasks, task_at
 from flowjax.monitor.held_out import read_held_out, summarise
 from flowjax.monitor.metrics import read_metrics
@@ -18,6 +20,7 @@ from flowjax.monitor.statistics import wilson
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
 from flowjax.run import resolve
 from tests.dataflow import flows
+from tests.dataflow.test_flow import played
 
 
 def task_of(index: int, contents: int) -> Task:
@@ -43,6 +46,41 @@ def evaluate(
         assert flows.accept(flow, lease.lease_id, Episode(*names, [Trajectory(*names, [turn], outcome)], outcome))
     flow.close()
     return leases
+
+
+def test_a_version_that_is_made_again_is_evaluated_again(tmp_path):
+    """The trainer has lost version 2 and goes on from 1: what the lost one reached is nobody's result."""
+    config = default_config()
+    config.trainer.update({"steps": 4, "groups_per_step": 1})
+    config.rollout.group_size = 1
+    config.eval.tasks, config.eval.every_steps = 2, 1
+    config.reward.components = {"success": 1.0}
+    tasks = grain.MapDataset.range(100).map(lambda index: task_of(index, 100))
+    flow = Flow(resolve(config, tmp_path), train_tasks=tasks, held_out_tasks=tasks)
+    service = DataflowService(flow)
+
+    def evaluated(version: int) -> list[str]:
+        flow.report_serving("agent", version)
+        leases = flows.lease(flow, "w", 10, "eval")
+        for lease in leases:
+            assert flows.accept(flow, lease.lease_id, played(lease, version=version))
+        return [lease.group_id for lease in leases]
+
+    for version in range(3):
+        if version:
+            (lease,) = flows.lease(flow, "w", 1)
+            assert flows.accept(flow, lease.lease_id, played(lease, version=version - 1))
+            assert flows.credited(flow, "agent", version - 1)
+            flow.batches.commit("agent", version)
+        assert len(evaluated(version)) == 2
+    (under_way,) = flows.lease(flow, "w", 1)
+    asyncio.run(service.answer("claim", {"trainer": "restarted", "policies": {"agent": 1}, "after": 0}))
+    assert set(flow.ledger.evaluations()) == {"agent@0", "agent@1"}
+    assert flows.accept(flow, under_way.lease_id, played(under_way, version=2)) in (True, False)
+    assert flows.credited(flow, "agent", 1)
+    flow.batches.commit("agent", 2)
+    assert evaluated(2) == ["eval-agent@2-000000", "eval-agent@2-000001"]
+    flow.close()
 
 
 def told(folder: Path) -> dict:

@@ -67,6 +67,14 @@ def test_a_trainer_that_resumes_drops_lines_of_its_own_policies_only(tmp_path):
     assert lines == [("solver", 1), *(("verifier", step) for step in (1, 2, 3))]
 
 
+def test_an_evaluation_with_a_version_that_is_lost_is_dropped_whichever_policy_it_was_of(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for solver, verifier in ((50, 40), (60, 40), (60, 50)):
+        writer.write("eval", step=min(solver, verifier), versions={"solver": solver, "verifier": verifier})
+    MetricsWriter(tmp_path, resume_step={"solver": 50})
+    assert [line["versions"] for line in read_metrics(tmp_path)] == [{"solver": 50, "verifier": 40}]
+
+
 def test_processes_append_at_once_and_one_replaces_the_file_without_losing_a_line(tmp_path):
     script = (
         "import sys; from pathlib import Path; from flowjax.monitor.metrics import MetricsWriter\n"

@@ -111,6 +111,15 @@ def test_of_a_single_pair_it_is_the_paired_t_test():
     assert (found.low, found.high) == pytest.approx(tuple(known.confidence_interval()))
 
 
+@pytest.mark.parametrize(("tasks", "p_value", "differs"), [(2, 0.5, False), (6, 1 / 32, True)])
+def test_tasks_that_all_say_the_same_are_no_certainty(tasks: int, p_value: float, differs: bool):
+    """Two tasks of equal policies that are right half of the time say so in one of eight cases."""
+    found = difference(np.ones((1, tasks)), np.zeros((1, tasks)))
+    assert (found.mean, found.high, found.p_value) == (1.0, 1.0, p_value) and (found.low > 0.0) == differs
+    other = difference(np.zeros((1, tasks)), np.ones((1, tasks)))
+    assert (other.low, other.high) == (-found.high, -found.low)
+
+
 def test_what_is_the_same_differs_by_nothing():
     same = np.random.default_rng(7).random((1, 20))
     found = difference(same, same)
