@@ -11,6 +11,7 @@ from typing import Any
 RECENT_STEPS = 10
 _FEWEST_STEPS = 5  # that anything is said of: fewer say little
 _NO_SIGNAL = 0.9  # of the groups
+_SPLIT = 0.2  # a success rate between this and 1 less this is neither nearly all nor nearly none
 _CUT = 0.1  # of the replies
 _COLLAPSED = 0.1  # of the entropy of the first steps
 _MASTERED = 0.95  # success that a policy without entropy has earned
@@ -52,8 +53,12 @@ def _no_signal(lines: Lines) -> str:
     if share is None or share < _NO_SIGNAL:
         return ""
     success = mean(_newest(lines, "success_rate"), "success_rate", by="episodes") or 0.0
-    cause = "nearly all episodes are won" if success > 0.5 else "nearly all episodes are lost"
-    remedy = "harder tasks" if success > 0.5 else "easier tasks, a longer warm start"
+    if _SPLIT < success < 1 - _SPLIT:  # each group is all won or all lost
+        cause, remedy = "episodes of one group end alike", "tasks between those that are always won and never"
+    elif success > 0.5:
+        cause, remedy = "nearly all episodes are won", "harder tasks"
+    else:
+        cause, remedy = "nearly all episodes are lost", "easier tasks, a longer warm start"
     return (
         f"{100 * share:.0f} % of the groups of the last steps had no signal: {cause}, so that nothing tells one from "
         f"another. Take {remedy}, a larger config.rollout.group_size, or the data algorithm dynamic_sampling"

@@ -185,8 +185,9 @@ def _of_episode(group: RecordedGroup, place: int) -> str:
     reward, mean = group.rewards[place], float(np.mean(counted))
     if max(counted) - min(counted) < _SAME:
         return f"all {len(counted)} of its group earned {reward:.3g}, so none is better than another (no signal)."
-    better = "more" if reward > mean else "less"
-    return f"it earned {reward:.3g}, {better} than its group of {len(counted)} on average ({mean:.2f})."
+    apart = reward - mean
+    better = "as much as" if abs(apart) < _SAME else "more than" if apart > 0 else "less than"
+    return f"it earned {reward:.3g}, {better} its group of {len(counted)} on average ({mean:.2f})."
 
 
 def _of_step(
@@ -232,7 +233,8 @@ def _choices(here: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
         return "Nobody else of the group was in this state."
     ranked = sorted(by_action.items(), key=lambda item: -float(np.mean(item[1])))
     tried = ", ".join(f"{_short(action)} {np.mean(given):+.2f} (×{len(given)})" for action, given in ranked[:4])
-    return f"{passed} episodes of the group were in this state; on average {tried}."
+    were = "1 episode of the group was" if passed == 1 else f"{passed} episodes of the group were"
+    return f"{were} in this state; on average {tried}."
 
 
 def _short(action: str) -> str:

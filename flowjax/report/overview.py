@@ -165,7 +165,7 @@ def spent(
     sums = {name: sum(line.get(name, 0) or 0 for line in train) for name in ("episodes", "turns", "trained_tokens")}
     return {
         "phases": phases,
-        "wall_s": wall_s or sum(phases.values()),
+        "wall_s": max(wall_s, sum(phases.values())),  # a start that was killed has no end
         "evaluation_s": sum(entry.get("seconds", 0.0) for entry in evaluations),
         **sums,
     }

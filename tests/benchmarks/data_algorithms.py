@@ -59,7 +59,9 @@ def curve(run: Path) -> Curve:
     group_size = load_run(run).rollout.group_size
     leased = {line["step"]: line["tasks"] * group_size for line in lines if line["kind"] == "batch"}
     steps = {line["step"]: line["time_s"] for line in lines if line["kind"] == "train"}
-    begun_s = min(line["time_s"] for line in lines if line["kind"] == "eval" and line["step"] == 0)
+    # A line is written at the end of its evaluation, beside which training is already under way.
+    start = next(line for line in lines if line["kind"] == "eval" and line["step"] == 0)
+    begun_s = start["time_s"] - start.get("seconds", 0.0)
     evals = sorted((line for line in lines if line["kind"] == "eval"), key=lambda line: line["step"])
     at = [line["step"] for line in evals]
     spent = {
