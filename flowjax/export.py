@@ -171,13 +171,15 @@ def _budget(run: Run, policy: Policy, step: int) -> dict[str, Any]:
 
 def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
     """The newest evaluation of this version: a command's, or else that beside training."""
-    name, own = f"{policy.name}@{step}", played_in(run)  # other tasks or players are another evaluation
+    name, expected = f"{policy.name}@{step}", played_in(run)  # other tasks or players are another evaluation
     found: list[tuple[float, dict[str, Any]]] = []
     for path in (run.folder / "evaluations").glob("*/results.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             results = json.loads(path.read_text())
             played = results.get("played", {})
-            if name in played.get("name", "").split(",") and all(played.get(key, of) == of for key, of in own.items()):
+            if name in played.get("name", "").split(",") and all(
+                played.get(key, of) == of for key, of in expected.items()
+            ):
                 found.append((path.stat().st_mtime, results))
     if found:
         results = max(found, key=lambda each: each[0])[1]
