@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from two_processes import printed_in_two_processes
 
 from data.code.build import build
-from flowjax.envs import EnvDied, Past, WorldError
+from flowjax.envs import EnvDied, Past, Split, WorldError
 from flowjax.envs.code import Code
 from flowjax.envs.code.problems import OPERATIONS, PROBES, Recipe, draw, problem_of
 from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, action_of_tests, normalised
@@ -150,6 +150,24 @@ def test_input_output_of_apps_with_wrapped_results():
 def test_what_is_no_problem_is_refused(fields: dict):
     with pytest.raises(WorldError):
         problem_of(fields)
+
+
+@pytest.mark.parametrize(("rows", "read"), [(200, True), (20, False)])
+def test_a_few_rows_that_are_no_problem_are_left_out_and_counted(tmp_path: Path, caplog, rows: int, read: bool):
+    """Two unequal lists in one of 24,000 published rows are no reason to train on none of them."""
+    row = {"inputs": [[1], [2]], "outputs": [[1], [2]]}
+    lines = [{"question": f"Problem {n}.", "input_output": json.dumps({"fn_name": "f", **row})} for n in range(rows)]
+    lines[7]["input_output"] = json.dumps({"fn_name": "f", **row, "outputs": [[1]]})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    world = Code(path=str(path))
+    if not read:
+        with pytest.raises(WorldError):
+            world.tasks("train", 0)
+        return
+    splits: tuple[Split, ...] = ("train", "held_out")
+    assert sum(len(world.tasks(split, 0)) for split in splits) == rows - 1
+    assert f"1 of {rows} rows are left out" in caplog.text
 
 
 def test_a_missing_file_is_named(tmp_path: Path):

@@ -8,7 +8,8 @@ never shown, and their expected results never get near the program.
 import ast
 import functools
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +34,6 @@ from flowjax.envs.code.problems import (
     HEAD,
     OPERATIONS,
     CodeProblem,
-    ProblemFile,
     Recipe,
     draw,
     generated_problem,
@@ -64,6 +64,7 @@ LEGAL = ("<program>",)
 _TESTS = "\0tests\n"  # begins a step that is no program: none holds this character
 TASKS = 1 << 31  # length of the generated task source; slice it
 HELD_OUT_ONE_IN = 8  # problems of a file, by content
+_MOST_UNREADABLE = 0.01  # of the rows of a file: published sets have a few
 SLACK_S = 1.5  # of a step beyond the programs' own time: starting the sandbox, ending it, reading results
 MAX_PROGRAM_CHARACTERS = 1 << 16
 INSTRUCTION = """Solve it in Python 3. Reason first if you like, then give one complete program in one ```python block;
@@ -278,19 +279,34 @@ def _row_task(file: str, offset: int) -> Task:
 
 
 def _offsets(split: Split, options: CodeOptions) -> list[int]:
-    file = open_problems(options.path)
     if not options.held_out_path:
-        wanted = split == "held_out"
-        return [offset for offset in file.offsets if (_content(file, offset) % HELD_OUT_ONE_IN == 0) == wanted]
-    held_out = open_problems(options.held_out_path)
+        wanted, contents = split == "held_out", _contents(options.path)
+        return [offset for offset, content in contents.items() if (content % HELD_OUT_ONE_IN == 0) == wanted]
+    held_out = _contents(options.held_out_path)
     if split == "held_out":
-        return list(held_out.offsets)
-    known = {_content(held_out, offset) for offset in held_out.offsets}
-    return [offset for offset in file.offsets if _content(file, offset) not in known]
+        return list(held_out)
+    known = set(held_out.values())
+    return [offset for offset, content in _contents(options.path).items() if content not in known]
 
 
-def _content(file: ProblemFile, offset: int) -> int:
-    return problem_of(file.fields(offset)).content
+@functools.lru_cache(maxsize=4)
+def _contents(path: str) -> Mapping[int, int]:
+    """The content of each problem of a file, by its offset. A few rows that are no problem are left out.
+
+    Raises:
+        WorldError: more than `_MOST_UNREADABLE` of them are none.
+    """
+    file, found, faults = open_problems(path), {}, []
+    for offset in file.offsets:
+        try:
+            found[offset] = problem_of(file.fields(offset)).content
+        except WorldError as error:
+            faults.append(error)
+    if len(faults) > _MOST_UNREADABLE * len(file.offsets):
+        raise faults[0]
+    if faults:
+        logging.warning("%s: %d of %d rows are left out: %s", path, len(faults), len(file.offsets), faults[0])
+    return found
 
 
 class CodeEnv:
