@@ -39,10 +39,12 @@ def task_at(tasks: grain.MapDataset[Task], index: int) -> Task:
 
 
 def content_of(task: Task) -> str:
-    """Content of a task, whatever its name: equal for two draws of one task by a world that generates them."""
+    """Content of a task, whatever its name: equal for two draws of one task by a world that generates them, and for
+    two rows of a file whose `content` is the same."""
     if not task.payload:
         return task.task_id
-    return json.dumps([task.world, task.source, task.payload], sort_keys=True, default=repr)
+    content = task.payload.get("content", task.payload)
+    return json.dumps([task.world, task.source, content], sort_keys=True, default=repr)
 
 
 def episode_seed(seed: int, position: int, member: int) -> int:

@@ -48,6 +48,14 @@ def evaluate(
     return leases
 
 
+def test_rows_of_one_content_are_one_task_wherever_they_stand():
+    rows = [
+        Task(f"row-{n}", "code", n, {"file": "path", "offset": n, "content": content})
+        for n, content in enumerate("aab")
+    ]
+    assert content_of(rows[0]) == content_of(rows[1]) != content_of(rows[2])
+
+
 def test_a_version_that_is_made_again_is_evaluated_again(tmp_path):
     """The trainer has lost version 2 and goes on from 1: what the lost one reached is nobody's result."""
     config = default_config()

@@ -65,7 +65,7 @@ from flowjax.envs.canvas.texts import (
 )
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.grading.sandbox import IsolationError, require_isolation
-from flowjax.records import Task
+from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
     import grain
@@ -347,8 +347,10 @@ def _generated_task(kinds: tuple[str, ...], split: Split, data_seed: int, index:
 
 def _row_task(file: Path, packages: tuple[str, ...], rows: Sequence[int], order: np.ndarray, index: int) -> Task:
     row = rows[order[index]]
-    payload = {"file": str(file), "row": row, **({"packages": list(packages)} if packages else {})}
-    return Task(f"canvas-{file.stem}-{row}", "canvas", row, payload, kind=records(str(file), packages)[row].source)
+    record = records(str(file), packages)[row]
+    payload = {"file": str(file), "row": row, "content": f"{state_key('problem', record.problem.text):x}"}
+    payload |= {"packages": list(packages)} if packages else {}
+    return Task(f"canvas-{file.stem}-{row}", "canvas", row, payload, kind=record.source)
 
 
 def _split_rows(path: Path, split: Split, packages: tuple[str, ...]) -> tuple[Path, list[int]]:

@@ -190,12 +190,12 @@ class Code(World):
         if not options.path:
             return grain.MapDataset.range(TASKS).map(functools.partial(_generated_task, options, split, data_seed))
         file = "held_out_path" if split == "held_out" and options.held_out_path else "path"
-        offsets = _offsets(split, options)
-        if not offsets:
+        places = _places(split, options)
+        if not places:
             raise WorldError(
                 f"env.options path={options.path!r} holds no {split} problems: give more, or held_out_path"
             )
-        return grain.MapDataset.source(offsets).shuffle(data_seed).map(functools.partial(_row_task, file))
+        return grain.MapDataset.source(places).shuffle(data_seed).map(functools.partial(_row_task, file))
 
     def instruct(self, observation: Observation, history: History) -> str:
         view: CodeView = observation.view
@@ -273,20 +273,22 @@ def _generated_task(options: CodeOptions, split: Split, data_seed: int, index: i
     return Task(f"code-{split}-{data_seed}-{index}", "code", index, payload, kind=recipe.kind)
 
 
-def _row_task(file: str, offset: int) -> Task:
-    """A problem of a file as a task: its place there."""
-    return Task(f"code-{file}-{offset}", "code", offset, {"file": file, "offset": offset})
+def _row_task(file: str, place: tuple[int, int]) -> Task:
+    """A problem of a file as a task: its place there, and its content."""
+    offset, content = place
+    return Task(f"code-{file}-{offset}", "code", offset, {"file": file, "offset": offset, "content": f"{content:x}"})
 
 
-def _offsets(split: Split, options: CodeOptions) -> list[int]:
+def _places(split: Split, options: CodeOptions) -> list[tuple[int, int]]:
+    """Offset and content of each problem of a split."""
     if not options.held_out_path:
-        wanted, contents = split == "held_out", _contents(options.path)
-        return [offset for offset, content in contents.items() if (content % HELD_OUT_ONE_IN == 0) == wanted]
+        wanted, places = split == "held_out", _contents(options.path).items()
+        return [(offset, content) for offset, content in places if (content % HELD_OUT_ONE_IN == 0) == wanted]
     held_out = _contents(options.held_out_path)
     if split == "held_out":
-        return list(held_out)
+        return list(held_out.items())
     known = set(held_out.values())
-    return [offset for offset, content in _contents(options.path).items() if content not in known]
+    return [(offset, content) for offset, content in _contents(options.path).items() if content not in known]
 
 
 @functools.lru_cache(maxsize=4)
