@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowjax.config import ConfigError, asks_help
-from flowjax.monitor.held_out import by_task, read_held_out
+from flowjax.monitor.held_out import by_task, evaluation_of, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 
 _ALPHA = 0.05
@@ -60,6 +60,10 @@ def conclusion(found: Difference, metric: str) -> str:
     elif found.p_value < _ALPHA:
         more = "higher" if found.mean > 0 else "lower"
         text = f"A's {metric} is {more} than B's by {abs(found.mean):.3f} {between}."
+    elif found.detectable == 0.0:
+        text = f"No difference in {metric} could be shown {between}: {found.tasks} tasks that all agree are too few."
+    elif metric == "success" and found.detectable > 1.0:
+        text = f"No difference in {metric} could be shown {between}, nor could any: {found.tasks} tasks are too few."
     else:
         text = (
             f"No difference in {metric} could be shown {between}; one of {found.detectable:.3f} would have been found "
@@ -89,6 +93,10 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
         each = " ".join(f"{value:.3f}" for value in side.mean(axis=1))
         table.add_row(name, str(len(side)), f"{mean:.3f}", f"[{low:.3f}, {high:.3f}]", each)
     console.print(table)
+    for name, side in zip("AB", (first, second), strict=True):
+        console.print(
+            f"{name} is {', '.join(str(evaluation_of(path)) for path in side)}", highlight=False, soft_wrap=True
+        )
     console.print(f"A - B  {found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]  p = {found.p_value:.3g}")
     console.print(f"probability that A does better on a task  {found.improvement:.3f}")
     if left_out := max(map(len, (*sides[0], *sides[1]))) - found.tasks:

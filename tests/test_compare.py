@@ -63,6 +63,13 @@ def test_several_seeds_speak_of_the_method(tmp_path: Path):
              for side, share in (("a", 0.9), ("b", 0.5))]  # fmt: skip
     text = printed(*sides)
     assert "over 3 and 3 seeds" in text and "several seeds of each" not in text
+    assert f"A is {tmp_path / 'a0' / 'held_out' / 'agent@40.jsonl'}, " in text.replace("\n", "")
+
+
+def test_too_few_tasks_are_said_to_be_too_few(tmp_path: Path):
+    right, wrong = ({name: [won] for name in "xy"} for won in (True, False))
+    text = printed([evaluation(tmp_path / "a", right)], [evaluation(tmp_path / "b", wrong)])
+    assert "p = 0.5" in text and "2 tasks that all agree are too few" in text
 
 
 def test_tasks_that_one_side_lacks_are_left_out_and_counted(tmp_path: Path):

@@ -63,20 +63,30 @@ def oldest_first(files: Iterable[Path]) -> list[Path]:
     return sorted(files, key=age)
 
 
+def evaluation_of(path: Path) -> Path:
+    """The file itself, or the newest evaluation of a run's folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if path.is_file():
+        return path
+    files = oldest_first((path / "held_out").glob("*.jsonl"))
+    if not files:
+        raise ConfigError(
+            f"{path} has no evaluation in held_out/: name a run that has evaluated (config.eval.tasks), or play "
+            "one with python -m flowjax.evaluate"
+        )
+    return files[-1]
+
+
 def read_held_out(path: Path) -> list[HeldOutEpisode]:
     """Episodes of a file of `held_out/`, or of the newest one in a run's folder.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    if not path.is_file():
-        files = oldest_first((path / "held_out").glob("*.jsonl"))
-        if not files:
-            raise ConfigError(
-                f"{path} has no evaluation in held_out/: name a run that has evaluated (config.eval.tasks), or play "
-                "one with python -m flowjax.evaluate"
-            )
-        path = files[-1]
+    path = evaluation_of(path)
     episodes: list[HeldOutEpisode] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
