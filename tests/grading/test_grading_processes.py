@@ -1,5 +1,7 @@
 """Graders in processes: verdicts from any thread, and what hangs or dies costs one call."""
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +39,19 @@ def test_what_goes_wrong_costs_one_call_and_is_counted(graders: GraderProcesses)
         assert graders.call("fine").startswith("fine by ")
     counts = graders.counts
     assert (counts.timeouts, counts.crashes, counts.errors) == (2, 1, 1)
+
+
+def test_a_process_with_a_thousand_files_open_has_graders_too():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 4096), before[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with GraderProcesses("slow_graders:grade", workers=1) as graders:
+            assert graders.call("print").startswith("print by ")
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_arguments_that_cannot_be_sent_leave_the_pool_usable(graders: GraderProcesses):
