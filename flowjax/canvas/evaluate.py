@@ -43,10 +43,10 @@ from flowjax.canvas.problem_rows import (
     ROWS,
     BackendAway,
     Job,
+    command_parser,
     exit_status,
     kept_rows,
     markdown,
-    packages_folder,
     play,
     question_of,
     read_problems,
@@ -228,25 +228,15 @@ async def _play_jobs(
 
 
 def main(argv: Sequence[str]) -> int:
-    head, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m flowjax.canvas.evaluate",
-        description=head,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("evaluate", __doc__ or "")
     parser.add_argument("--workflow", default=[], action="append", help="a workflow's text, or its JSON form's file")
     parser.add_argument("--checkpoint", default="", help="a run folder, or one of its checkpoints")
     parser.add_argument("--data", required=True, help="a JSONL file of problems, or a folder")
     parser.add_argument("--backends", default="", help="a JSON file, or a recipe that names backends")
-    parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
     parser.add_argument("--baselines", action="store_true", help="io, cot and sc as well")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the workflows' calls, or the policy")
     parser.add_argument("--sc_temperature", type=float, default=0.7, help="of self-consistency's calls")
     parser.add_argument("--limit", type=int, default=0, help="problems of each file; 0: all")
-    parser.add_argument("--at_once", type=int, default=8, help="problems played at one time")
-    parser.add_argument("--packages", nargs="*", default=[], type=packages_folder, help="that programs may import from")
-    parser.add_argument("--out", default="", help="folder of the results")
     arguments = parser.parse_args(argv)
     if arguments.at_once < 1 or arguments.limit < 0:
         parser.error(f"--at_once={arguments.at_once} and --limit={arguments.limit}: give at least 1, and at least 0")

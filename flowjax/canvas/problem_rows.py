@@ -88,7 +88,25 @@ def read_problems(
     return found, dict(left_out)
 
 
-def packages_folder(path: str) -> str:
+def command_parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """The parser of a command over problems, with the flags that all of them have; `doc` is what `--help` says."""
+    head, _, rest = doc.partition("\n")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m flowjax.canvas.{name}",
+        description=head,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
+    parser.add_argument("--at_once", type=int, default=8, help="problems played at one time")
+    parser.add_argument(
+        "--packages", nargs="*", default=[], type=_packages_folder, help="that programs may import from"
+    )
+    parser.add_argument("--out", default="", help="folder of the results")
+    return parser
+
+
+def _packages_folder(path: str) -> str:
     """A value of `--packages`.
 
     Raises:

@@ -48,10 +48,10 @@ from flowjax.canvas.problem_rows import (
     ROWS,
     BackendAway,
     Job,
+    command_parser,
     exit_status,
     kept_rows,
     markdown,
-    packages_folder,
     play,
     read_problems,
     write_results,
@@ -445,13 +445,7 @@ def _described(rounds: Sequence[Round], decided: Sequence[Round], asked: int) ->
 
 
 def main(argv: Sequence[str]) -> int:
-    head, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m flowjax.canvas.search",
-        description=head,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("search", __doc__ or "")
     parser.add_argument("--data", required=True, help="a JSONL file of problems, or a folder")
     parser.add_argument("--held_out", required=True, help="a JSONL file of other problems, or a folder")
     parser.add_argument("--backends", required=True, help="a JSON file, or a recipe that names backends")
@@ -461,12 +455,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--problems", type=int, default=64, help="that each workflow is played on")
     parser.add_argument("--optimizer", default="", help="the backend that proposes changes; without it they are random")
     parser.add_argument("--phrases", default="", help="a file of instructions that random changes may give")
-    parser.add_argument("--operators", nargs="*", default=[], help="further operators, package.module:Class")
     parser.add_argument("--temperature", type=float, default=0.0, help="of calls; at 0 equal branches answer alike")
     parser.add_argument("--seed", type=int, default=0, help="of problems and random changes")
-    parser.add_argument("--at_once", type=int, default=8, help="problems played at one time")
-    parser.add_argument("--packages", nargs="*", default=[], type=packages_folder, help="that programs may import from")
-    parser.add_argument("--out", default="", help="folder of the results")
     arguments = parser.parse_args(argv)
     for name, least in {"calls": 1, "calls_each": 1, "problems": 1, "at_once": 1, "seed": 0, "temperature": 0}.items():
         if getattr(arguments, name) < least:

@@ -49,9 +49,7 @@ def exec(text, names):
     {check_data.__name__}(result)
     names["result"] = result
 """
-_LIBRARIES = (
-    4  # times the processor time and the memory: such tests load libraries, in both boxes, and compute with them
-)
+_LIBRARIES = 4  # times the processor time and the memory: such tests load libraries in both boxes
 _FILES = re.compile(r"\b(?:open|os|shutil|tempfile|pathlib|Path|zipfile|tarfile|glob|sqlite3|csv|chdir|cwd)\b")
 _NUMBER = re.compile(r"[+-]?\d{1,1000}(\.\d{0,1000})?(e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE)
 

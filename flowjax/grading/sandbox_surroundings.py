@@ -163,7 +163,7 @@ def looked_up(code):
     found, codes = set(), [code]
     for each in codes:
         found |= {step.argval for step in dis.get_instructions(each) if step.opname in _LOOKS_UP}
-        codes += [constant for constant in each.co_consts if hasattr(constant, "co_names")]
+        codes += [constant for constant in each.co_consts if isinstance(constant, types.CodeType)]
     return found - bound
 
 

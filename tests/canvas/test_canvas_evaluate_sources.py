@@ -15,6 +15,15 @@ from flowjax.canvas.evaluate import main
 
 SITE = str(Path(np.__file__).parent.parent)  # holds numpy and scipy
 
+# How every row of DS-1000 runs a program, here by the number of its cases.
+EXECUTION = """def test_execution(solution: str):
+    code = exec_context.replace("[insert]", solution)
+    for i in range(CASES):
+        test_input, expected_result = generate_test_case(i + 1)
+        test_env = {"test_input": test_input}
+        exec(code, test_env)
+        assert exec_test(test_env["result"], expected_result)
+"""
 ARRAYS = '''
 import numpy as np
 import copy
@@ -50,16 +59,9 @@ a = test_input
 [insert]
 """
 
-
-def test_execution(solution: str):
-    code = exec_context.replace("[insert]", solution)
-    for i in range(2):
-        test_input, expected_result = generate_test_case(i + 1)
-        test_env = {"test_input": test_input}
-        exec(code, test_env)
-        assert exec_test(test_env["result"], expected_result)
-'''
-SPARSE = '''
+''' + EXECUTION.replace("CASES", "2")
+SPARSE = (
+    '''
 import numpy as np
 import copy
 import tokenize, io
@@ -95,22 +97,17 @@ sA = test_input
 result = f(sA)
 """
 
-
-def test_execution(solution: str):
-    code = exec_context.replace("[insert]", solution)
-    for i in range(1):
-        test_input, expected_result = generate_test_case(i + 1)
-        test_env = {"test_input": test_input}
-        exec(code, test_env)
-        assert exec_test(test_env["result"], expected_result)
-
+'''
+    + EXECUTION.replace("CASES", "1")
+    + """
 
 def test_string(solution: str):
     tokens = []
     for token in tokenize.tokenize(io.BytesIO(solution.encode("utf-8")).readline):
         tokens.append(token.string)
     assert "while" not in tokens and "for" not in tokens
-'''
+"""
+)
 FRAMES = '''
 import pandas as pd
 import numpy as np
@@ -152,15 +149,7 @@ df, order = test_input
 [insert]
 """
 
-
-def test_execution(solution: str):
-    code = exec_context.replace("[insert]", solution)
-    for i in range(1):
-        test_input, expected_result = generate_test_case(i + 1)
-        test_env = {"test_input": test_input}
-        exec(code, test_env)
-        assert exec_test(test_env["result"], expected_result)
-'''
+''' + EXECUTION.replace("CASES", "1")
 MODELS = "import xgboost\n" + ARRAYS
 BEGUN = "Problem:\n{}\nA:\n<code>\nimport numpy as np\n</code>\nresult = ... # put solution here\nBEGIN SOLUTION\n"
 
