@@ -79,7 +79,7 @@ FIELDS = Section(
         attention=Entry(
             "auto",
             "auto is by platform and row length (docs/models.md)",
-            choices=("auto", "xla", "cudnn", "splash"),
+            choices=("auto", "xla", "cudnn", "flash", "splash"),
             resume=True,
         ),
         template_options=Free(

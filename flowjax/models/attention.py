@@ -1,8 +1,8 @@
-"""Attention within the segments of packed rows: rotary positions, masks, and grouped-query attention in three forms.
+"""Attention within the segments of packed rows: rotary positions, masks, and grouped-query attention in four forms.
 
-XLA's plain attention runs everywhere; cuDNN's (NVIDIA GPUs) and splash attention (TPUs) are fused, and leave a row's
-segments apart without a [tokens, tokens] mask in memory. The calls and masks of these two are checked without such a
-device (tests/models/test_models_attention.py); no GPU or TPU has run them here.
+XLA's plain attention runs everywhere. Flash attention (`flash.py`) and cuDNN's, for NVIDIA GPUs, and splash attention,
+for TPUs, are fused, and leave a row's segments apart without a [tokens, tokens] mask in memory. How they are called and
+what they compute is checked without such a device (tests/models); no GPU or TPU has run them here.
 """
 
 import functools
@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from flowjax.models.flash import flash_attend
 from flowjax.models.shape import AnyScaling, LinearScaling, ModelConfig, ModelError, RopeScaling, YarnScaling
 
 try:
@@ -21,13 +23,13 @@ try:
 except ImportError:  # it is private, and may move
     cudnn: Any = None
 
-Attention = Literal["auto", "xla", "cudnn", "splash"]
-CHOICES = ("auto", "xla", "cudnn", "splash")
-FUSED_FROM_TOKENS = 1024  # below, XLA's plain attention is about as fast as cuDNN's
-PACKED_SEGMENTS = 32  # segments of one row that cuDNN is given; a row with more goes through XLA
+Form = Literal["xla", "cudnn", "flash", "splash"]
+CHOICES = ("auto", "xla", "cudnn", "flash", "splash")
+FUSED_FROM_TOKENS = 1024  # below, XLA's plain attention is about as fast as a fused one
+PACKED_SEGMENTS = 32  # segments of one row that cuDNN is given; a row with more goes through flash attention
 SPLASH_BLOCK_TOKENS = 512
 LANES = 128  # splash attention's rows are multiples of it
-HOPPER = (9, 0)
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 BLOCK_TOKENS = 1024  # queries whose scores exist at once, at most
 BLOCKS = 8  # that a row is cut into, each with the keys up to its own end: little more than half of all scores
 SMALL_BLOCK_TOKENS = {"cpu": 64}  # smaller ones do not pay; by platform, its caches being small
@@ -160,7 +162,11 @@ def attend(
         scores = jnp.where(seen[:, None, None], scores, MASKED)
         # The greatest score only keeps exp in range; what is subtracted cancels, so it has no gradient.
         weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
-        mixed = jnp.einsum("rkgts,rksd->rkgtd", weights.astype(value.dtype), value[:, :, :keys])
+        # Sums of undivided weights are beyond float16 with a few hundred keys; other types have the range.
+        wide = jnp.float32 if value.dtype == jnp.float16 else None
+        mixed = jnp.einsum(
+            "rkgts,rksd->rkgtd", weights.astype(value.dtype), value[:, :, :keys], preferred_element_type=wide
+        )
         # Divided after the product: [tokens, dim] numbers and not [tokens, keys]; in float32, as the sum is.
         return (mixed / weights.sum(axis=-1, keepdims=True)).astype(value.dtype)
 
@@ -194,10 +200,16 @@ def default_block_tokens(tokens: int) -> int:
 # ----------------------------------------------------------------------------------------------------- choice of a form
 
 
+def cuda_capability(device: Any) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU, (8, 0) of an A100; (0, 0) of any other device."""
+    numbers = str(getattr(device, "compute_capability", "")).split(".")
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(map(str.isdigit, numbers)) else (0, 0)
+
+
 def choose_attention(
-    wanted: str, config: ModelConfig, *, platform: str, tokens: int, dtype: DTypeLike, sequence_parts: int = 1
-) -> Literal["xla", "cudnn", "splash"]:
-    """The form of attention for rows of `tokens` tokens on "cpu", "cuda" or "tpu".
+    wanted: str, config: ModelConfig, *, device: Any, tokens: int, dtype: DTypeLike, sequence_parts: int = 1
+) -> Form:
+    """The form of attention for rows of `tokens` tokens on a device, which may be a mere description of one.
 
     Raises:
         ModelError: a form was asked for that cannot keep the segments of a packed row apart here, or does not exist
@@ -207,29 +219,38 @@ def choose_attention(
         raise ModelError(f"config.model.attention is {wanted!r}: it must be one of {', '.join(CHOICES)}")
     if wanted == "xla":
         return "xla"
-    obstacles: dict[Literal["cudnn", "splash"], str | None] = {
-        "cudnn": _cudnn_obstacle(config, platform, jnp.dtype(dtype), sequence_parts),
-        "splash": _splash_obstacle(config, platform, tokens, sequence_parts),
+    obstacles: dict[Form, str | None] = {  # the first without one is taken
+        "cudnn": _cudnn_obstacle(config, device, jnp.dtype(dtype), sequence_parts),
+        "flash": _flash_obstacle(device, jnp.dtype(dtype)),
+        "splash": _splash_obstacle(config, device, tokens, sequence_parts),
     }
-    if wanted != "auto":
-        if obstacles[wanted]:
-            raise ModelError(f"config.model.attention is {wanted!r}, but {obstacles[wanted]}: set it to 'auto'")
-        return wanted
-    if tokens >= FUSED_FROM_TOKENS:
-        for form, obstacle in obstacles.items():
-            if obstacle is None:
-                return form
+    for form, obstacle in obstacles.items():
+        if wanted == form and obstacle:
+            raise ModelError(f"config.model.attention is {wanted!r}, but {obstacle}: set it to 'auto'")
+        if wanted == form or (wanted == "auto" and obstacle is None and tokens >= FUSED_FROM_TOKENS):
+            return form
     return "xla"
 
 
-def _cudnn_obstacle(config: ModelConfig, platform: str, dtype: Any, sequence_parts: int) -> str | None:
-    if platform != "cuda":
-        return f"this is a {platform} and no NVIDIA GPU"
+def _nvidia_obstacle(name: str, device: Any, dtype: Any) -> str | None:
+    if cuda_capability(device) == (0, 0):
+        return f"this is a {device.platform} and no NVIDIA GPU"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the model is in {dtype} and {name} takes bfloat16 and float16"
+    return None
+
+
+def _flash_obstacle(device: Any, dtype: Any) -> str | None:
+    older = "flash attention needs an Ampere GPU or a newer one" if cuda_capability(device) < AMPERE else None
+    return _nvidia_obstacle("flash attention", device, dtype) or older
+
+
+def _cudnn_obstacle(config: ModelConfig, device: Any, dtype: Any, sequence_parts: int) -> str | None:
+    if obstacle := _nvidia_obstacle("cuDNN's attention", device, dtype):
+        return obstacle
     if cudnn is None:
         return f"JAX {jax.__version__} keeps cuDNN's attention in another place than flowjax looks for it"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the model is in {dtype} and cuDNN's attention takes bfloat16 and float16"
-    if not cudnn.check_compute_capability("{}.{}".format(*HOPPER)):
+    if cuda_capability(device) < HOPPER:
         return "cuDNN keeps the segments of a packed row apart on Hopper GPUs and newer only"
     if config.head_dim % 8 or config.head_dim > 256:
         return f"its head_dim is {config.head_dim} and cuDNN's attention takes multiples of 8 up to 256"
@@ -238,16 +259,16 @@ def _cudnn_obstacle(config: ModelConfig, platform: str, dtype: Any, sequence_par
     return "its mask does not work over config.mesh.sequence" if sequence_parts > 1 else None
 
 
-def _splash_obstacle(config: ModelConfig, platform: str, tokens: int, sequence_parts: int) -> str | None:
-    if platform != "tpu":
-        return f"this is a {platform} and no TPU"
+def _splash_obstacle(config: ModelConfig, device: Any, tokens: int, sequence_parts: int) -> str | None:
+    if device.platform != "tpu":
+        return f"this is a {device.platform} and no TPU"
     if tokens % LANES:
         return f"rows have {tokens} tokens and splash attention takes multiples of {LANES}"
     return "its mask does not work over config.mesh.sequence" if sequence_parts > 1 else None
 
 
 def attend_by(
-    form: Literal["xla", "cudnn", "splash"],
+    form: Form,
     *args: jax.Array,
     window_tokens: int | None,
     windowed: Bool[Array, ""],
@@ -255,16 +276,18 @@ def attend_by(
 ) -> jax.Array:
     """`attention.attend` in one of its forms. `windowed`: whether this layer has the window; it may be traced.
 
-    The kernels know their window when they are compiled: a model with two kinds of layers has both and takes one.
+    cuDNN's and splash attention know their window when they are compiled: a model with two kinds of layers has both
+    and takes one. The result is named "mixed" for those who keep it for the backward pass; flash attention names what
+    its own needs.
     """
-    if window_tokens is None:
-        return {"xla": attend, "cudnn": cudnn_attend, "splash": splash_attend}[form](*args, **options)
-    if form == "xla":
-        every_token = args[1].shape[1]
-        return attend(*args, window_tokens=jnp.where(windowed, window_tokens, every_token), **options)
-    kernel = functools.partial(cudnn_attend if form == "cudnn" else splash_attend, **options)
-    near, far = functools.partial(kernel, window_tokens=window_tokens), kernel
-    return jax.lax.cond(windowed, near, far, *args)
+    forms = {"xla": attend, "cudnn": cudnn_attend, "flash": flash_attend, "splash": splash_attend}
+    kernel = functools.partial(forms[form], **options)
+    if window_tokens is not None and form in ("xla", "flash"):
+        kernel = functools.partial(kernel, window_tokens=jnp.where(windowed, window_tokens, args[1].shape[1]))
+    elif window_tokens is not None:
+        near, far = functools.partial(kernel, window_tokens=window_tokens), kernel
+        kernel = functools.partial(jax.lax.cond, windowed, near, far)
+    return kernel(*args) if form == "flash" else checkpoint_name(kernel(*args), "mixed")
 
 
 def segment_bounds(
@@ -304,10 +327,11 @@ def cudnn_attend(
     window_tokens: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "rows tokens heads dim"]:
     """cuDNN's flash attention over packed rows, by where each segment starts and how long it is.
 
-    Rows with more than PACKED_SEGMENTS segments go through XLA instead, decided while running. cuDNN leaves places
+    Rows with more than PACKED_SEGMENTS segments go through our own instead, decided while running. cuDNN leaves places
     outside all segments unwritten, forward and backward: they are set to zero here.
     """
     if soft_cap is not None:
@@ -333,11 +357,11 @@ def cudnn_attend(
         )
         return jnp.where(real, mixed, 0)
 
-    def plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        arrays = (segments, positions, key_segments, key_positions)
-        return attend(query, key, value, *arrays, window_tokens=window_tokens, scale=scale)
+    def ours(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        places = (segments, positions, key_segments, key_positions)
+        return flash_attend(query, key, value, *places, window_tokens=window_tokens, scale=scale, interpret=interpret)
 
-    return jax.lax.cond(segment_count(segments).max() <= count, fused, plain, query, key, value)
+    return jax.lax.cond(segment_count(segments).max() <= count, fused, ours, query, key, value)
 
 
 # The forms of attention.py have one signature, and `attend_by` calls any of them.

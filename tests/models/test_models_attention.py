@@ -5,6 +5,7 @@ arguments are right. Splash attention runs in Pallas' interpreter.
 """
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from packing import packed
 from tiny_models import TINY
 
 from flowjax.models import attention as kernels
@@ -25,6 +27,9 @@ from flowjax.models.shape import LinearScaling, ModelError
 
 BIG = dataclasses.replace(TINY, head_dim=64)
 SOFT = dataclasses.replace(BIG, attention_soft_cap=50.0)
+CPU, TPU = SimpleNamespace(platform="cpu"), SimpleNamespace(platform="tpu")
+H100, A100, V100 = (SimpleNamespace(platform="gpu", compute_capability=x) for x in ("9.0", "8.0", "7.0"))
+MI300 = SimpleNamespace(platform="gpu", compute_capability="gfx942")
 
 
 @pytest.fixture
@@ -35,63 +40,48 @@ def hopper(monkeypatch):
     monkeypatch.setattr(kernels.cudnn, "is_cuda_compute_capability_equal", lambda capability: capability == "9.0")
 
 
-def packed(rows: list[list[int]], tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Segments and positions of rows of sequences with these lengths, padding behind."""
-    segments, positions = np.zeros((2, len(rows), tokens), np.int32)
-    for row, lengths in enumerate(rows):
-        start = 0
-        for number, length in enumerate(lengths, start=1):
-            segments[row, start : start + length] = number
-            positions[row, start : start + length] = np.arange(length)
-            start += length
-    return segments, positions
-
-
 @pytest.mark.parametrize(
-    ("platform", "tokens", "dtype", "config", "parts", "form"),
+    ("device", "tokens", "dtype", "config", "parts", "form"),
     [
-        ("cpu", 4096, jnp.bfloat16, BIG, 1, "xla"),
-        ("cuda", 4096, jnp.bfloat16, BIG, 1, "cudnn"),
-        ("cuda", 512, jnp.bfloat16, BIG, 1, "xla"),
-        ("cuda", 4096, jnp.float32, BIG, 1, "xla"),
-        ("cuda", 4096, jnp.bfloat16, SOFT, 1, "xla"),
-        ("cuda", 4096, jnp.bfloat16, BIG, 2, "xla"),
-        ("tpu", 4096, jnp.bfloat16, SOFT, 1, "splash"),
-        ("tpu", 4100, jnp.bfloat16, BIG, 1, "xla"),
-        ("rocm", 4096, jnp.bfloat16, BIG, 1, "xla"),
+        (CPU, 4096, jnp.bfloat16, BIG, 1, "xla"),
+        (H100, 4096, jnp.bfloat16, BIG, 1, "cudnn"),
+        (H100, 512, jnp.bfloat16, BIG, 1, "xla"),
+        (H100, 4096, jnp.float32, BIG, 1, "xla"),
+        (H100, 4096, jnp.bfloat16, SOFT, 1, "flash"),
+        (H100, 4096, jnp.bfloat16, BIG, 2, "flash"),
+        (A100, 4096, jnp.bfloat16, BIG, 1, "flash"),
+        (A100, 4096, jnp.float16, SOFT, 4, "flash"),
+        (V100, 4096, jnp.float16, BIG, 1, "xla"),
+        (MI300, 4096, jnp.bfloat16, BIG, 1, "xla"),
+        (TPU, 4096, jnp.bfloat16, SOFT, 1, "splash"),
+        (TPU, 4100, jnp.bfloat16, BIG, 1, "xla"),
     ],
 )
-def test_attention_is_chosen_by_platform_and_length(hopper, platform, tokens, dtype, config, parts, form):
-    options: Any = {"platform": platform, "tokens": tokens, "dtype": dtype, "sequence_parts": parts}
+def test_attention_is_chosen_by_device_and_length(device, tokens, dtype, config, parts, form):
+    options: Any = {"device": device, "tokens": tokens, "dtype": dtype, "sequence_parts": parts}
     assert kernels.choose_attention("auto", config, **options) == form
 
 
 @pytest.mark.parametrize(
     ("wanted", "changes", "message"),
     [
-        ("flash", {}, "config.model.attention is 'flash': it must be one of auto, xla, cudnn, splash"),
-        ("cudnn", {"platform": "cpu"}, "is 'cudnn', but this is a cpu and no NVIDIA GPU: set it to 'auto'"),
+        ("fast", {}, "config.model.attention is 'fast': it must be one of auto, xla, cudnn, flash, splash"),
+        ("cudnn", {"device": CPU}, "is 'cudnn', but this is a cpu and no NVIDIA GPU: set it to 'auto'"),
+        ("cudnn", {"device": MI300}, "this is a gpu and no NVIDIA GPU"),
+        ("cudnn", {"device": A100}, "keeps the segments of a packed row apart on Hopper GPUs and newer only"),
         ("cudnn", {"config": SOFT}, "cuDNN's attention has no soft cap"),
         ("cudnn", {"sequence_parts": 4}, "its mask does not work over config.mesh.sequence"),
-        (
-            "splash",
-            {"platform": "tpu", "tokens": 100},
-            "rows have 100 tokens and splash attention takes multiples of 128",
-        ),
+        ("flash", {"device": V100}, "flash attention needs an Ampere GPU or a newer one"),
+        ("cudnn", {"device": V100}, "cuDNN keeps the segments of a packed row apart on Hopper GPUs and newer only"),
+        ("flash", {"dtype": jnp.float32}, "the model is in float32 and flash attention takes bfloat16 and float16"),
+        ("splash", {}, "this is a gpu and no TPU"),
+        ("splash", {"device": TPU, "tokens": 100}, "rows have 100 tokens and splash attention takes multiples of 128"),
     ],
 )
-def test_attention_that_cannot_keep_segments_apart_is_refused(hopper, wanted, changes, message):
-    options: Any = {"config": BIG, "platform": "cuda", "tokens": 2048, "dtype": jnp.bfloat16} | changes
+def test_attention_that_cannot_keep_segments_apart_is_refused(wanted, changes, message):
+    options: Any = {"config": BIG, "device": H100, "tokens": 2048, "dtype": jnp.bfloat16} | changes
     with pytest.raises(ModelError, match=message):
         kernels.choose_attention(wanted, options.pop("config"), **options)
-
-
-def test_gpus_before_hopper_use_xla(hopper, monkeypatch):
-    monkeypatch.setattr(kernels.cudnn, "check_compute_capability", lambda capability: False)
-    options: Any = {"platform": "cuda", "tokens": 2048, "dtype": jnp.bfloat16}
-    assert kernels.choose_attention("auto", BIG, **options) == "xla"
-    with pytest.raises(ModelError, match="keeps the segments of a packed row apart on Hopper GPUs and newer only"):
-        kernels.choose_attention("cudnn", BIG, **options)
 
 
 def test_segment_bounds_by_hand():
@@ -155,7 +145,8 @@ def test_what_cudnn_is_told_means_the_segment_mask(monkeypatch, window):
 def test_rows_of_many_segments_do_not_go_to_cudnn(monkeypatch):
     monkeypatch.setattr(kernels, "PACKED_SEGMENTS", 2)
     monkeypatch.setattr(kernels.cudnn, "dot_product_attention", lambda query, *rest, **options: query * jnp.nan)
-    _compare(kernels.cudnn_attend, _inputs(16), packed([[5, 1, 7], [13]], 16))
+    ours = functools.partial(kernels.cudnn_attend, interpret=True)
+    _compare(ours, _inputs(16), packed([[5, 1, 7], [13]], 16))
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (40, 2.0)])
@@ -172,6 +163,7 @@ def test_splash_attention_keeps_segments_apart(window, soft_cap):
     ("form", "platform", "calls"),
     [
         ("cudnn", "cuda", ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")),
+        ("flash", "cuda", ("__gpu$xla.gpu.triton",)),
         ("splash", "tpu", ("tpu_custom_call",)),
     ],
 )
@@ -190,7 +182,17 @@ def test_the_gradient_of_a_packed_step_calls_the_kernel(hopper, monkeypatch, for
     lowered = jax.jit(jax.grad(loss)).trace(trained, frozen, ids, ids, ids).lower(lowering_platforms=(platform,))
     text = lowered.as_text()
     assert all(call in text for call in calls)
-    assert "x1024x1024x" not in text if form == "splash" else True  # no matrix of scores
+    assert "x1024x1024x" not in text  # no matrix of scores
+
+
+@pytest.mark.parametrize("tokens", [1023, 8192])
+def test_float16_holds_the_sum_of_many_equal_values(tokens):
+    """Undivided, they were added up to infinity."""
+    query = jnp.zeros((1, 8, 1, 16), jnp.float16)
+    key, value = jnp.zeros((1, tokens, 1, 16), jnp.float16), jnp.full((1, tokens, 1, 16), 70.0, jnp.float16)
+    ones, places = jnp.ones((1, tokens), jnp.int32), jnp.arange(tokens)[None]
+    found = kernels.attend(query, key, value, ones[:, -8:], places[:, -8:], ones, places)
+    assert np.asarray(found) == pytest.approx(70.0, rel=2e-3)
 
 
 def test_segment_mask_between_other_queries_and_keys():
