@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flowjax.models import params
-from flowjax.models.attention import attend_by, choose_attention, rope_angles, rotate
+from flowjax.models.attention import AMPERE, attend_by, choose_attention, cuda_capability, rope_angles, rotate
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch, lora_linear
 from flowjax.models.moe import mixture
 from flowjax.models.params import Placeable
@@ -22,10 +22,9 @@ from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import Placement, ShardingRules
 
 Remat = Literal["none", "dots", "layer"]
-# What the backward pass finds kept of a layer: everything, what linear maps and attention gave, or its input alone.
-_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names("mixed")
-)
+# What the backward pass finds kept of a layer: everything, what linear maps and attention gave, or its input alone. By
+# name, and not all products: a map's own and its adapter's, kept apart, would be twice the memory of their sum.
+_PRODUCTS = jax.checkpoint_policies.save_only_these_names("linear", "mixed", "chosen")
 _KEPT: dict[str, Callable | None] = {"dots": _PRODUCTS, "layer": None}
 UNROLLED_LAYERS = 4  # a model this shallow compiles as fast unrolled, and does not copy what its backward pass keeps
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -156,8 +155,8 @@ class Decoder(nnx.Module):
 
         def apply(name: str, x: jax.Array) -> jax.Array:
             if self.placement is not None and self.placement.ways("tokens") > 1:
-                return flat(name, x)
-            return flat(name, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+                return checkpoint_name(flat(name, x), "linear")
+            return checkpoint_name(flat(name, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1), "linear")
 
         def flat(name: str, x: jax.Array) -> jax.Array:
             lora = self.lora if name in adapter else None
@@ -205,11 +204,13 @@ class Decoder(nnx.Module):
         """
         config, placement = self.config, self.placement
         mesh = None if placement is None or placement.mesh.size == 1 else placement.mesh
-        platform = (mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]).platform
+        device = jax.devices()[0] if placement is None else placement.device
+        if config.experts is not None and (0, 0) < cuda_capability(device) < AMPERE:
+            raise ModelError("models with experts need an Ampere GPU or a newer one, or the CPU: Triton has no other")
         form = choose_attention(
             self.attention,
             config,
-            platform="cuda" if platform == "gpu" else platform,
+            device=device,
             tokens=segments.shape[1],
             dtype=self.dtype,
             sequence_parts=1 if placement is None else placement.ways("tokens"),
@@ -252,7 +253,7 @@ class Decoder(nnx.Module):
             return self._norm(y, weights[norm]) if norm in weights else y
 
         query, key = heads("q_proj", "act_heads", "q_norm"), heads("k_proj", "act_kv_heads", "k_norm")
-        mixed = checkpoint_name(mix(query, key, heads("v_proj", "act_kv_heads", "")), "mixed")
+        mixed = mix(query, key, heads("v_proj", "act_kv_heads", ""))
         return linear("o_proj", mixed.reshape(rows, tokens, config.query_size))
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -315,11 +316,22 @@ def base_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, params.ParamS
     return params.outer_specs(config, dtype) | params.layer_specs(config, dtype)
 
 
-def make_placement(config: ModelConfig, mesh: Mesh | None, rules: ShardingRules | None) -> Placement | None:
-    """The model's placement; None without a mesh. Raises ModelError when the mesh does not divide the model."""
+def make_placement(
+    config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: ShardingRules | None = None
+) -> Placement | None:
+    """The model's placement; None without a mesh.
+
+    Unless there are rules of one's own, experts that do not divide over the mesh are split along the hidden size.
+
+    Raises:
+        ModelError: the mesh does not divide the model.
+    """
     if mesh is None:
         return None
     placement = Placement(mesh, rules or ShardingRules())
+    if rules is None and config.experts and config.experts.count % placement.ways("experts"):
+        split = ShardingRules(experts="expert", expert_embed=("fsdp", "sequence"))
+        placement = Placement(mesh, split)
     placement.check(config)
     return placement
 

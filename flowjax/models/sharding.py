@@ -23,7 +23,8 @@ class ShardingRules:
     The first block names dimensions of parameters, the second those of activations. The defaults are fully sharded
     data parallelism with Megatron's tensor parallelism: parameters are split along the hidden size over every axis
     that splits the batch within a replica, and over `tensor` along heads, feed-forward and vocabulary; experts are
-    split over `expert`. Rows are split over `data`, `fsdp` and `expert`, the tokens of a row over `sequence`.
+    spread over the former, and over `expert` alone while in use. Rows are split over `data`, `fsdp` and `expert`, the
+    tokens of a row over `sequence`.
     """
 
     layers: MeshAxes = None
@@ -33,8 +34,8 @@ class ShardingRules:
     kv_heads: MeshAxes = "tensor"
     ffn: MeshAxes = "tensor"
     rank: MeshAxes = None
-    experts: MeshAxes = "expert"
-    expert_embed: MeshAxes = ("fsdp", "sequence")
+    experts: MeshAxes = ("expert", "fsdp", "sequence")
+    expert_embed: MeshAxes = None
     expert_ffn: MeshAxes = "tensor"
 
     rows: MeshAxes = ROW_AXES
@@ -43,6 +44,7 @@ class ShardingRules:
     act_heads: MeshAxes = "tensor"
     act_kv_heads: MeshAxes = "tensor"
     act_ffn: MeshAxes = "tensor"
+    act_experts: MeshAxes = "expert"
 
     def __post_init__(self):
         for rule in fields(self):
@@ -86,6 +88,11 @@ class Placement:
 
     def of(self, axes: Sequence[str | None]) -> NamedSharding:
         return NamedSharding(self.mesh, self.rules.spec(axes))
+
+    @property
+    def device(self) -> Any:
+        """One of the mesh's devices, for what depends on their kind; a device that is here where there are none yet."""
+        return self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else jax.devices()[0]
 
     def ways(self, axis: str) -> int:
         """Number of parts that the logical axis is cut into."""

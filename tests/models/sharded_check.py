@@ -78,7 +78,7 @@ def loss_and_gradients(folder: Path, mesh: Any, lora: Lora | None) -> tuple[floa
 
 
 def kernels_on_a_mesh() -> dict[str, bool]:
-    """Whether the gradient of a model on a mesh calls cuDNN, lowered for CUDA, and a Pallas kernel, lowered for TPU."""
+    """Whether the gradient of a model on a mesh calls cuDNN and Triton, for CUDA, and a Pallas kernel, for TPU."""
     kernels.cudnn.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91300)
     kernels.cudnn.check_compute_capability = lambda capability: capability == "9.0"
     kernels.cudnn.is_cuda_compute_capability_equal = lambda capability: False
@@ -89,6 +89,7 @@ def kernels_on_a_mesh() -> dict[str, bool]:
     found = {}
     for form, platform, call in (
         ("cudnn", "cuda", "__cudnn$fmhaSoftmaxBackward"),
+        ("flash", "cuda", "__gpu$xla.gpu.triton"),
         ("splash", "tpu", "tpu_custom_call"),
     ):
         decoder_module.choose_attention = lambda *args, form=form, **options: form

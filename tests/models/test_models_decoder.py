@@ -80,10 +80,11 @@ def test_split_separates_the_adapter_and_only_it_gets_gradients(tokens):
     assert all(np.abs(g).max() > 0 for g in gradients.values())
 
 
-def test_remat_changes_neither_loss_nor_gradients(tokens):
+@pytest.mark.parametrize("remat", ["dots", "layer"])
+def test_remat_changes_neither_loss_nor_gradients(tokens, remat):
     decoder = tiny_decoder()
     loss, gradients = _gradients(decoder, nnx.Param, tokens)
-    decoder.remat = "layer"
+    decoder.remat = remat
     loss_remat, gradients_remat = _gradients(decoder, nnx.Param, tokens)
     assert loss == pytest.approx(float(loss_remat), rel=1e-6)
     for path, gradient in gradients.items():

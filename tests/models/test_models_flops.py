@@ -51,3 +51,11 @@ def test_packing_does_not_change_what_a_sequence_costs():
 def test_peaks_of_devices():
     assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("TPU v5p") == 459e12 and peak_flops("cpu") is None
+    # As JAX names them: a v5p says "TPU v5".
+    assert (
+        peak_flops("TPU v5") == 459e12 and peak_flops("TPU v5 lite") == 197e12 and peak_flops("TPU v6 lite") == 918e12
+    )
+    assert (
+        peak_flops("NVIDIA L40") == 181e12 and peak_flops("NVIDIA L4") == 121e12 and peak_flops("NVIDIA A10G") == 70e12
+    )
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and peak_flops("NVIDIA RTX A1000") is None

@@ -1,17 +1,27 @@
-"""Experts: no token is dropped, gradients are exact, and layers with and without them go by in order."""
+"""Experts: no token is dropped, gradients are exact, and layers with and without them go by in order.
+
+A GPU's and a TPU's kernels run in Pallas's interpreter here, where blocks that a kernel does not write are NaN.
+"""
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiny_models import TINY
 
-from flowjax.models.moe import mix_experts, route
+from flowjax.models import moe
+from flowjax.models.decoder import Decoder
+from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.moe import block_shape, lay_out, mix_experts, mixture, route
 from flowjax.models.params import Block, layer_blocks
 from flowjax.models.shape import Experts, ModelError
+from flowjax.models.sharding import Placement, ShardingRules
 
 TOKENS, HIDDEN, FFN, COUNT = 13, 6, 5, 4
 
@@ -48,11 +58,201 @@ def test_sorted_experts_equal_all_experts_and_a_mask(normalise, parts):
         )
 
     def run(function):
-        return jax.value_and_grad(lambda *arrays: jnp.sum(function(*arrays) * pull), argnums=(0, 1, 2, 3, 4))(*arrays)
+        step = jax.value_and_grad(lambda *arrays: jnp.sum(function(*arrays) * pull), argnums=(0, 1, 2, 3, 4))
+        return jax.jit(step)(*arrays)
 
     found, wanted = run(ours), run(functools.partial(_dense, experts=experts))
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def _routings() -> list[list[int]]:
+    """Blocks of each of six experts, at most fourteen in all: all to one, none to the first, to the last, to any."""
+    random = np.random.default_rng(3)
+    named = [[0, 0, 0, 14, 0, 0], [14, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2], [2] * 6, [0] * 6]
+    return [*named, *(np.bincount(random.integers(0, 6, n), minlength=6).tolist() for n in range(14))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_form_of_a_grouped_product_is_each_experts_own(dtype):
+    """Over sizes that no tile divides; what stands in unused blocks is NaN."""
+    depth, columns = (100, 144) if dtype == "float32" else (144, 40)
+    # Sums are in float32, and what is left is the rounding of the result.
+    tolerance = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 5e-4}[dtype]
+    interpreted = {"interpret": True}
+    forms = [
+        (moe.loop_product, moe.loop_pairs),
+        (functools.partial(moe.gpu_product, **interpreted), functools.partial(moe.gpu_pairs, **interpreted)),
+        (moe.ragged_product, functools.partial(moe.tpu_pairs, **interpreted)),
+    ]
+
+    @jax.jit
+    def run(x, weights, g, starts):
+        return [
+            (
+                multiply(x, weights, starts, transposed=False),
+                multiply(g, weights, starts, transposed=True),
+                multiply_pairs(x, g, starts),
+            )
+            for multiply, multiply_pairs in forms
+        ]
+
+    random = np.random.default_rng(0)
+    shapes = ((14, 16, depth), (6, depth, columns), (14, 16, columns))
+    x, weights, g = (jnp.asarray(random.normal(size=shape) / math.sqrt(depth), dtype) for shape in shapes)
+    wide = [np.asarray(array, np.float64) for array in (x, weights, g)]
+    for counts in _routings():
+        owner = np.repeat(np.arange(6), counts)
+        used = len(owner)
+        pairs = np.zeros(shapes[1])
+        np.add.at(pairs, owner, np.einsum("bri,bro->bio", wide[0][:used], wide[2][:used]))
+        wanted = (wide[0][:used] @ wide[1][owner], wide[2][:used] @ wide[1][owner].swapaxes(1, 2), pairs)
+        starts = jnp.asarray([0, *np.cumsum(counts)], jnp.int32)
+        for results in run(x.at[used:].set(jnp.nan), weights, g.at[used:].set(jnp.nan), starts):
+            for result, right in zip(results, wanted, strict=True):
+                assert result.dtype == x.dtype
+                bound = tolerance * max(np.abs(right).max(initial=0), 1)
+                np.testing.assert_allclose(np.asarray(result, np.float64)[: len(right)], right, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_what_kernels_leave_undefined_reaches_nothing(platform, monkeypatch):
+    experts, arrays = Experts(COUNT, 2, FFN), _arrays()
+
+    def interpreted(forms, *args, **options):
+        form = forms[platform]
+        options |= {} if form is moe.ragged_product else {"interpret": True}
+        return form(*args, **options)
+
+    def ours(x, router, *matrices):
+        weights, chosen = route(x, router, experts)
+        return mix_experts(x, weights, chosen, *(m[1:3] for m in matrices), activate=jax.nn.silu, first=1, total=COUNT)
+
+    def run():
+        step = jax.value_and_grad(lambda *arrays: jnp.sum(ours(*arrays) ** 2), argnums=(0, 1, 2, 3, 4))
+        return jax.jit(step)(*arrays)
+
+    wanted = run()
+    monkeypatch.setattr(moe, "_by_platform", interpreted)
+    for mine, plain in zip(jax.tree.leaves(run()), jax.tree.leaves(wanted), strict=True):
+        # Sums of large terms of either sign, whose order is the processor's.
+        np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6 * float(jnp.abs(plain).max()))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_kernels_are_called_on_a_mesh(platform):
+    """Lowered for the platform with the checks of what differs between devices, gradients of everything included."""
+    mesh = jax.sharding.AbstractMesh((1, 2, 2, 1, 2), ("data", "fsdp", "expert", "sequence", "tensor"))
+    placement = Placement(mesh, ShardingRules())
+
+    def of(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placement.of(axes))
+
+    outward, inward = ("experts", "expert_embed", "expert_ffn"), ("experts", "expert_ffn", "expert_embed")
+    arrays = [of((4, 64, 32), "rows", "tokens", None), of((32, 4), "embed", None)]
+    arrays += [of((4, 32, 128), *outward), of((4, 32, 128), *outward), of((4, 128, 32), *inward)]
+
+    def loss(*arrays):
+        options = {"experts": Experts(4, 2, 128), "activate": jax.nn.silu, "placement": placement}
+        return mixture(*arrays, **options).astype(jnp.float32).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))
+    lowered = step.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    blocks, size = block_shape(2 * 2 * 64, 4, 2)  # two choices of the tokens of two devices; half of all experts
+    assert f"tensor<{blocks}x{size}x32xbf16>" in lowered
+    # Nine products; on a TPU six of them are XLA's own.
+    assert len(re.findall(r"@__gpu\$xla.gpu.triton|@tpu_custom_call", lowered)) == {"cuda": 9, "tpu": 3}[platform]
+
+
+def _routing(tokens: int, experts: Experts, seed: int = 0) -> jax.Array:
+    random = np.random.default_rng(seed)
+    x, router = (jnp.asarray(random.normal(size=size), jnp.float32) for size in ((tokens, 64), (64, experts.count)))
+    return route(x, router, experts)[1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "per_token"), [(8192, 128, 8), (1024, 8, 2), (4096, 64, 8), (2048, 256, 8)]
+)
+def test_rows_are_little_more_than_choices(tokens, count, per_token):
+    chosen = _routing(tokens, Experts(count, per_token, 1))
+    blocks, size = block_shape(chosen.size, count)
+    layout = lay_out(chosen, 0, count, count)
+    assert layout.starts[-1] * size <= 1.3 * chosen.size
+    assert layout.starts[-1] <= blocks
+    owner = np.searchsorted(layout.starts[1:], np.asarray(layout.place) // size, side="right")
+    np.testing.assert_array_equal(owner, chosen)  # each choice is in a block of its expert
+    np.testing.assert_array_equal(layout.source.reshape(-1)[layout.place.reshape(-1)], np.arange(chosen.size))
+    assert (layout.source < chosen.size).sum() == chosen.size
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    # The last: every expert has one row more than whole blocks, for which the bound is exact.
+    [np.zeros(64), np.arange(64) % 2 * 7, np.arange(64) % 8, np.arange(64) // 16, [3], np.minimum(np.arange(72), 7)],
+)
+def test_rows_suffice_for_any_choice(chosen):
+    chosen = jnp.asarray(chosen, jnp.int32).reshape(-1, 1)
+    for first, at_hand in ((0, 8), (4, 4), (7, 1)):
+        blocks, size = block_shape(chosen.size, 8, at_hand)
+        layout = lay_out(chosen, first, at_hand, 8)
+        here = np.asarray((chosen >= first) & (chosen < first + at_hand))
+        assert layout.starts[-1] <= blocks
+        assert (np.asarray(layout.place)[here] < layout.starts[-1] * size).all()
+        assert (np.asarray(layout.place)[~here] == blocks * size).all()
+        assert np.unique(np.asarray(layout.place)[here]).size == here.sum()
+
+
+def test_products_are_of_the_chosen_experts_and_frozen_ones_have_no_gradient():
+    """Counted in the compiled program, where the layer's products are of one block, in loops over used blocks."""
+    experts, tokens, hidden = Experts(32, 4, 48), 512, 40
+    shapes = ((1, tokens, hidden), (hidden, 32), (32, hidden, 48), (32, hidden, 48), (32, 48, hidden))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    chosen = _routing(tokens, experts)
+    size = block_shape(chosen.size, experts.count)[1]
+    used = int(lay_out(chosen, 0, experts.count, experts.count).starts[-1])
+    ideal = 2 * chosen.size * hidden * experts.ffn_size
+
+    def loss(*arrays):
+        return mixture(*arrays, experts=experts, activate=jax.nn.silu, placement=None).sum()
+
+    for function, products in ((loss, 3), (jax.value_and_grad(loss), 6), (jax.value_and_grad(loss, range(5)), 9)):
+        compiled = jax.jit(function).lower(*arrays).compile()
+        cost = compiled.cost_analysis()
+        assert cost is not None and cost["flops"] < 2 * ideal  # bodies of loops count once: no product is outside
+        found = [flops for flops in _dots(compiled.as_text() or "") if flops == 2 * size * hidden * experts.ffn_size]
+        assert len(found) == products
+        assert used * sum(found) <= 1.3 * products * ideal
+
+
+@pytest.mark.parametrize(("remat", "products"), [("layer", 8), ("dots", 6)])
+def test_what_the_backward_pass_computes_again(remat, products):
+    """The two maps that the gradients need, never the last one; with "dots" nothing."""
+    experts = Experts(8, 2, 48)
+    config = dataclasses.replace(TINY, layers=6, hidden_size=40, experts=experts)
+    lora = Lora(2, 4.0, targets=("q_proj",))
+    model = nnx.eval_shape(lambda: Decoder(config, lora=lora, dtype=jnp.float32, remat=remat, key=jax.random.key(0)))
+    graph, adapter, base = nnx.split(model, LoraParam, ...)
+    ids = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+
+    def loss(adapter, base, ids):
+        return nnx.merge(graph, adapter, base)(ids, ids, ids).sum()
+
+    text = jax.jit(jax.value_and_grad(loss)).lower(adapter, base, ids).compile().as_text()
+    size = block_shape(64 * 2, 8)[1]
+    assert _dots(text or "").count(2 * size * 40 * 48) == products
+
+
+def _dots(text: str) -> list[int]:
+    """FLOPs of every matrix product in a compiled program."""
+    shape = {
+        name: [int(size) for size in sizes.split(",")]
+        for name, sizes in re.findall(r"%([\w.-]+) = f32\[([\d,]+)\]", text)
+    }
+    pattern = r"= f32\[([\d,]+)\]\S* dot\((?:f32\S* )?%([\w.-]+), .*?lhs_contracting_dims=\{(\d)\}"
+    return [
+        2 * math.prod(int(size) for size in result.split(",")) * shape[left][int(axis)]
+        for result, left, axis in re.findall(pattern, text)
+    ]
 
 
 def test_one_expert_may_take_every_token():

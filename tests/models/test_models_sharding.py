@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from sharded_check import CASES, ROWS, TOKENS
 from tiny_models import TINY
 
-from flowjax.models.decoder import Decoder, base_specs
+from flowjax.models.decoder import Decoder, base_specs, make_placement
 from flowjax.models.lora import Lora, adapter_specs
 from flowjax.models.shape import Experts, ModelConfig, ModelError
 from flowjax.models.sharding import MESH_AXES, Placement, ShardingRules, make_mesh, resolve_mesh
@@ -33,7 +33,7 @@ def test_the_same_on_eight_devices(tmp_path):
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout.splitlines()[-1])
     assert answer.pop("same_initial_values")
-    assert answer.pop("kernels") == {"cudnn": True, "splash": True}
+    assert answer.pop("kernels") == {"cudnn": True, "flash": True, "splash": True}
     assert answer.keys() == CASES.keys()
     for name, found in answer.items():
         assert found["parts"] == (4 if "data2" in name else 8), name
@@ -157,6 +157,22 @@ def test_mesh_that_does_not_divide_the_model_is_refused():
         _placement(sequence=4).check_batch(12, 30)
     with pytest.raises(ModelError, match=r"hidden_size is 24, .* 5 devices .* lower config.mesh.fsdp to a divisor"):
         _placement(fsdp=5).check(TINY)
+
+
+def test_experts_are_whole_where_they_divide_and_split_along_the_hidden_size_elsewhere():
+    config = dataclasses.replace(TINY, hidden_size=48, experts=Experts(8, 2, 8))
+    axes = base_specs(config, jnp.float32)["expert_up_proj"].axes
+    for sizes, expected in (
+        ({"fsdp": 2, "expert": 2, "sequence": 2, "tensor": 2}, (("expert", "fsdp", "sequence"), None, "tensor")),
+        ({"data": 3, "fsdp": 4, "expert": 4}, ("expert", ("fsdp", "sequence"), "tensor")),
+    ):
+        placement = make_placement(config, _placement(**sizes).mesh)
+        assert placement is not None
+        assert placement.rules.spec(axes) == PartitionSpec(None, *expected)
+    with pytest.raises(
+        ModelError, match=r"number of experts is 8, .* 3 devices of mesh axis expert: lower config.mesh"
+    ):
+        make_placement(config, _placement(expert=3).mesh)
 
 
 def test_one_device_mesh_is_an_ordinary_mesh():
