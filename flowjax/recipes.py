@@ -64,14 +64,17 @@ def as_one_conversation(config: ConfigDict) -> None:
 
 
 def one_node_8_gpus(config: ConfigDict, world: str) -> None:
-    """Qwen3-8B with an adapter of rank 64 on eight GPUs of 80 GB: the engine on four, the trainer on the other four."""
+    """Qwen3-8B with an adapter of rank 64 on eight GPUs of 80 GB: the engine on four, the trainer on the other four.
+
+    Each of the trainer's holds the whole base, 16 GB: nothing but the adapter's gradient then goes from one to another.
+    """
     config.name = f"{world}-qwen3-8b"
     config.model.path = "Qwen/Qwen3-8B"
     config.policy.lora.rank = 64
     config.policy.lora.alpha = 64.0
     config.engine.tensor_parallel = 4
     config.engine.prompts_per_request = 1  # long replies: none waits for another
-    config.mesh.fsdp = 4
+    config.mesh.data, config.mesh.fsdp = 4, 1
     config.rollout.max_concurrent_episodes = 256
     patient(config)
     config.trainer.micro_batch_rows = 4

@@ -2,16 +2,22 @@
 and floating-point operations of a step, beside what a device can do."""
 
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from jax.sharding import AbstractMesh
 
-from flowjax.models.attention import default_block_tokens
+from flowjax.models import params
+from flowjax.models.attention import FUSED_FROM_TOKENS, default_block_tokens
 from flowjax.models.lora import Lora, adapter_specs
+from flowjax.models.moe import block_shape
 from flowjax.models.params import matrix_sizes, owners
 from flowjax.models.quantize import saved_bytes
 from flowjax.models.shape import ModelConfig
+from flowjax.models.sharding import MESH_AXES, Placement
 from flowjax.records import TokenRow
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -26,9 +32,10 @@ def estimate(
     tokens: int,
     chunk: int,
     dtype: str = "bfloat16",
-    train: bool = True,
     remat: Literal["none", "dots", "layer"] = "layer",
+    attention: str = "auto",
     quantize: str = "",
+    versions: int = 0,
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
@@ -41,81 +48,143 @@ def estimate(
         rows: rows of one forward-backward pass, over all devices.
         tokens: tokens per row.
         chunk: tokens whose full-vocabulary logits exist at once.
+        attention: as in the config; unless it is "xla", 16-bit rows of FUSED_FROM_TOKENS are taken to have no scores.
         quantize: how the base's matrices are stored (`models.quantize`).
+        versions: of the trained weights that are kept beside the newest, to compare log-probabilities with.
         data, fsdp, tensor, expert, sequence: sizes of the mesh.
 
-    Activations count what the backward pass keeps: one hidden state per layer with remat, all inputs of linear maps
-    without (and with "dots", which keeps fewer), one layer's gradients and one block's attention weights. XLA's own
-    temporaries add to it: allow 20 %. Weights that are trained themselves are kept in float32.
+    Arrays are counted as they are laid out. `activations` are what the backward pass finds kept of all layers, and
+    `working` the greater of what it holds at once at the head and in one layer. Weights that are trained themselves are
+    kept in float32. Beside XLA's own count for GPUs and TPUs: docs/benchmarks/accelerators.md.
     """
     size = DTYPE_BYTES[dtype]
+    placement = Placement(AbstractMesh((data, fsdp, expert, sequence, tensor), MESH_AXES))
     shards = fsdp * tensor * expert * sequence
-    local_rows, local_tokens = math.ceil(rows / (data * fsdp * expert)), math.ceil(tokens / sequence)
-    adapter = (
-        0
-        if lora is None
-        else sum(math.prod(s.shape) for ab in adapter_specs(config, lora).values() for s in ab.values())
-    )
-    trained = (adapter if lora else config.parameter_count()) if train else 0
-    kept = local_rows * local_tokens * config.hidden_size * size
-    working = _layer_bytes(config, local_rows, local_tokens, size, tensor, expert)
-    block = min(local_tokens, default_block_tokens(local_tokens))
-    scores = local_rows * math.ceil(config.heads / tensor) * block * tokens * (FLOAT32 + size)
-    layers = config.layers if train else 1
-    held = layers if train and remat != "layer" else 1  # layers whose inner values exist at once
-    activations = kept * layers + working * (held + train)  # while training, the gradients of one layer's values too
-    activations += scores * (1 + train)
-    chunk_tokens = min(chunk, rows * tokens) / (data * fsdp * expert * sequence)
+    specs = params.outer_specs(config, dtype) | params.layer_specs(config, dtype)
+    base = sum(_local(spec, placement) for spec in specs.values())
+    adapter = 0
+    if lora is not None:
+        adapter = sum(_local(spec, placement) for ab in adapter_specs(config, lora).values() for spec in ab.values())
+    trained = FLOAT32 * (adapter if lora else base)
+    part = _DevicePart(math.ceil(rows / (data * fsdp * expert)), math.ceil(tokens / sequence), size, tensor, expert)
+    # Each device of `sequence` scores the tokens of all of its rows, whose hidden states are collected for that.
+    chunk_tokens = min(chunk, rows * tokens) / (data * fsdp * expert)
+    logits = math.ceil(chunk_tokens * config.vocab_size / tensor) * FLOAT32
+    # Embedding and head, collected over the devices or laid out anew for their products.
+    tables = 2 * config.vocab_size * math.ceil(config.hidden_size / tensor) * size
+    head = tables + 2 * logits + 4 * sequence * part.values * config.hidden_size * size
+    layer = _backward_bytes(config, part) + _gathered_bytes(config, size, shards // tensor, tensor, expert) + trained
+    if attention == "xla" or size == FLOAT32 or tokens < FUSED_FROM_TOKENS:
+        block = min(part.tokens, default_block_tokens(part.tokens))
+        layer += 2 * part.rows * math.ceil(config.heads / tensor) * block * tokens * (FLOAT32 + size)
     return {
-        "base": math.ceil(config.parameter_count() / shards) * size - saved_bytes(config, quantize, size) // shards,
-        "float32_weights": 0 if lora or not train or size == FLOAT32 else math.ceil(trained / shards) * FLOAT32,
-        "gathered_layer": _gathered_bytes(config, size, shards // tensor, tensor, expert),
-        "adapter": math.ceil(adapter / shards) * FLOAT32,
-        "gradients": math.ceil(trained / shards) * FLOAT32,
-        "moments": 2 * math.ceil(trained / shards) * FLOAT32,
-        "activations": activations,
-        "logprob_chunk": math.ceil(chunk_tokens * config.vocab_size / tensor) * FLOAT32 * (3 if train else 2),
+        "base": base * size - saved_bytes(config, quantize, size) // shards,
+        "float32_weights": 0 if lora or size == FLOAT32 else trained,
+        "adapter": FLOAT32 * adapter,
+        "gradients": trained,
+        "moments": 2 * trained,
+        "versions": versions * trained,
+        "activations": config.layers * _kept_bytes(config, part, remat),
+        "working": max(head, layer) + _turned_bytes(config, size, shards, shards // tensor),
     }
 
 
-def _layer_bytes(config: ModelConfig, rows: int, tokens: int, size: int, tensor: int, expert: int) -> int:
-    """Bytes that one layer's forward pass holds for its backward pass."""
-    attention = 3 * config.query_size + 2 * config.kv_size
-    ffn = 3 * config.ffn_size if config.dense_layers else 0
-    if experts := config.experts:  # every device has the tokens of its neighbours along `expert`, once per choice
-        sparse = expert * experts.per_token * (3 * experts.ffn_size + 2 * config.hidden_size * tensor)
-        ffn = max(ffn, sparse)
-    return rows * tokens * (math.ceil((attention + ffn) / tensor) + 4 * config.hidden_size) * size
+@dataclass(frozen=True)
+class _DevicePart:
+    """A device's part of a micro-batch."""
+
+    rows: int
+    tokens: int
+    size: int  # bytes of a value
+    tensor: int
+    expert: int
+
+    @property
+    def values(self) -> int:
+        return self.rows * self.tokens
+
+
+def _local(spec: params.ParamSpec, placement: Placement) -> int:
+    """Values of a parameter that a device holds."""
+    ways = (1 if axis is None else placement.ways(axis) for axis in spec.axes)
+    return math.prod(math.ceil(size / parts) for size, parts in zip(spec.shape, ways, strict=True))
+
+
+def _kept_bytes(config: ModelConfig, part: _DevicePart, remat: str) -> int:
+    """Of one layer, until the backward pass comes to it."""
+    query, kv, hidden = config.query_size, config.kv_size, config.hidden_size
+    if remat == "layer":
+        return part.values * hidden * part.size
+    ffn = config.ffn_size if config.dense_layers else 0
+    if remat == "dots":
+        split, whole = 2 * query + 2 * kv + 2 * ffn, 2 * hidden
+    else:  # norms and rotations leave float32 values as well
+        wide = FLOAT32 // part.size
+        split, whole = wide * (3 * query + 2 * kv) + 4 * ffn, 6 * wide * hidden
+    dense = part.values * (math.ceil(split / part.tensor) + whole)
+    sparse = _sparse_values(config, part, 2, 0) if remat == "dots" else _sparse_values(config, part, 4, 1)
+    return (dense + sparse) * part.size
+
+
+def _backward_bytes(config: ModelConfig, part: _DevicePart) -> int:
+    """Held at once in the backward pass of one layer, which begins with its forward pass."""
+    ffn = config.ffn_size if config.dense_layers else 0
+    split = 2 * config.query_size + 2 * config.kv_size + 5 * ffn
+    dense = part.values * (math.ceil(split / part.tensor) + 5 * config.hidden_size)
+    return (dense + 2 * _sparse_values(config, part, 4, 1)) * part.size
+
+
+def _sparse_values(config: ModelConfig, part: _DevicePart, inner: int, outer: int) -> int:
+    """Values of the rows of chosen experts: so many times an expert's inner size, and the hidden size."""
+    if (experts := config.experts) is None:
+        return 0
+    # Every device has the tokens of its neighbours along `expert`, once per choice.
+    choices = part.expert * part.values * experts.per_token
+    blocks, block_rows = block_shape(choices, experts.count, experts.count // part.expert)
+    return blocks * block_rows * (math.ceil(inner * experts.ffn_size / part.tensor) + outer * config.hidden_size)
 
 
 def _gathered_bytes(config: ModelConfig, size: int, ways: int, tensor: int, expert: int) -> int:
-    """One layer and the head, collected over the axes that split the hidden size while in use."""
+    """One layer, collected over the axes that split the hidden size while in use."""
     if ways == 1:
         return 0
     ffn = 3 * config.hidden_size * config.ffn_size if config.dense_layers else 0
     if experts := config.experts:
         ffn = max(ffn, 3 * config.hidden_size * experts.ffn_size * experts.count // expert)
-    layer = 2 * config.hidden_size * (config.query_size + config.kv_size) + ffn
-    return math.ceil((layer + config.vocab_size * config.hidden_size) / tensor) * size
+    return math.ceil((2 * config.hidden_size * (config.query_size + config.kv_size) + ffn) / tensor) * size
+
+
+def _turned_bytes(config: ModelConfig, size: int, shards: int, ways: int) -> int:
+    """Copies of the maps whose outputs are split: XLA turns them once a pass, to collect them along the first axis."""
+    if ways == 1:
+        return 0
+    inputs = config.layers * config.query_size + len(config.dense_layers) * config.ffn_size
+    return math.ceil(inputs * config.hidden_size / shards) * size
 
 
 # ----------------------------------------------------------------------------------------------------------- operations
 
-# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name found in the device's kind counts.
+# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name whose words the device's kind has
+# counts. A v5e calls itself "TPU v5 lite" and a v5p "TPU v5".
 PEAK_FLOPS = {
     "H200": 989e12,
+    "H100 PCIe": 756e12,
     "H100": 989e12,
     "GH200": 989e12,
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
+    "A10G": 70e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
     "TPU v6": 918e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
     "TPU v5p": 459e12,
-    "TPU v5": 197e12,
+    "TPU v5": 459e12,
     "TPU v4": 275e12,
 }
 
@@ -167,4 +236,8 @@ def _pairs(lengths: np.ndarray, window_tokens: int | None) -> float:
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak bfloat16 FLOP/s of a device, or None where it is not known (every CPU)."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device_kind.lower()), None)
+
+    def has(name: str) -> bool:
+        return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", device_kind, re.IGNORECASE) is not None
+
+    return next((peak for name, peak in PEAK_FLOPS.items() if has(name)), None)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from flowjax.models.params import matrix_sizes, owners
 from flowjax.models.shape import ModelConfig, ModelError
@@ -103,18 +103,38 @@ def quantized_matrix(matrix: Float[Array, "*stack in out"], kind: str) -> Quanti
             f"config.model.quantize is 'nf4', but a matrix has {matrix.shape[-2]} inputs, an odd number: use 'int8'"
         )
     sharding = matrix.sharding if isinstance(matrix, jax.Array) else None
-    codes, scales = _quantizer(kind, sharding if isinstance(sharding, NamedSharding) else None)(matrix)
+    quantizer: Any = _quantizer(
+        kind, sharding if isinstance(sharding, NamedSharding) else None, stacked=matrix.ndim == 3
+    )
+    if matrix.ndim == 3:
+        found = None
+        for layer in range(matrix.shape[0]):  # one at a time: in float32 the whole stack would be twice the base
+            found = quantizer(found, matrix, layer)
+        assert found is not None
+    else:
+        found = quantizer(matrix)
+    codes, scales = found
     return QuantizedMatrix(codes, scales, kind, matrix.dtype)
 
 
 @functools.cache
-def _quantizer(kind: str, sharding: NamedSharding | None) -> Any:
+def _quantizer(kind: str, sharding: NamedSharding | None, *, stacked: bool) -> Any:
+    """Codes and scales of a matrix; of a stack those so far (None: none yet), with one more layer."""
     shardings = None
     if sharding is not None:
         *stack, inputs, outputs = (*sharding.spec, *[None] * 3)[:3]
         scales = NamedSharding(sharding.mesh, PartitionSpec(*stack, None, outputs))
         shardings = (NamedSharding(sharding.mesh, PartitionSpec(*stack, inputs, outputs)), scales)
-    return jax.jit(functools.partial(_codes, kind=kind), out_shardings=shardings)
+    if not stacked:
+        return jax.jit(functools.partial(_codes, kind=kind), out_shardings=shardings)
+
+    def with_layer(found: Any, stack: jax.Array, layer: Int[Array, ""]) -> tuple[jax.Array, ...]:
+        made = _codes(jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), kind=kind)
+        if found is None:
+            found = [jnp.zeros((stack.shape[0], *part.shape), part.dtype) for part in made]
+        return tuple(whole.at[layer].set(part) for whole, part in zip(found, made, strict=True))
+
+    return jax.jit(with_layer, donate_argnums=0, out_shardings=shardings)
 
 
 def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
@@ -128,7 +148,10 @@ def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
         return jnp.round(values).astype(jnp.int8), scales
     # The nearest of the 16 values: how many of the middles between neighbours lie below.
     between = (np.array(NF4_VALUES[1:]) + np.array(NF4_VALUES[:-1])) / 2
-    codes = jnp.searchsorted(jnp.asarray(between, jnp.float32), values).astype(jnp.uint8)
+    # Summed one by one, in one pass over the values: a search would hold several arrays of their size.
+    codes = jnp.zeros(values.shape, jnp.uint8)
+    for middle in between:
+        codes += (values > np.float32(middle)).astype(jnp.uint8)
     codes = codes.reshape(*stack, inputs // 2, 2, outputs)
     return codes[..., 0, :] | (codes[..., 1, :] << 4), scales
 

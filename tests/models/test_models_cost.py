@@ -1,5 +1,8 @@
 """The estimate against the arrays and the compiler's own accounts."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,14 +13,15 @@ from flowjax.models.decoder import Decoder, Remat
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
+from flowjax.models.shape import Experts, ModelConfig
 
 CONFIG = nano_config(512, hidden_size=64, layers=4, ffn_size=160, head_dim=16)
 LORA = Lora(8, 8.0)
 SIZES = {"rows": 8, "tokens": 128, "chunk": 64, "dtype": "float32"}
 
 
-def _decoder(remat: Remat = "layer"):
-    return nnx.eval_shape(lambda: Decoder(CONFIG, lora=LORA, dtype=jnp.float32, remat=remat, key=jax.random.key(0)))
+def _decoder(remat: Remat = "layer", config: ModelConfig = CONFIG, lora: Lora = LORA):
+    return nnx.eval_shape(lambda: Decoder(config, lora=lora, dtype=jnp.float32, remat=remat, key=jax.random.key(0)))
 
 
 def _bytes(state):
@@ -34,9 +38,12 @@ def test_arrays_are_counted_exactly():
     assert (full["adapter"], full["gradients"]) == (0, _bytes(base))
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
-def test_activations_are_of_the_compilers_size(remat):
-    graph, adapter, base = nnx.split(_decoder(remat), LoraParam, ...)
+@pytest.mark.parametrize("remat", ["none", "dots", "layer"])
+@pytest.mark.parametrize("experts", [None, Experts(8, 2, 96), Experts(64, 8, 32)])
+def test_activations_are_of_the_compilers_size(experts, remat):
+    config = dataclasses.replace(CONFIG, experts=experts)
+    lora = Lora(8, 8.0, targets=("q_proj", "k_proj", "v_proj", "o_proj")) if experts else LORA
+    graph, adapter, base = nnx.split(_decoder(remat, config, lora), LoraParam, ...)
     tokens = jax.ShapeDtypeStruct((8, 128), jnp.int32)
 
     def loss(adapter, base, tokens):
@@ -46,20 +53,29 @@ def test_activations_are_of_the_compilers_size(remat):
 
     analysis = jax.jit(jax.grad(loss)).lower(adapter, base, tokens).compile().memory_analysis()
     assert analysis is not None
-    parts = estimate(CONFIG, LORA, remat=remat, **SIZES)
-    guess = parts["activations"] + parts["logprob_chunk"]
+    parts = estimate(config, lora, remat=remat, **SIZES)
+    guess = parts["activations"] + parts["working"]
     assert 0.6 < guess / analysis.temp_size_in_bytes < 1.6
 
 
 def test_a_mesh_divides_what_it_splits():
     alone = estimate(CONFIG, LORA, **SIZES)
     spread = estimate(CONFIG, LORA, **SIZES, data=2, fsdp=4)
-    assert spread["base"] * 4 == pytest.approx(alone["base"], rel=1e-3)
+    assert spread["base"] * 4 == pytest.approx(alone["base"], rel=2e-2)  # norms are on every device
     assert spread["activations"] * 8 == alone["activations"]
-    assert estimate(CONFIG, LORA, **SIZES, tensor=2)["logprob_chunk"] * 2 == alone["logprob_chunk"]
+    # The part of an adapter's matrix that neighbours the hidden size is split, the other one is on every device.
+    assert alone["adapter"] / 4 < spread["adapter"] < alone["adapter"]
 
 
-def test_serving_needs_no_gradients():
-    parts = estimate(CONFIG, LORA, **SIZES, train=False)
-    assert parts["gradients"] == parts["moments"] == 0
-    assert parts["activations"] < estimate(CONFIG, LORA, **SIZES)["activations"]
+def test_devices_of_a_row_each_score_all_of_it():
+    """The plan had their logits and hidden states divided among them."""
+    sizes: Any = {**SIZES, "chunk": 1024}
+    config = dataclasses.replace(CONFIG, vocab_size=65536)  # mostly logits
+    alone, spread = estimate(config, LORA, **sizes), estimate(config, LORA, **sizes, sequence=4)
+    assert spread["working"] == pytest.approx(alone["working"], rel=0.05)
+    assert estimate(config, LORA, **sizes, data=4)["working"] < 0.5 * alone["working"]
+
+
+def test_kept_versions_are_counted():
+    parts = estimate(CONFIG, None, **SIZES, versions=3)
+    assert parts["versions"] == 3 * parts["gradients"]
