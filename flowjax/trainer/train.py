@@ -278,16 +278,7 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
 
     # ------------------------------------------------------------------------------------------------------- objective
     graph, trained, frozen = nnx.split(decoder, LoraParam if decoder.lora else nnx.Param, ...)
-    objective = Objective(
-        graph,
-        dtypes=tuple(leaf.dtype for leaf in jax.tree.leaves(trained)),
-        kind=policy.loss.kind,
-        options=LossOptions(**policy.loss.options.to_dict()),
-        kl_coefficient=policy.loss.kl_coefficient,
-        entropy_coefficient=policy.loss.entropy_coefficient,
-        temperature=run.config.rollout.temperature,
-        chunk_tokens=policy.trainer.logprob_chunk_tokens,
-    )
+    objective = make_objective(run, policy, graph, trained)
     # Small steps would be lost in bfloat16: what is trained is kept in float32 and cast for each pass.
     trained = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
 
@@ -331,6 +322,20 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
         learner.recent |= checkpoints.restore_adapters(known, trained)
     learner.recent[step] = _copied(trained)
     return learner
+
+
+def make_objective(run: Run, policy: Policy, graph: Any, trained: Arrays) -> Objective:
+    """The loss of a policy by its config; `graph` and `trained` are parts of its model (`nnx.split`)."""
+    return Objective(
+        graph,
+        dtypes=tuple(leaf.dtype for leaf in jax.tree.leaves(trained)),
+        kind=policy.loss.kind,
+        options=LossOptions(**policy.loss.options.to_dict()),
+        kl_coefficient=policy.loss.kl_coefficient,
+        entropy_coefficient=policy.loss.entropy_coefficient,
+        temperature=run.config.rollout.temperature,
+        chunk_tokens=policy.trainer.logprob_chunk_tokens,
+    )
 
 
 def publish(learner: Learner) -> None:
@@ -443,8 +448,7 @@ def train(
             **mismatch,
             **episode_metrics(served),
             **row_metrics(served.rows, packed, version=step),
-            # Of the step's last update; updates count from 0.
-            "learning_rate": float(np.asarray(learner.schedule((step + 1) * trainer.updates_per_step - 1))),
+            "learning_rate": _last_rate(learner),
             "compile_count": compile_count(),
             "wait_s": waited_s - started_s,
             "pack_s": packed_s - waited_s,
@@ -484,22 +488,34 @@ def _longest_micro_batch(learner: Learner) -> MicroBatch:
 
 
 def _compile(learner: Learner, batch: MicroBatch) -> None:
-    """Run every function of a step once, so that all are compiled; the results are thrown away."""
+    """Run every function of a step once, so that all are compiled; nothing changes."""
     state, objective = learner.state, learner.objective
     logprobs_of(objective, state, batch)
-    at_start = state.trained if learner.policy.trainer.updates_per_step > 1 or learner.uses_dropout else None
-    (known,) = first_pass(objective, state, [batch], start=at_start)
+    # A step's first update needs no pass under the weights of its start: these are its own, but for dropout.
+    starts = [] if learner.uses_dropout else [None]
+    if learner.policy.trainer.updates_per_step > 1 or learner.uses_dropout:
+        starts.append(state.trained)
+    found = [first_pass(objective, state, [batch], start=start)[0] for start in starts]
     total = None
-    for index in range(2):  # the second pass adds to the first: another program
-        seed = _dropout_seed(learner, 0, index)
-        total, _ = gradient_of(objective, state, batch, known, dropout_seed=seed, total=total)
+    for known in {jax.tree.structure(each): each for each in found}.values():
+        total = None
+        for index in range(2):  # the second pass adds to the first: another program
+            seed = _dropout_seed(learner, 0, index)
+            total, _ = gradient_of(objective, state, batch, known, dropout_seed=seed, total=total)
     assert total is not None
-    optimizer_state = learner.memory.to_device(state.optimizer)
-    # Copies, because the buffers that an update is given are donated.
-    apply(learner.optimizer, replace(state, trained=_copied(state.trained), optimizer=_copied(optimizer_state)), total)
+    # A gradient that is not finite changes nothing. The state is given away and comes back: copies of weights and
+    # moments beside it would be more than any step holds.
+    _apply_update(learner, replace(total, gradient=jax.tree.map(lambda leaf: leaf * jnp.nan, total.gradient)))
 
 
 # -------------------------------------------------------------------------------------------------- pieces of the loop
+
+
+def _last_rate(learner: Learner) -> float:
+    """Learning rate of the newest update. The optimiser counts those that it made, from 0."""
+    left_out = learner.counters.empty_updates + learner.counters.skipped_updates
+    made = learner.state.step * learner.policy.trainer.updates_per_step - left_out
+    return float(np.asarray(learner.schedule(max(made - 1, 0))))
 
 
 def _unfinished(learners: Mapping[str, Learner]) -> dict[str, int]:
@@ -516,8 +532,8 @@ def _report_committed(learner: Learner, source: Source) -> None:
 def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> list[list[TokenRow]]:
     """Rows in an order fixed by (seed, step), cut into nearly equal parts; those with nothing to train are left out."""
     order = np.random.default_rng((seed, step)).permutation(len(rows))
-    cut = [[rows[index] for index in part] for part in np.array_split(order, parts)]
-    return [part for part in cut if any(row.sampled.any() for row in part)]
+    cut = [[rows[index] for index in part if rows[index].sampled.any()] for part in np.array_split(order, parts)]
+    return [part for part in cut if part]
 
 
 def _packing(trainer: ConfigDict, mesh: Mesh) -> dict[str, Any]:

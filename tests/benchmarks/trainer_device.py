@@ -120,13 +120,12 @@ def time_step(shape: str, tokens: int, remat: Any, steps: int) -> dict[str, Any]
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - started_s)
     device = jax.devices()[0]
-    platform = "cuda" if device.platform == "gpu" else device.platform
     step_s, peak = statistics.median(seconds[2:]), peak_flops(device.device_kind)
     held = memory_metrics()
     return {
         "device": device.device_kind,
         "remat": remat,
-        "attention": choose_attention("auto", config, platform=platform, tokens=tokens, dtype=jnp.bfloat16),
+        "attention": choose_attention("auto", config, device=device, tokens=tokens, dtype=jnp.bfloat16),
         "step_s": step_s,
         "least_s": min(seconds[2:]),
         "most_s": max(seconds[2:]),

@@ -1,6 +1,7 @@
 """What a step does in less usual cases: all weights, no checkpoint, nothing to train, an optimiser on the host."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,19 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_train import SeededSource, losses, run, settings
+from test_train import MODEL, SeededSource, losses, run, settings
 
 from flowjax.config import ConfigError
 from flowjax.models.decoder import Decoder
+from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
+from flowjax.monitor.transcripts import read_lines, trained_path
 from flowjax.run import resolve
+from flowjax.trainer.batch import pack
 from flowjax.trainer.optimizer import OptimizerMemory
 from flowjax.trainer.sources import Served
-from flowjax.trainer.train import train_one, use_compile_cache
+from flowjax.trainer.train import make_objective, train_one, use_compile_cache
+from flowjax.trainer.update import PolicyState, logprobs_of
 from flowjax.weights.publish import Checkpoints, read_adapter
 
+ADAPTER = Lora(rank=4, alpha=8.0, targets=("q_proj",))
 TINY = nano_config(40, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
 
 
@@ -51,6 +57,57 @@ def test_what_cannot_be_trained_on_is_counted_and_changes_nothing(tmp_path: Path
         for step in range(6)
     ]
     assert changed == [True, False, True, False, False, True]
+
+
+def test_the_rate_in_the_line_is_that_of_the_updates_that_were_made(tmp_path: Path):
+    """It was that of as many as there might have been; a linear decay then ended at 0 in the log alone."""
+    config = settings(6)
+    with config.unlocked():
+        config.optimizer.update({"schedule": "linear", "learning_rate": 1.2})
+    run(tmp_path, config, source=Spoilt())
+    lines = [line for line in read_metrics(tmp_path) if line["kind"] == "train"]
+    last = [
+        max(2 * (step + 1) - line["empty_updates"] - line["skipped_updates"], 1) - 1 for step, line in enumerate(lines)
+    ]
+    # The line of step 4 is written before it is known that its updates were skipped.
+    assert [line["learning_rate"] for line in lines if line["step"] != 4] == pytest.approx(
+        [1.2 * (1 - last[line["step"] - 1] / 12) for line in lines if line["step"] != 4], rel=1e-5
+    )
+
+
+class Named(Spoilt):
+    """As there, by the dataflow: every row of a trajectory."""
+
+    def batch(self, steps: Mapping[str, int]) -> Served:
+        served = super().batch(steps)
+        rows = [replace(row, trajectory_id=f"{steps['agent']}-{n}") for n, row in enumerate(served.rows)]
+        for row in rows[1::3]:
+            row.sampled[:] = False
+        return Served(served.policy, rows)
+
+
+def test_a_row_without_a_sampled_token_shifts_no_logprobs_to_its_neighbour(tmp_path: Path):
+    """A micro-batch of such rows alone ended the trainer, and every start of it."""
+    config = settings(2)
+    with config.unlocked():
+        config.trainer.micro_batch_rows = 2
+        config.optimizer.learning_rate = 1e-9  # both updates score with the weights of the start
+    mesh = make_mesh(data=1, fsdp=1)
+    policy_run = resolve(config, tmp_path)
+    model = Decoder(MODEL, lora=ADAPTER, dtype=jnp.float32, remat="none", key=jax.random.key(0), mesh=mesh)
+    with Checkpoints(tmp_path / "checkpoints", keep=20) as checkpoints:
+        train_one(policy_run, model, Named(), mesh=mesh, metrics=MetricsWriter(tmp_path), checkpoints=checkpoints)
+    rows = Named().batch({"agent": 0}).rows
+    written = {line["trajectory_id"]: line["logprobs"] for line in read_lines(trained_path(tmp_path, "agent", 0))}
+    assert set(written) == {row.trajectory_id for row in rows if row.sampled.any()}
+    unchanged = Decoder(MODEL, lora=ADAPTER, dtype=jnp.float32, remat="none", key=jax.random.key(0), mesh=mesh)
+    graph, trained, frozen = nnx.split(unchanged, LoraParam, ...)
+    objective = make_objective(policy_run, policy_run.policies["agent"], graph, trained)
+    for row in rows[:6]:
+        if row.sampled.any():
+            (batch,) = pack([row], row_tokens=16, micro_batch_rows=1)
+            found = np.asarray(logprobs_of(objective, PolicyState(0, trained, None, frozen), batch))
+            assert found[np.asarray(batch.mask)] == pytest.approx(written[row.trajectory_id], abs=1e-4)
 
 
 def full(folder: Path, steps: int, *, dtype: str = "float32", save: bool = True):
