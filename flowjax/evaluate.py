@@ -52,17 +52,8 @@ from flowjax.envs.pool import EnvPool
 from flowjax.files import replace_file
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_config, check_unchanged
-from flowjax.launch.machine import (
-    Devices,
-    RunInUse,
-    engine_accelerators,
-    fetch_models,
-    hold,
-    mesh_count,
-    share_out,
-    to_fetch,
-    visible_accelerators,
-)
+from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
+from flowjax.launch.machine import RunInUse, fetch_models, hold, to_fetch
 from flowjax.launch.preflight import examine
 from flowjax.launch.roles import choose_ports, engine_roles, publish_endpoints
 from flowjax.launch.session import OK, ROLE_FAILED, RunSession

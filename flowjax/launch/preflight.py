@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flowjax.launch.checks import check_config, on_each_base
+from flowjax.launch.devices import Devices
 from flowjax.launch.machine import (
-    Devices,
     check_accelerators,
     check_engine,
     check_folder,
@@ -247,7 +247,7 @@ def model_lines(run: Run, base: Base, model: Mapping[str, Any]) -> list[tuple[st
 
 def memory_lines(parts: Mapping[str, int]) -> list[tuple[str, str]]:
     lines = [(name.replace("_", " "), size(value)) for name, value in parts.items() if value]
-    return [*lines, ("total", f"{size(sum(parts.values()))}, and about 20 % for the compiler's own buffers")]
+    return [*lines, ("total", f"{size(sum(parts.values()))}; compilers' own counts: docs/benchmarks/accelerators.md")]
 
 
 def size(size_bytes: float) -> str:

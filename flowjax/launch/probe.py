@@ -21,6 +21,7 @@ from flowjax.config import default_config, task_options
 from flowjax.envs import NotReady, World, WorldError, find_world
 from flowjax.fields import NAMED
 from flowjax.launch.checks import in_base, on_each_policy
+from flowjax.launch.devices import memory_plan, memory_together
 from flowjax.run import Base, Policy, Run, resolve
 
 
@@ -38,7 +39,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[s
     ]
     problems += [text for check in (_learning, _rules, _executors) for text in _messages(check, run, here=here)]
     problems += _messages(_templates, run, here=here)
-    problems += _messages(_mesh, run.config, device_count, plan, here=here)
+    problems += _messages(_mesh, run, device_count, plan, here=here)
     problems += _messages(_bases, run, device_count, plan, here=here)
     if checkpoints is not None:
         problems += _messages(_newest_checkpoint, checkpoints, here=here)
@@ -294,27 +295,31 @@ def _rules(run: Run) -> Iterator[str]:
     yield from ()
 
 
-def _mesh(config: ConfigDict, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
-    """The trainer's mesh; yields what does not divide over it."""
+def _mesh(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
+    """The trainer's mesh; yields what does not divide over it, of any policy."""
     from flowjax.models.sharding import ROW_AXES, resolve_mesh
     from flowjax.trainer.batch import row_buckets
 
-    mesh = resolve_mesh(config.mesh.to_dict(), device_count)
+    mesh = resolve_mesh(run.config.mesh.to_dict(), device_count)
     plan["mesh"] = _shown_axes(mesh)
     ways = math.prod(mesh[name] for name in ROW_AXES)
-    if config.trainer.micro_batch_rows % ways:
-        yield (
-            f"config.trainer.micro_batch_rows is {config.trainer.micro_batch_rows}, but rows are split over {ways} "
-            f"devices (mesh {' x '.join(ROW_AXES)} = {' x '.join(str(mesh[name]) for name in ROW_AXES)}): make it a "
-            f"multiple of {ways}"
-        )
-    shortest = row_buckets(config.trainer.row_tokens)[-1]
-    if shortest % mesh["sequence"]:
-        yield (
-            f"config.trainer.row_tokens is {config.trainer.row_tokens}, whose shortest bucket of {shortest} tokens "
-            f"does not divide over config.mesh.sequence = {mesh['sequence']}: make row_tokens that number times a "
-            "power of 2"
-        )
+
+    def check(policy: Policy) -> Iterator[str]:
+        rows, tokens = policy.trainer.micro_batch_rows, policy.trainer.row_tokens
+        if rows % ways:
+            yield (
+                f"config.trainer.micro_batch_rows is {rows}, but rows are split over {ways} devices (mesh "
+                f"{' x '.join(ROW_AXES)} = {' x '.join(str(mesh[name]) for name in ROW_AXES)}): make it a multiple of "
+                f"{ways}"
+            )
+        shortest = row_buckets(tokens)[-1]
+        if shortest % mesh["sequence"]:
+            yield (
+                f"config.trainer.row_tokens is {tokens}, whose shortest bucket of {shortest} tokens does not divide "
+                f"over config.mesh.sequence = {mesh['sequence']}: make row_tokens that number times a power of 2"
+            )
+
+    yield from on_each_policy(run, check)
 
 
 def _shown_axes(mesh: Mapping[str, int]) -> dict[str, int]:
@@ -330,9 +335,13 @@ def _bases(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
     for name, base in run.bases.items():
         part = parts[name] = {}
         said = _messages(_served, run, base, part)
-        for policy in list(run.policies_on(name).values())[:1]:
+        memory = []
+        for policy in run.policies_on(name).values():
             said += _messages(_trained, run, policy, mesh, part)
-        for text in said:
+            memory += [part.pop("memory")] if "memory" in part else []
+        if memory:
+            part["memory"] = memory_together(memory, apart=run.config.separate_trainers)
+        for text in dict.fromkeys(said):
             yield in_base(name, text)
 
 
@@ -364,8 +373,9 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int], plan: dict[str, 
     from jax.sharding import AbstractMesh
 
     from flowjax.models import cost
+    from flowjax.models.decoder import make_placement
     from flowjax.models.lora import Lora, adapter_specs
-    from flowjax.models.sharding import MESH_AXES, Placement
+    from flowjax.models.sharding import MESH_AXES
 
     settings, trainer, model = policy.base.model, policy.trainer, _model(run, policy.base)
     if model is None:
@@ -381,19 +391,11 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int], plan: dict[str, 
     }
     if settings.dtype not in cost.DTYPE_BYTES:
         return
-    axes: dict[str, Any] = _shown_axes(mesh)
-    plan["memory"] = cost.estimate(
-        model,
-        lora,
-        rows=trainer.micro_batch_rows,
-        tokens=trainer.row_tokens,
-        chunk=trainer.logprob_chunk_tokens,
-        dtype=settings.dtype,
-        remat=settings.remat,
-        quantize=settings.quantize,
-        **axes,
+    versions = run.config.dataflow.max_staleness + 1
+    plan["memory"] = memory_plan(
+        policy, model, lora, _shown_axes(mesh), rows=trainer.micro_batch_rows, versions=versions
     )
-    Placement(AbstractMesh(tuple(mesh.values()), MESH_AXES)).check(model)
+    make_placement(model, AbstractMesh(tuple(mesh.values()), MESH_AXES))
     yield from ()
 
 

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from flowjax.config import BASE_NAME
-from flowjax.launch.machine import Devices, can_bind, free_port, processes_here
+from flowjax.launch.devices import Devices, processes_here
+from flowjax.launch.machine import can_bind, free_port
 from flowjax.launch.supervisor import Role, answers
 from flowjax.monitor.token import reachable
 from flowjax.run import Run, write_endpoints

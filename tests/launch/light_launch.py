@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flowjax.config import default_config, save_run
-from flowjax.launch.machine import Devices
+from flowjax.launch.devices import Devices
 from flowjax.launch.roles import choose_ports, publish_endpoints, run_roles, stop_order
 from flowjax.launch.session import RunSession
 from flowjax.run import resolve

@@ -11,7 +11,7 @@ from flowjax.config import ConfigError
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config, check_unchanged, on_each_base
 from flowjax.launch.command_line import parse
-from flowjax.launch.machine import Devices, engine_accelerators, share_out
+from flowjax.launch.devices import Devices, engine_accelerators, share_out
 from flowjax.launch.preflight import Findings, disk_bytes, render_plan
 from flowjax.launch.probe import inspect_run
 from flowjax.launch.roles import choose_ports, missing_bases, publish_endpoints, run_roles, warm_start_roles

@@ -11,7 +11,7 @@ import pytest
 from light_run import LightRun
 
 from flowjax.launch import machine
-from flowjax.launch.machine import Devices, processes_here, share_out
+from flowjax.launch.devices import Devices, processes_here, share_out
 from flowjax.launch.roles import choose_ports, run_roles
 from flowjax.launch.together import run_together
 from flowjax.monitor.metrics import read_metrics

@@ -1,4 +1,5 @@
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -6,7 +7,7 @@ import sys
 import pytest
 
 from flowjax.launch import machine
-from flowjax.launch.machine import host_device_count, mesh_count, share_out, visible_accelerators
+from flowjax.launch.devices import host_device_count, mesh_count, share_out, visible_accelerators
 from flowjax.run import TAUGHT_FILE, resolve
 
 
@@ -146,6 +147,32 @@ def test_sharing_out():
     assert one.trainer_env() == {"CUDA_VISIBLE_DEVICES": "6", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     none = share_out((), 2, cpu_devices=8)
     assert (none.trainer_count, none.trainer_env(), none.engine_env(0, 2)) == (8, {}, {})
+
+
+def test_a_trainer_of_several_gpus_has_its_collectives_overlapped_and_its_memory():
+    devices = share_out(tuple("01234567"), 4)
+    env = devices.trainer_env(env={})
+    assert env["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
+    assert "--xla_gpu_enable_latency_hiding_scheduler=true" in env["XLA_FLAGS"].split()
+    own = {"XLA_FLAGS": "--a --xla_gpu_enable_latency_hiding_scheduler=false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
+    env = devices.trainer_env(env=own)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env
+    newer = {"XLA_CLIENT_MEM_FRACTION": "0.5"}  # JAX ends where it is given both
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in devices.trainer_env(env=newer)
+    shared = share_out(tuple("0"), 1)
+    assert shared.trainer_env(env={})["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in shared.trainer_env(env={"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
+    assert env["XLA_FLAGS"].startswith(own["XLA_FLAGS"]) and env["XLA_FLAGS"].count("latency_hiding") == 1
+    assert "XLA_FLAGS" not in share_out(tuple("01"), 1).trainer_env(env={})  # one GPU waits for nobody
+
+
+def test_xla_knows_the_flags_of_a_trainer_of_several_gpus():
+    """An unknown one ends the process; the flags of GPUs are read by the build for CPUs as well."""
+    flags = share_out(tuple("01234567"), 4).trainer_env(env={})["XLA_FLAGS"]
+    code = "import jax; print(jax.jit(lambda x: x + 1)(1))"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 def test_device_counts():

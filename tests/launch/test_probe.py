@@ -96,3 +96,16 @@ def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path, monkey
     assert "config.model.nano.max_positions" in problems(**{"model.path": "", "engine.max_model_tokens": 4096})[0]
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert found() == []
+
+
+def test_every_policy_of_a_trainer_is_planned_and_checked():
+    """The second one had no memory in the plan, and its rows were refused by the mesh once the model was loaded."""
+    config = get_config("qwen3_8b")
+    both = inspect_run(resolve(config), 4, None)["plan"]["bases"]["base"]["memory"]
+    config.policies.verifier.policy = {"lora": {"rank": 128}}
+    larger = inspect_run(resolve(config), 4, None)["plan"]["bases"]["base"]["memory"]
+    assert larger["adapter"] == 1.5 * both["adapter"] and larger["moments"] == 1.5 * both["moments"]
+    assert larger["gradients"] == 2 * both["gradients"] and larger["base"] == both["base"]
+    config.policies.verifier.trainer = {"micro_batch_rows": 6}
+    (found,) = inspect_run(resolve(config), 4, None)["problems"]
+    assert found.startswith("config.policies.verifier.trainer.micro_batch_rows is 6, but rows are split over 4 devices")

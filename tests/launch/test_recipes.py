@@ -13,7 +13,8 @@ from flowjax.grading.sandbox import isolation
 from flowjax.launch.__main__ import read_request
 from flowjax.launch.checks import check_config, on_each_base
 from flowjax.launch.command_line import load_recipe
-from flowjax.launch.machine import check_model, engine_accelerators, mesh_count, share_out
+from flowjax.launch.devices import engine_accelerators, mesh_count, share_out
+from flowjax.launch.machine import check_model
 from flowjax.launch.preflight import Findings, render_plan
 from flowjax.launch.probe import inspect_run
 from flowjax.launch.roles import choose_ports, run_roles

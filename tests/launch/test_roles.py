@@ -6,7 +6,7 @@ import pytest
 
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config
-from flowjax.launch.machine import Devices, engine_accelerators, share_out
+from flowjax.launch.devices import Devices, engine_accelerators, share_out
 from flowjax.launch.roles import choose_ports, engine_roles, publish_endpoints, run_roles, stop_order
 from flowjax.run import resolve
 

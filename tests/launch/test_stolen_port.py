@@ -11,7 +11,8 @@ import pytest
 from test_supervisor import wait_until
 
 from flowjax.broker import Address, DataflowError, connect
-from flowjax.launch.machine import Devices, free_port
+from flowjax.launch.devices import Devices
+from flowjax.launch.machine import free_port
 from flowjax.launch.roles import choose_ports, publish_endpoints, run_roles
 from flowjax.launch.supervisor import Role, Supervisor
 from flowjax.run import resolve

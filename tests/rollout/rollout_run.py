@@ -173,7 +173,7 @@ class Serving:
         await asyncio.wait_for(self.task, 60)
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 300.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
