@@ -1,19 +1,22 @@
 """The dataflow's HTTP server: msgpack messages of `flowjax.records`, on loopback.
 
     POST /<name>     a message to the dataflow (`flowjax.dataflow.service`) -> its answer
-    GET  /status     -> JSON counts
+    GET  /status     -> JSON counts, of the last half second
+    GET  /finished   -> JSON: whether the run is over
     GET  /metrics    -> the same for Prometheus
     GET  /health     -> ok, without a token
 
-A message that is refused is answered with 400 and {error}; without the run's token (where it has one) with 401, of a
-worker that was sent away with 403, of a trainer that another has replaced with 409, meant for another run with 410, one
-too large with 413. Nothing has changed then. All but those with 401 and 410 are counted (`refused` of /status). 429:
-there is no room for it yet; it is to be sent again, however long that lasts. 503: its body came too slowly. A
-connection whose header is not in after a while is closed.
+A message that is refused is answered with 400 and {error}; without the run's token (where it has one) or the key of a
+node that was invited with 401, of a worker that was sent away or a node that may not say it with 403, of a trainer that
+another has replaced with 409, meant for another run with 410, one too large with 413. Nothing has changed then. All but
+those that the key or the run's id turned away are counted (`refused` of /status). 429: there is no room for it yet; it
+is to be sent again, however long that lasts. 503: its body came too slowly. A connection whose header is not in after a
+while is closed.
 """
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import time
@@ -33,10 +36,10 @@ from flowjax.broker import Answer, Busy, Evicted, Superseded
 from flowjax.dataflow.files import RunFiles
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import damaged, is_damage
-from flowjax.dataflow.service import HOLD_S, MOST_SLOTS, NAMES, DataflowService
+from flowjax.dataflow.service import HOLD_S, MOST_SLOTS, NAMES, NAMES_OF_NODES, DataflowService, sender_of
 from flowjax.monitor.metrics import write_status
 from flowjax.monitor.prometheus import CONTENT_TYPE, exposition
-from flowjax.monitor.token import RUN_HEADER, accepts, is_loopback, known_run_id, make_token
+from flowjax.monitor.token import RUN_HEADER, InvitedNode, accepts, is_loopback, known_node, known_run_id, make_token
 from flowjax.records import LONGEST_SHOWN, Bounds, WireError, pack, unpack
 
 # --------------------------------------------------------------------------------------------------------------- bodies
@@ -211,9 +214,10 @@ _BRIEFLY_S = 0.1  # so long is an answer held back where others stand behind
 _HANDLED_AT_ONCE = 4  # messages with episodes: as many may be held back at a time
 _SMALL_BYTES = 16 * 1024  # a message that is decoded faster than a thread is asked to
 _WAIT = 429
-_QUESTIONS = ("status", "metrics", "health")
+_QUESTIONS = ("status", "finished", "metrics", "health")
+_SHOWN_S = 0.5  # for which a status is not made anew
 _HEADER_S = 20.0  # from connecting until the header of the first request is in
-_WATCHED_S = 2.0  # between two looks of a node
+_WATCHED_S = 3.0  # from one look of a node until the next has come
 _IDLE_S = 60.0  # from an answer until the next header is in; clients keep an idle connection for less (aiohttp: 15 s)
 
 
@@ -222,14 +226,15 @@ class Server:
 
     def __init__(self, flow: Flow, *, token: str = "", max_message_bytes: int = 256 * 1024**2):
         self._flow, self._service = flow, DataflowService(flow)
-        self._files = RunFiles(flow.run, flow.oldest_needed)
+        self._files = RunFiles(flow.run, flow.oldest_needed, flow.evaluations.pinned)
         self._token, self._run_id = token, known_run_id(flow.run.folder)
         self._limits = limits(flow.bounds, most_bytes=max_message_bytes)
         self._bodies = Bodies(2 * self._limits["episodes"].size_bytes)
         self._handling = asyncio.Semaphore(_HANDLED_AT_ONCE)
         self._refused: Counter[str] = Counter()  # by name and HTTP status
         self._last_refused: dict[str, str] = {}
-        self._asked_s = -math.inf  # when somebody asked for the status
+        self._asked_s = -math.inf  # when a node last asked whether the run is over
+        self._shown, self._shown_s = b"", -math.inf  # the status as it was sent last, and when that was made
         self._heard: set[web.RequestHandler] = set()
         self._silent_since_s: dict[web.RequestHandler, float] = {}
 
@@ -240,7 +245,7 @@ class Server:
 
     @property
     def is_watched(self) -> bool:
-        """True while somebody asks for the status again and again, as nodes do to hear of the end."""
+        """True while nodes ask again and again whether the run is over."""
         return time.monotonic() - self._asked_s < _WATCHED_S
 
     def application(self) -> web.Application:
@@ -249,6 +254,7 @@ class Server:
         add = partial(app.router.add_route, expect_handler=_expected)
         add("POST", f"/{{name:{'|'.join(NAMES)}}}", self._message)
         add("GET", "/status", self._status)
+        add("GET", "/finished", self._finished)
         add("GET", "/metrics", self._metrics)
         add("GET", "/health", _healthy)
         for path, handler in self._files.routes().items():
@@ -267,7 +273,20 @@ class Server:
             return _refusal(410, f"{request.path}: another run plays here now: join it anew")
         if accepts(request.headers, self._token):
             return await handler(request)
-        return _refusal(401, f"{request.path}: show the run's token (runs/<name>/token) as a bearer token")
+        node = self._node(request)
+        if node is None:
+            reason = "show the run's token (runs/<name>/token), or a node's key (--invite), as a bearer token"
+            return _refusal(401, f"{request.path}: {reason}")
+        if node.sent_away:
+            return _refusal(403, f"{request.path}: node {node.name} was sent away from the run (--evict)")
+        if request.method != "GET" and request.path[1:] not in NAMES_OF_NODES:
+            return _refusal(403, f"{request.path}: a node's key is for playing: show the run's token")
+        return await handler(request)
+
+    def _node(self, request: web.Request) -> InvitedNode | None:
+        """The node that a request is of; None where it shows the run's token, or what lets nobody in."""
+        shows_token = accepts(request.headers, self._token)
+        return None if shows_token else known_node(self._flow.run.folder, request.headers)
 
     def close_silent(self, connections: Sequence[web.RequestHandler]) -> None:
         """Close those over which no request has come in time. To be called again and again.
@@ -289,7 +308,7 @@ class Server:
         status, headers = 200, None
         try:
             async with self._bodies.read(request, limit := self._limits.get(name, self._limits[""])) as body:
-                answer = await self._answer(name, body, limit)
+                answer = await self._answer(name, body, limit, self._node(request))
             # Only a batch is large: packing one here would hold every other message up.
             packed = await asyncio.to_thread(pack, answer) if name == "batch" else pack(answer)
             return web.Response(body=packed, content_type="application/msgpack")
@@ -313,22 +332,30 @@ class Server:
             self._last_refused[f"{name} {status}"] = f"from {request.remote}: {reason}"
         return _refusal(status, f"{request.path}: {reason}", headers)
 
-    async def _answer(self, name: str, body: bytes, limit: Limit) -> Answer:
+    async def _answer(self, name: str, body: bytes, limit: Limit, node: InvitedNode | None) -> Answer:
         """Decode a message and answer it. A large one is decoded in a thread: no other waits for it meanwhile."""
         if name != "episodes":
-            return await self._service.answer(name, await _decoded(body, limit), hold_s=HOLD_S)
+            message = _of_sender(await _decoded(body, limit), node)
+            return await self._service.answer(name, message, hold_s=HOLD_S)
         async with self._handling:
             # The last place was just taken, so others may stand behind: they must not wait for a held answer.
             hold_s = _BRIEFLY_S if self._handling.locked() else HOLD_S
-            return await self._service.answer(name, await _decoded(body, limit), hold_s=hold_s)
+            message = _of_sender(await _decoded(body, limit), node)
+            return await self._service.answer(name, message, hold_s=hold_s)
 
     def status(self) -> dict[str, Any]:
         """Counts of the flow, and of messages that were refused, by name and HTTP status."""
         return {**self._flow.status(), "refused": dict(self._refused), "last_refused": dict(self._last_refused)}
 
     async def _status(self, request: web.Request) -> web.Response:
+        now_s = time.monotonic()
+        if now_s - self._shown_s > _SHOWN_S:  # with a thousand workers it takes milliseconds
+            self._shown, self._shown_s = json.dumps(self.status()).encode(), now_s
+        return web.Response(body=self._shown, content_type="application/json")
+
+    async def _finished(self, request: web.Request) -> web.Response:
         self._asked_s = time.monotonic()
-        return web.json_response(self.status())
+        return web.json_response({"finished": self._flow.finished})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         text = exposition(self.status(), role="dataflow")
@@ -347,6 +374,17 @@ def _without_trace(record: logging.LogRecord) -> bool:
 async def _decoded(body: bytes, limit: Limit) -> Any:
     read = partial(unpack, body, most_elements=limit.elements)
     return read() if len(body) <= _SMALL_BYTES else await asyncio.to_thread(read)
+
+
+def _of_sender(message: Any, node: InvitedNode | None) -> Any:
+    """The message, which a node sends in no other's name.
+
+    Raises:
+        WireError: it does.
+    """
+    if node is not None and sender_of(message).partition(":")[0] != node.name:
+        raise WireError(f"field worker is {sender_of(message)!r}: this key is of workers called {node.name}:<name>")
+    return message
 
 
 def _refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -6,13 +6,16 @@
 --fresh_ledger   with --resume: set a damaged ledger aside, go on from the newest checkpoints with other tasks
 --dry_run        print the plan (roles, devices, batch, memory, ports) and the obstacles, start nothing
 --status=FOLDER  show what the run in FOLDER is doing: roles, queues, versions, ages
---evict=WORKER   with --status: send a worker away that plays for the run; others play what it was playing
+--invite=NODE    with --status: print a key with which a machine may play for the run under that name, and nothing else
+--evict=NAME     with --status: send a node, or one worker, away from the run; others play what it was playing
 --devices=N      with --dry_run: plan for a machine with N accelerators
+--plan=8xH100    print how the run would lie best on such a machine, as flags to give, start nothing
 
 Exit status: 0 done, 1 a role failed for good (its log is named), 2 something to correct in what was asked for.
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 import sys
@@ -28,19 +31,16 @@ from rich.console import Console
 from flowjax.config import FIELDS, ConfigError, load_run, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
-from flowjax.launch.machine import (
+from flowjax.launch.devices import (
     Devices,
-    RunInUse,
     engine_accelerators,
-    fetch_models,
-    hold,
     host_device_count,
     mesh_count,
     processes_here,
     share_out,
-    to_fetch,
     visible_accelerators,
 )
+from flowjax.launch.machine import RunInUse, fetch_models, hold, to_fetch
 from flowjax.launch.pool import Pool
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
@@ -58,7 +58,7 @@ from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.metrics import Progress, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
-from flowjax.monitor.token import make_run_id
+from flowjax.monitor.token import VARIABLE, invite, is_loopback, make_run_id, send_away
 from flowjax.run import Run, resolve, write_models
 
 _ANSWERS_S = 10.0  # longest that the dataflow is waited for
@@ -74,6 +74,7 @@ class LaunchRequest:
     dry_run: bool
     devices: Devices
     fresh_ledger: bool = False
+    plan: str = ""  # machine to plan for
 
 
 def read_request(argv: Sequence[str]) -> LaunchRequest:
@@ -105,7 +106,8 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
             "versions with python -m flowjax.evaluate <run folder> --steps=..."
         )
     run = resolve(config, run_dir)
-    return LaunchRequest(run, flag["resume"], flag["dry_run"], _devices(run, values), flag["fresh_ledger"])
+    devices, plan = _devices(run, values), values["plan"].value or ""
+    return LaunchRequest(run, flag["resume"], flag["dry_run"], devices, flag["fresh_ledger"], plan)
 
 
 def _define(values: flags.FlagValues) -> None:
@@ -114,6 +116,7 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("join", "", "Dataflow of the run to play for.", flag_values=values)
     flags.DEFINE_bool("fresh_ledger", False, "Set the run's ledger aside and make a new one.", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "Print the plan and stop.", flag_values=values)
+    flags.DEFINE_string("plan", "", "Machine to plan for.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Accelerators to plan for.", lower_bound=0, flag_values=values)
 
 
@@ -175,12 +178,13 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h", "--helpfull"} & set(argv):
         print(__doc__)
         return OK
-    shown, evicted = (
+    shown, invited, evicted = (
         [argument.partition("=")[2] for argument in argv if argument.startswith(f"--{flag}=")]
-        for flag in ("status", "evict")
+        for flag in ("status", "invite", "evict")
     )
-    if evicted:
-        return _evict(Path(shown[0]), evicted[0]) if shown else _refuse(["--evict goes with --status=<run folder>"])
+    for flag, named, change in (("invite", invited, _invite), ("evict", evicted, _evict)):
+        if named:
+            return change(Path(shown[0]), named[0]) if shown else _refuse([f"--{flag} goes with --status=<run folder>"])
     if shown:
         return _show_status(Path(shown[0]))
     try:
@@ -188,6 +192,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         return _refuse([str(error)])
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    if request.plan:
+        return _show_layouts(request, console)
     if request.dry_run:
         return _show_plan(request, console)
     run_dir = request.run.folder
@@ -255,26 +261,57 @@ def _show_status(run_dir: Path) -> int:
     return OK
 
 
-def _evict(run_dir: Path, worker: str) -> int:
-    """Send a worker away from a run that is under way."""
+def _invite(run_dir: Path, node: str) -> int:
+    """Print a key for a node of a run."""
+    try:
+        host = load_run(run_dir).dataflow.host
+        if is_loopback(host):
+            reason = f"{host}, which only this machine reaches and where no key is asked for: start the run with"
+            return _refuse([f"config.dataflow.host of {run_dir} is {reason} --config.dataflow.host=0.0.0.0"])
+        key = invite(run_dir, node)
+    except ConfigError as error:
+        return _refuse([str(error)])
+    except OSError as error:
+        return _refuse([f"{run_dir} cannot be written ({error.strerror}): give the folder of a run"])
+    print(f"{VARIABLE}={key}")
+    return OK
+
+
+def _evict(run_dir: Path, name: str) -> int:
+    """Send a node or a worker away from a run that is under way."""
     from flowjax.broker import DataflowError, connect_to_run
 
-    if worker == read_status(run_dir, "rollout").get("worker"):
-        return _refuse(
-            [f"{worker} is the run's own rollout service, which the launch needs: only nodes can be evicted"]
-        )
+    if name == read_status(run_dir, "rollout").get("worker"):
+        return _refuse([f"{name} is the run's own rollout service, which the launch needs: only nodes can be evicted"])
 
     async def ask() -> int:
         async with connect_to_run(run_dir) as broker:
-            return (await broker.call("evict", {"evicted": worker}, away_s=_ANSWERS_S))["given_back"]
+            return (await broker.call("evict", {"evicted": name}, away_s=_ANSWERS_S))["given_back"]
+
+    invited = False
+    try:
+        invited = send_away(run_dir, name)  # first: its key is void before its workers hear of it
+        outcome = f"{asyncio.run(ask())} episodes that it was playing go to others"
+    except (DataflowError, ConfigError) as error:
+        if not invited:
+            return _refuse([str(error)])
+        outcome = "its key is void, and no worker of it plays"
+    except (OSError, ValueError, KeyError) as error:
+        if not invited:
+            reason = f"cannot be read ({error}): give the folder of a run under way"
+            return _refuse([f"{run_dir / 'endpoints.json'} {reason}"])
+        outcome = "its key is void, and the run is not under way"
+    print(f"{name} is sent away; {outcome}")
+    return OK
+
+
+def _show_layouts(request: LaunchRequest, console: Console) -> int:
+    from flowjax.launch import planner
 
     try:
-        given_back = asyncio.run(ask())
-    except (DataflowError, ConfigError) as error:
+        console.print(planner.render(request.run, request.plan), highlight=False, soft_wrap=True)
+    except ConfigError as error:
         return _refuse([str(error)])
-    except (OSError, ValueError, KeyError) as error:
-        return _refuse([f"{run_dir / 'endpoints.json'} cannot be read ({error}): give the folder of a run under way"])
-    print(f"{worker} is sent away; {given_back} episodes that it was playing go to others")
     return OK
 
 
@@ -325,6 +362,8 @@ def _run(request: LaunchRequest, console: Console) -> int:
             return status
         screen, wall_s = session.screen, time.time() - session.started_s
         console.print(summary(screen.progress, wall_s=wall_s, states=screen.states))
+    elif run.is_node and _was_sent_away(run):
+        console.print("the run has sent this node away (--evict): what it was playing goes to others", highlight=False)
     else:
         again = f"--join={run.config.dataflow.url}" if run.is_node else f"--resume={run.folder}"
         console.print(
@@ -333,6 +372,14 @@ def _run(request: LaunchRequest, console: Console) -> int:
             soft_wrap=True,
         )
     return status
+
+
+def _was_sent_away(run: Run) -> bool:
+    """True if a node's service has ended because the run wants it no more."""
+    with contextlib.suppress(OSError):
+        lines = (run.folder / "logs" / "rollout.log").read_text(errors="replace").rstrip().splitlines()
+        return bool(lines) and "(--evict)" in lines[-1]
+    return False
 
 
 def _last_versions(run: Run) -> dict[str, int]:

@@ -24,14 +24,18 @@ from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import read_status
 from flowjax.monitor.token import VARIABLE, bearer, keep_run_id, known_run_id, known_token, of_run
 from flowjax.run import Run
-from flowjax.weights.mirror import MirrorError, OtherModelError, fetch_bases, source
+from flowjax.weights.mirror import MirrorError, OtherModelError, RunSource, fetch_bases, source
 
 _OF_HARDWARE = re.compile(
     r"(bases\.[^.]+\.)?(engine\..+|model\.path)|env\.workers|rollout\.(max|min)_concurrent_episodes|max_restarts|name|runs"
 )
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S = 1.0
 _SAY_EVERY_S = 30.0
-_REASONS = {401: f"it wants another token: set {VARIABLE}", 410: "another run plays there now"}
+_REASONS = {
+    401: f"it wants another key: set {VARIABLE}",
+    403: "it has sent this node away",
+    410: "another run plays there now",
+}
 
 
 def config_of_run(url: str) -> ConfigDict:
@@ -43,7 +47,7 @@ def config_of_run(url: str) -> ConfigDict:
 
     async def ask() -> dict:
         async with source(url, os.environ.get(VARIABLE, "")) as origin:
-            return await origin.ask("/run")
+            return await _described(origin, "name", "config")
 
     try:
         described = asyncio.run(ask())
@@ -69,6 +73,20 @@ def config_of_run(url: str) -> ConfigDict:
     return config
 
 
+async def _described(origin: RunSource, *names: str) -> dict[str, str]:
+    """Description of a run by itself, with these texts in it.
+
+    Raises:
+        MirrorError: it lacks one, as that of another version or of something else may.
+        aiohttp.ClientError, OSError: nobody answers.
+    """
+    described = await origin.ask("/run")
+    lacking = [name for name in names if not isinstance(described, dict) or not isinstance(described.get(name), str)]
+    if lacking:
+        raise MirrorError(f"its answer to /run has no {', '.join(lacking)}: install the run's version of flowjax here")
+    return described
+
+
 def check_difference(joined: ConfigDict, config: ConfigDict) -> None:
     """A node's own settings are of its hardware alone.
 
@@ -92,7 +110,7 @@ def fetch(run: Run) -> None:
 
     async def copy() -> None:
         async with source(run.config.dataflow.url, known_token(run.folder)) as origin:
-            run_id = (await origin.ask("/run"))["id"]
+            run_id = (await _described(origin, "id"))["id"]
             if known_run_id(run.folder) not in ("", run_id):
                 raise ConfigError(
                     f"{run.folder} is a node's of another run than {run.config.dataflow.url}: give another --name, or "
@@ -126,7 +144,7 @@ async def until_done(run: Run, console: Console) -> None:
         while True:
             problem = ""
             try:
-                async with session.get(f"{url}/status", raise_for_status=True) as answer:
+                async with session.get(f"{url}/finished", raise_for_status=True) as answer:
                     if (await answer.json())["finished"]:
                         console.print(f"played here: {_playing(run)}", highlight=False, soft_wrap=True)
                         return

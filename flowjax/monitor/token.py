@@ -1,9 +1,17 @@
-"""Names of a run and its secret: what roles show each other, the secret where they listen beyond loopback."""
+"""Names of a run and its secrets: what roles show each other, the secrets where they listen beyond loopback.
 
+The token lets a role do everything. A node, which may stand anywhere, shows a key of its own: it lets it play under its
+own name and nothing else, and is void once the node is sent away.
+"""
+
+import contextlib
+import hashlib
 import hmac
 import os
+import re
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -13,6 +21,9 @@ from flowjax.files import replace_file
 VARIABLE = "FLOWJAX_TOKEN"  # on a machine that lacks the run folder
 RUN_HEADER = "X-Flowjax-Run"
 _RUN_ID = "run_id"  # file in the run's folder, and in that of each of its nodes
+_NODES = "nodes"  # folder of the run: a file for each node that was invited, with the digest of its key
+_AWAY = "sent away "  # before the digest
+_NODE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def is_loopback(host: str) -> bool:
@@ -94,3 +105,59 @@ def accepts(headers: Mapping[str, str], token: str) -> bool:
     shown = headers.get("Authorization", "")
     # aiohttp keeps bytes that are no UTF-8 as surrogates, which must not fail to be encoded again.
     return not token or hmac.compare_digest(shown.encode(errors="surrogateescape"), f"Bearer {token}".encode())
+
+
+# -------------------------------------------------------------------------------------------------------- keys of nodes
+
+
+@dataclass(frozen=True)
+class InvitedNode:
+    """A node that was invited, and shows its key."""
+
+    name: str
+    sent_away: bool
+
+
+def invite(run_dir: Path, node: str) -> str:
+    """A new key for the node of that name, which is to show it as its token; one from before is void.
+
+    Raises:
+        ConfigError: that is no name.
+        OSError: the run's folder cannot be written.
+    """
+    if not _NODE_NAME.fullmatch(node):
+        raise ConfigError(f"--invite={node}: give a name of 1 to 64 letters, digits, - and _")
+    key = f"{node}:{secrets.token_urlsafe(32)}"
+    (run_dir / _NODES).mkdir(exist_ok=True)
+    replace_file(run_dir / _NODES / node, _digest(key), mode=0o600)
+    return key
+
+
+def send_away(run_dir: Path, node: str) -> bool:
+    """Void the key of a node, until it is invited again. Returns whether there is such a node."""
+    path = run_dir / _NODES / node
+    if not _NODE_NAME.fullmatch(node) or not path.exists():
+        return False
+    replace_file(path, _AWAY + path.read_text().removeprefix(_AWAY), mode=0o600)
+    return True
+
+
+def node_name(token: str) -> str:
+    """Name of the node whose key this is; "" of a run's token."""
+    return token.partition(":")[0] if ":" in token else ""
+
+
+def known_node(run_dir: Path, headers: Mapping[str, str]) -> InvitedNode | None:
+    """The node of the run whose key a request shows, or None."""
+    key = headers.get("Authorization", "").removeprefix("Bearer ")
+    name = node_name(key)
+    with contextlib.suppress(OSError):
+        if _NODE_NAME.fullmatch(name):
+            kept = (run_dir / _NODES / name).read_text()
+            if hmac.compare_digest(kept.removeprefix(_AWAY), _digest(key)):
+                return InvitedNode(name, kept.startswith(_AWAY))
+    return None
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

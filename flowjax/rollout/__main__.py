@@ -21,6 +21,7 @@ from flowjax.envs.pool import EnvPool
 from flowjax.files import FileHeldError, held
 from flowjax.models.shape import ModelError
 from flowjax.monitor.prometheus import MetricsEndpoint
+from flowjax.monitor.token import known_token, node_name
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodePlayer
@@ -92,6 +93,8 @@ async def _serve(run: Run) -> None:
     tell_environments(run.folder, urls)
     # Machines made from one image may have one name, and processes in containers one number.
     worker = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    if node := node_name(known_token(run.folder)):
+        worker = f"{node}:{worker}"  # its key speaks for such names alone
     async with (
         bases_of_run(run, urls) as bases,
         connect_to_run(run.folder) as broker,

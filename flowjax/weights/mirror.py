@@ -72,7 +72,7 @@ class RunSource:
         async with self._get(path) as response:
             body = await response.read()
             if response.status == 401:
-                raise MirrorError(f"{self.url} wants the run's token: set {VARIABLE} to what its file `token` holds")
+                raise MirrorError(f"{self.url} wants a key: set {VARIABLE} to what --invite=<node> printed at the run")
             if response.status != 200:
                 reason = body.decode(errors="replace")[:500]
                 raise MirrorError(f"{self.url}{path} is refused (HTTP {response.status}): {reason}")

@@ -22,7 +22,7 @@ from flowjax.dataflow.server import serve
 from flowjax.launch import join
 from flowjax.launch.machine import free_port
 from flowjax.launch.roles import publish_endpoints
-from flowjax.monitor.token import known_token, make_run_id
+from flowjax.monitor.token import bearer, invite, known_token, make_run_id, send_away
 from flowjax.records import Lease, pack
 from flowjax.rollout.service import DataflowClient
 from flowjax.run import resolve
@@ -59,9 +59,9 @@ def answers(url: str) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def client(url: str, token: str = "") -> AsyncIterator[DataflowClient]:
+async def client(url: str, token: str = "", worker: str = "w") -> AsyncIterator[DataflowClient]:
     async with connect(url, token=token) as broker:
-        yield DataflowClient(broker, worker="w", away_s=10.0)
+        yield DataflowClient(broker, worker=worker, away_s=10.0)
 
 
 def trainers(url: str, token: str = "") -> DataflowSource:
@@ -93,6 +93,55 @@ def test_beyond_loopback_both_ends_show_the_token(tmp_path):
                 await asyncio.to_thread(trainers(url).batch, {"agent": 0})
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 await asyncio.to_thread(urllib.request.urlopen, f"{url}/status", timeout=5)
+
+    asyncio.run(scenario())
+
+
+def test_a_key_lets_a_node_play_under_its_own_name_and_nothing_else(tmp_path):
+    flow, key = make_flow(tmp_path), invite(tmp_path, "berlin")
+
+    async def asked(url: str, path: str, shown: str) -> int:
+        async with aiohttp.ClientSession(headers=bearer(shown)) as session, session.get(f"{url}{path}") as answer:
+            return answer.status
+
+    async def scenario() -> None:
+        async with serving(flow, tmp_path, "0.0.0.0") as url:
+            for path in ("/run", "/status", "/finished", "/files/weights"):
+                assert await asked(url, path, key) == 200
+                for wrong in (
+                    key[:-1],
+                    "berlin:",
+                    "paris:" + key[7:],
+                    "..:" + key[7:],
+                    key.replace(":", "/"),
+                    "\udcff",
+                ):
+                    assert await asked(url, path, wrong) == 401
+            async with client(url, key, "berlin:w") as node, client(url, key, "paris:w") as other:
+                assert await node.report_versions("agent", 0, []) == 0
+                (lease,), _ = await node.lease(1)
+                await node.push([(lease.lease_id, played(lease, version=0))])
+                (lease,), _ = await node.lease(1)
+                with pytest.raises(DataflowError, match="'paris:w': this key is of workers called berlin:<name>"):
+                    await other.lease(1)
+                source = trainers(url, key)
+                for say in (lambda: source.claim({"agent": 0}), lambda: source.batch({"agent": 0})):
+                    with pytest.raises(DataflowError, match="a node's key is for playing"):
+                        await asyncio.to_thread(say)
+                async with connect(url, token=key) as broker:
+                    for name in ("committed", "refuse", "evict"):
+                        with pytest.raises(DataflowError, match="a node's key is for playing"):
+                            await broker.call(name, {"evicted": "berlin"}, away_s=10.0)
+                assert send_away(tmp_path, "berlin")
+                for say in (node.lease(1), node.report_versions("agent", 0, [])):
+                    with pytest.raises(Evicted, match="node berlin was sent away"):
+                        await say
+                assert await asked(url, "/run", key) == 403
+                async with connect(url, token=known_token(tmp_path)) as broker:
+                    answer = await broker.call("evict", {"evicted": "berlin"}, away_s=10.0)
+                    assert answer == {"given_back": 1}
+                again = invite(tmp_path, "berlin")
+                assert (await asked(url, "/run", key), await asked(url, "/run", again)) == (401, 200)
 
     asyncio.run(scenario())
 

@@ -180,8 +180,8 @@ def resident_bytes() -> int:
 
 async def closed_after_s(port: int, *sent: bytes) -> float:
     """Seconds until the server hangs up on a connection over which these are sent, and then a byte now and then."""
+    began_s, data = time.monotonic(), b"".join(sent)  # before the server can have begun to count
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    began_s, data = time.monotonic(), b"".join(sent)
     with contextlib.suppress(ConnectionError):
         while not reader.at_eof():
             writer.write(data)

@@ -24,7 +24,7 @@ from flowjax.launch import join
 from flowjax.launch.__main__ import main, read_request
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import read_metrics, read_status
-from flowjax.monitor.token import keep_run_id
+from flowjax.monitor.token import VARIABLE, bearer, invite, keep_run_id, known_token
 from flowjax.run import read_endpoints, resolve
 
 
@@ -48,9 +48,10 @@ def started() -> Iterator[list[subprocess.Popen]]:
 
 
 class Node:
-    """A node in a folder of its own, with an engine of its own that runs already."""
+    """A node that was invited, in a folder of its own, with an engine of its own that runs already."""
 
     def __init__(self, light: LightRun, url: str, name: str):
+        key = invite(light.run_dir, name)
         self.folder = light.folder / "far away" / name
         self.folder.mkdir(parents=True)
         self.output = self.folder / "output.txt"
@@ -58,7 +59,11 @@ class Node:
         command += [f"--config.engine.urls=('http://127.0.0.1:{light.engine_port}',)", "--config.model.path=model"]
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
-                command, cwd=self.folder, env=environment(), stdout=out, stderr=subprocess.STDOUT
+                command,
+                cwd=self.folder,
+                env=environment() | {VARIABLE: key},
+                stdout=out,
+                stderr=subprocess.STDOUT,
             )
 
     @property
@@ -78,6 +83,7 @@ class Node:
 @pytest.mark.timeout(900)
 def test_nodes_play_a_run_whose_own_machine_plays_nothing(tmp_path):
     options: dict[str, Any] = {"trainer__steps": 24, "dataflow__lease_s": 12.0, "elsewhere": ("rollout",)}
+    options["dataflow__host"] = "0.0.0.0"  # so that keys are asked for
     with LightRun(tmp_path, **options) as light, started() as all_of:
         run = light.launch()
         all_of.append(run)
@@ -97,17 +103,19 @@ def test_nodes_play_a_run_whose_own_machine_plays_nothing(tmp_path):
         all_of.append(first.process)
         wait_for(lambda: first.episodes > 8 or first.process.poll() is not None, first.logs)
         assert (first.folder / "model" / "config.json").exists(), "the base model came over the network"
-        with urllib.request.urlopen(f"{url}/status", timeout=5) as answer:
-            (worker,) = json.load(answer)["workers"].values()
+        asking = urllib.request.Request(f"{url}/status", headers=bearer(known_token(light.run_dir)))
+        with urllib.request.urlopen(asking, timeout=5) as answer:
+            ((name, worker),) = json.load(answer)["workers"].items()
+        assert name.startswith("first:")
         assert worker["serving"].keys() == {"agent"} and worker["episodes"] > 0
         first.process.send_signal(signal.SIGKILL)  # its guards end the roles
         unwanted = Node(light, url, "unwanted")
         all_of.append(unwanted.process)
         wait_for(lambda: unwanted.worker or unwanted.process.poll() is not None, unwanted.logs)
         # Before it has played the run to its end.
-        wait_for(lambda: main([f"--status={light.run_dir}", f"--evict={unwanted.worker}"]) == 0, unwanted.logs)
+        assert main([f"--status={light.run_dir}", "--evict=unwanted"]) == 0
         assert unwanted.process.wait(timeout=120) == 1, unwanted.logs()
-        assert "this worker was sent away from the run" in unwanted.output.read_text()
+        assert unwanted.output.read_text().splitlines()[-1].startswith("the run has sent this node away (--evict)")
         second = Node(light, url, "second")
         all_of.append(second.process)
         wait_for(lambda: run.poll() is not None, lambda: light.logs() + second.logs(), 600.0)
@@ -177,10 +185,30 @@ def test_a_folder_of_another_run_is_not_used_for_this_one(config, tmp_path, monk
 def test_a_node_says_why_it_is_refused(config, tmp_path):
     async def scenario():
         app = web.Application()
-        app.router.add_get("/status", AsyncMock(side_effect=lambda request: web.Response(status=401)))
+        app.router.add_get("/finished", AsyncMock(side_effect=lambda request: web.Response(status=401)))
         async with TestServer(app) as server:
             config.dataflow.update({"url": str(server.make_url("")).rstrip("/"), "lease_s": 1.0})
-            with pytest.raises(RoleFailed, match=r"it wants another token: set FLOWJAX_TOKEN"):
+            with pytest.raises(RoleFailed, match=r"it wants another key: set FLOWJAX_TOKEN"):
                 await join.until_done(resolve(config, tmp_path), Console())
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("answer", [{}, {"id": 7}, [], "text"])
+def test_an_answer_that_lacks_what_is_needed_is_said_in_a_line(config, tmp_path, monkeypatch, answer):
+    """It was a stack trace."""
+
+    class Origin:
+        async def ask(self, path):
+            return answer
+
+    @contextlib.asynccontextmanager
+    async def answers(url, token):
+        yield Origin()
+
+    monkeypatch.setattr(join, "source", answers)
+    with pytest.raises(ConfigError, match=r"--join=http://far:8000: its answer to /run has no name, config"):
+        join.config_of_run("http://far:8000")
+    config.dataflow.url = "http://far:8000"
+    with pytest.raises(ConfigError, match=r"http://far:8000 cannot be fetched \(its answer to /run has no id"):
+        join.fetch(resolve(config, tmp_path / "node"))

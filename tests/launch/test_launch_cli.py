@@ -10,7 +10,7 @@ import pytest
 
 from flowjax.config import load_run, save_run
 from flowjax.launch.__main__ import main
-from flowjax.launch.machine import Devices, share_out
+from flowjax.launch.devices import Devices, share_out
 from flowjax.launch.preflight import disk_bytes, examine
 from flowjax.monitor.metrics import write_status
 from flowjax.run import resolve
@@ -174,3 +174,24 @@ def test_sending_a_worker_away_takes_a_run_and_a_worker_of_another_machine(tmp_p
     write_status(tmp_path, "rollout", {"worker": "here-1"})
     assert main([f"--status={tmp_path}", "--evict=here-1"]) == 2
     assert "here-1 is the run's own rollout service" in capsys.readouterr().err
+
+
+def test_inviting_a_node_takes_a_run_that_others_reach(config, tmp_path, capsys):
+    assert main(["--invite=berlin"]) == 2
+    assert "--invite goes with --status=<run folder>" in capsys.readouterr().err
+    assert main([f"--status={tmp_path / 'none'}", "--invite=berlin"]) == 2
+    assert "none" in capsys.readouterr().err
+    config.name, config.runs = "run", str(tmp_path)
+    save_run(config, tmp_path / "run")
+    assert main([f"--status={tmp_path / 'run'}", "--invite=berlin"]) == 2
+    assert "config.dataflow.host of" in capsys.readouterr().err
+    config.dataflow.host = "0.0.0.0"
+    save_run(config, tmp_path / "run")
+    for name in ("", "a/b", "..", "a:b", "x" * 65):
+        assert main([f"--status={tmp_path / 'run'}", f"--invite={name}"]) == 2
+        assert f"--invite={name}: give a name of" in capsys.readouterr().err
+    assert main([f"--status={tmp_path / 'run'}", "--invite=berlin"]) == 0
+    assert capsys.readouterr().out.startswith("FLOWJAX_TOKEN=berlin:")
+    assert (tmp_path / "run" / "nodes" / "berlin").stat().st_mode & 0o077 == 0
+    assert main([f"--status={tmp_path / 'run'}", "--evict=berlin"]) == 0
+    assert "its key is void, and the run is not under way" in capsys.readouterr().out

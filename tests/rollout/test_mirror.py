@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from flowjax.config import save_run
 from flowjax.dataflow import files
+from flowjax.dataflow.leases import Capabilities
 from flowjax.run import resolve
 from flowjax.weights import hand_over as handed_over
 from flowjax.weights import mirror
@@ -27,6 +28,7 @@ from flowjax.weights.follow import Follower
 from flowjax.weights.hand_over import hand_over
 from flowjax.weights.mirror import MirrorError, OtherModelError, WeightsMirror, fetch_bases, source
 from flowjax.weights.publish import HANDED_OVER, Checkpoints, commit_of, committed_steps, read_adapter
+from tests.dataflow.test_flow import played
 
 
 def read_adapter_of(run: RolloutRun, step: int):
@@ -164,6 +166,34 @@ def test_a_node_that_joins_takes_nothing_from_the_others(tmp_path, monkeypatch):
             assert [name.partition(".")[0] for name in packed(run)] == [f"agent@{step}" for step in range(3, 8)]
             name, size_bytes, digest = (await origin.ask("/files/weights/agent/1"))["pack"]
             await origin.fetch(f"/files/packs/{name}", tmp_path / "pack", size_bytes, digest)
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_an_evaluation_is_pinned_to_can_be_had_until_that_is_over(tmp_path):
+    """Also by a node that joins when its checkpoint is gone; what was packed in between is not kept for it."""
+    run = RolloutRun(tmp_path, eval__tasks=2)
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            copy = WeightsMirror(tmp_path / "node", origin)
+            servers.flow.report_serving("agent", 0)  # which opens an evaluation
+            for step in range(1, 9):
+                await copy.update()
+                run.publish(step)
+                servers.flow.report_serving("agent", step)
+            await copy.update()
+            assert 0 not in committed_steps(run.folder / "checkpoints/agent")
+            joins = WeightsMirror(tmp_path / "joins", origin)
+            await joins.update()
+            here = committed_steps(tmp_path / "joins/checkpoints/agent")
+            assert here[0] == 0 and here[-1] == 8 and 2 not in here, "what is needed, and what the run has"
+            assert level(tmp_path / "joins", 0) == level(tmp_path / "node", 0)
+            for lease in servers.flow.leases.lease("w", 100, Capabilities(kinds=frozenset({"eval"}))):
+                servers.flow.groups.accept_all([(lease.lease_id, played(lease, version=0))])
+            servers.flow.evaluations.write_finished()
+            await joins.update()
+            assert 0 not in committed_steps(tmp_path / "joins/checkpoints/agent"), "it is over"
 
     asyncio.run(scenario())
 
