@@ -1,8 +1,11 @@
 """Batches out: which groups a trainer is given for a step, as rows with advantages; and who the trainer is."""
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+import math
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -142,6 +145,8 @@ def _join(policy: str, spans: Sequence[tuple[np.ndarray, ...]]) -> TokenRow:
 # -------------------------------------------------------------------------------------------------------------- batches
 
 _LONGEST_REASON = 500  # characters
+_PATIENCE = 1 / 3  # of the time that a batch takes, for groups that no later one may have
+_TIMED = 8  # newest batches, whose median that time is: a pause in between says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,9 @@ class Batches:
     """Batches: what each trainer trains on next, and how far it is.
 
     Staleness is bounded a second time here, after `Leases`: a group with an older token than may be is dropped and
-    counted, and another task is opened in its place.
+    counted, and another task is opened in its place. So that few are, a batch does not take a younger group, which the
+    next one may have, while one is played that no later batch may have; but it waits for those no longer than
+    `_PATIENCE` of the time that batches take: their workers may be slow, or dead.
     """
 
     def __init__(
@@ -166,9 +173,15 @@ class Batches:
         policies: Mapping[str, PolicyStatus],
         metrics: MetricsWriter,
         run_dir: Path,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._ledger, self._algorithms, self._policies = ledger, algorithms, policies
-        self._metrics, self._run_dir = metrics, run_dir
+        self._metrics, self._run_dir, self._clock = metrics, run_dir, clock
+        self._made_s: dict[str, float] = {}  # when the newest batch was made, by policy
+        self._could_s: dict[str, float] = {}  # when the next one could first have been, if it waits
+        self._until_s: dict[str, float] = {}  # and until when it does
+        # From one batch to the next, by policy. Their waits are within: a third of it each time, they add up to a half.
+        self._apart_s: dict[str, deque[float]] = {policy: deque(maxlen=_TIMED) for policy in policies}
         self._logged: dict[str, int] = {}  # the step whose line is in the log, by policy
         self.trained_ages = {policy: self._newest_ages(policy) for policy in policies}  # tokens by age, newest batch
 
@@ -192,14 +205,7 @@ class Batches:
             StepError: see `take_first`.
         """
         state, dropped_before = self._policies[policy], self._ledger.count_dropped(policy)
-        chosen = partial(
-            select,
-            self._algorithms,
-            step=step,
-            groups=state.settings.trainer.groups_per_step,
-            max_staleness=state.run.config.dataflow.max_staleness,
-        )
-        group_ids = self._ledger.assign(policy, step, chosen)
+        group_ids = self._ledger.assign(policy, step, partial(self._select, policy, step))
         state.is_waiting = group_ids is None
         if group_ids is None:
             return None
@@ -209,6 +215,40 @@ class Batches:
         if newest and self._logged.get(policy) != step:
             self._log(policy, step, groups)
         return Assigned(groups, dropped)
+
+    def _select(self, policy: str, step: int, ready: Sequence[PolicyGroup], used: Sequence[PolicyGroup]) -> Selection:
+        """The groups of the policy's batch `step`, as `select` has them; none while it waits for older ones."""
+        state, now_s = self._policies[policy], self._clock()
+        groups, bound = state.settings.trainer.groups_per_step, state.run.config.dataflow.max_staleness
+        chosen, dropped = select(self._algorithms, ready, used, step=step, groups=groups, max_staleness=bound)
+        if chosen is None:
+            self._could_s.pop(policy, None)
+            return None, dropped
+        could_s = self._could_s.setdefault(policy, now_s)
+        if self._takes_younger(policy, step - bound, chosen, ready):
+            apart_s = self._apart_s[policy]
+            self._until_s[policy] = could_s + _PATIENCE * (statistics.median(apart_s) if apart_s else 0.0)
+            if now_s < self._until_s[policy]:
+                return None, dropped
+        if policy in self._made_s:
+            self._apart_s[policy].append(now_s - self._made_s[policy])
+        self._made_s[policy] = now_s
+        del self._could_s[policy]
+        self._until_s.pop(policy, None)
+        return chosen, dropped
+
+    def patience_s(self, policies: Collection[str]) -> float:
+        """Seconds until one of these policies' batches waits no longer for older groups; infinite if none does."""
+        until_s = min((self._until_s[policy] for policy in policies if policy in self._until_s), default=math.inf)
+        return max(until_s - self._clock(), 0.0)
+
+    def _takes_younger(self, policy: str, oldest: int, chosen: Sequence[str], ready: Sequence[PolicyGroup]) -> bool:
+        """True if these groups have younger ones among them in the place of some that are still played, with tokens of
+        the version `oldest`. An order that leaves out old groups that are ready would leave out those, too."""
+        known = set(chosen)
+        younger = any(group.oldest_version > oldest for group in ready if group.group_id in known)
+        left_out = any(group.oldest_version == oldest for group in ready if group.group_id not in known)
+        return younger and not left_out and self._ledger.count_open(policy, oldest) > 0
 
     def _log(self, policy: str, step: int, groups: Sequence[Group]) -> None:
         """Write down what a batch is made of, and what has come to nothing so far."""
@@ -301,11 +341,15 @@ class Batches:
         """Make `trainer` the one of these policies, from these versions on: see `Ledger.claim`."""
         lost = {policy: version - self._ledger.batches(policy) for policy, version in versions.items()}
         position = self._behind_lost(lost) if max(lost.values()) > 0 else 0
+        epochs = {self._ledger.epoch(policy) for policy in versions}
         claimed, epoch = self._ledger.claim(trainer, versions, after, position=position)
         # The ledger's word, also where it is lower: a trainer that went back has lost what it had committed since.
         for policy, committed in self._ledger.commits().items():
             if policy in self._policies:
                 self._policies[policy].committed = committed
+        if claimed and epoch not in epochs:  # a copy of a claim that was good before changes nothing
+            for policy, version in versions.items():
+                self._policies[policy].goes_back(version)
         return claimed, epoch
 
     def _behind_lost(self, lost: Mapping[str, int]) -> int:

@@ -57,6 +57,10 @@ class Evaluations:
         """Versions of a policy that an evaluation under way needs."""
         return [versions[policy] for versions in self._under_way().values()]
 
+    def unwritten(self) -> Mapping[str, Mapping[str, int]]:
+        """Versions of each evaluation that is under way, by its name; of some that are just over, too."""
+        return self._unwritten
+
     def _under_way(self) -> dict[str, dict[str, int]]:
         return self._ledger.evaluations("open") if self._unwritten else {}
 

@@ -16,7 +16,7 @@ are SHA-256 of the content. 202: it is being made, ask again. 404: it is gone. 5
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,12 @@ class RunFiles:
     Args:
         run: whose files these are.
         oldest_needed: the oldest version of a policy that a worker may still be asked for.
+        pinned: versions of a policy that an evaluation under way needs. One that was packed can be had until that is
+            over, also when its checkpoint is deleted.
     """
 
-    def __init__(self, run: Run, oldest_needed: Callable[[str], int]):
-        self._run, self._oldest_needed = run, oldest_needed
+    def __init__(self, run: Run, oldest_needed: Callable[[str], int], pinned: Callable[[str], Collection[int]]):
+        self._run, self._oldest_needed, self._pinned = run, oldest_needed, pinned
         self._packed = run.folder / _PACKED
         self._digests: dict[Path, str] = {}  # of packs
         self._listings: dict[tuple[Path, str], Listing] = {}
@@ -81,15 +83,21 @@ class RunFiles:
         steps = committed_steps(folder)
         oldest = min(self._oldest_needed(policy), max(steps, default=0))
         # Listed a moment ago, and perhaps thinned out since.
-        known = {step: commit_of(folder, step) for step in steps if step >= oldest}
-        return {step: commit for step, commit in known.items() if commit is not None}
+        known = {step: self._commit(policy, step) for step in {*self._pinned(policy), *steps} if step >= oldest}
+        return {step: commit for step, commit in sorted(known.items()) if commit is not None}
+
+    def _commit(self, policy: str, step: int) -> str | None:
+        """Commit of a version that can be had: of its checkpoint, or else as it was packed for an evaluation."""
+        if (commit := commit_of(self._run.folder / "checkpoints" / policy, step)) is not None:
+            return commit
+        packed = [key.partition(".") for key in self._engine_folders(policy)] if step in self._pinned(policy) else []
+        return next((commit for known, _, commit in packed if known == str(step)), None)
 
     async def _version(self, request: web.Request) -> web.Response:
         policy, digits = request.match_info["policy"], request.match_info["step"]
-        folder = self._run.folder / "checkpoints" / policy
         known = policy in self._run.policies and digits.isdecimal() and len(digits) < _LONGEST
         step = int(digits) if known else -1
-        commit = commit_of(folder, step) if known else None
+        commit = self._commit(policy, step) if known else None
         if commit is None:
             raise web.HTTPNotFound(text=f"there is no version {digits[:20]} of {policy[:100]} now: ask /files/weights")
         key, base = f"{step}.{commit}", self._engine_folders(policy).get(request.query.get("base", ""))
@@ -98,7 +106,7 @@ class RunFiles:
         except web.HTTPException:
             raise
         except Exception as error:
-            if commit_of(folder, step) != commit:
+            if self._commit(policy, step) != commit:
                 raise web.HTTPNotFound(text=f"version {step} is gone or made anew: ask /files/weights again") from error
             raise self._failure(f"version {step} of {policy} cannot be packed", error) from error
 

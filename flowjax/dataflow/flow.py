@@ -61,10 +61,12 @@ class Flow:
         self.algorithms = Chain(build_algorithms(config), self.ledger.states())
         metrics = MetricsWriter(run.folder)
         self.workers = RolloutWorkers(max_staleness=config.dataflow.max_staleness, clock=clock)
-        self.leases = Leases(run, self.ledger, self.algorithms, train_tasks, self.policies, self.workers)
         self.groups = Groups(self.ledger, self.algorithms, self.policies)
-        self.batches = Batches(self.ledger, self.algorithms, self.policies, metrics, run.folder)
+        self.batches = Batches(self.ledger, self.algorithms, self.policies, metrics, run.folder, clock)
         self.evaluations = Evaluations(run, self.ledger, metrics, held_out_tasks, self.policies, clock)
+        self.leases = Leases(
+            run, self.ledger, self.algorithms, train_tasks, self.policies, self.workers, self.evaluations.unwritten
+        )
         self.evaluations.write_finished()  # what a process before this one had no time for
         self._lease_s = config.dataflow.lease_s
 
@@ -77,8 +79,7 @@ class Flow:
 
     def report_serving(self, policy: str, version: int) -> int:
         """Note what the engines serve. Returns the policy's oldest version that must stay loaded."""
-        state = self.policies[policy]
-        state.serving = max(state.serving, version)
+        self.policies[policy].serves(version, self.ledger.batches(policy))
         self.evaluations.open()
         return self.oldest_needed(policy)
 

@@ -2,7 +2,7 @@
 those that were played the data algorithms keep for the trainers."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import grain
@@ -40,16 +40,18 @@ class Leases:
     """Gives workers episodes, and opens training's groups as they are asked for. One is opened only while for some
     policy
 
-        usable groups < (serving version + max_staleness + 1 - batches made) * fresh groups per step
+        usable groups < (version + max_staleness + 1 - batches made) * fresh groups per step
 
-    so that it will be trained at most `max_staleness` versions after the one it is played with. Usable are those that
-    are ready, and those under way as far as the data algorithms can be relied on to keep them: n of them count as
-    p n - sqrt(p (1 - p) n (1 + n / m)), where a share p of the m newest was kept. So what a batch lacks is opened at
-    once, divided by the share that is kept, not one round after the other (the adaptive batch of GRESO, arXiv
-    2506.02177). Where all are kept, n count as n. Groups too old for the next batch are no longer usable.
+    so that it will be trained at most `max_staleness` versions after the `version` that the worker who asks plays it
+    with. Usable are those that are ready, and those under way as far as the data algorithms can be relied on to keep
+    them: n of them count as p n - sqrt(p (1 - p) n (1 + n / m)), where a share p of the m newest was kept. So what a
+    batch lacks is opened at once, divided by the share that is kept, not one round after the other (the adaptive batch
+    of GRESO, arXiv 2506.02177). Where all are kept, n count as n. Groups too old for the next batch are not usable.
 
     No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone. A worker
-    that serves a version more than `max_staleness` behind the newest plays evaluations only, until it has caught up.
+    that serves a version more than `max_staleness` behind the newest plays evaluations only, until it has caught up;
+    one that is behind at all is given nothing that was opened for a newer version. One that is much slower than another
+    leaves training to it as long as that one has room.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class Leases:
         tasks: grain.MapDataset[Task],
         policies: Mapping[str, PolicyStatus],
         workers: RolloutWorkers,
+        evaluations: Callable[[], Mapping[str, Mapping[str, int]]],
     ):
         config = run.config
         self._config, self._ledger, self._algorithms = config, ledger, algorithms
-        self._tasks, self._policies, self._workers = tasks, policies, workers
+        self._tasks, self._policies, self._workers, self._evaluations = tasks, policies, workers, evaluations
         # Policies that speak for an agent of the workflow; all of them where the config names no agents.
         self._played = (set(config.agents.values()) & set(policies)) or set(policies)
 
@@ -71,24 +74,30 @@ class Leases:
         """Up to `slots` episodes that the worker can play; none when nothing is admissible now.
 
         Evaluation gets its share of the worker's slots first, then training the rest; what either leaves idle is the
-        other's.
+        other's. An evaluation is pinned to its versions: a worker that says that it lacks one is given none of it.
         """
         if any(policy.serving < 0 for policy in self._policies.values()) or not playable.policies_fit(self._played):
             return []
         held = self._ledger.held(worker)
         newest = {policy.name: policy.serving for policy in self._policies.values()}
-        trains = "train" in playable.kinds and self._workers.may_train(worker, newest)
+        serving = self._workers.serving(worker, newest)
+        trains = "train" in playable.kinds and self._workers.may_train(serving, newest)
+        trains = trains and not self._workers.yields(worker, newest)
         evaluation = self._evaluation_slots(slots + sum(held.values())) if trains else slots
+        evaluated = self._evaluations()
+        lacking = [name for name, versions in evaluated.items() if self._workers.lacks(worker, versions)]
         leases: list[Lease] = []
         if "eval" in playable.kinds:
+            self._workers.asks_evaluation(worker)
             free = max(min(evaluation - held.get("eval", 0), slots), 0)
-            leases += self._ledger.lease(worker, free, "eval", playable.worlds)
+            leases += self._ledger.lease(worker, free, "eval", playable.worlds, without=lacking)
         if trains:
-            leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds)
-            while len(leases) < slots and self._open_group():
-                leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds)
+            leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds, serving)
+            while len(leases) < slots and self._open_group(serving):
+                leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds, serving)
         if "eval" in playable.kinds and len(leases) < slots:
-            leases += self._ledger.lease(worker, slots - len(leases), "eval", playable.worlds)
+            leases += self._ledger.lease(worker, slots - len(leases), "eval", playable.worlds, without=lacking)
+        self._workers.began(worker, [lease.lease_id for lease in leases])
         return leases
 
     def _evaluation_slots(self, total: int) -> int:
@@ -96,11 +105,12 @@ class Leases:
         slots = self._config.eval.slots
         return min(math.ceil(slots * total) if slots < 1 else int(slots), total)
 
-    def _open_group(self) -> bool:
-        """Open the next training task if the staleness bound and the length of the run admit it for some policy."""
+    def _open_group(self, serving: Mapping[str, int]) -> bool:
+        """Open the next training task, to be played with these versions, if the staleness bound and the length of the
+        run admit it for some policy."""
         config = self._config
         learning = [policy for policy in self._policies.values() if policy.learns]
-        if not any(map(self._admits, learning)):
+        if not any(self._admits(policy, serving[policy.name]) for policy in learning):
             return False
         position, task, forced = self._choose()
         self._algorithms.chosen(task, position)
@@ -115,7 +125,7 @@ class Leases:
                 position=position,
                 temperature=config.rollout.temperature,
                 policies=[policy.name for policy in learning],
-                serving={policy.name: policy.serving for policy in learning},
+                serving=serving,
                 forced=forced,
                 changes=changes,
             )
@@ -132,12 +142,13 @@ class Leases:
             self._ledger.pass_over(f"train-{position:08d}", task, position=position)
         return start + MOST_PASSED_OVER, task_at(self._tasks, start + MOST_PASSED_OVER), True
 
-    def _admits(self, policy: PolicyStatus) -> bool:
+    def _admits(self, policy: PolicyStatus, version: int) -> bool:
+        """True if another group that is played with that version will be trained on before it is too old."""
         trainer, dataflow = policy.settings.trainer, self._config.dataflow
         made = self._ledger.batches(policy.name)
-        # A group opened now is played with version `serving`, so it may be in batches up to serving + max_staleness.
-        # Batches count from 0: that many plus one, less those that are made, are still to be filled.
-        ahead = min(policy.serving + dataflow.max_staleness + 1, trainer.steps) - made
+        # A group opened now may be in batches up to version + max_staleness. Batches count from 0: that many plus one,
+        # less those that are made, are still to be filled.
+        ahead = min(version + dataflow.max_staleness + 1, trainer.steps) - made
         groups = trainer.groups_per_step
         admitted = ahead * fresh_groups(groups, self._algorithms.fresh_share)
         if made <= policy.serving and ahead > 0:  # the trainer waits: there may be less to replay than is asked for

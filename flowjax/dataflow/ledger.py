@@ -434,10 +434,20 @@ class Ledger:
     # --------------------------------------------------------------------------------------- episode: waiting -> leased
 
     def lease(
-        self, worker: str, slots: int, kind: Kind | None = None, worlds: Collection[str] | None = None
+        self,
+        worker: str,
+        slots: int,
+        kind: Kind | None = None,
+        worlds: Collection[str] | None = None,
+        serving: Mapping[str, int] | None = None,
+        without: Sequence[str] = (),
     ) -> list[Lease]:
         """Up to `slots` waiting episodes, of these worlds alone where given: evaluation before training, then in the
-        order of tasks. One that this worker failed at is left to others for `lease_s`, if there are any."""
+        order of tasks. One that this worker failed at is left to others for `lease_s`, if there are any.
+
+        `serving` are the versions that it plays with: training that was opened for a newer one is left to others.
+        `without` names evaluations that are left to others.
+        """
         now_s = self._clock()
         deadline_s, leases = now_s + self._lease_s, []
         alone = self._alone(worker, now_s)
@@ -448,6 +458,9 @@ class Ledger:
                 " WHERE episodes.state = 'waiting' AND (:kind IS NULL OR kind = :kind)"
                 " AND (:alone OR worker IS NOT :worker OR deadline_s < :now_s)"
                 " AND (:worlds IS NULL OR world IN (SELECT value FROM json_each(:worlds)))"
+                " AND (:serving IS NULL OR NOT EXISTS (SELECT 1 FROM policy_groups JOIN json_each(:serving) AS served"
+                " ON served.key = policy WHERE group_id = groups.group_id AND oldest_version > served.value))"
+                " AND evaluation NOT IN (SELECT value FROM json_each(:without))"
                 " ORDER BY kind = 'train', position, episode_id LIMIT :slots",
                 {
                     "kind": kind,
@@ -455,6 +468,8 @@ class Ledger:
                     "worker": worker,
                     "now_s": now_s,
                     "worlds": None if worlds is None else json.dumps(sorted(worlds)),
+                    "without": json.dumps(without),
+                    "serving": None if serving is None else json.dumps(dict(serving)),
                     "slots": slots,
                 },
             ).fetchall()
@@ -795,6 +810,12 @@ class Ledger:
                 self._undo_after(policy, version)
                 made = version + bool(self.batch(policy, version))
                 self._drop_lost(policy, made)
+                # What was opened for a lost version is played with this one: nobody will serve that one for a while.
+                self._db.execute(
+                    "UPDATE policy_groups SET oldest_version = :version"
+                    " WHERE policy = :policy AND state = 'open' AND oldest_version > :version",
+                    {"policy": policy, "version": version},
+                )
                 self._forget_evaluations(policy, version)
                 # Down only: a checkpoint that is on disk counts once `commit` has been heard, and flushed.
                 committed = min(owners[policy]["committed"], version)
@@ -1066,6 +1087,11 @@ class Ledger:
         )
         counts = {row["ready"]: row["n"] for row in rows}
         return counts.get(1, 0), counts.get(0, 0)
+
+    def count_open(self, policy: str, oldest_version: int) -> int:
+        """The policy's groups under way whose oldest token is of that version."""
+        open_groups = "SELECT COUNT(*) FROM policy_groups WHERE policy = ? AND state = 'open' AND oldest_version = ?"
+        return self._db.execute(open_groups, (policy, oldest_version)).fetchone()[0]
 
     def keep_share(self, policy: str) -> tuple[float, float]:
         """Share of a policy's newest groups that its trainer was let have, and the number of groups that it is taken

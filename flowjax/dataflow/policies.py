@@ -1,8 +1,9 @@
 """Policies and rollout workers as the dataflow sees them: settings, and the versions that are served and committed."""
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ class PolicyStatus:
     run: Run
     settings: Policy
     serving: int = -1  # newest version that the engines serve; -1 before version 0
+    newest_served: int = -1  # that they ever did: its trainer may have gone back behind it
     committed: int = -1  # newest version that its trainer has made
     is_waiting: bool = False  # its trainer last asked in vain
+    went_back: bool = False  # its trainer has, behind versions that were served
     _found: int = field(init=False)  # newest checkpoint when this process started
 
     def __post_init__(self):
@@ -63,6 +66,19 @@ class PolicyStatus:
         made = max(batches, self.committed, 0)
         return max(made, self._found if made else self.newest_checkpoint())
 
+    def serves(self, version: int, batches: int) -> None:
+        """Note that some engine serves that version. One beyond the `batches` that are made is of before its trainer
+        went back: the version that will have its number is another."""
+        if self.went_back:
+            version = min(version, batches)
+        self.serving = max(self.serving, version)
+        self.newest_served = max(self.newest_served, version)
+
+    def goes_back(self, version: int) -> None:
+        """Note that its trainer goes on from that version."""
+        self.went_back |= version < self.newest_served
+        self.serving = min(self.serving, version)
+
     def flush_checkpoint(self, version: int) -> None:
         """Have a checkpoint on the disk, not only in memory that a power cut loses. Changes nothing here: it may run in
         a thread. Files that are not there are left out: a version of one's own may be kept elsewhere."""
@@ -80,17 +96,34 @@ class PolicyStatus:
 
 _MOST_KNOWN = 10_000  # names; a worker that comes back has a new one
 _MOST_SHOWN = 1000
+_MUCH_SLOWER = 2.0  # times as long for an episode as another worker
+_EPISODES_WEIGHED = 16  # newest ones of a worker, that its time for one is the mean of, or nearly; none is slow before
+_SLOW_FOR = 64  # times as long as an episode: so long one that plays nothing is taken to be slow
+_AWAY_S = 600.0  # since it last asked for them, after which a worker is not expected to play evaluations any more
+_MOST_PLAYED = 4096  # leases of a worker whose time is taken
+_CATCHING_UP_S = 3.0  # since a worker got a version, for which others are taken to get it at any moment
+_ASKING_S = 3.0  # since it asked, for which a worker is taken to wait for episodes: it asks again each second
 
 
 @dataclass(slots=True)
 class _Seen:
-    """State of one worker: version served by policy, when it last said something, episodes that counted, and slots for
-    which there was nothing to play."""
+    """State of one worker: version served by policy, those that it can serve where it says so, when it last said
+    something and asked for training and for evaluations, episodes that counted, when it was given those that it plays,
+    the time that one takes it, slots for which there was nothing to play, whether it last left training to others."""
 
     heard_s: float
     free_slots: int = 0
+    began_s: dict[str, float] = field(default_factory=dict)  # by lease, the oldest first
+    yielded: bool = False
+    asked_eval_s: float = -math.inf  # or when it was first heard of
     serving: dict[str, int] = field(default_factory=dict)
+    serving_since_s: float = -math.inf
+    held: dict[str, frozenset[int]] = field(default_factory=dict)
     episodes: int = 0
+    episode_s: float = 0.0
+    weighed: int = 0  # episodes, of which that is the mean
+    weighed_s: float = 0.0  # when the last of them was
+    asked_s: float = -math.inf  # for training
 
 
 class RolloutWorkers:
@@ -106,36 +139,112 @@ class RolloutWorkers:
         self._seen: dict[str, _Seen] = {}  # in the order in which they were last heard of
         self._evicted: set[str] = set()
 
-    def report(self, worker: str, policy: str, version: int) -> bool:
-        """Note what a worker serves: also an older version than before, as after a restart of its engine. Returns
-        whether that is news."""
-        serving = self._of(worker).serving
-        is_news = serving.get(policy) != version
-        serving[policy] = version
-        return is_news
+    def report(self, worker: str, policy: str, version: int, held: Collection[int] | None = None) -> bool:
+        """Note what a worker serves: also an older version than before, as after a restart of its engine; and which
+        versions it can serve, where it says so. Returns whether any of that is news."""
+        seen = self._of(worker)
+        before = seen.serving.get(policy), seen.held.get(policy)
+        if before[0] != version:
+            seen.serving[policy], seen.serving_since_s = version, self._clock()
+        if held is not None:
+            seen.held[policy] = frozenset(held)
+        return before != (version, seen.held.get(policy))
+
+    def asks_evaluation(self, worker: str) -> None:
+        """Note that a worker asks for evaluations."""
+        self._of(worker).asked_eval_s = self._clock()
+
+    def lacks(self, worker: str, versions: Mapping[str, int]) -> bool:
+        """True if the worker says that it cannot serve one of these versions, and another may who asks for evaluations.
+        Where nobody can, as after their loss, it tries all the same: an evaluation comes to its end by attempts that
+        failed."""
+        since_s = self._clock() - _AWAY_S
+        others = (name for name, seen in self._seen.items() if name != worker and seen.asked_eval_s > since_s)
+        return self._cannot(worker, versions) and not all(self._cannot(other, versions) for other in others)
+
+    def standing(self, worker: str) -> Hashable:
+        """Versions of a worker: where there is nothing for one, there is nothing for another of the same standing."""
+        seen = self._seen.get(worker)
+        return seen and (tuple(sorted(seen.serving.items())), tuple(sorted(seen.held.items())))
+
+    def _cannot(self, worker: str, versions: Mapping[str, int]) -> bool:
+        seen = self._seen.get(worker)
+        return seen is not None and any(
+            seen.serving.get(policy) != version and version not in seen.held.get(policy, (version,))
+            for policy, version in versions.items()
+        )
 
     def counted(self, worker: str, episodes: int) -> None:
         """Note that so many of its episodes have counted."""
         self._of(worker).episodes += episodes
 
+    def began(self, worker: str, lease_ids: Collection[str]) -> None:
+        """Note that the worker was given these episodes now."""
+        began_s = self._of(worker).began_s
+        began_s.update(dict.fromkeys(lease_ids, self._clock()))
+        while len(began_s) > _MOST_PLAYED:  # leases that ran out
+            del began_s[next(iter(began_s))]
+
+    def ended(self, worker: str, lease_id: str, *, counts: bool) -> None:
+        """Note that the worker has ended an episode. What counts shows how long it takes for one: what breaks at once
+        does not make it fast, nor what a worker says of itself."""
+        seen, now_s = self._of(worker), self._clock()
+        began_s = seen.began_s.pop(lease_id, None)
+        if began_s is None or not counts:
+            return
+        seen.weighed = min(seen.weighed + 1, _EPISODES_WEIGHED)
+        seen.weighed_s = now_s
+        seen.episode_s += (now_s - began_s - seen.episode_s) / seen.weighed
+
+    def yields(self, worker: str, newest: Mapping[str, int]) -> bool:
+        """Note that a worker asks for training. True if it leaves that to a much faster one with free slots: what it
+        played itself would often be in when the batch that needs it has gone by. Not for long to one whose versions are
+        older, which may not play what was opened for newer ones."""
+        seen = self._of(worker)
+        seen.asked_s = self._clock()
+        if seen.asked_s - seen.weighed_s > _SLOW_FOR * seen.episode_s:  # by now it may be faster, and could not show it
+            seen.weighed, seen.episode_s = 0, 0.0
+        serving = self.serving(worker, newest)
+        if seen.asked_s - seen.serving_since_s < _CATCHING_UP_S:
+            serving = {policy: version - self._max_staleness for policy, version in newest.items()}
+        seen.yielded = seen.weighed == _EPISODES_WEIGHED and any(
+            0 < _MUCH_SLOWER * other.episode_s < seen.episode_s
+            and other.free_slots > 0
+            and other.asked_s > seen.asked_s - _ASKING_S
+            and all(version >= serving[policy] for policy, version in self.serving(name, newest).items())
+            for name, other in self._seen.items()
+        )
+        return seen.yielded
+
+    def yielded(self, worker: str) -> bool:
+        """True if the worker, when it last asked for training, left that to a faster one."""
+        return (seen := self._seen.get(worker)) is not None and seen.yielded
+
     def left_free(self, worker: str, slots: int) -> None:
         """Note how many of the slots that it asked for have got nothing."""
         self._of(worker).free_slots = slots
 
-    def evict(self, worker: str) -> bool:
-        """Send a worker away for as long as this process lives. Returns whether it is known."""
-        if known := self._seen.pop(worker, None) is not None:
-            self._evicted.add(worker)
+    def evict(self, name: str) -> list[str]:
+        """Send a worker, or all of a node (`<node>:<worker>`), away for as long as this process lives. Returns those
+        that are known."""
+        known = [worker for worker in self._seen if name in (worker, worker.partition(":")[0])]
+        for worker in known:
+            del self._seen[worker]
+        self._evicted.update(known)
         return known
 
     def is_evicted(self, worker: str) -> bool:
         return worker in self._evicted
 
-    def may_train(self, worker: str, newest: Mapping[str, int]) -> bool:
-        """True unless the worker is known to serve a version of a policy that is too far behind the newest."""
+    def serving(self, worker: str, newest: Mapping[str, int]) -> dict[str, int]:
+        """Version of each policy that the worker plays with; the newest where it has not said."""
         seen = self._seen.get(worker)
-        serving = seen.serving if seen else {}
-        return all(version - serving.get(policy, version) <= self._max_staleness for policy, version in newest.items())
+        said = seen.serving if seen else {}
+        return {policy: min(said.get(policy, version), version) for policy, version in newest.items()}
+
+    def may_train(self, serving: Mapping[str, int], newest: Mapping[str, int]) -> bool:
+        """True unless a worker that serves these versions is too far behind the newest."""
+        return all(version - serving[policy] <= self._max_staleness for policy, version in newest.items())
 
     def status(self, *, within_s: float) -> dict[str, dict[str, Any]]:
         """Workers that were heard of within so many seconds, by name; the newest of very many."""
@@ -152,7 +261,8 @@ class RolloutWorkers:
         }
 
     def _of(self, worker: str) -> _Seen:
-        seen = self._seen.pop(worker, None) or _Seen(0.0)  # put back below as the newest: the dict is in that order
+        # Put back below as the newest: the dict is in that order.
+        seen = self._seen.pop(worker, None) or _Seen(0.0, asked_eval_s=self._clock())
         seen.heard_s = self._clock()
         self._seen[worker] = seen
         if len(self._seen) > _MOST_KNOWN:  # names are strangers' to choose: the longest silent one is forgotten

@@ -4,13 +4,13 @@
     renew         {worker, lease_ids}                  -> {lost}
     episodes      {worker, items: [{lease_id, episode}]} -> {accepted, duplicate}
     give_back     {worker, lease_ids, error}           -> {}
-    versions      {worker, policy, serving, in_use}    -> {oldest_needed}
+    versions      {worker, policy, serving, in_use, held?} -> {oldest_needed}
     claim         {trainer, policies: {policy: version}, after} -> {claimed, epoch}
     batch         {epoch} and {policy, step} | {policies: {policy: step}}
                                 -> {state: run, policy, rows, totals, dropped} | {state: wait}
     refuse        {policy, step, epoch, trajectories}  -> {quarantined}
     committed     {epoch, policy, version}             -> {}
-    evict         {evicted}                            -> {given_back}
+    evict         {evicted: worker or node}            -> {given_back}
 
 `lease` and `batch` hold the answer back for a while when there is nothing to give, `episodes` while the trainers have
 more groups waiting than they may. What is not as it should be in a message is refused before anything changes.
@@ -19,8 +19,8 @@ more groups waiting than they may. What is not as it should be in a message is r
 import asyncio
 import sqlite3
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,27 @@ from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.leases import KINDS, Capabilities, Played
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
-from flowjax.records import Bounds, Episode, Lease, WireError, check_episode, check_lease, check_outcomes
+from flowjax.records import (
+    COUNTED_STATUSES,
+    Bounds,
+    Episode,
+    Lease,
+    WireError,
+    check_episode,
+    check_lease,
+    check_outcomes,
+)
 
 NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch", "committed", "refuse", "evict")
+NAMES_OF_NODES = ("lease", "renew", "episodes", "give_back", "versions")  # that a node's key is good for
 _OF_WORKERS = ("lease", "renew", "episodes", "versions")  # that one which was evicted sends in vain
 HOLD_S = 1.0
 _FAILING_S = 10.0  # of nothing but a broken disk, after which the dataflow says so and ends
 # A full disk is waited for. When it is full for this process alone (a quota, a folder of its own) nobody else would say
 # so: then it ends, too, and the launcher starts it again once the run's folder can be written.
 _UNWRITABLE_S = 30.0
-_PASSED_OVER = 3  # workers asked in turn before there is taken to be nothing for any
+_PASSED_OVER = 3  # workers of one standing asked in turn before there is taken to be nothing for any of them
+_LOOKED_AT = 64  # workers looked at in turn
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
 
@@ -132,15 +143,15 @@ class DataflowService:
 
         leases = attempt()  # whoever waits has been offered all that there was
         if not leases and not self._flow.finished:
-            leases = await self._wait_for_leases(playable, attempt, hold_s)
+            leases = await self._wait_for_leases(worker, playable, attempt, hold_s)
         state = "run" if leases else "done" if self._flow.finished else "wait"
         return {"leases": leases, "state": state, "retry_s": 1.0 if state == "done" else 0.0}
 
     async def _wait_for_leases(
-        self, playable: Capabilities, attempt: Callable[[], list[Lease]], hold_s: float
+        self, worker: str, playable: Capabilities, attempt: Callable[[], list[Lease]], hold_s: float
     ) -> list[Lease]:
         """Stand in the queue of those who can play the same, for a while."""
-        asked = _Waiting(attempt, asyncio.get_running_loop().create_future())
+        asked = _Waiting(worker, attempt, asyncio.get_running_loop().create_future())
         queue = self._waiting.setdefault(playable, deque())
         queue.append(asked)
         try:
@@ -161,15 +172,22 @@ class DataflowService:
         """Give what there is to those who have waited longest; when the run is over, send all of them home."""
         finished = any(self._waiting.values()) and self._flow.finished
         for queue in self._waiting.values():
-            passed_over = 0
-            while passed_over < min(_PASSED_OVER, len(queue)):
+            looked_at, yielded, failed = 0, 0, Counter[Hashable]()
+            while looked_at < min(_LOOKED_AT, len(queue)) and yielded < _PASSED_OVER:
                 asked = queue[0]
-                if (leases := asked.attempt()) or finished:
+                standing = self._flow.workers.standing(asked.worker)
+                leases = asked.attempt() if finished or failed[standing] < _PASSED_OVER else []
+                if leases or finished:
                     asked.leases.set_result(leases)
                     queue.popleft()
-                else:  # what there is may not be for this worker
-                    queue.rotate(-1)
-                    passed_over += 1
+                    continue
+                # What there is may not be for this worker; what it left to a faster one may be for the next.
+                if self._flow.workers.yielded(asked.worker):
+                    yielded += 1
+                else:
+                    failed[standing] += 1
+                queue.rotate(-1)
+                looked_at += 1
 
     def _notify(self) -> None:
         """Something has changed that may give the waiting what they wait for."""
@@ -206,6 +224,8 @@ class DataflowService:
     def _accept(self, played: Sequence[Played], worker: str) -> list[bool]:
         counted = self._flow.groups.accept_all(played, worker=worker)
         self._flow.workers.counted(worker, sum(counted))
+        for (lease_id, episode), counts in zip(played, counted, strict=True):
+            self._flow.workers.ended(worker, lease_id, counts=counts and episode.status in COUNTED_STATUSES)
         self._flow.evaluations.write_finished()
         return counted
 
@@ -220,22 +240,20 @@ class DataflowService:
         self._notify()
 
     def _evict(self, message: Any) -> Answer:
-        """Send a worker away. What it was playing goes to others, and nothing that it says counts any more."""
-        (worker,) = fields(message, evicted=str)
-        if not self._flow.workers.evict(worker):
+        """Send a worker away, or all of a node. What they were playing goes to others, and nothing that they say
+        counts any more."""
+        (evicted,) = fields(message, evicted=str)
+        if not (workers := self._flow.workers.evict(evicted)):
             known = ", ".join(self._flow.status()["workers"]) or "none"
-            raise WireError(f"no worker {worker[:_LONGEST_NAME]!r} plays for this run: there is {known}")
-        leases = self._flow.ledger.leases_of(worker)
+            raise WireError(f"no worker {evicted[:_LONGEST_NAME]!r} plays for this run: there is {known}")
+        leases = [lease_id for worker in workers for lease_id in self._flow.ledger.leases_of(worker)]
         self._return(leases, "")
         return {"given_back": len(leases)}
 
     def _versions(self, message: Any) -> Answer:
         policy = self._policy(message)
-        before = self._flow.policies[policy].serving
-        # An engine may serve what a trainer has gone back behind, until the newest version is that or later again.
-        newest = max(self._flow.newest_version(policy), before)
-        serving = version_of(message, "serving", oldest=0, newest=newest)
-        is_news = self._flow.workers.report(sender_of(message), policy, serving)
+        serving = version_of(message, "serving", oldest=0, newest=self._newest()[policy])
+        is_news = self._flow.workers.report(sender_of(message), policy, serving, held_of(message))
         oldest_needed = self._flow.report_serving(policy, serving)
         if is_news:  # a newer version admits further groups, and a worker that has caught up plays again
             self._notify()
@@ -260,11 +278,15 @@ class DataflowService:
         until = time.monotonic() + hold_s
         while (batch := self._take(steps, epoch)) is None and time.monotonic() < until:
             self._changed.clear()
+            left_s = until - time.monotonic()
+            pause_s = min(left_s, max(self._flow.batches.patience_s(steps), _LATEST_S))
             try:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
+                async with asyncio.timeout(pause_s):
                     await self._changed.wait()
             except TimeoutError:
-                break
+                if pause_s == left_s:
+                    break
+                continue
             await asyncio.sleep(_LATEST_S)  # changes come in bursts: one look for all of them
         if batch is None:
             return {"state": "wait"}
@@ -330,11 +352,13 @@ class DataflowService:
         return policy_of(message, self._flow.policies)
 
     def _newest(self) -> dict[str, int]:
-        """The newest version that each policy may have been played with; -1 of a model that is not trained.
+        """The newest version that each policy may be played with; -1 of a model that is not trained.
 
-        A trainer that goes back has lost versions that episodes under way were begun with, which is not their fault."""
+        A trainer that goes back has lost versions that engines go on to serve for a while, and that episodes under way
+        were begun with, which is not their fault."""
         trained = {
-            name: max(self._flow.newest_version(name), policy.serving) for name, policy in self._flow.policies.items()
+            name: max(self._flow.newest_version(name), policy.newest_served)
+            for name, policy in self._flow.policies.items()
         }
         return trained | dict.fromkeys(self._flow.frozen, -1)
 
@@ -343,6 +367,7 @@ class DataflowService:
 class _Waiting:
     """A worker that waits for episodes."""
 
+    worker: str
     attempt: Callable[[], list[Lease]]
     leases: asyncio.Future[list[Lease]]
 
@@ -473,6 +498,16 @@ def version_of(message: Any, name: str, *, oldest: int, newest: int) -> int:
     if not oldest <= version <= newest:
         raise WireError(f"field {name} is {version}: this run has made versions {oldest} to {newest} of that policy")
     return version
+
+
+def held_of(message: Any) -> frozenset[int] | None:
+    """Versions that a worker can serve; None where it does not say."""
+    if "held" not in message:
+        return None
+    (versions,) = fields(message, held=list)
+    if len(versions) > MOST_SLOTS or not all(type(version) is int for version in versions):
+        raise WireError(f"field held is no list of versions: send {MOST_SLOTS} numbers at most")
+    return frozenset(versions)
 
 
 def episodes_of(

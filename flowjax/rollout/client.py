@@ -156,6 +156,10 @@ class EngineError(RuntimeError):
     """The engine refuses a request, or has been away for too long; the message names the log to read."""
 
 
+class VersionAway(EngineError):
+    """The version that an episode is pinned to can be had, and has not come to any engine in time."""
+
+
 class UnknownModel(EngineError):
     """The engine serves no model or adapter of that name: it was retired, or the engine has been restarted."""
 

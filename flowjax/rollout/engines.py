@@ -23,6 +23,7 @@ from flowjax.rollout.client import (
     Partial,
     SamplingOptions,
     UnknownModel,
+    VersionAway,
 )
 from flowjax.run import Base, Run
 from flowjax.weights.follow import Follower
@@ -354,19 +355,20 @@ class ServedBase:
         """Wait until an engine has that version, or whichever is the current one.
 
         Raises:
-            EngineError: none has it in time.
+            EngineError: none has it in time; `VersionAway` of one that is named, and can be had here.
         """
         if version is None:
             await self._soon(policy, self.follower.serve_current(policy))
         else:
-            await self._soon(model_name(policy, version), self.follower.serve(policy, version))
+            away = VersionAway if version in self.follower.held(policy) else EngineError
+            await self._soon(model_name(policy, version), self.follower.serve(policy, version), away)
 
-    async def _soon(self, name: str, served: Awaitable[None]) -> None:
+    async def _soon(self, name: str, served: Awaitable[None], away: type[EngineError] = EngineError) -> None:
         try:
             async with asyncio.timeout(self._patience_s):
                 await served
         except TimeoutError as error:
-            raise EngineError(
+            raise away(
                 f"{name} has not come to the engine within {self._patience_s:.0f} s: see {self._logs}"
             ) from error
 

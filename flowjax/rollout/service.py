@@ -5,6 +5,7 @@ Every loop runs beside the others on one event loop. One that fails for good end
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -20,7 +21,7 @@ from flowjax.config import task_options
 from flowjax.envs import find_world
 from flowjax.monitor.metrics import write_status
 from flowjax.records import COUNTED_STATUSES, Episode, Lease
-from flowjax.rollout.client import EngineError
+from flowjax.rollout.client import EngineError, VersionAway
 from flowjax.rollout.engines import Admission, ServedBase
 from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
@@ -61,9 +62,13 @@ class DataflowClient:
         """Return episodes unplayed; with an error, that counts as one of the attempts that an episode has."""
         await self._call("give_back", lease_ids=list(lease_ids), error=error)
 
-    async def report_versions(self, policy: str, serving: int, in_use: Sequence[int]) -> int:
-        """Say what the engine serves. Returns the oldest version that may still be asked for."""
-        answer = await self._call("versions", policy=policy, serving=serving, in_use=list(in_use))
+    async def report_versions(
+        self, policy: str, serving: int, in_use: Sequence[int], held: Sequence[int] | None = None
+    ) -> int:
+        """Say what the engine serves, and which versions it can serve; None: any. Returns the oldest version that may
+        still be asked for."""
+        said = {} if held is None else {"held": list(held)}
+        answer = await self._call("versions", policy=policy, serving=serving, in_use=list(in_use), **said)
         return answer["oldest_needed"]
 
     async def _call(self, name: str, **message: Any) -> Answer:
@@ -231,7 +236,8 @@ class RolloutService:
         try:
             episode = await self._player.play(lease)
         except EngineError as error:
-            self._unplayed.append((lease.lease_id, str(error)))
+            # Without a reason it is no attempt: that a version is late here says nothing about the task.
+            self._unplayed.append((lease.lease_id, "" if isinstance(error, VersionAway) else str(error)))
             self._count_failure(str(error))
         else:
             self._finished.append((lease.lease_id, episode))
@@ -277,11 +283,12 @@ class RolloutService:
         if finished := _one_message(self._finished, self._message_bytes):
             await self._dataflow.push(finished)
             del self._finished[: len(finished)]
-        if unplayed := self._unplayed[:]:
+        # As many as have one reason.
+        if unplayed := list(itertools.takewhile(lambda item: item[1] == self._unplayed[0][1], self._unplayed)):
             await self._dataflow.give_back([lease_id for lease_id, _ in unplayed], unplayed[0][1])
             del self._unplayed[: len(unplayed)]
             self.totals.given_back += len(unplayed)
-        if self._finished:
+        if self._finished or self._unplayed:
             self._something_to_send.set()
 
     async def _renew(self) -> None:
@@ -300,7 +307,8 @@ class RolloutService:
         await follower.ready()
         while True:
             serving, _ = follower.current(policy)
-            oldest = await self._dataflow.report_versions(policy, serving, follower.in_use(policy))
+            held = follower.held(policy)
+            oldest = await self._dataflow.report_versions(policy, serving, follower.in_use(policy), held)
             follower.keep_from(policy, oldest)
             self._reported[policy].set()
             with contextlib.suppress(TimeoutError):

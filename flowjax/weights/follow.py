@@ -163,6 +163,13 @@ class Follower:
         """Versions of a policy with something in flight."""
         return sorted(version for name, version in self._in_use if name == policy)
 
+    def held(self, policy: str) -> list[int]:
+        """Versions of a policy that may still be asked for and can be had here, loaded or not."""
+        folders = (served_version(folder.name) for folder in self._adapters.glob(f"{policy}@*"))
+        known = {version for owner, version in folders if owner == policy}
+        known.update(committed_steps(self._run_dir / "checkpoints" / policy))
+        return sorted(version for version in known if version >= self._oldest_needed[policy])
+
     def keep_from(self, policy: str, version: int) -> None:
         """Older versions than this one will not be asked for again; before the first call, any may be."""
         self._oldest_needed[policy] = version

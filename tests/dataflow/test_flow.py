@@ -1,6 +1,8 @@
 """Admission, staleness, evaluation and batches, over HTTP as the other roles see them."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grain
@@ -33,11 +35,11 @@ def configuration(**dataflow):
     return config
 
 
-def make_flow(folder: Path, config=None) -> Flow:
+def make_flow(folder: Path, config=None, clock: Callable[[], float] = time.monotonic) -> Flow:
     config = config or configuration()
     tasks = grain.MapDataset.range(100).map(lambda index: Task(f"task-{index}", "toy", index))
     held_out = grain.MapDataset.range(100).map(lambda index: Task(f"held-{index}", "toy", index))
-    return Flow(resolve(config, folder), train_tasks=tasks, held_out_tasks=held_out)
+    return Flow(resolve(config, folder), train_tasks=tasks, held_out_tasks=held_out, clock=clock)
 
 
 def played(lease, *, version: int, success: float = 1.0, turns: int = 2) -> Episode:

@@ -1,5 +1,7 @@
 """Who plays what: evaluation beside training, and workers that cannot play everything."""
 
+import time
+
 import pytest
 
 from flowjax.dataflow.leases import Capabilities
@@ -9,10 +11,10 @@ from tests.dataflow import flows
 from tests.dataflow.test_flow import batch, configuration, make_flow, play, played
 
 
-def flow_with(folder, slots: float, tasks: int = 20, **dataflow):
+def flow_with(folder, slots: float, tasks: int = 20, clock=time.monotonic, **dataflow):
     config = configuration(max_staleness=3, **dataflow)
     config.eval.update({"tasks": tasks, "slots": slots})
-    flow = make_flow(folder, config)
+    flow = make_flow(folder, config, clock=clock)
     flow.report_serving("agent", 0)
     return flow
 
@@ -96,3 +98,29 @@ def test_parts_of_a_frozen_model_belong_to_no_stream(tmp_path):
         assert flows.accept(flow, lease.lease_id, both)
     served, _ = batch(flow, 0)
     assert served.totals["episodes"] == 6 and {row.policy for row in served.rows} == {"agent"}
+
+
+def test_an_evaluation_goes_to_those_that_have_its_versions(tmp_path):
+    """One that joined late took its episodes, failed at them for want of the version, and used their attempts up."""
+    flow = flow_with(tmp_path, 0.5)
+    flow.workers.report("was there", "agent", 0, held=[0])
+    flow.workers.report("says nothing", "agent", 3)
+    flow.workers.report("joined late", "agent", 3, held=[2, 3])
+    flow.report_serving("agent", 3)
+    assert kinds(flows.lease(flow, "joined late", 4)) == (0, 4)
+    assert kinds(flows.lease(flow, "says nothing", 4)) == (2, 2)
+    assert kinds(flows.lease(flow, "was there", 4, "eval")) == (4, 0)
+    flow.workers.report("joined late", "agent", 3, held=[0, 2, 3])
+    assert kinds(flows.lease(flow, "joined late", 4)) == (4, 0), "it has fetched it"
+
+
+def test_an_evaluation_whose_version_is_lost_is_tried_and_so_comes_to_its_end(tmp_path):
+    now_s = [0.0]
+    flow = flow_with(tmp_path, 0.5, clock=lambda: now_s[0])
+    flow.workers.report("was there", "agent", 0, held=[0])
+    flow.report_serving("agent", 3)
+    flow.workers.report("joined late", "agent", 3, held=[2, 3])
+    assert kinds(flows.lease(flow, "joined late", 4, "eval")) == (0, 0)
+    now_s[0] += 700
+    flow.workers.report("joined late", "agent", 3, held=[2, 3])
+    assert kinds(flows.lease(flow, "joined late", 4, "eval")) == (4, 0), "nobody else has been heard of"

@@ -21,10 +21,10 @@ def simulate(folder: Path, max_staleness: int, *, share: float, seed: int = 0) -
     config = configuration(max_staleness=max_staleness, algorithms={"dynamic_sampling": {}}, keep_trajectories=False)
     config.rollout.group_size, config.eval.tasks = MEMBERS, 0
     config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
-    flow, rng = make_flow(folder, config), random.Random(seed)
+    step, tick, started = 0, 0, 0
+    flow, rng = make_flow(folder, config, clock=lambda: tick), random.Random(seed)
     flow.report_serving("agent", 0)
     playing: list[tuple[int, Lease, int]] = []
-    step, tick, started = 0, 0, 0
     while step < STEPS:
         playing += [(tick + rng.randint(*TICKS), lease, step) for lease in flows.lease(flow, "w", SLOTS - len(playing))]
         tick += 1

@@ -5,10 +5,13 @@ import asyncio
 import pytest
 
 from flowjax.broker import Evicted
+from flowjax.dataflow.leases import Capabilities
 from flowjax.dataflow.policies import RolloutWorkers
 from flowjax.dataflow.service import DataflowService
+from flowjax.monitor.metrics import read_metrics
 from flowjax.records import WireError
-from tests.dataflow.test_flow import configuration, make_flow
+from tests.dataflow import flows
+from tests.dataflow.test_flow import configuration, make_flow, play
 
 
 def test_a_worker_that_is_too_far_behind_is_given_no_training_until_it_has_caught_up(tmp_path):
@@ -98,3 +101,111 @@ def test_names_of_strangers_do_not_fill_the_memory(monkeypatch):
     for name in "abcade":
         workers.left_free(name, 1)
     assert set(workers.status(within_s=1.0)) == {"a", "d", "e"}
+
+
+def test_a_run_whose_trainer_has_gone_back_goes_on(tmp_path):
+    """Workers that serve what there is were taken to be behind the versions that are lost, for good."""
+    config = configuration(max_staleness=1)
+    config.trainer.update({"steps": 20, "keep_checkpoints": 9})
+    config.eval.tasks = 0
+    flow = make_flow(tmp_path, config)
+
+    def step(version):
+        flow.workers.report("w", "agent", version)
+        flow.report_serving("agent", version)
+        play(flow, flows.lease(flow, "w", 1000), version=version)
+        assert flows.take(flow, "agent", version), version
+        flow.batches.commit("agent", version + 1)
+
+    _, epoch = flow.batches.claim("first", {"agent": 0}, 0)
+    for version in range(9):
+        step(version)
+    flow.workers.report("w", "agent", 9)
+    flow.report_serving("agent", 9)
+    flow.batches.claim("second", {"agent": 3}, epoch)
+    for version in range(3, 12):
+        step(version)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("back_to", [1, 3, 5])
+def test_groups_that_were_opened_for_a_lost_version_are_played_with_what_there_is(tmp_path, max_staleness, back_to):
+    """Nobody might lease them, and they counted as under way: no other was opened, and the run stood still for good."""
+    config = configuration(max_staleness=max_staleness)
+    config.trainer.update({"steps": 20, "keep_checkpoints": 9})
+    config.eval.tasks = 0
+    flow = make_flow(tmp_path, config)
+
+    def report(version):
+        flow.workers.report("w", "agent", version)
+        flow.report_serving("agent", version)
+
+    _, epoch = flow.batches.claim("first", {"agent": 0}, 0)
+    for step in range(6):
+        report(step)
+        while leases := flows.lease(flow, "w", 2, "train"):
+            play(flow, leases, version=step)
+            if flows.take(flow, "agent", step):
+                break
+        flow.batches.commit("agent", step + 1)
+    report(6)
+    lost = flows.lease(flow, "w", 1000, "train")
+    flow.batches.claim("second", {"agent": back_to}, epoch)
+    flows.give_back(flow, [lease.lease_id for lease in lost], "")
+    for step in range(back_to, 10):
+        report(step)
+        play(flow, flows.lease(flow, "w", 1000, "train"), version=step)
+        assert flows.take(flow, "agent", step), step
+        flow.batches.commit("agent", step + 1)
+
+
+def test_a_version_that_is_made_anew_is_evaluated_and_not_the_lost_one(tmp_path):
+    """The lost weights were evaluated once more, at once and as the version to come, and that one never was."""
+    config = configuration(max_staleness=1)
+    config.eval.update({"tasks": 2, "every_steps": 3})
+    config.trainer.update({"steps": 6, "keep_checkpoints": 9})
+    flow = make_flow(tmp_path, config)
+
+    def step(version, success):
+        report(version)
+        leases = flows.lease(flow, "w", 1000)
+        assert all(lease.versions in ({}, {"agent": version}) for lease in leases)
+        play(flow, leases, version=version, success=lambda lease: success if lease.kind == "eval" else 1.0)
+        if version < 6:
+            assert flows.take(flow, "agent", version)
+            flow.batches.commit("agent", version + 1)
+
+    def report(version):
+        flow.workers.report("w", "agent", version)
+        return flow.report_serving("agent", version)
+
+    _, epoch = flow.batches.claim("first", {"agent": 0}, 0)
+    for version in range(7):
+        step(version, 0.0)
+    flow.batches.claim("second", {"agent": 3}, epoch)
+    flow.evaluations.read_ledger()
+    assert report(3) == 2 and not flow.finished
+    assert report(6) <= 3, "a node that has not heard of it yet: at most the version in the making"
+    for version in range(3, 7):
+        step(version, 1.0)
+    assert flow.finished
+    lines = [line for line in read_metrics(tmp_path) if line["kind"] == "eval" and line["version"] == 6]
+    assert [line["success_rate"] for line in lines] == [0.0, 1.0]
+
+
+def test_one_that_plays_training_alone_does_not_keep_a_lost_evaluation_open(tmp_path):
+    now_s = [0.0]
+    flow = make_flow(tmp_path, configuration(max_staleness=1), clock=lambda: now_s[0])
+    flow.workers.report("gone", "agent", 0, held=[0])
+    flow.report_serving("agent", 0)
+    flow.report_serving("agent", 3)
+    train_only = Capabilities(kinds=frozenset({"train"}))
+    for _ in range(130):
+        now_s[0] += 10.0
+        flow.workers.report("trains", "agent", 3)
+        flow.leases.lease("trains", 1, train_only)
+        flow.workers.report("plays", "agent", 3, held=[3])
+        leases = flow.leases.lease("plays", 4, Capabilities(kinds=frozenset({"eval"})))
+        if leases:
+            break
+    assert 600.0 < now_s[0] < 700.0

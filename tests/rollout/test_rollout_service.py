@@ -20,7 +20,8 @@ from flowjax.dataflow.server import Server
 from flowjax.records import Episode, Trajectory, Turn, pack
 from flowjax.rollout import __main__ as rollout_main
 from flowjax.rollout import service as rollout_service
-from flowjax.rollout.client import EngineError
+from flowjax.rollout.client import EngineError, VersionAway
+from flowjax.rollout.engines import ServedBase
 from flowjax.rollout.episode import load_workflow
 from flowjax.rollout.service import DataflowClient, RolloutError
 from flowjax.weights.publish import Checkpoints
@@ -131,6 +132,26 @@ def test_an_evaluation_is_played_with_its_own_version_to_the_end(tmp_path):
         evaluated = [t for t in servers.counted if t.group_id.startswith("eval")]
         assert len(evaluated) == 6
         assert {turn.version for episode in evaluated for turn in episode.turns} == {0}
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_does_not_come_uses_up_no_attempt(tmp_path, monkeypatch):
+    served, away = ServedBase.served, [None] * 20  # more than an episode has attempts
+
+    async def comes_late(base, policy, version):
+        if version is not None and away:
+            away.pop()
+            raise VersionAway(f"{policy}@{version} has not come to the engine")
+        await served(base, policy, version)
+
+    async def scenario():
+        monkeypatch.setattr(ServedBase, "served", comes_late)
+        run = RolloutRun(tmp_path, eval__tasks=2, eval__slots=2.0)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: sum(episode.group_id.startswith("eval") for episode in servers.counted) == 2)
+            status = servers.flow.status()
+        assert not away and not status["failed"] and not status["quarantined"]
 
     asyncio.run(scenario())
 
