@@ -66,6 +66,8 @@ class Pool:
         self._metrics = MetricsEndpoint(lambda: self.status, role="pool")
 
     def __enter__(self) -> "Pool":
+        with contextlib.suppress(OSError):  # of the launch before: its nodes may be gone
+            (self._run_dir / "status-pool.json").unlink(missing_ok=True)
         self._metrics.__enter__()
         return self
 

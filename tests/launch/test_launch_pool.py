@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from flowjax.launch.pool import Pool, waiting_share, wanted_nodes
+from flowjax.launch.pool import Pool, pool_lines, waiting_share, wanted_nodes
 from flowjax.monitor.metrics import MetricsWriter, Progress, read_status, write_status
 
 BOUNDS = {"least": 1, "most": 64}
@@ -107,3 +107,13 @@ def test_a_pool_without_a_command_only_says_it_where_it_is_asked(tmp_path):
         assert read_status(tmp_path, "pool") == {}, "nobody plays: there is nothing to multiply"
         run.goes_on(nodes=1, steps=8, wait_s=9.0)
         assert read_status(tmp_path, "pool")["wanted_nodes"] == 10 and not run.said
+
+
+def test_what_was_wanted_before_a_resume_is_forgotten(tmp_path):
+    """Its nodes may be gone, and the first window of the new launch takes a while."""
+    run = FollowedRun(tmp_path)
+    with run.pool:
+        run.goes_on(nodes=1, steps=8, wait_s=9.0)
+    assert read_status(tmp_path, "pool")
+    with Pool(tmp_path, ConfigDict(CONFIG), run.said.append):
+        assert pool_lines(tmp_path) == []
