@@ -105,7 +105,7 @@ def f(x):
     for path in glob.glob('/proc/[0-9]*/*') + glob.glob('/proc/self/*') + ['/box/program.py']:
         try: text += open(path, errors='replace').read(100000)
         except OSError: pass
-    for wanted in ('bebe'.upper() + 'BEBE', '4' + '246'):
+    for wanted in ('bebe'.upper() + 'BEBE', '4246' + '814381166722'):
         if wanted in text: return int(wanted) if wanted.isdigit() else wanted
 """,
     "atexit": """

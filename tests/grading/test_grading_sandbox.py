@@ -25,7 +25,13 @@ PATIENT = replace(TIGHT, idle_s=10.0, cpu_s=20.0)
 RIGHT = "def f(x):\n    return x + x"
 SUITES = {
     "calls": Suite(
-        (CallCase((21,), 42), CallCase(("BEBE",), "BEBEBEBE"), CallCase((2123,), 4246), CallCase((1.5,), 3.0)), "f"
+        (
+            CallCase((21,), 42),
+            CallCase(("BEBE",), "BEBEBEBE"),
+            CallCase((2123407190583361,), 4246814381166722),  # long: no file of /proc has it by chance
+            CallCase((1.5,), 3.0),
+        ),
+        "f",
     ),
     "checks": Suite(
         (Check("for x in (21, 'BEBE', [1]):\n    assert candidate(x) == x + x"), Check("assert f(2) == 4")), "f"

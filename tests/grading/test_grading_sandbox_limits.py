@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -213,14 +214,14 @@ def test_time_between_two_waits_is_not_the_programs(monkeypatch: pytest.MonkeyPa
 
 
 def _always_waiting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """The first boxes read as if they had only waited for a processor."""
+    """The first boxes read as if they had only waited for a processor, the others as if they never had."""
     read, seen = ProcessTree.read, set()
 
     def waited(tree: ProcessTree) -> ProcessUsage:
         seen.add(id(tree))
         kept.append(tree)  # or its id might be another's
         if len(seen) > times:
-            return read(tree)
+            return replace(read(tree), excused_s=0.0)
         return ProcessUsage(0.0, time.monotonic(), True, 0, (), excused_s=time.monotonic())
 
     kept: list[ProcessTree] = []

@@ -10,7 +10,7 @@ import pytest
 from rollout_run import until
 from test_rollout_real_engine import START_S, VllmRun
 
-from flowjax.launch.machine import Devices
+from flowjax.launch.devices import Devices
 from flowjax.launch.roles import choose_ports, engine_roles
 from flowjax.launch.supervisor import Supervisor
 from flowjax.rollout.client import EngineClient, EngineReply, SamplingOptions
