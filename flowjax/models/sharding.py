@@ -87,7 +87,14 @@ class Placement:
     rules: ShardingRules = field(default_factory=ShardingRules)
 
     def of(self, axes: Sequence[str | None]) -> NamedSharding:
-        return NamedSharding(self.mesh, self.rules.spec(axes))
+        """How an array with these axes lies, without mesh axes of one device, which split nothing: JAX names what a
+        program returns in the shortest way, and another name for the same would compile the next program again."""
+        split = [
+            tuple(name for name in _as_tuple(entry) if self.mesh.shape[name] > 1) for entry in self.rules.spec(axes)
+        ]
+        while split and not split[-1]:
+            split.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*(names or None for names in split)))
 
     @property
     def device(self) -> Any:

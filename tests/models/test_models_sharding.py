@@ -178,5 +178,15 @@ def test_experts_are_whole_where_they_divide_and_split_along_the_hidden_size_els
 def test_one_device_mesh_is_an_ordinary_mesh():
     mesh = make_mesh(devices=jax.devices()[:1])
     decoder = Decoder(TINY, key=jax.random.key(0), mesh=mesh)
-    expected = NamedSharding(mesh, PartitionSpec(None, ("fsdp", "expert", "sequence"), "tensor"))
-    assert decoder.layers["up_proj"].get_value().sharding == expected
+    assert decoder.layers["up_proj"].get_value().sharding == NamedSharding(mesh, PartitionSpec())
+
+
+def test_a_layout_has_the_shortest_name():
+    """As JAX names what a program returns: two names of one layout are two programs."""
+    for sizes, expected in (
+        ({"data": 2, "fsdp": 2}, (None, ("fsdp",))),
+        ({"tensor": 2}, (None, None, ("tensor",))),
+        ({"fsdp": 2, "sequence": 2, "tensor": 2}, (None, ("fsdp", "sequence"), ("tensor",))),
+        ({"data": 8}, ()),
+    ):
+        assert tuple(_placement(**sizes).of(("layers", "embed", "heads")).spec) == tuple(PartitionSpec(*expected))
