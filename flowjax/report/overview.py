@@ -17,7 +17,6 @@ _SEED_FIELDS = ("seed", "name", "runs")  # in which the seeds of one method diff
 _PHASES = {  # of a step, in their order; what is left of it is "other"
     "wait_s": "waiting for episodes",
     "pack_s": "packing rows",
-    "mismatch_s": "comparing log-probs",
     "compute_s": "forward and backward passes",
     "save_s": "saving checkpoints",
     "keep_s": "keeping transcripts",
@@ -163,10 +162,10 @@ def _phases(line: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 
 def phase_seconds(line: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each phase of a step. `step_s` holds packing and comparing, too: what is left of it is computing."""
+    """Seconds of each phase of a step. `step_s` holds packing, too: what is left of it is computing."""
     found = {name: float(line[name]) for name in _PHASES if isinstance(line.get(name), int | float)}
     if isinstance(line.get("step_s"), int | float):
-        found["compute_s"] = max(line["step_s"] - found.get("pack_s", 0.0) - found.get("mismatch_s", 0.0), 0.0)
+        found["compute_s"] = max(line["step_s"] - found.get("pack_s", 0.0), 0.0)
     return found
 
 

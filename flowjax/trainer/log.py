@@ -42,6 +42,7 @@ class StepResult:
     step: int
     counters: UpdateCounters
     updates: list[Metrics]  # of its updates, on the devices
+    mismatch: list[Metrics]  # of engine and trainer, for each version that was compared, on the devices
     line: dict[str, float]  # what is known on the host
     started_s: float
     flops: float
@@ -68,7 +69,7 @@ class StepLog:
                 self._on_step(line)
 
     def _line_of(self, result: StepResult) -> dict[str, Any]:
-        updates = jax.device_get(result.updates)  # waits for the devices
+        updates, mismatch = jax.device_get((result.updates, result.mismatch))  # waits for the devices
         now_s = time.perf_counter()
         step_s = now_s - max(result.started_s, self._devices_idle_s)
         self._devices_idle_s = now_s
@@ -82,6 +83,7 @@ class StepLog:
             "policy": result.policy,
             "step": result.step,
             **_update_metrics(updates),
+            **_mismatch_metrics(mismatch),
             **result.line,
             "skipped_updates": result.counters.skipped_updates,
             "empty_updates": result.counters.empty_updates,
@@ -136,6 +138,15 @@ def _update_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
     shown = {"ratio": "ratio_mean", "clipped": "clip_share"}
     hidden = ("skipped", "tokens", "denominator", "clipped_low", "clipped_high")
     return {shown.get(name, name): value for name, value in values.items() if name not in hidden}
+
+
+def _mismatch_metrics(versions: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """k3 KL (per token) and largest log-prob difference between engine and trainer."""
+    tokens = sum(float(version["tokens"]) for version in versions)
+    if not tokens:
+        return {}
+    k3 = sum(float(version["k3"]) for version in versions) / tokens
+    return {"mismatch_kl": k3, "mismatch_max": max(float(version["max"]) for version in versions)}
 
 
 def memory_metrics() -> dict[str, int]:

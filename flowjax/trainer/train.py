@@ -1,7 +1,7 @@
 """A whole training run, top to bottom.
 
 `main` is what a trainer process does: config, mesh, models, and for each policy its objective, optimiser and restored
-state (`start`). `train` compiles and loops: batch, pack, mismatch, update, log, publish. The step's arithmetic is
+state (`start`). `train` compiles and loops: batch, pack, update, mismatch, log, publish. The step's arithmetic is
 `update.py`; rows are packed by `batch.py`; losses and models are rooms of their own.
 """
 
@@ -413,12 +413,6 @@ def train(
         on_devices = [[place(micro_batch, mesh) for micro_batch in micro_batches] for micro_batches in packed]
         packed_s = time.perf_counter()
 
-        # mismatch: the engine's log-probs against ours, under the very version that sampled them
-        mismatch = {}
-        if learner.checkpoints is not None and packed:
-            mismatch = _mismatch(learner, packed[0][0], on_devices[0][0], mesh)
-        compared_s = time.perf_counter()
-
         # update: add up the gradients of its micro-batches, divide once, take the optimiser's step
         results: list[Metrics] = []
         trained: list[jax.Array] = []  # log-probs of every micro-batch in the pass that was differentiated
@@ -435,28 +429,34 @@ def train(
                 trained.append(logprobs)
             assert total is not None  # an update without rows was left out
             results.append(_apply_update(learner, total))
+
+        # mismatch: the engine's log-probs against ours, under the very version that sampled them
+        mismatch = []
+        if learner.checkpoints is not None and packed:
+            ours = None if learner.uses_dropout else trained[0]  # before the first update
+            mismatch = _mismatch(learner, packed[0][0], on_devices[0][0], mesh, ours=ours)
+
+        # count it: also when nothing was trained, the batch is used up
         keep = _writer_of_logprobs(learner, served.rows, updates, packed, trained, mesh)
         learner.counters.empty_updates += trainer.updates_per_step - len(updates)
         if not updates:
             logging.warning("%s, step %d: no row has a sampled token, nothing is trained", learner.name, step)
-        learner.state = replace(learner.state, step=step + 1)  # also when nothing was trained: the batch is used up
+        learner.state = replace(learner.state, step=step + 1)
         _remember(learner)
         batches.ask(_unfinished(learners))  # the next batch comes while the devices work
 
         # log: before the checkpoint, so that a committed step always has its line
         line = {
-            **mismatch,
             **episode_metrics(served),
             **row_metrics(served.rows, packed, version=step),
             "learning_rate": _last_rate(learner),
             "compile_count": compile_count(),
             "wait_s": waited_s - started_s,
             "pack_s": packed_s - waited_s,
-            "mismatch_s": compared_s - packed_s,
             "save_s": learner.save_s,  # of the step before
         }
         flops = step_flops(learner.model, learner.lora, served.rows)
-        log.add(StepResult(learner.name, step + 1, learner.counters, results, line, waited_s, flops, keep))
+        log.add(StepResult(learner.name, step + 1, learner.counters, results, mismatch, line, waited_s, flops, keep))
         # Without checkpoints nothing waits for a step's results: the next ones are dispatched meanwhile.
         log.write(in_flight=0 if learner.checkpoints else trainer.steps_in_flight)
 
@@ -490,7 +490,8 @@ def _longest_micro_batch(learner: Learner) -> MicroBatch:
 def _compile(learner: Learner, batch: MicroBatch) -> None:
     """Run every function of a step once, so that all are compiled; nothing changes."""
     state, objective = learner.state, learner.objective
-    logprobs_of(objective, state, batch)
+    if _compares_apart(learner):
+        logprobs_of(objective, state, batch)
     # A step's first update needs no pass under the weights of its start: these are its own, but for dropout.
     starts = [] if learner.uses_dropout else [None]
     if learner.policy.trainer.updates_per_step > 1 or learner.uses_dropout:
@@ -575,21 +576,30 @@ def _write_nothing() -> None:
     pass
 
 
-def _mismatch(learner: Learner, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh) -> dict[str, float]:
-    """k3 KL (per token) and largest log-prob difference between engine and trainer, over one micro-batch."""
+def _compares_apart(learner: Learner) -> bool:
+    """True if the engine's log-probs may need a forward pass of their own to be compared with: what is differentiated
+    is under the newest weights."""
+    may_lag = learner.run.config.dataflow.max_staleness > 0
+    return learner.checkpoints is not None and (may_lag or learner.uses_dropout)
+
+
+def _mismatch(
+    learner: Learner, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh, *, ours: jax.Array | None
+) -> list[Metrics]:
+    """Distances between engine and trainer over one micro-batch, a result for each version in it.
+
+    `ours` are its log-probs under the weights that the step began with, where some pass has given them. Nothing is
+    waited for: the results stay on the devices.
+    """
     versions = np.asarray(batch.versions)
-    sums = {"mismatch_kl": 0.0, "mismatch_max": 0.0}
-    tokens = 0
+    found = []
     for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(learner.recent)):
-        mask = versions == version  # padding has version -1
-        ours = logprobs_of(learner.objective, replace(learner.state, trained=learner.recent[version]), on_devices)
-        gap = jax.device_get(_compiled_mismatch(ours, on_devices.behaviour_logprobs, place(mask, mesh)))
-        sums["mismatch_kl"] += float(gap["k3"])
-        sums["mismatch_max"] = max(sums["mismatch_max"], float(gap["max"]))
-        tokens += int(mask.sum())
-    if not tokens:
-        return {}
-    return {"mismatch_kl": sums["mismatch_kl"] / tokens, "mismatch_max": sums["mismatch_max"]}
+        known = ours if version == learner.state.step else None
+        if known is None:
+            known = logprobs_of(learner.objective, replace(learner.state, trained=learner.recent[version]), on_devices)
+        mask = place(versions == version, mesh)  # padding has version -1
+        found.append(_compiled_mismatch(known, on_devices.behaviour_logprobs, mask))
+    return found
 
 
 _compiled_mismatch = jax.jit(mismatch_metrics)

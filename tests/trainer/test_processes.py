@@ -43,8 +43,10 @@ def test_two_processes_train_as_one(tmp_path: Path):
     leaves = zip(jax.tree.leaves(saved), jax.tree.leaves(expected), strict=True)
     for one, other in leaves:
         np.testing.assert_allclose(one, other, atol=2e-5)
-    lines = [line["step"] for line in read_metrics(tmp_path / "two") if line["kind"] == "train"]
-    assert lines == [1, 2, 3, 4], "only the first process writes them"
+    lines = [line for line in read_metrics(tmp_path / "two") if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4], "only the first process writes them"
+    programs = 4  # log-probs, gradient, gradient added to another, update
+    assert [line["compile_count"] for line in lines] == [programs] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a step does in less usual cases: all weights, no checkpoint, nothing to train, an optimiser on the host."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,15 @@ from flowjax.models.nano import nano_config
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.monitor.transcripts import read_lines, trained_path
+from flowjax.records import TokenRow
 from flowjax.run import resolve
+from flowjax.trainer import train
 from flowjax.trainer.batch import pack
 from flowjax.trainer.optimizer import OptimizerMemory
 from flowjax.trainer.sources import Served
 from flowjax.trainer.train import make_objective, train_one, use_compile_cache
-from flowjax.trainer.update import PolicyState, logprobs_of
-from flowjax.weights.publish import Checkpoints, read_adapter
+from flowjax.trainer.update import PolicyState, compile_count, logprobs_of
+from flowjax.weights.publish import Checkpoints, committed_steps, read_adapter
 
 ADAPTER = Lora(rank=4, alpha=8.0, targets=("q_proj",))
 TINY = nano_config(40, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
@@ -110,6 +113,55 @@ def test_a_row_without_a_sampled_token_shifts_no_logprobs_to_its_neighbour(tmp_p
             assert found[np.asarray(batch.mask)] == pytest.approx(written[row.trajectory_id], abs=1e-4)
 
 
+class Honest(SeededSource):
+    """From its second step on as an engine sends them: half of the rows from the version before, and log-probs under
+    the very version that each row names."""
+
+    def __init__(self, scored: Callable[[TokenRow], np.ndarray]):
+        super().__init__()
+        self._scored = scored
+
+    def batch(self, steps: Mapping[str, int]) -> Served:
+        served = super().batch(steps)
+        if steps["agent"] == 0:
+            return served
+        for row in served.rows[::2]:
+            row.versions[row.sampled] -= 1
+        for row in served.rows:
+            row.logprobs[row.sampled] = self._scored(row)
+        return served
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_engine_and_trainer_are_compared_under_the_version_that_sampled(tmp_path: Path, monkeypatch, dropout: float):
+    lora = replace(ADAPTER, dropout=dropout)
+    mesh = make_mesh(data=1, fsdp=1)
+    policy_run = resolve(settings(2), tmp_path)
+    model = Decoder(MODEL, lora=lora, dtype=jnp.float32, remat="none", key=jax.random.key(0), mesh=mesh)
+    graph, untrained, frozen = nnx.split(model, LoraParam, ...)
+    objective = make_objective(policy_run, policy_run.policies["agent"], graph, untrained)
+
+    def scored(row: TokenRow) -> np.ndarray:
+        version = int(row.versions.max())
+        while version not in committed_steps(tmp_path / "checkpoints"):  # the batch is asked for while it is made
+            time.sleep(0.01)
+        leaves = jax.tree.leaves(read_adapter(tmp_path / "checkpoints", version))
+        trained = jax.tree.unflatten(jax.tree.structure(untrained), leaves)
+        (batch,) = pack([row], row_tokens=16, micro_batch_rows=1)
+        return np.asarray(logprobs_of(objective, PolicyState(0, trained, None, frozen), batch))[np.asarray(batch.mask)]
+
+    apart = []
+    monkeypatch.setattr(train, "logprobs_of", lambda *args: apart.append(args) or logprobs_of(*args))
+    with Checkpoints(tmp_path / "checkpoints", keep=20) as checkpoints:
+        train.train_one(
+            policy_run, model, Honest(scored), mesh=mesh, metrics=MetricsWriter(tmp_path), checkpoints=checkpoints
+        )
+    first, second = (line for line in read_metrics(tmp_path) if line["kind"] == "train")
+    assert first["mismatch_kl"] > 1e-2 and second["mismatch_kl"] < 1e-10 and second["mismatch_max"] < 1e-4
+    # Ahead of the first step, and then for the older version; with dropout for the newest of each step, too.
+    assert len(apart) == (4 if dropout else 2)
+
+
 def full(folder: Path, steps: int, *, dtype: str = "float32", save: bool = True):
     config = settings(steps)
     with config.unlocked():
@@ -174,9 +226,18 @@ def test_the_line_tells_speed_and_padding(tmp_path: Path):
     assert line["tokens_per_s"] == pytest.approx(line["row_tokens"] / line["step_s"], rel=1e-3)
     assert line["flops_per_s"] > line["tokens_per_s"] and line["host_peak_bytes"] > 1e8
     assert "flops_utilisation" not in line, "no peak is known for a CPU"
-    assert {"wait_s", "pack_s", "mismatch_s", "save_s", "step_s", "compile_count"} <= line.keys()
+    assert {"wait_s", "pack_s", "save_s", "step_s", "compile_count"} <= line.keys()
     first = next(line for line in read_metrics(tmp_path) if line["kind"] == "train")
     assert line["compile_count"] == first["compile_count"], "the second step needs no program of its own"
+
+
+def test_nothing_is_compiled_after_the_start(tmp_path: Path, monkeypatch):
+    """An update gave its arrays layouts of another name, and the second gradient and update were compiled again."""
+    ahead = []
+    compile_ahead = train._compile
+    monkeypatch.setattr(train, "_compile", lambda *args: (compile_ahead(*args), ahead.append(compile_count())))
+    run(tmp_path, settings(3))
+    assert ahead == [compile_count()]
 
 
 def test_compiled_programs_are_kept_where_the_config_says(tmp_path, monkeypatch):

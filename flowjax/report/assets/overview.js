@@ -116,7 +116,7 @@ function valuesAtStep() {
 // ------------------------------------------------------------------------------------------------- where the time went
 
 const PHASE_COLOURS = {
-  "warm start": "#8a6d1f", "waiting for episodes": "#9aa3ad", "packing rows": "#5fa8a8", "comparing log-probs": "#7d6bb0",
+  "warm start": "#8a6d1f", "waiting for episodes": "#9aa3ad", "packing rows": "#5fa8a8",
   "forward and backward passes": "#1f6fb2", "saving checkpoints": "#3b8f4e", "keeping transcripts": "#b03a6b", evaluation: "#c4512d",
   starting: "#c9b458", up: "#7fb08a", down: "#b3261e", "starting, stopping and evaluating alone": "#c9ced6",
 };
