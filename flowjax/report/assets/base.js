@@ -3,6 +3,8 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SECTIONS = {};
 const COLOURS = Array.from({length: 8}, (_, i) => `var(--line-${i})`);  // page.css has two of each, for light and dark
+// Where there are more lines than colours, the second to have one is dashed, and hollow in the legend.
+const lookOf = (i) => ({colour: COLOURS[i % COLOURS.length], dashed: i >= COLOURS.length});
 
 // An element with attributes and children; texts are put in as text, never as HTML: they are what a model wrote.
 function make(name, attributes = {}, ...children) {

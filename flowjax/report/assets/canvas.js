@@ -56,5 +56,5 @@ function operatorUse() {
   const x = run.workflows.map((one) => one.step);
   return [make("h2", {}, "Over training"), make("div", {class: "charts"},
     lineChart({title: "Unique workflows", share: true, help: "of the batch's finished ones", series: [{label: run.name, colour: COLOURS[0], x, y: run.workflows.map((one) => one.unique)}]}),
-    lineChart({title: "Use of operators", help: "a workflow, on average", series: names.map((name, i) => ({label: name, colour: COLOURS[i % COLOURS.length], x, y: run.workflows.map((one) => one.operators[name] || 0)}))}))];
+    lineChart({title: "Use of operators", help: "a workflow, on average", series: names.map((name, i) => ({label: name, ...lookOf(i), x, y: run.workflows.map((one) => one.operators[name] || 0)}))}))];
 }

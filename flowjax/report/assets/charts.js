@@ -2,7 +2,7 @@
 
 const CHART = {width: 460, height: 210, left: 52, right: 12, top: 10, bottom: 30};
 
-// `series`: [{label, colour, x, y, low, high, marks}]. Without a line where a value is missing; `marks` draws points with bars.
+// `series`: [{label, colour, dashed, x, y, low, high, marks}]. Without a line where a value is missing; `marks` draws points with bars.
 function lineChart({title, series, share = false, help = ""}) {
   const known = series.map((one) => ({...one, at: one.x.map((_, i) => i).filter((i) => isNumber(one.y[i]))}))
     .filter((one) => one.at.length);
@@ -86,7 +86,7 @@ function lineOf(one, scale) {
   }
   const smooth = averaged(one.at.map((i) => one.y[i])).map((y, place) => [points[place][0], scale.y(y)]);
   if (!one.low && points.length > 20) parts.push(make("polyline", {points: joined(points), fill: "none", stroke: one.colour, "stroke-width": 1, opacity: "0.3"}));
-  parts.push(make("polyline", {points: joined(!one.low && points.length > 20 ? smooth : points), fill: "none", stroke: one.colour, "stroke-width": 2}));
+  parts.push(make("polyline", {points: joined(!one.low && points.length > 20 ? smooth : points), fill: "none", stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dashed ? "6 3" : "none"}));
   if (points.length === 1) parts.push(make("circle", {cx: points[0][0], cy: points[0][1], r: 3, fill: one.colour}));
   return parts;
 }
@@ -102,7 +102,7 @@ function marksOf(one, scale) {
   const line = one.at.length > 1 ? [make("polyline", {points: joined(one.at.map((i) => [scale.x(one.x[i]), scale.y(one.y[i])])), fill: "none", stroke: one.colour, "stroke-width": 1, "stroke-dasharray": "4 3"})] : [];
   return line.concat(one.at.flatMap((i) => [
     isNumber(one.low?.[i]) ? make("line", {x1: scale.x(one.x[i]), x2: scale.x(one.x[i]), y1: scale.y(one.low[i]), y2: scale.y(one.high[i]), stroke: one.colour, "stroke-width": 2}) : "",
-    make("circle", {cx: scale.x(one.x[i]), cy: scale.y(one.y[i]), r: 4, fill: one.colour})])).filter(Boolean);
+    make("circle", {cx: scale.x(one.x[i]), cy: scale.y(one.y[i]), r: 4, fill: one.dashed ? "none" : one.colour, stroke: one.colour})])).filter(Boolean);
 }
 
 function readout(known, step, share) {
@@ -121,5 +121,5 @@ function spoken(title, known, share) {
   }).join(". ") + ". Arrow keys read single steps.";
 }
 function legend(known) {
-  return make("ul", {class: "legend"}, known.map((one) => make("li", {}, make("span", {class: "dot", style: `background:${one.colour}`}), one.label)));
+  return make("ul", {class: "legend"}, known.map((one) => make("li", {}, make("span", {class: one.dashed ? "dot hollow" : "dot", style: `--dot:${one.colour}`}), one.label)));
 }

@@ -57,8 +57,7 @@ function seriesOf(metric) {
       if (!columns.length) continue;
       const label = [DATA.methods.length > 1 || !Object.keys(runs[0].policies)[1] ? runs[0].name : "", Object.keys(runs[0].policies)[1] ? policy : "",
         members.length > 1 ? `${members.length} seeds` : ""].filter(Boolean).join(", ");
-      const colour = COLOURS[found.length % COLOURS.length];
-      found.push({label, colour, ...(columns.length > 1 ? banded(columns, metric) : {x: columns[0].step, y: columns[0].metrics[metric]})});
+      found.push({label, ...lookOf(found.length), ...(columns.length > 1 ? banded(columns, metric) : {x: columns[0].step, y: columns[0].metrics[metric]})});
     }
   }
   return found;
@@ -71,11 +70,11 @@ function banded(columns, metric) {
 }
 
 function heldOutCharts() {
-  const success = DATA.runs.map((run, i) => ({label: run.name, colour: COLOURS[i % COLOURS.length], marks: true,
+  const success = DATA.runs.map((run, i) => ({label: run.name, ...lookOf(i), marks: true,
     x: run.evaluations.map((one) => one.step), y: run.evaluations.map((one) => one.success_rate), low: run.evaluations.map((one) => one.low), high: run.evaluations.map((one) => one.high)}));
   const rewards = DATA.runs.flatMap((run) => Object.keys(run.policies).map((policy) => ({run, policy}))).map(({run, policy}, i) => {
     const of = (name) => run.evaluations.map((one) => one.policies?.[policy]?.[name] ?? null);
-    return {label: `${run.name} ${policy}`, colour: COLOURS[i % COLOURS.length], marks: true, x: run.evaluations.map((one) => one.step), y: of("reward_mean"), low: of("reward_low"), high: of("reward_high")};
+    return {label: `${run.name} ${policy}`, ...lookOf(i), marks: true, x: run.evaluations.map((one) => one.step), y: of("reward_mean"), low: of("reward_low"), high: of("reward_high")};
   });
   return make("div", {class: "charts"},
     lineChart({title: "Held-out success", series: success, share: true, help: "95 % intervals over tasks"}),
