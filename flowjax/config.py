@@ -120,8 +120,8 @@ FIELDS = Section(
             ),
             targets=Entry(
                 ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-                "matrices that have an adapter",
-                choices=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+                "matrices that have an adapter; of a layer with experts, each one's own",
+                choices=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "router"),
             ),
         ),
     ),

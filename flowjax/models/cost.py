@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from flowjax.models import params
 from flowjax.models.attention import FUSED_FROM_TOKENS, default_block_tokens
-from flowjax.models.lora import Lora, adapter_specs
+from flowjax.models.lora import Lora, adapted, adapter_specs
 from flowjax.models.moe import block_shape
 from flowjax.models.params import matrix_sizes, owners
 from flowjax.models.quantize import saved_bytes
@@ -208,24 +208,21 @@ def step_flops(model: ModelConfig, lora: Lora | None, rows: Sequence[TokenRow]) 
 
 def _weights_per_token(model: ModelConfig) -> float:
     """Weights of the linear maps that one token goes through."""
-    dense = sum(size_in * size_out * len(owners(name, model)) for name, ((size_in, _), (size_out, _)) in _maps(model))
-    if model.experts is None:
-        return dense
-    experts = model.experts
-    return dense + len(model.sparse_layers) * model.hidden_size * (
-        experts.count + 3 * experts.per_token * experts.ffn_size
-    )
+    maps = matrix_sizes(model).items()
+    return sum(size_in * size_out * _passes(name, model) for name, ((size_in, _), (size_out, _)) in maps)
 
 
 def _adapter_weights(model: ModelConfig, lora: Lora) -> float:
-    sizes = dict(_maps(model))
+    sizes = matrix_sizes(model)
     return sum(
-        lora.rank * (sizes[target][0][0] + sizes[target][1][0]) * len(owners(target, model)) for target in lora.targets
+        lora.rank * (sizes[name][0][0] + sizes[name][1][0]) * _passes(name, model) for name in adapted(model, lora)
     )
 
 
-def _maps(model: ModelConfig):
-    return matrix_sizes(model).items()
+def _passes(name: str, model: ModelConfig) -> int:
+    """Linear maps of that name that one token goes through, over all layers."""
+    chosen = model.experts.per_token if name in params.EXPERT and model.experts else 1
+    return chosen * len(owners(name, model))
 
 
 def _pairs(lengths: np.ndarray, window_tokens: int | None) -> float:

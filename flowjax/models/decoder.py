@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from flowjax.models import params
 from flowjax.models.attention import AMPERE, attend_by, choose_attention, cuda_capability, rope_angles, rotate
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch, lora_linear
-from flowjax.models.moe import mixture
+from flowjax.models.moe import ExpertMap, mixture
 from flowjax.models.params import Placeable
 from flowjax.models.quantize import QuantizedMatrix
 from flowjax.models.shape import ModelConfig, ModelError
@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
             y = self._attention(self._norm(x, weights["input_norm"]), linear, weights, mix)
             x = x + (self._norm(y, weights["attention_post_norm"]) if config.post_norms else y)
             y = self._norm(x, weights["ffn_norm"])
-            y = self._mixture(y, weights) if sparse else self._feed_forward(y, linear)
+            y = self._mixture(y, weights, adapter, adapter_scale) if sparse else self._feed_forward(y, linear)
             x = x + (self._norm(y, weights["ffn_post_norm"]) if config.post_norms else y)
             return self._constrain(x, "rows", "tokens", "act_embed")
 
@@ -259,11 +259,28 @@ class Decoder(nnx.Module):
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x, weight, self.config.norm_epsilon, self.config.norm_offset)
 
-    def _mixture(self, x: jax.Array, weights: Weights) -> jax.Array:
+    def _mixture(
+        self, x: jax.Array, weights: Weights, adapter: dict[str, Arrays], adapter_scale: float | jax.Array
+    ) -> jax.Array:
         assert self.config.experts is not None
-        matrices = (weights[name] for name in params.SPARSE)
-        activate = ACTIVATIONS[self.config.activation]
-        return mixture(x, *matrices, experts=self.config.experts, activate=activate, placement=self.placement)
+
+        def mapped(name: str) -> ExpertMap:
+            if self.lora is None or name not in adapter:
+                return ExpertMap(weights[name])
+            a, b = adapter[name]["a"], adapter[name]["b"]
+            return ExpertMap(weights[name], self.lora.scale * adapter_scale * a, b)
+
+        router = mapped("router")
+        if router.a is not None and router.b is not None:  # small: its sum in float32 costs less than a branch
+            router = ExpertMap(router.weight.astype(jnp.float32) + router.a @ router.b)
+        return mixture(
+            x,
+            router.weight,
+            *map(mapped, params.EXPERT),
+            experts=self.config.experts,
+            activate=ACTIVATIONS[self.config.activation],
+            placement=self.placement,
+        )
 
     def _feed_forward(self, x: jax.Array, linear: Callable) -> jax.Array:
         gated = ACTIVATIONS[self.config.activation](linear("gate_proj", x)) * linear("up_proj", x)
@@ -339,10 +356,11 @@ def make_placement(
 def init_adapter(
     config: ModelConfig, lora: Lora, key: jax.Array, placement: Placement | None = None
 ) -> dict[str, dict[str, Any]]:
-    """A fresh adapter {target: {"a", "b"}} that changes nothing yet."""
-    flat = {f"{t}.{part}": spec for t, parts in adapter_specs(config, lora).items() for part, spec in parts.items()}
+    """A fresh adapter {parameter: {"a", "b"}} that changes nothing yet."""
+    specs = adapter_specs(config, lora)
+    flat = {f"{name}.{part}": spec for name, parts in specs.items() for part, spec in parts.items()}
     arrays = _initialise(flat, key, placement)
-    return {target: {part: arrays[f"{target}.{part}"] for part in ("a", "b")} for target in lora.targets}
+    return {name: {part: arrays[f"{name}.{part}"] for part in parts} for name, parts in specs.items()}
 
 
 def with_adapter(base: Decoder, lora: Lora, key: jax.Array) -> Decoder:
@@ -358,7 +376,7 @@ def with_adapter(base: Decoder, lora: Lora, key: jax.Array) -> Decoder:
 
 
 def set_adapter(decoder: Decoder, adapter: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put the arrays {target: {"a", "b"}} in place of the decoder's adapter, keeping its shardings."""
+    """Put the arrays {parameter: {"a", "b"}} in place of the decoder's adapter, keeping its shardings."""
     for target, parts in decoder.adapter.items():
         for part, param in parts.items():
             old = param.get_value()

@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 
 from flowjax.models.config import hf_config, read_config
 from flowjax.models.decoder import Decoder, base_specs, init_adapter, make_placement
-from flowjax.models.lora import ALL_TARGETS, Lora, hf_module, merge
-from flowjax.models.params import ParamSpec, owners
+from flowjax.models.lora import ALL_TARGETS, Lora, hf_modules, merge
+from flowjax.models.params import SPARSE, ParamSpec, owners
 from flowjax.models.quantize import quantized_matrix
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import ShardingRules
@@ -44,7 +44,6 @@ _LAYER = {
     "ffn_norm": "post_attention_layernorm.weight",
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
-    "router": "mlp.gate.weight",
 }
 _POST_NORMS = {  # with four norms a layer, Hugging Face's names move
     "attention_post_norm": "post_attention_layernorm.weight",
@@ -63,16 +62,13 @@ def hf_names(name: str, config: ModelConfig) -> np.ndarray:
     in_layer = _LAYER | (_POST_NORMS if config.post_norms else {})
     if name in in_layer:
         return np.array([f"model.layers.{layer}.{in_layer[name]}" for layer in layers])
-    if name.startswith("expert_") and config.experts:
-        module, experts = name.removeprefix("expert_"), range(config.experts.count)
-        return np.array([[f"model.layers.{i}.mlp.experts.{e}.{module}.weight" for e in experts] for i in layers])
-    # What is left is a linear map of each layer, or its bias.
+    # What is left is a linear map, or its bias.
     target, suffix = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
-    return np.array([f"{hf_module(target, layer)}.{suffix}" for layer in layers])
+    return np.char.add(hf_modules(target, config), f".{suffix}")
 
 
 def _transposed(name: str) -> bool:
-    return name in ALL_TARGETS or name in ("lm_head", "router") or name.startswith("expert_")
+    return name in ("lm_head", *ALL_TARGETS, *SPARSE)
 
 
 class TensorFolder:

@@ -11,15 +11,22 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from flowjax.models.params import DENSE, ParamSpec, Placeable, matrix_sizes, zeros
+from flowjax.models import params
+from flowjax.models.params import ParamSpec, Placeable, matrix_sizes, owners, zeros
 from flowjax.models.shape import ModelConfig, ModelError
 
-ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_TARGETS = (*params.ATTENTION, *params.DENSE)
+ROUTER = "gate"  # Hugging Face's name
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter: its rank and strength, and the linear maps that have it."""
+    """An adapter: its rank and strength, and the linear maps that have it.
+
+    The maps of a feed-forward layer are those of each expert where it has experts; `router` is the map that chooses
+    between them.
+    """
 
     rank: int
     alpha: float
@@ -29,10 +36,11 @@ class Lora:
 
     def __post_init__(self):
         object.__setattr__(self, "targets", tuple(self.targets))
-        unknown = [target for target in self.targets if target not in ALL_TARGETS]
+        known = (*ALL_TARGETS, "router")
+        unknown = [target for target in self.targets if target not in known]
         if unknown or not self.targets:
             raise ModelError(
-                f"config.policy.lora.targets is {list(self.targets)}: name at least one of {', '.join(ALL_TARGETS)}"
+                f"config.policy.lora.targets is {list(self.targets)}: name at least one of {', '.join(known)}"
             )
         if self.rank < 1:
             raise ModelError(f"config.policy.lora.rank is {self.rank}: it must be at least 1")
@@ -50,28 +58,50 @@ class LoraParam(nnx.Param):
 
 
 def _uniform_kaiming(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """U(-1/sqrt(in), 1/sqrt(in)) for [layers, in, rank]: PEFT's kaiming_uniform(a=sqrt(5))."""
+    """U(-1/sqrt(in), 1/sqrt(in)) for [..., in, rank]: PEFT's kaiming_uniform(a=sqrt(5))."""
     bound = 1 / math.sqrt(shape[-2])
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-def adapter_specs(config: ModelConfig, lora: Lora) -> dict[str, dict[str, ParamSpec]]:
-    """The stacked adapter arrays, {target: {"a": [layers, in, rank], "b": [layers, rank, out]}}, in float32.
+def adapted(config: ModelConfig, lora: Lora) -> tuple[str, ...]:
+    """The parameters that have an adapter.
 
-    B starts at zero, so that a fresh adapter changes nothing.
+    Raises:
+        ModelError: the model has not all of the adapter's targets, or experts would have one with dropout.
+    """
+    known = matrix_sizes(config)
+    found: list[str] = []
+    for target in lora.targets:
+        names = [name for name in (target, f"expert_{target}") if name in known and owners(name, config)]
+        if not names:
+            raise ModelError(
+                f"config.policy.lora.targets has {target}, which a {config.architecture} model does not have: "
+                "leave it out"
+            )
+        found += names
+    if lora.dropout and (inside := [name for name in found if name in params.SPARSE]):
+        targets = ", ".join(name.removeprefix("expert_") for name in inside)
+        raise ModelError(
+            f"config.policy.lora.dropout is {lora.dropout}, but adapters of router and experts have none: set it to 0, "
+            f"or leave {targets} out of config.policy.lora.targets"
+        )
+    return tuple(found)
+
+
+def adapter_specs(config: ModelConfig, lora: Lora) -> dict[str, dict[str, ParamSpec]]:
+    """The stacked adapter arrays in float32, by parameter: {"a": [layers, in, rank], "b": [layers, rank, out]}, of
+    experts [layers, experts, ...].
+
+    B starts at zero, so that a fresh adapter changes nothing. Raises ModelError as `adapted` does.
     """
     sizes, specs = matrix_sizes(config), {}
-    if config.experts and (beyond := [target for target in lora.targets if target in DENSE]):
-        known = ", ".join(name for name in ALL_TARGETS if name not in DENSE)
-        raise ModelError(
-            f"config.policy.lora.targets has {', '.join(beyond)}, but in a model with experts only {known} can have an "
-            "adapter: leave the others out (the router and the experts stay as they are)"
-        )
-    for target in lora.targets:
-        (size_in, axis_in), (size_out, axis_out) = sizes[target]
-        a = ParamSpec((config.layers, size_in, lora.rank), ("layers", axis_in, "rank"), _uniform_kaiming, jnp.float32)
-        b = ParamSpec((config.layers, lora.rank, size_out), ("layers", "rank", axis_out), zeros, jnp.float32)
-        specs[target] = {"a": a, "b": b}
+    for name in adapted(config, lora):
+        (size_in, axis_in), (size_out, axis_out) = sizes[name]
+        each, axis = params.stacked_experts(name, config)
+        stacked, axes = (len(owners(name, config)), *each), ("layers", *axis)
+        a = ParamSpec((*stacked, size_in, lora.rank), (*axes, axis_in, "rank"), _uniform_kaiming, jnp.float32)
+        b = ParamSpec((*stacked, lora.rank, size_out), (*axes, "rank", axis_out), zeros, jnp.float32)
+        specs[name] = {"a": a, "b": b}
     return specs
 
 
@@ -131,7 +161,7 @@ def merge(
 
 
 def adapter_arrays(state: Any) -> dict[str, dict[str, Any]]:
-    """{target: {"a": array, "b": array}} from an nnx state, or from the nested dict that a checkpoint restores to."""
+    """{parameter: {"a": array, "b": array}} from an nnx state, or from the nested dict that a checkpoint gives."""
     flat: dict[tuple[str, str], Any] = {}
 
     def visit(node: Any, path: tuple[str, ...]) -> None:
@@ -150,32 +180,44 @@ def adapter_arrays(state: Any) -> dict[str, dict[str, Any]]:
     return arrays
 
 
-def hf_module(target: str, layer: int) -> str:
-    """Hugging Face's name of a linear map in a layer."""
-    block = "self_attn" if target in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-    return f"model.layers.{layer}.{block}.{target}"
+def hf_modules(name: str, config: ModelConfig) -> np.ndarray:
+    """Hugging Face's names of a linear map: of each layer that has it [layers], or of each expert [layers, experts]."""
+    layers = owners(name, config)
+    if name in params.EXPERT and config.experts:
+        module, experts = name.removeprefix("expert_"), range(config.experts.count)
+        return np.array([[f"model.layers.{layer}.mlp.experts.{e}.{module}" for e in experts] for layer in layers])
+    if name == "router":
+        return np.array([f"model.layers.{layer}.mlp.{ROUTER}" for layer in layers])
+    block = "self_attn" if name in params.ATTENTION else "mlp"
+    return np.array([f"model.layers.{layer}.{block}.{name}" for layer in layers])
+
+
+def hf_targets(lora: Lora) -> list[str]:
+    """The adapter's targets as PEFT and vLLM name them."""
+    return [ROUTER if target == "router" else target for target in lora.targets]
 
 
 def peft_tensors(adapter_state: Any, config: ModelConfig, lora: Lora) -> dict[str, np.ndarray]:
     """The adapter as PEFT names and lays it out: lora_A [rank, in], lora_B [out, rank] for each module, float32."""
-    arrays = adapter_arrays(adapter_state)
-    missing = [target for target in lora.targets if target not in arrays]
+    arrays, names = adapter_arrays(adapter_state), adapted(config, lora)
+    missing = [name for name in names if name not in arrays]
     if missing:
         raise ModelError(f"the adapter has no arrays for {', '.join(missing)}: it was made with other lora.targets")
     tensors = {}
-    for target in lora.targets:
-        a, b = (np.asarray(arrays[target][part], np.float32) for part in ("a", "b"))
-        for layer in range(config.layers):
-            name = f"base_model.model.{hf_module(target, layer)}"
-            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a[layer].T)
-            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[layer].T)
+    for name in names:
+        modules = hf_modules(name, config)
+        a, b = (np.asarray(arrays[name][part], np.float32) for part in ("a", "b"))
+        for place in np.ndindex(modules.shape):
+            prefix = f"{PEFT_PREFIX}{modules[place]}"
+            tensors[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(a[place].T)
+            tensors[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(b[place].T)
     return tensors
 
 
 def adapter_from_peft(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, lora: Lora
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The inverse of `peft_tensors`: stacked float32 arrays {target: {"a", "b"}}.
+    """The inverse of `peft_tensors`: stacked float32 arrays, {parameter: {"a", "b"}}.
 
     Raises:
         ModelError: a tensor is missing, has another shape, or belongs to a module outside `lora.targets`.
@@ -183,22 +225,23 @@ def adapter_from_peft(
     left = set(tensors)
     adapter: dict[str, dict[str, np.ndarray]] = {}
     for target, parts in adapter_specs(config, lora).items():
+        modules = hf_modules(target, config)
         adapter[target] = {}
         for part, spec in parts.items():
-            stacked = []
-            for layer in range(config.layers):
-                name = f"base_model.model.{hf_module(target, layer)}.lora_{part.upper()}.weight"
+            stacked = np.empty(spec.shape, np.float32)
+            for place in np.ndindex(modules.shape):
+                name = f"{PEFT_PREFIX}{modules[place]}.lora_{part.upper()}.weight"
                 if name not in tensors:
                     raise ModelError(f"the PEFT adapter lacks {name}: its target_modules differ from {lora.targets}")
-                wanted = spec.shape[:0:-1]  # without the layers, and transposed, as PEFT has them
+                wanted = spec.shape[:-3:-1]  # transposed, as PEFT has them
                 if tensors[name].shape != wanted:
                     raise ModelError(
                         f"{name} has shape {tuple(tensors[name].shape)} and should have {wanted}: "
                         f"the adapter's rank or base model differs (rank here is {lora.rank})"
                     )
-                stacked.append(np.asarray(tensors[name], np.float32).T)
+                stacked[place] = tensors[name].T
                 left.discard(name)
-            adapter[target][part] = np.stack(stacked)
+            adapter[target][part] = stacked
     if left:
         raise ModelError(f"the PEFT adapter has tensors that lora.targets does not name, such as {min(left)}")
     return adapter

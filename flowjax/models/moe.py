@@ -20,6 +20,16 @@ from flowjax.models.shape import Experts
 from flowjax.models.sharding import Placement
 
 Activate = Callable[[jax.Array], jax.Array]
+
+
+class ExpertMap(NamedTuple):
+    """A linear map of every expert, x W, or x W + (x A) B where it has an adapter."""
+
+    weight: Float[Array, "experts in out"]
+    a: Float[Array, "experts in rank"] | None = None
+    b: Float[Array, "experts rank out"] | None = None
+
+
 BLOCK_ROWS = (16, 128)  # fewest, which is the least that a tensor core takes, and most rows of a block
 TILE = 128  # columns that one program of a GPU kernel computes
 DEPTH_BYTES = 128  # of one row of a tile that is multiplied at a time
@@ -109,9 +119,9 @@ def mix_experts(
     x: Float[Array, "tokens hidden"],
     weights: Float[Array, "tokens chosen"],
     chosen: Int[Array, "tokens chosen"],
-    gate: Float[Array, "experts hidden ffn"],
-    up: Float[Array, "experts hidden ffn"],
-    down: Float[Array, "experts ffn hidden"],
+    gate: ExpertMap,
+    up: ExpertMap,
+    down: ExpertMap,
     *,
     activate: Activate,
     first: int | Int[Array, ""] = 0,
@@ -122,19 +132,20 @@ def mix_experts(
     Those are `first` and the following, of `total`; choices of others add nothing. The weight is put before the last
     map, which is linear: the backward pass then needs nothing of what that map gave.
     """
-    place, source, starts = lay_out(chosen, first, gate.shape[0], total or gate.shape[0])
+    at_hand = gate.weight.shape[0]
+    place, source, starts = lay_out(chosen, first, at_hand, total or at_hand)
     grouped = spread(x, place, source)
-    opened, passed = (checkpoint_name(grouped_product(grouped, matrices, starts), "chosen") for matrices in (gate, up))
+    opened, passed = (checkpoint_name(grouped_map(grouped, each, starts), "chosen") for each in (gate, up))
     by_row = spread(weights.reshape(-1, 1), place.reshape(-1, 1), source)
-    return collect(grouped_product(activate(opened) * passed * by_row, down, starts), place, source)
+    return collect(grouped_map(activate(opened) * passed * by_row, down, starts), place, source)
 
 
 def mixture(
     x: Float[Array, "rows tokens hidden"],
     router: Float[Array, "hidden experts"],
-    gate: Float[Array, "experts hidden ffn"],
-    up: Float[Array, "experts hidden ffn"],
-    down: Float[Array, "experts ffn hidden"],
+    gate: ExpertMap,
+    up: ExpertMap,
+    down: ExpertMap,
     *,
     experts: Experts,
     activate: Activate,
@@ -145,31 +156,48 @@ def mixture(
     On a mesh each device holds some experts: it gathers the tokens of its neighbours along `expert`, adds what its
     experts make of them, and the sums are scattered back.
     """
-    matrices = (gate, up, down)
+    maps = (gate, up, down)
     if placement is None or placement.mesh.size == 1:
         flat = x.reshape(-1, x.shape[-1])
-        return mix_experts(flat, *route(flat, router, experts), *matrices, activate=activate).reshape(x.shape)
+        return mix_experts(flat, *route(flat, router, experts), *maps, activate=activate).reshape(x.shape)
     rules = placement.rules
 
-    def local(x: jax.Array, router: jax.Array, *matrices: jax.Array) -> jax.Array:
+    def local(x: jax.Array, router: jax.Array, *maps: ExpertMap) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
         arrays = (flat, *route(flat, router, experts))
         if rules.expert_ffn is not None:  # each part of the maps has its own gradient of x: they are summed here
             arrays = tuple(jax.lax.pcast(array, rules.expert_ffn, to="varying") for array in arrays)
         gathered = (jax.lax.all_gather(array, "expert", tiled=True) for array in arrays)
-        first = jax.lax.axis_index("expert") * matrices[0].shape[0]
-        mixed = mix_experts(*gathered, *matrices, activate=activate, first=first, total=experts.count)
+        first = jax.lax.axis_index("expert") * maps[0].weight.shape[0]
+        mixed = mix_experts(*gathered, *maps, activate=activate, first=first, total=experts.count)
         mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
         return (mixed if rules.expert_ffn is None else jax.lax.psum(mixed, rules.expert_ffn)).reshape(x.shape)
 
     by_token = rules.spec(("rows", "tokens", None))
-    outward = rules.spec(("act_experts", None, "expert_ffn"))
-    inward = rules.spec(("act_experts", "expert_ffn", None))
-    specs = (by_token, rules.spec((None, None)), outward, outward, inward)
-    return jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=by_token)(x, router, *matrices)
+
+    def laid_out(each: ExpertMap, axis_in: str | None, axis_out: str | None) -> ExpertMap:
+        axes = ((axis_in, axis_out), (axis_in, "rank"), ("rank", axis_out))
+        specs = (rules.spec(("act_experts", *pair)) for pair in axes)
+        return ExpertMap(*(None if array is None else spec for array, spec in zip(each, specs, strict=True)))
+
+    outward, inward = (None, "expert_ffn"), ("expert_ffn", None)
+    of_maps = (laid_out(each, *axes) for each, axes in zip(maps, (outward, outward, inward), strict=True))
+    specs = (by_token, rules.spec((None, None)), *of_maps)
+    return jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=by_token)(x, router, *maps)
 
 
 # ----------------------------------------------------------------------------------------------------- grouped products
+
+
+def grouped_map(
+    x: Float[Array, "blocks size in"], each: ExpertMap, starts: Int[Array, "experts_and_1"]
+) -> Float[Array, "blocks size out"]:
+    """Each block through the map of its expert, in the precision of x; see `grouped_product`."""
+    y = grouped_product(x, each.weight, starts)
+    if each.a is None or each.b is None:
+        return y
+    low = grouped_product(x, each.a.astype(x.dtype), starts)
+    return y + grouped_product(low, each.b.astype(x.dtype), starts)
 
 
 def grouped_product(

@@ -44,17 +44,20 @@ class Normal:
         return self.std * jax.random.normal(key, shape, dtype)
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # of every layer
 DENSE = ("gate_proj", "up_proj", "down_proj")  # of layers with an ordinary feed-forward map
-SPARSE = ("router", "expert_gate_proj", "expert_up_proj", "expert_down_proj")  # of layers with experts
+EXPERT = tuple(f"expert_{name}" for name in DENSE)  # of each expert
+SPARSE = ("router", *EXPERT)  # of layers with experts
 ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
 
 
-def matrix_sizes(config: ModelConfig) -> dict[str, tuple[tuple[int, str], tuple[int, str]]]:
-    """(size, logical axis) of input and output of every linear map in a layer, by Hugging Face's module name."""
+def matrix_sizes(config: ModelConfig) -> dict[str, tuple[tuple[int, str | None], tuple[int, str | None]]]:
+    """(size, logical axis) of input and output of every linear map in a layer, by the parameter's name: Hugging Face's,
+    but for router and experts. One expert's map where there are several."""
     embed, heads = (config.hidden_size, "embed"), (config.query_size, "heads")
     kv_heads, ffn = (config.kv_size, "kv_heads"), (config.ffn_size, "ffn")
-    return {
+    maps: dict[str, tuple[tuple[int, str | None], tuple[int, str | None]]] = {
         "q_proj": (embed, heads),
         "k_proj": (embed, kv_heads),
         "v_proj": (embed, kv_heads),
@@ -63,6 +66,11 @@ def matrix_sizes(config: ModelConfig) -> dict[str, tuple[tuple[int, str], tuple[
         "up_proj": (embed, ffn),
         "down_proj": (ffn, embed),
     }
+    if experts := config.experts:
+        hidden, inner = (config.hidden_size, "expert_embed"), (experts.ffn_size, "expert_ffn")
+        maps["router"] = embed, (experts.count, None)
+        maps |= dict(zip(EXPERT, ((hidden, inner), (hidden, inner), (inner, hidden)), strict=True))
+    return maps
 
 
 def owners(name: str, config: ModelConfig) -> tuple[int, ...]:
@@ -70,6 +78,11 @@ def owners(name: str, config: ModelConfig) -> tuple[int, ...]:
     if name in DENSE:
         return config.dense_layers
     return config.sparse_layers if name in SPARSE else tuple(range(config.layers))
+
+
+def stacked_experts(name: str, config: ModelConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Sizes and logical axes that a linear map's arrays have beside those of its matrix in one layer."""
+    return ((config.experts.count,), ("experts",)) if name in EXPERT and config.experts else ((), ())
 
 
 def layer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
@@ -84,18 +97,9 @@ def layer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
             specs[name] = ParamSpec((layers, *shape), ("layers", *axes), init, dtype)
 
     for name, ((size_in, axis_in), (size_out, axis_out)) in matrix_sizes(config).items():
-        init = Normal(residual_std if name in ("o_proj", "down_proj") else std)
-        add(name, (size_in, size_out), (axis_in, axis_out), init)
-    if experts := config.experts:
-        hidden, inner = (config.hidden_size, "expert_embed"), (experts.ffn_size, "expert_ffn")
-        add("router", (config.hidden_size, experts.count), ("embed", None), Normal(std))
-        for name, (size_in, axis_in), (size_out, axis_out) in (
-            ("expert_gate_proj", hidden, inner),
-            ("expert_up_proj", hidden, inner),
-            ("expert_down_proj", inner, hidden),
-        ):
-            init = Normal(residual_std if name == "expert_down_proj" else std)
-            add(name, (experts.count, size_in, size_out), ("experts", axis_in, axis_out), init)
+        init = Normal(residual_std if name in ("o_proj", "down_proj", "expert_down_proj") else std)
+        each, axis = stacked_experts(name, config)
+        add(name, (*each, size_in, size_out), (*axis, axis_in, axis_out), init)
     for name in ("input_norm", "ffn_norm", *(("attention_post_norm", "ffn_post_norm") if config.post_norms else ())):
         add(name, (config.hidden_size,), (None,), norm)
     if config.qk_norm:

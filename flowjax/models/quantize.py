@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from flowjax.models.params import matrix_sizes, owners
+from flowjax.models.params import SPARSE, matrix_sizes, owners
 from flowjax.models.shape import ModelConfig, ModelError
 
 KINDS = ("int8", "nf4")
@@ -162,6 +162,8 @@ def saved_bytes(config: ModelConfig, kind: str, number_bytes: int) -> int:
         return 0
     saved = 0
     for name, ((inputs, _), (outputs, _)) in matrix_sizes(config).items():
+        if name in SPARSE:  # stays as it is
+            continue
         whole = inputs * outputs * number_bytes
         blocks = 1 if kind == "int8" else inputs // math.gcd(inputs, NF4_BLOCK)
         codes = inputs * outputs if kind == "int8" else inputs * outputs // 2

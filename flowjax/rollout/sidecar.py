@@ -96,6 +96,10 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
     return [*argv, *switches, *map(str, engine.extra_args)], environment
 
 
+# vLLM's modules of an adapter's targets, where they are not called so: all maps of a layer's experts are one.
+_MODULES = {"router": ("gate",)} | {name: (name, "experts") for name in ("gate_proj", "up_proj", "down_proj")}
+
+
 def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[str, Any]:
     adapters = [policy.lora for policy in policies.values()]
     rank = max(lora.rank for lora in adapters)
@@ -109,7 +113,9 @@ def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[st
         "--max-lora-rank": max_rank,
         "--max-loras": versions,
         "--max-cpu-loras": 2 * versions,
-        "--lora-target-modules": tuple(dict.fromkeys(target for lora in adapters for target in lora.targets)),
+        "--lora-target-modules": tuple(
+            dict.fromkeys(name for lora in adapters for each in lora.targets for name in _MODULES.get(each, (each,)))
+        ),
     }
 
 

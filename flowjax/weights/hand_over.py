@@ -20,7 +20,7 @@ from flowjax.files import new_folder
 from flowjax.models.config import read_config
 from flowjax.models.decoder import Decoder, base_specs
 from flowjax.models.hf import save_decoder
-from flowjax.models.lora import Lora, peft_tensors
+from flowjax.models.lora import Lora, hf_targets, peft_tensors
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.run import Policy
 from flowjax.workflows import served_version
@@ -37,7 +37,7 @@ def peft_config(lora: Lora, base_path: str) -> dict[str, Any]:
         "use_rslora": lora.rslora,
         "use_dora": False,
         "lora_dropout": lora.dropout,
-        "target_modules": list(lora.targets),
+        "target_modules": hf_targets(lora),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

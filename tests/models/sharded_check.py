@@ -19,7 +19,7 @@ from flowjax.models import decoder as decoder_module
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.logprobs import token_logprobs
-from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam
 from flowjax.models.nano import nano_config
 from flowjax.models.shape import Experts, ModelConfig
 from flowjax.models.sharding import make_mesh
@@ -29,7 +29,7 @@ DENSE = dataclasses.replace(SHAPE, sliding_window_tokens=5, full_attention_layer
 SPARSE = dataclasses.replace(SHAPE, architecture="qwen3_moe", experts=Experts(4, 2, ffn_size=16))
 ROWS, TOKENS = 8, 24
 LORA = Lora(4, 8.0)
-ATTENTION_LORA = Lora(4, 8.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+EXPERTS_LORA = Lora(4, 8.0, targets=(*ALL_TARGETS, "router"))
 # name -> (model, adapter, mesh sizes)
 CASES: dict[str, tuple[ModelConfig, Lora | None, dict[str, Any]]] = {
     "fsdp8": (DENSE, LORA, {"fsdp": 8}),
@@ -37,7 +37,8 @@ CASES: dict[str, tuple[ModelConfig, Lora | None, dict[str, Any]]] = {
     "fsdp2_tensor4": (DENSE, LORA, {"fsdp": 2, "tensor": 4}),
     "fsdp2_sequence4": (DENSE, LORA, {"fsdp": 2, "sequence": 4}),
     "fsdp2_sequence2_tensor2_full": (DENSE, None, {"fsdp": 2, "sequence": 2, "tensor": 2}),
-    "fsdp2_expert4": (SPARSE, ATTENTION_LORA, {"fsdp": 2, "expert": 4}),
+    "fsdp2_expert4": (SPARSE, EXPERTS_LORA, {"fsdp": 2, "expert": 4}),
+    "fsdp2_expert2_tensor2": (SPARSE, EXPERTS_LORA, {"fsdp": 2, "expert": 2, "tensor": 2}),
     "expert2_sequence2_tensor2_full": (SPARSE, None, {"fsdp": 1, "expert": 2, "sequence": 2, "tensor": 2}),
 }
 

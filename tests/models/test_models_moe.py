@@ -18,7 +18,7 @@ from tiny_models import TINY
 from flowjax.models import moe
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora, LoraParam
-from flowjax.models.moe import block_shape, lay_out, mix_experts, mixture, route
+from flowjax.models.moe import ExpertMap, block_shape, lay_out, mix_experts, mixture, route
 from flowjax.models.params import Block, layer_blocks
 from flowjax.models.shape import Experts, ModelError
 from flowjax.models.sharding import Placement, ShardingRules
@@ -26,14 +26,32 @@ from flowjax.models.sharding import Placement, ShardingRules
 TOKENS, HIDDEN, FFN, COUNT = 13, 6, 5, 4
 
 
-def _arrays() -> list[jax.Array]:
+def _arrays(rank: int = 0) -> tuple[jax.Array, jax.Array, list[ExpertMap]]:
+    """Tokens, router, and the maps of all experts; with adapters of that rank, if it has one."""
     random = np.random.default_rng(0)
-    shapes = ((TOKENS, HIDDEN), (HIDDEN, COUNT), (COUNT, HIDDEN, FFN), (COUNT, HIDDEN, FFN), (COUNT, FFN, HIDDEN))
-    return [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes]
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
+
+    x, router = drawn(TOKENS, HIDDEN), drawn(HIDDEN, COUNT)
+    sizes = ((HIDDEN, FFN), (HIDDEN, FFN), (FFN, HIDDEN))
+    maps = [ExpertMap(drawn(COUNT, *size)) for size in sizes]
+    if rank:
+        maps = [
+            ExpertMap(each.weight, drawn(COUNT, size[0], rank), drawn(COUNT, rank, size[1]))
+            for each, size in zip(maps, sizes, strict=True)
+        ]
+    return x, router, maps
 
 
-def _dense(x, router, gate, up, down, *, experts: Experts) -> jax.Array:
-    """Every expert for every token, weighted by the router's choice or by zero."""
+def _part(maps: list[ExpertMap], first: int, count: int) -> list[ExpertMap]:
+    """The maps of some experts."""
+    return jax.tree.map(lambda array: array[first : first + count], maps)
+
+
+def _dense(x, router, maps: list[ExpertMap], *, experts: Experts) -> jax.Array:
+    """Every expert for every token, weighted by the router's choice or by zero; adapters are added to the matrices."""
+    gate, up, down = (weight if a is None or b is None else weight + a @ b for weight, a, b in maps)
     scores = jax.nn.softmax(x @ router, axis=-1)
     kept = jnp.where(scores >= jnp.sort(scores, axis=-1)[:, -experts.per_token, None], scores, 0)
     if experts.normalise:
@@ -44,21 +62,22 @@ def _dense(x, router, gate, up, down, *, experts: Experts) -> jax.Array:
 
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_sorted_experts_equal_all_experts_and_a_mask(normalise, parts):
+@pytest.mark.parametrize("rank", [0, 3])
+def test_sorted_experts_equal_all_experts_and_a_mask(normalise, parts, rank):
     """With two parts, each has half of the experts and their sum is the whole, as on a mesh."""
-    experts, arrays = Experts(COUNT, 2, FFN, normalise), _arrays()
+    experts, arrays = Experts(COUNT, 2, FFN, normalise), _arrays(rank)
     pull = jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, HIDDEN)), jnp.float32)
 
-    def ours(x, router, *matrices):
+    def ours(x, router, maps):
         weights, chosen = route(x, router, experts)
         size = COUNT // parts
         return sum(
-            mix_experts(x, weights, chosen, *(m[i : i + size] for m in matrices), activate=jax.nn.silu, first=i)
+            mix_experts(x, weights, chosen, *_part(maps, i, size), activate=jax.nn.silu, first=i)
             for i in range(0, COUNT, size)
         )
 
     def run(function):
-        step = jax.value_and_grad(lambda *arrays: jnp.sum(function(*arrays) * pull), argnums=(0, 1, 2, 3, 4))
+        step = jax.value_and_grad(lambda *arrays: jnp.sum(function(*arrays) * pull), argnums=(0, 1, 2))
         return jax.jit(step)(*arrays)
 
     found, wanted = run(ours), run(functools.partial(_dense, experts=experts))
@@ -116,20 +135,21 @@ def test_every_form_of_a_grouped_product_is_each_experts_own(dtype):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_what_kernels_leave_undefined_reaches_nothing(platform, monkeypatch):
-    experts, arrays = Experts(COUNT, 2, FFN), _arrays()
+@pytest.mark.parametrize("rank", [0, 3])
+def test_what_kernels_leave_undefined_reaches_nothing(platform, rank, monkeypatch):
+    experts, arrays = Experts(COUNT, 2, FFN), _arrays(rank)
 
     def interpreted(forms, *args, **options):
         form = forms[platform]
         options |= {} if form is moe.ragged_product else {"interpret": True}
         return form(*args, **options)
 
-    def ours(x, router, *matrices):
+    def ours(x, router, maps):
         weights, chosen = route(x, router, experts)
-        return mix_experts(x, weights, chosen, *(m[1:3] for m in matrices), activate=jax.nn.silu, first=1, total=COUNT)
+        return mix_experts(x, weights, chosen, *_part(maps, 1, 2), activate=jax.nn.silu, first=1, total=COUNT)
 
     def run():
-        step = jax.value_and_grad(lambda *arrays: jnp.sum(ours(*arrays) ** 2), argnums=(0, 1, 2, 3, 4))
+        step = jax.value_and_grad(lambda *arrays: jnp.sum(ours(*arrays) ** 2), argnums=(0, 1, 2))
         return jax.jit(step)(*arrays)
 
     wanted = run()
@@ -149,15 +169,15 @@ def test_kernels_are_called_on_a_mesh(platform):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placement.of(axes))
 
     outward, inward = ("experts", "expert_embed", "expert_ffn"), ("experts", "expert_ffn", "expert_embed")
-    arrays = [of((4, 64, 32), "rows", "tokens", None), of((32, 4), "embed", None)]
-    arrays += [of((4, 32, 128), *outward), of((4, 32, 128), *outward), of((4, 128, 32), *inward)]
+    x, router = of((4, 64, 32), "rows", "tokens", None), of((32, 4), "embed", None)
+    maps = [ExpertMap(of((4, 32, 128), *outward))] * 2 + [ExpertMap(of((4, 128, 32), *inward))]
 
-    def loss(*arrays):
+    def loss(x, router, maps):
         options = {"experts": Experts(4, 2, 128), "activate": jax.nn.silu, "placement": placement}
-        return mixture(*arrays, **options).astype(jnp.float32).sum()
+        return mixture(x, router, *maps, **options).astype(jnp.float32).sum()
 
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))
-    lowered = step.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    lowered = step.trace(x, router, maps).lower(lowering_platforms=(platform,)).as_text()
     blocks, size = block_shape(2 * 2 * 64, 4, 2)  # two choices of the tokens of two devices; half of all experts
     assert f"tensor<{blocks}x{size}x32xbf16>" in lowered
     # Nine products; on a TPU six of them are XLA's own.
@@ -206,16 +226,17 @@ def test_products_are_of_the_chosen_experts_and_frozen_ones_have_no_gradient():
     """Counted in the compiled program, where the layer's products are of one block, in loops over used blocks."""
     experts, tokens, hidden = Experts(32, 4, 48), 512, 40
     shapes = ((1, tokens, hidden), (hidden, 32), (32, hidden, 48), (32, hidden, 48), (32, 48, hidden))
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    x, router, *matrices = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    arrays = (x, router, [ExpertMap(matrix) for matrix in matrices])
     chosen = _routing(tokens, experts)
     size = block_shape(chosen.size, experts.count)[1]
     used = int(lay_out(chosen, 0, experts.count, experts.count).starts[-1])
     ideal = 2 * chosen.size * hidden * experts.ffn_size
 
-    def loss(*arrays):
-        return mixture(*arrays, experts=experts, activate=jax.nn.silu, placement=None).sum()
+    def loss(x, router, maps):
+        return mixture(x, router, *maps, experts=experts, activate=jax.nn.silu, placement=None).sum()
 
-    for function, products in ((loss, 3), (jax.value_and_grad(loss), 6), (jax.value_and_grad(loss, range(5)), 9)):
+    for function, products in ((loss, 3), (jax.value_and_grad(loss), 6), (jax.value_and_grad(loss, range(3)), 9)):
         compiled = jax.jit(function).lower(*arrays).compile()
         cost = compiled.cost_analysis()
         assert cost is not None and cost["flops"] < 2 * ideal  # bodies of loops count once: no product is outside
@@ -256,9 +277,10 @@ def _dots(text: str) -> list[int]:
 
 
 def test_one_expert_may_take_every_token():
-    x, _, gate, up, down = _arrays()
+    x, _, maps = _arrays()
     chosen = jnp.full((TOKENS, 1), 2)
-    mixed = mix_experts(x, jnp.ones((TOKENS, 1)), chosen, gate, up, down, activate=jax.nn.silu)
+    mixed = mix_experts(x, jnp.ones((TOKENS, 1)), chosen, *maps, activate=jax.nn.silu)
+    gate, up, down = (each.weight for each in maps)
     np.testing.assert_allclose(mixed, (jax.nn.silu(x @ gate[2]) * (x @ up[2])) @ down[2], rtol=1e-5, atol=1e-5)
 
 
