@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 from flax import nnx
 from tiny_models import TINY
 
-from flowjax.models import moe
+from flowjax.models import grouped
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.moe import ExpertMap, block_shape, lay_out, mix_experts, mixture, route
@@ -100,9 +101,9 @@ def test_every_form_of_a_grouped_product_is_each_experts_own(dtype):
     tolerance = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 5e-4}[dtype]
     interpreted = {"interpret": True}
     forms = [
-        (moe.loop_product, moe.loop_pairs),
-        (functools.partial(moe.gpu_product, **interpreted), functools.partial(moe.gpu_pairs, **interpreted)),
-        (moe.ragged_product, functools.partial(moe.tpu_pairs, **interpreted)),
+        (grouped.loop_product, grouped.loop_pairs),
+        (functools.partial(grouped.gpu_product, **interpreted), functools.partial(grouped.gpu_pairs, **interpreted)),
+        (grouped.ragged_product, functools.partial(grouped.tpu_pairs, **interpreted)),
     ]
 
     @jax.jit
@@ -141,7 +142,7 @@ def test_what_kernels_leave_undefined_reaches_nothing(platform, rank, monkeypatc
 
     def interpreted(forms, *args, **options):
         form = forms[platform]
-        options |= {} if form is moe.ragged_product else {"interpret": True}
+        options |= {} if form is grouped.ragged_product else {"interpret": True}
         return form(*args, **options)
 
     def ours(x, router, maps):
@@ -153,24 +154,34 @@ def test_what_kernels_leave_undefined_reaches_nothing(platform, rank, monkeypatc
         return jax.jit(step)(*arrays)
 
     wanted = run()
-    monkeypatch.setattr(moe, "_by_platform", interpreted)
+    monkeypatch.setattr(grouped, "_by_platform", interpreted)
     for mine, plain in zip(jax.tree.leaves(run()), jax.tree.leaves(wanted), strict=True):
         # Sums of large terms of either sign, whose order is the processor's.
         np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6 * float(jnp.abs(plain).max()))
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_kernels_are_called_on_a_mesh(platform):
+@pytest.mark.parametrize(
+    ("platform", "rank", "kernels"), [("cuda", 0, 9), ("tpu", 0, 3), ("cuda", 16, 27), ("tpu", 16, 9)]
+)
+def test_kernels_are_called_on_a_mesh(platform, rank, kernels):
     """Lowered for the platform with the checks of what differs between devices, gradients of everything included."""
     mesh = jax.sharding.AbstractMesh((1, 2, 2, 1, 2), ("data", "fsdp", "expert", "sequence", "tensor"))
     placement = Placement(mesh, ShardingRules())
 
-    def of(shape, *axes):
+    def of(shape, *axes) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placement.of(axes))
 
     outward, inward = ("experts", "expert_embed", "expert_ffn"), ("experts", "expert_ffn", "expert_embed")
     x, router = of((4, 64, 32), "rows", "tokens", None), of((32, 4), "embed", None)
-    maps = [ExpertMap(of((4, 32, 128), *outward))] * 2 + [ExpertMap(of((4, 128, 32), *inward))]
+
+    def mapped(size_in: int, size_out: int, axes: tuple[str, ...]) -> ExpertMap:
+        weight = of((4, size_in, size_out), *axes)
+        if not rank:
+            return ExpertMap(weight)
+        a, b = of((4, size_in, rank), *axes[:2], "rank"), of((4, rank, size_out), axes[0], "rank", axes[2])
+        return ExpertMap(weight, a, b)
+
+    maps = [mapped(32, 128, outward)] * 2 + [mapped(128, 32, inward)]
 
     def loss(x, router, maps):
         options = {"experts": Experts(4, 2, 128), "activate": jax.nn.silu, "placement": placement}
@@ -180,8 +191,8 @@ def test_kernels_are_called_on_a_mesh(platform):
     lowered = step.trace(x, router, maps).lower(lowering_platforms=(platform,)).as_text()
     blocks, size = block_shape(2 * 2 * 64, 4, 2)  # two choices of the tokens of two devices; half of all experts
     assert f"tensor<{blocks}x{size}x32xbf16>" in lowered
-    # Nine products; on a TPU six of them are XLA's own.
-    assert len(re.findall(r"@__gpu\$xla.gpu.triton|@tpu_custom_call", lowered)) == {"cuda": 9, "tpu": 3}[platform]
+    # Three products for each map and each part of its adapter; on a TPU two of them are XLA's own.
+    assert len(re.findall(r"@__gpu\$xla.gpu.triton|@tpu_custom_call", lowered)) == kernels
 
 
 def _routing(tokens: int, experts: Experts, seed: int = 0) -> jax.Array:
@@ -226,7 +237,8 @@ def test_products_are_of_the_chosen_experts_and_frozen_ones_have_no_gradient():
     """Counted in the compiled program, where the layer's products are of one block, in loops over used blocks."""
     experts, tokens, hidden = Experts(32, 4, 48), 512, 40
     shapes = ((1, tokens, hidden), (hidden, 32), (32, hidden, 48), (32, hidden, 48), (32, 48, hidden))
-    x, router, *matrices = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    abstract: list[Any] = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    x, router, *matrices = abstract
     arrays = (x, router, [ExpertMap(matrix) for matrix in matrices])
     chosen = _routing(tokens, experts)
     size = block_shape(chosen.size, experts.count)[1]
