@@ -81,8 +81,8 @@ class Leases:
         held = self._ledger.held(worker)
         newest = {policy.name: policy.serving for policy in self._policies.values()}
         serving = self._workers.serving(worker, newest)
-        trains = "train" in playable.kinds and self._workers.may_train(serving, newest)
-        trains = trains and not self._workers.yields(worker, newest)
+        may_train = "train" in playable.kinds and self._workers.may_train(serving, newest)
+        trains = may_train and not self._workers.yields(worker, newest)
         evaluation = self._evaluation_slots(slots + sum(held.values())) if trains else slots
         evaluated = self._evaluations()
         lacking = [name for name, versions in evaluated.items() if self._workers.lacks(worker, versions)]
@@ -95,6 +95,9 @@ class Leases:
             leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds, serving)
             while len(leases) < slots and self._open_group(serving):
                 leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds, serving)
+        elif may_train:  # a faster worker does not get again what it failed at
+            free = slots - len(leases)
+            leases += self._ledger.lease(worker, free, "train", playable.worlds, serving, tried_by_others=True)
         if "eval" in playable.kinds and len(leases) < slots:
             leases += self._ledger.lease(worker, slots - len(leases), "eval", playable.worlds, without=lacking)
         self._workers.began(worker, [lease.lease_id for lease in leases])

@@ -441,12 +441,14 @@ class Ledger:
         worlds: Collection[str] | None = None,
         serving: Mapping[str, int] | None = None,
         without: Sequence[str] = (),
+        tried_by_others: bool = False,
     ) -> list[Lease]:
         """Up to `slots` waiting episodes, of these worlds alone where given: evaluation before training, then in the
         order of tasks. One that this worker failed at is left to others for `lease_s`, if there are any.
 
         `serving` are the versions that it plays with: training that was opened for a newer one is left to others.
-        `without` names evaluations that are left to others.
+        `without` names evaluations that are left to others. `tried_by_others` asks for no episodes but those that
+        another worker had and did not end.
         """
         now_s = self._clock()
         deadline_s, leases = now_s + self._lease_s, []
@@ -461,6 +463,7 @@ class Ledger:
                 " AND (:serving IS NULL OR NOT EXISTS (SELECT 1 FROM policy_groups JOIN json_each(:serving) AS served"
                 " ON served.key = policy WHERE group_id = groups.group_id AND oldest_version > served.value))"
                 " AND evaluation NOT IN (SELECT value FROM json_each(:without))"
+                " AND (NOT :tried OR worker IS NOT NULL AND worker != :worker)"
                 " ORDER BY kind = 'train', position, episode_id LIMIT :slots",
                 {
                     "kind": kind,
@@ -469,6 +472,7 @@ class Ledger:
                     "now_s": now_s,
                     "worlds": None if worlds is None else json.dumps(sorted(worlds)),
                     "without": json.dumps(without),
+                    "tried": tried_by_others,
                     "serving": None if serving is None else json.dumps(dict(serving)),
                     "slots": slots,
                 },

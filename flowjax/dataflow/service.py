@@ -101,8 +101,8 @@ class DataflowService:
             raise
 
     async def _answer(self, name: str, message: Any, hold_s: float) -> Answer:
-        if name in _OF_WORKERS and self._flow.workers.is_evicted(sender_of(message)):
-            raise Evicted("this worker was sent away from the run (--evict)")
+        if name in _OF_WORKERS:
+            self._refuse_evicted(sender_of(message))
         match name:
             case "lease":
                 return await self._lease(message, hold_s)
@@ -173,10 +173,12 @@ class DataflowService:
         finished = any(self._waiting.values()) and self._flow.finished
         for queue in self._waiting.values():
             looked_at, yielded, failed = 0, 0, Counter[Hashable]()
-            while looked_at < min(_LOOKED_AT, len(queue)) and yielded < _PASSED_OVER:
+            while looked_at < min(_LOOKED_AT, len(queue)):
                 asked = queue[0]
                 standing = self._flow.workers.standing(asked.worker)
-                leases = asked.attempt() if finished or failed[standing] < _PASSED_OVER else []
+                # After some that left it to a faster one, the others that did when they last asked are passed over.
+                leaves = yielded >= _PASSED_OVER and self._flow.workers.yielded(asked.worker)
+                leases = asked.attempt() if finished or not (leaves or failed[standing] >= _PASSED_OVER) else []
                 if leases or finished:
                     asked.leases.set_result(leases)
                     queue.popleft()
@@ -217,9 +219,14 @@ class DataflowService:
                 if time.monotonic() > until:
                     raise Busy("more groups than config.dataflow.max_ready_groups wait for the trainer: send it again")
                 await asyncio.sleep(_LATEST_S)
+            self._refuse_evicted(worker)  # who was sent away meanwhile
         counted += self._accept(played, worker)
         self._notify()
         return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
+
+    def _refuse_evicted(self, worker: str) -> None:
+        if self._flow.workers.is_evicted(worker):
+            raise Evicted("this worker was sent away from the run (--evict)")
 
     def _accept(self, played: Sequence[Played], worker: str) -> list[bool]:
         counted = self._flow.groups.accept_all(played, worker=worker)

@@ -80,7 +80,7 @@ class DataflowClient:
 _log = logging.getLogger(__name__)
 _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
 _ITEMS_PER_MESSAGE = 64
-_MESSAGE_BYTES = 4 * 1024**2  # of episodes; at the least pace that the dataflow asks for it is in well before its end
+_MESSAGE_BYTES = 512 * 1024  # of episodes; at the least pace that the dataflow asks for it is in before its time is up
 _NAMES_BYTES = 2048  # of the names and numbers of a turn, or of an episode's part
 _FAILED_ROUNDS = 4  # of all slots, after which the service ends
 _EXECUTOR_AWAY_S = 1800.0  # what a world asks may be away for so long, after which the service ends

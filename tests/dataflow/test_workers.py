@@ -159,6 +159,22 @@ def test_groups_that_were_opened_for_a_lost_version_are_played_with_what_there_i
         flow.batches.commit("agent", step + 1)
 
 
+def test_what_a_fast_worker_failed_at_goes_to_the_slow_one_that_leaves_it_the_rest(tmp_path):
+    """Nobody played it for `lease_s`: the fast one may not have it so soon, and the slow one left all to it."""
+    config = configuration(max_staleness=0)
+    config.eval.tasks = 0
+    flow = make_flow(tmp_path, config)
+    flow.report_serving("agent", 0)
+    flow.workers.yields = lambda worker, newest: worker == "slow"
+    assert flows.lease(flow, "slow", 8) == []
+    failed, *others = flows.lease(flow, "fast", 1000)
+    flows.give_back(flow, [failed.lease_id], "its world broke")
+    assert flows.lease(flow, "fast", 8) == []
+    assert [lease.episode_id for lease in flows.lease(flow, "slow", 8)] == [failed.episode_id]
+    flows.give_back(flow, [lease.lease_id for lease in others], "")
+    assert len(flows.lease(flow, "fast", 1000)) == len(others), "given back without a fault: its own again"
+
+
 def test_a_version_that_is_made_anew_is_evaluated_and_not_the_lost_one(tmp_path):
     """The lost weights were evaluated once more, at once and as the version to come, and that one never was."""
     config = configuration(max_staleness=1)
