@@ -18,7 +18,8 @@ import aiohttp
 from flowjax.monitor.trouble import explain
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
-_CONTROL_TIMEOUT_S = 60.0  # for everything but completions
+_CONTROL_TIMEOUT_S = 60.0  # for everything but completions, and new weights, which wait for their end
+_NEW_WEIGHTS_S = 1800.0
 _HEALTH_TIMEOUT_S = 5.0
 _PROBE_EVERY_S = 5.0  # while waiting for a completion
 _LONGEST_EVENT_BYTES = 2**20  # of a stream
@@ -298,7 +299,7 @@ class EngineClient:
             EngineError: the engine is away or cannot use the folder.
         """
         body = {"name": name, "path": str(Path(path).resolve())}
-        status, answer = await self._control("POST", "/v1/load_weights", body, timeout_s=self._timeout_s)
+        status, answer = await self._control("POST", "/v1/load_weights", body, timeout_s=_NEW_WEIGHTS_S)
         if status != 200:
             raise EngineError(f"the engine cannot load {name} from {path}: {_reason(answer)}{self._see_log()}")
 

@@ -164,11 +164,19 @@ class Follower:
         return sorted(version for name, version in self._in_use if name == policy)
 
     def held(self, policy: str) -> list[int]:
-        """Versions of a policy that may still be asked for and can be had here, loaded or not."""
-        folders = (served_version(folder.name) for folder in self._adapters.glob(f"{policy}@*"))
-        known = {version for owner, version in folders if owner == policy}
-        known.update(committed_steps(self._run_dir / "checkpoints" / policy))
-        return sorted(version for version in known if version >= self._oldest_needed[policy])
+        """Versions of a policy that may still be asked for and can be had here without taking anything from others: in
+        place those that an engine serves, else also those that it has not loaded. None newer than the newest that is
+        committed: a trainer that went back has lost it."""
+        if self._hand_overs[policy].in_place:
+            names = {name for served in self._served for name in served.observed}
+        else:
+            names = {folder.name for folder in self._adapters.glob(f"{policy}@*")}
+        known = {version for owner, version in map(served_version, names) if owner == policy}
+        committed = committed_steps(self._run_dir / "checkpoints" / policy)
+        if not self._hand_overs[policy].in_place:
+            known.update(committed)
+        newest, oldest = max(committed, default=UNVERSIONED), self._oldest_needed[policy]
+        return sorted(version for version in known if oldest <= version <= newest)
 
     def keep_from(self, policy: str, version: int) -> None:
         """Older versions than this one will not be asked for again; before the first call, any may be."""

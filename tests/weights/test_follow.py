@@ -447,6 +447,27 @@ def test_exports_the_models_own_peft_layout(tmp_path):
     assert adapter_config["r"] == 3 and adapter_config["target_modules"] == ["q_proj"]
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["lora", "full"])
+def test_versions_that_can_be_served_without_taking_anything_from_others(tmp_path, engine, in_place):
+    """With full weights an evaluation took the engine from training, though another worker still served its version;
+    and one of a version that a trainer had lost was played with the lost weights."""
+
+    async def scenario():
+        run = Run(tmp_path, engine, in_place=in_place)
+        async with run.following() as follower:
+            run.publish(0)
+            run.publish(1)
+            async with asyncio.timeout(120):
+                await follower.ready()
+                while follower.current("agent")[0] != 1:
+                    await follower.changed("agent", 0)
+            assert follower.held("agent") == ([1] if in_place else [0, 1])
+            shutil.rmtree(tmp_path / "checkpoints/agent/1")
+            assert follower.held("agent") == ([] if in_place else [0])
+
+    asyncio.run(scenario())
+
+
 def test_full_weights_replace_each_other_once_no_episode_is_pinned(tmp_path, engine):
     async def scenario():
         run = Run(tmp_path, engine, in_place=True)
