@@ -62,6 +62,9 @@ class Pool:
         self._since = 0  # first line of this window
         self._busy: list[float] = []  # of the window, one a look
         self._hook: subprocess.Popen[bytes] | None = None
+        # Nodes, and those that were asked for: while they are on their way, in a queue or starting, they are not asked
+        # for again.
+        self._asked: tuple[int, int] | None = None
         self.status: dict[str, Any] = {}
         self._metrics = MetricsEndpoint(lambda: self.status, role="pool")
 
@@ -110,7 +113,9 @@ class Pool:
         }
         with contextlib.suppress(OSError):  # a full disk is said elsewhere
             write_status(self._run_dir, "pool", self.status)
-        if wanted != self._nodes and config.command and self._hook is None:
+        if wanted == self._nodes:
+            self._asked = None
+        elif config.command and self._hook is None and self._asked != (self._nodes, wanted):
             self._say(f"pool: {sentence(self.status)}: {config.command}")
             self._start_hook(wanted)
 
@@ -125,6 +130,7 @@ class Pool:
                     stdout=log,
                     stderr=log,
                 )
+                self._asked = self._nodes, wanted
         except OSError as error:  # the run goes on with the nodes that it has
             self._say(f"pool: the command could not be started ({error})")
 
@@ -132,6 +138,7 @@ class Pool:
         if self._hook is not None and (status := self._hook.poll()) is not None:
             self._hook = None
             if status:
+                self._asked = None
                 self._say(
                     f"pool: the command ended with exit status {status}: see {self._run_dir / 'logs' / 'pool.log'}"
                 )

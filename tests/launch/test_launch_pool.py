@@ -100,6 +100,26 @@ def test_a_command_is_told_what_is_wanted_once_a_window(tmp_path):
         assert run.said[2].startswith(f"pool: {words}")
 
 
+def test_nodes_that_are_on_their_way_are_not_asked_for_again(tmp_path):
+    """Each window asked for as many anew: a queue filled with them."""
+    run = FollowedRun(tmp_path, command="true")
+    with run.pool:
+        for _ in range(4):
+            run.goes_on(nodes=2, steps=6, wait_s=5.0)
+            ended(run)
+        assert len(run.said) == 1
+        run.goes_on(nodes=3, steps=7, wait_s=5.0)
+        assert len(run.said) == 2, "some have come, and more are wanted"
+
+
+def ended(run: FollowedRun) -> None:
+    """Wait for the command that is under way."""
+    until = time.monotonic() + 60
+    while run.pool._hook is not None and time.monotonic() < until:
+        run.look()
+        time.sleep(0.01)
+
+
 def test_a_pool_without_a_command_only_says_it_where_it_is_asked(tmp_path):
     run = FollowedRun(tmp_path)
     with run.pool:
