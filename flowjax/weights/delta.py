@@ -60,6 +60,7 @@ class _TensorFile:
             size = file.read(8)
             self.head = size + file.read(struct.unpack("<Q", size)[0])
         self.tensors = _tensors(self.head)
+        self._alike = {(tensor.name, tensor.kind): tensor for tensor in self.tensors}  # adapters of experts: 37,000
         self._data = np.memmap(path, np.uint8, "r", offset=len(self.head)) if self.tensors else np.zeros(0, np.uint8)
 
     def numbers(self, tensor: _Tensor) -> UInt[np.ndarray, "numbers"]:
@@ -68,7 +69,8 @@ class _TensorFile:
 
     def like(self, tensor: _Tensor) -> UInt[np.ndarray, "numbers"] | None:
         """The numbers of the tensor of the same name, type and shape, if there is one."""
-        return next((self.numbers(t) for t in self.tensors if (t.name, t.kind) == (tensor.name, tensor.kind)), None)
+        found = self._alike.get((tensor.name, tensor.kind))
+        return None if found is None else self.numbers(found)
 
 
 def _tensors(head: bytes) -> list[_Tensor]:
