@@ -87,7 +87,9 @@ FIELDS = Section(
             "template does not read are refused"
         ),
         quantize=Entry(
-            "", "how the frozen base's matrices are stored in the trainer, with LoRA", choices=("", "int8", "nf4")
+            "",
+            "how the frozen base's matrices but for experts are stored in the trainer, with LoRA",
+            choices=("", "int8", "nf4"),
         ),
         nano=Free(
             "shape of a nano base that is built when path is missing (flowjax.models.nano), or None",

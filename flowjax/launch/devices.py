@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ml_collections import ConfigDict
 
-from flowjax.run import Policy, Run
+from flowjax.rollout.sidecar import adapter_slots
+from flowjax.run import Base, Policy, Run
 
 if TYPE_CHECKING:
     from flowjax.models.lora import Lora
@@ -175,6 +176,17 @@ def memory_plan(
         versions=versions,
         **sizes,
     )
+
+
+def adapter_bytes(run: Run, base: Base, model: "ModelConfig", *, tensor_parallel: int) -> int:
+    """Bytes of each GPU of an engine for the adapters of all policies on its base, as many as it may have to hold."""
+    from flowjax.models.cost import adapter_slot_bytes
+    from flowjax.models.lora import Lora
+
+    adapters = [Lora(**each.lora.to_dict()) for each in run.policies_on(base.name).values() if each.train == "lora"]
+    sizes = {"tensor": tensor_parallel, "dtype": base.engine.dtype}
+    widest = max((adapter_slot_bytes(model, lora, **sizes) for lora in adapters), default=0)  # every slot has its size
+    return adapter_slots(len(adapters), run.config.dataflow.max_staleness) * widest
 
 
 def memory_together(plans: Sequence[Mapping[str, int]], *, apart: bool = False) -> dict[str, int]:

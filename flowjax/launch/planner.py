@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowjax.config import ConfigError
-from flowjax.launch.devices import MEMORY_FRACTION, memory_plan, memory_together
+from flowjax.launch.devices import MEMORY_FRACTION, adapter_bytes, memory_plan, memory_together
 from flowjax.launch.roles import trainer_roles
 from flowjax.models import cost
 from flowjax.models.config import known_shape, read_config
@@ -66,7 +66,7 @@ GPUS = {
 _USED_FLOPS, _USED_BANDWIDTH = 0.5, 0.7  # of what the sheet says, in large products and large reads
 _RECOMPUTED = {"none": 0.0, "dots": 0.1, "layer": 1.0}  # forward passes that the backward pass makes again
 _GATHERS = 2  # of a split base, per micro-batch: for its forward and its backward pass
-_ENGINE_BYTES = 2 * GIB  # of an engine's GPU beside weights and cache: activations, graphs, adapters
+_ENGINE_BYTES = 2 * GIB  # of an engine's GPU beside weights, adapters and cache: activations, graphs
 _LEAST_SEQUENCES = 4  # of full length that an engine's cache has to hold
 _MOST_ROWS = 4  # of a GPU in a micro-batch
 _SHARES = (0.3, 0.45, 0.6)  # of the only GPU that an engine may have, the trainer having the rest
@@ -234,6 +234,7 @@ class Planner:
         """Tokens of the key-value caches of one engine."""
         size = cost.DTYPE_BYTES.get(self._engine.dtype, 2)
         per_gpu = self.gpu.memory_bytes * layout.gpu_memory_fraction - _ENGINE_BYTES
+        per_gpu -= adapter_bytes(self.run, self.policy.base, self.model, tensor_parallel=layout.tensor_parallel)
         left = per_gpu * layout.tensor_parallel - self.model.parameter_count() * size
         if given := self._engine.kv_cache_bytes:
             left = min(left, given * layout.tensor_parallel)
@@ -244,6 +245,7 @@ class Planner:
         if not layout.replicas:
             return 0.0
         size, weights = cost.DTYPE_BYTES.get(self._engine.dtype, 2), self.model.parameter_count()
+        used = cost.weights_per_token(self.model) + self.model.hidden_size * self.model.vocab_size  # of a token
         at_once = min(
             self._engine.max_concurrent_sequences,
             self.run.config.rollout.max_concurrent_episodes / layout.replicas,
@@ -251,11 +253,11 @@ class Planner:
         )
         read_bytes = weights * size + at_once * self._length * 2 * self.model.layers * self.model.kv_size * size
         token_s = read_bytes / (layout.tensor_parallel * self.gpu.memory_bytes_per_s * _USED_BANDWIDTH)
-        token_s = max(token_s, at_once * 2 * weights / (layout.tensor_parallel * self.gpu.flops * _USED_FLOPS))
+        token_s = max(token_s, at_once * 2 * used / (layout.tensor_parallel * self.gpu.flops * _USED_FLOPS))
         if layout.tensor_parallel > 1:  # two sums over the GPUs of an engine a layer, each some 10 us at the least
             token_s += 2 * self.model.layers * 1e-5
         prompts = self._trained_tokens - self._sampled_tokens
-        prompts_s = 2 * weights * prompts / (layout.engine_gpus * self.gpu.flops * _USED_FLOPS)
+        prompts_s = 2 * used * prompts / (layout.engine_gpus * self.gpu.flops * _USED_FLOPS)
         return self._sampled_tokens / (layout.replicas * at_once) * token_s + prompts_s
 
 
@@ -316,9 +318,10 @@ def render(run: Run, machine: str) -> RenderableType:
     if recipe is not None and all(each.layout != recipe.layout for each in found):
         found = sorted([*found, recipe], key=lambda each: each.step_s)
     if not found:
+        smaller = "" if planner.model.experts else ", or config.model.quantize='int8' for the trainer"
         raise ConfigError(
             f"--plan={machine}: nothing fits {count} x {kind} of {GPUS[kind].memory_gib:.0f} GiB: take more or larger "
-            "GPUs, a smaller model, shorter config.trainer.row_tokens, or config.model.quantize='int8' for the trainer"
+            f"GPUs, a smaller model or shorter config.trainer.row_tokens{smaller}"
         )
     table = Table.grid(padding=(0, 2))
     heads = ("", "trainer", "memory of a GPU", "engines", "sequences in a cache", "train", "play", "step")

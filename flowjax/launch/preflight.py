@@ -80,6 +80,9 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
         kept = trainer.keep_checkpoints + 1  # the one being written
         kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
         adapters = run.config.dataflow.max_staleness + 2
+        if run.is_node:  # it has what engines read, and no state of the optimiser
+            needed_bytes += max(kept, adapters) * model.get("adapter_bytes", 0)
+            continue
         needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
     return needed_bytes
 
@@ -239,6 +242,7 @@ def model_lines(run: Run, base: Base, model: Mapping[str, Any]) -> list[tuple[st
         (
             "engine per device",
             f"{size(model['served_bytes'] // parallel)} weights + "
+            f"{size(model['adapter_slots_bytes'])} adapters + "
             f"{size(model['kv_bytes_per_token'] * kv_tokens // parallel)} key-value cache if all "
             f"{engine.max_concurrent_sequences} sequences were {engine.max_model_tokens:,} tokens long",
         ),

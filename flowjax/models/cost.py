@@ -17,7 +17,7 @@ from flowjax.models.moe import block_shape
 from flowjax.models.params import matrix_sizes, owners
 from flowjax.models.quantize import saved_bytes
 from flowjax.models.shape import ModelConfig
-from flowjax.models.sharding import MESH_AXES, Placement
+from flowjax.models.sharding import MESH_AXES, Placement, default_rules
 from flowjax.records import TokenRow
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -55,10 +55,12 @@ def estimate(
 
     Arrays are counted as they are laid out. `activations` are what the backward pass finds kept of all layers, and
     `working` the greater of what it holds at once at the head and in one layer. Weights that are trained themselves are
-    kept in float32. Beside XLA's own count for GPUs and TPUs: docs/benchmarks/accelerators.md.
+    kept in float32. Beside XLA's own count for GPUs and TPUs: docs/benchmarks/accelerators.md. Of adapters on experts
+    under remat "none", about half of the activations are counted (seen on CPUs; with "dots" and "layer" all are).
     """
     size = DTYPE_BYTES[dtype]
-    placement = Placement(AbstractMesh((data, fsdp, expert, sequence, tensor), MESH_AXES))
+    mesh = AbstractMesh((data, fsdp, expert, sequence, tensor), MESH_AXES)
+    placement = Placement(mesh, default_rules(config, mesh))
     shards = fsdp * tensor * expert * sequence
     specs = params.outer_specs(config, dtype) | params.layer_specs(config, dtype)
     base = sum(_local(spec, placement) for spec in specs.values())
@@ -87,6 +89,17 @@ def estimate(
         "activations": config.layers * _kept_bytes(config, part, remat),
         "working": max(head, layer) + _turned_bytes(config, size, shards, shards // tensor),
     }
+
+
+def adapter_slot_bytes(config: ModelConfig, lora: Lora, *, tensor: int, dtype: str) -> int:
+    """Bytes that one adapter takes of each of an engine's `tensor` GPUs: vLLM splits the matrix on that side of a map
+    on which the map itself is split, and keeps the other one whole."""
+    values = 0
+    for name, parts in adapter_specs(config, lora).items():
+        split = "a" if name.endswith(("o_proj", "down_proj")) else "b"
+        for part, spec in parts.items():
+            values += math.prod(spec.shape) // (tensor if part == split else 1)
+    return values * DTYPE_BYTES.get(dtype, 2)
 
 
 @dataclass(frozen=True)
@@ -200,14 +213,14 @@ def step_flops(model: ModelConfig, lora: Lora | None, rows: Sequence[TokenRow]) 
     sampled = float(sum(int(row.sampled.sum()) for row in rows))
     tokens = lengths.sum()
     per_base = 2 if lora else 3  # passes over a base matrix
-    base = per_base * 2 * tokens * _weights_per_token(model)
+    base = per_base * 2 * tokens * weights_per_token(model)
     head = per_base * 2 * sampled * model.hidden_size * model.vocab_size
     attention = 3 * sum(4 * model.query_size * _pairs(lengths, model.window(layer)) for layer in range(model.layers))
     return base + head + attention + (3 * 2 * tokens * _adapter_weights(model, lora) if lora else 0.0)
 
 
-def _weights_per_token(model: ModelConfig) -> float:
-    """Weights of the linear maps that one token goes through."""
+def weights_per_token(model: ModelConfig) -> float:
+    """Weights of the linear maps that one token goes through, of its chosen experts alone; without the head."""
     maps = matrix_sizes(model).items()
     return sum(size_in * size_out * _passes(name, model) for name, ((size_in, _), (size_out, _)) in maps)
 

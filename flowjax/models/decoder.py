@@ -19,7 +19,7 @@ from flowjax.models.moe import ExpertMap, mixture
 from flowjax.models.params import Placeable
 from flowjax.models.quantize import QuantizedMatrix
 from flowjax.models.shape import ModelConfig, ModelError
-from flowjax.models.sharding import Placement, ShardingRules
+from flowjax.models.sharding import Placement, ShardingRules, default_rules
 
 Remat = Literal["none", "dots", "layer"]
 # What the backward pass finds kept of a layer: everything, what linear maps and attention gave, or its input alone. By
@@ -336,19 +336,14 @@ def base_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, params.ParamS
 def make_placement(
     config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: ShardingRules | None = None
 ) -> Placement | None:
-    """The model's placement; None without a mesh.
-
-    Unless there are rules of one's own, experts that do not divide over the mesh are split along the hidden size.
+    """The model's placement, by rules of one's own or the default ones; None without a mesh.
 
     Raises:
         ModelError: the mesh does not divide the model.
     """
     if mesh is None:
         return None
-    placement = Placement(mesh, rules or ShardingRules())
-    if rules is None and config.experts and config.experts.count % placement.ways("experts"):
-        split = ShardingRules(experts="expert", expert_embed=("fsdp", "sequence"))
-        placement = Placement(mesh, split)
+    placement = Placement(mesh, rules or default_rules(config, mesh))
     placement.check(config)
     return placement
 

@@ -87,7 +87,7 @@ class Placement:
     rules: ShardingRules = field(default_factory=ShardingRules)
 
     def of(self, axes: Sequence[str | None]) -> NamedSharding:
-        """How an array with these axes lies, without mesh axes of one device, which split nothing: JAX names what a
+        """Layout of an array with these axes, without mesh axes of one device, which split nothing: JAX names what a
         program returns in the shortest way, and another name for the same would compile the next program again."""
         split = [
             tuple(name for name in _as_tuple(entry) if self.mesh.shape[name] > 1) for entry in self.rules.spec(axes)
@@ -143,6 +143,14 @@ class Placement:
                     f"a batch has {size} {axis}, which do not divide over the {self.ways(axis)} devices of mesh axes "
                     f"{axes}: {remedy}"
                 )
+
+
+def default_rules(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ShardingRules:
+    """The rules for a model on a mesh: experts that do not divide over it are split along the hidden size."""
+    rules = ShardingRules()
+    if config.experts is None or config.experts.count % Placement(mesh, rules).ways("experts") == 0:
+        return rules
+    return ShardingRules(experts="expert", expert_embed=("fsdp", "sequence"))
 
 
 def make_mesh(

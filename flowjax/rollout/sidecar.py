@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,23 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
     return [*argv, *switches, *map(str, engine.extra_args)], environment
 
 
+def adapter_slots(policies: int, max_staleness: int) -> int:
+    """Adapters in one batch: the current version of each, those within the bound, and one that is being replaced."""
+    return policies * (max_staleness + 2)
+
+
 # vLLM's modules of an adapter's targets, where they are not called so: all maps of a layer's experts are one.
 _MODULES = {"router": ("gate",)} | {name: (name, "experts") for name in ("gate_proj", "up_proj", "down_proj")}
+
+
+def unserved_targets(targets: Sequence[str]) -> Iterator[str]:
+    """Faults of an adapter's targets in a model with experts, which vLLM would refuse, or leave out and not say so."""
+    of_experts = [target for target in ("gate_proj", "up_proj", "down_proj") if target in targets]
+    given = f"config.policy.lora.targets has {', '.join(of_experts)}"
+    if len(of_experts) in (1, 2):
+        yield f"{given}, but vLLM takes adapters of all three maps of an expert or of none: name all three, or none"
+    if of_experts and "router" in targets:
+        yield f"{given} and router, but vLLM would leave the router's out in silence: name the experts' maps or router"
 
 
 def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[str, Any]:
@@ -106,9 +121,8 @@ def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[st
     max_rank = next((served for served in VLLM_RANKS if served >= rank), None)
     if max_rank is None:
         raise ConfigError(f"config.policy.lora.rank is {rank}, but vLLM serves {VLLM_RANKS[-1]} at most: lower it")
-    # One batch holds the current version, those within the staleness bound, and one that is just being replaced.
     # Memory holds as many again: an evicted adapter is read from its folder anew, and if that is gone vLLM dies.
-    versions = len(adapters) * (max_staleness + 2)
+    versions = adapter_slots(len(adapters), max_staleness)
     return {
         "--max-lora-rank": max_rank,
         "--max-loras": versions,

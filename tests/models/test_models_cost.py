@@ -42,7 +42,8 @@ def test_arrays_are_counted_exactly():
 @pytest.mark.parametrize("experts", [None, Experts(8, 2, 96), Experts(64, 8, 32)])
 def test_activations_are_of_the_compilers_size(experts, remat):
     config = dataclasses.replace(CONFIG, experts=experts)
-    lora = Lora(8, 8.0, targets=("q_proj", "k_proj", "v_proj", "o_proj")) if experts else LORA
+    # What is kept of adapters on experts where nothing is computed again is counted to a half only.
+    lora = Lora(8, 8.0, targets=("q_proj", "k_proj", "v_proj", "o_proj")) if experts and remat == "none" else LORA
     graph, adapter, base = nnx.split(_decoder(remat, config, lora), LoraParam, ...)
     tokens = jax.ShapeDtypeStruct((8, 128), jnp.int32)
 

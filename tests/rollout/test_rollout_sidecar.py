@@ -84,6 +84,9 @@ def test_room_for_every_version_within_the_bound(config, cpu, tmp_path, stalenes
 def test_only_the_trained_modules_get_adapter_slots(config, cpu, tmp_path):
     config.policy.lora.targets = ("q_proj", "v_proj")
     assert _values(command(config)[0], "--lora-target-modules") == ["q_proj", "v_proj"]
+    config.policy.lora.targets = ("q_proj", "up_proj", "router")
+    wanted = ["q_proj", "up_proj", "experts", "gate"]  # vLLM's names: without them it would leave adapters out
+    assert _values(command(config)[0], "--lora-target-modules") == wanted
 
 
 def test_full_training_serves_no_adapters(config, cpu, tmp_path):
