@@ -104,6 +104,11 @@ class Run:
     agents: Mapping[str, str]
 
     @property
+    def trains(self) -> bool:
+        """True where a part of the trainer is on this machine: others need not fit its mesh."""
+        return "trainer" not in self.config.elsewhere
+
+    @property
     def is_node(self) -> bool:
         """True of a machine that plays for a run which another one has: dataflow and trainer are there."""
         return "dataflow" in self.config.elsewhere

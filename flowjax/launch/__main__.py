@@ -295,7 +295,7 @@ def _evict(run_dir: Path, name: str) -> int:
     except (DataflowError, ConfigError) as error:
         if not invited:
             return _refuse([str(error)])
-        outcome = "its key is void, and no worker of it plays"
+        outcome = f"its key is void; of its workers the dataflow says: {error}"
     except (OSError, ValueError, KeyError) as error:
         if not invited:
             reason = f"cannot be read ({error}): give the folder of a run under way"
@@ -350,7 +350,7 @@ def _run(request: LaunchRequest, console: Console) -> int:
             return
         for trainer in trainer_roles(run):
             await supervisor.ended(trainer)
-        if "trainer" in run.config.elsewhere:
+        if not run.trains:
             await _trained_by_others(run)
         await _final_evaluation(run, progress)
 
@@ -404,8 +404,10 @@ async def _final_evaluation(run: Run, progress: Progress) -> None:
         RoleFailed: none has for so long that a batch would have been given up.
     """
     patience_s = run.config.trainer.step_timeout_s + run.config.rollout.episode_timeout_s
-    last, seen, seen_s = min(_last_versions(run).values()), None, time.monotonic()
-    while run.config.eval.tasks and last not in progress.evals:  # as the screen has read them from the log
+    versions, seen, seen_s = _last_versions(run), None, time.monotonic()
+    last = min(versions.values())
+    # As the screen has read them from the log, where an evaluation goes by the least of its versions.
+    while run.config.eval.tasks and progress.evals.get(last, {}).get("versions") != versions:
         status = read_status(run.folder, "dataflow")
         if (ended := [status.get("done"), status.get("failed")]) != seen:
             seen, seen_s = ended, time.monotonic()

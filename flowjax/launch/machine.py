@@ -133,7 +133,7 @@ def check_engine(base: Base) -> list[str]:
 
 def check_accelerators(run: Run, devices: Devices) -> list[str]:
     """There are enough for all the engines and for each process of the trainer that are started here."""
-    processes = [] if "trainer" in run.config.elsewhere else _trainer_processes(run.config.trainer, devices)
+    processes = _trainer_processes(run.config.trainer, devices) if run.trains else []
     return _engine_accelerators(run, devices) + processes
 
 

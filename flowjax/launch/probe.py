@@ -21,7 +21,8 @@ from flowjax.config import default_config, task_options
 from flowjax.envs import NotReady, World, WorldError, find_world
 from flowjax.fields import NAMED
 from flowjax.launch.checks import in_base, on_each_policy
-from flowjax.launch.devices import memory_plan, memory_together
+from flowjax.launch.devices import adapter_bytes, memory_plan, memory_together
+from flowjax.rollout.sidecar import unserved_targets
 from flowjax.run import Base, Policy, Run, resolve
 
 
@@ -37,9 +38,9 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[s
         for check in (_world, _data, _workflow, _data_algorithms)
         for text in _messages(check, run.config, here=here)
     ]
-    problems += [text for check in (_learning, _rules, _executors) for text in _messages(check, run, here=here)]
-    problems += _messages(_templates, run, here=here)
-    problems += _messages(_mesh, run, device_count, plan, here=here)
+    problems += [text for check in (_learning, _executors, _templates) for text in _messages(check, run, here=here)]
+    if run.trains:
+        problems += _messages(_rules, run, here=here) + _messages(_mesh, run, device_count, plan, here=here)
     problems += _messages(_bases, run, device_count, plan, here=here)
     if checkpoints is not None:
         problems += _messages(_newest_checkpoint, checkpoints, here=here)
@@ -330,7 +331,7 @@ def _bases(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
     """Sizes of each base model and of what is trained on it; yields what does not divide over the trainer's mesh."""
     from flowjax.models.sharding import resolve_mesh
 
-    mesh = resolve_mesh(run.config.mesh.to_dict(), device_count)
+    mesh = resolve_mesh(run.config.mesh.to_dict(), device_count) if run.trains else None
     parts = plan["bases"] = {}
     for name, base in run.bases.items():
         part = parts[name] = {}
@@ -355,6 +356,7 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
             "parameters": model.parameter_count(),
             "kv_bytes_per_token": 2 * model.layers * model.kv_size * value_bytes,
             "served_bytes": model.parameter_count() * value_bytes,
+            "adapter_slots_bytes": adapter_bytes(run, base, model, tensor_parallel=base.engine.tensor_parallel),
         }
         started = base.engines and not base.engine.urls and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ
         sure = base.model.nano is not None or (Path(base.model.path) / "config.json").exists()
@@ -368,8 +370,8 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _trained(run: Run, policy: Policy, mesh: Mapping[str, int], plan: dict[str, Any]) -> Iterator[str]:
-    """Memory that a policy takes in its trainer; yields what does not divide."""
+def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, plan: dict[str, Any]) -> Iterator[str]:
+    """Memory that a policy takes in its trainer, if it is here; yields what does not divide, or no engine serves."""
     from jax.sharding import AbstractMesh
 
     from flowjax.models import cost
@@ -387,16 +389,15 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int], plan: dict[str, 
         "train": policy.train,
         "trained": trained,
         "checkpoint_bytes": 3 * cost.FLOAT32 * trained,  # the weights and AdamW's two moments
-        "adapter_bytes": cost.FLOAT32 * trained,
+        "adapter_bytes": cost.DTYPE_BYTES.get(policy.base.engine.dtype, 2) * trained,
     }
-    if settings.dtype not in cost.DTYPE_BYTES:
+    if lora is not None and model.experts is not None:
+        yield from unserved_targets(lora.targets)
+    if settings.dtype not in cost.DTYPE_BYTES or mesh is None:
         return
-    versions = run.config.dataflow.max_staleness + 1
-    plan["memory"] = memory_plan(
-        policy, model, lora, _shown_axes(mesh), rows=trainer.micro_batch_rows, versions=versions
-    )
+    rows, versions = trainer.micro_batch_rows, run.config.dataflow.max_staleness + 1
+    plan["memory"] = memory_plan(policy, model, lora, _shown_axes(mesh), rows=rows, versions=versions)
     make_placement(model, AbstractMesh(tuple(mesh.values()), MESH_AXES))
-    yield from ()
 
 
 def _model(run: Run, base: Base) -> Any:

@@ -32,7 +32,7 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 def trainer_roles(run: Run) -> dict[str, str]:
     """The trainers that are started here: name of the role -> the policy that it trains, "" for all of them."""
-    if "trainer" in run.config.elsewhere:
+    if not run.trains:
         return {}
     if not run.config.separate_trainers:
         return {"trainer": ""}

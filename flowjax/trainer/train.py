@@ -455,7 +455,7 @@ def train(
             "pack_s": packed_s - waited_s,
             "save_s": learner.save_s,  # of the step before
         }
-        flops = step_flops(learner.model, learner.lora, served.rows)
+        flops = step_flops(learner.model, learner.lora, [row for part in updates for row in part])
         log.add(StepResult(learner.name, step + 1, learner.counters, results, mismatch, line, waited_s, flops, keep))
         # Without checkpoints nothing waits for a step's results: the next ones are dispatched meanwhile.
         log.write(in_flight=0 if learner.checkpoints else trainer.steps_in_flight)

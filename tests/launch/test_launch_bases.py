@@ -216,6 +216,8 @@ def test_what_is_trained_on_each_base_takes_disk(both):
     plan = {"bases": {"base": {"model": model}, "small": {"model": {**model, "checkpoint_bytes": 3}}}}
     both.trainer.keep_checkpoints, both.dataflow.max_staleness = 3, 1
     assert disk_bytes(resolve(both), plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10)
+    both.elsewhere = ("dataflow", "trainer")
+    assert disk_bytes(resolve(both), plan) == 2 * 4 * 10, "a node has no optimiser's state"
 
 
 def test_a_base_that_only_a_backend_of_the_world_asks_is_started_and_checked(config):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from configs.math_pair import get_config
 from flowjax.launch.probe import inspect_run
 from flowjax.models.config import hf_config, known_shape
+from flowjax.models.nano import nano_config
+from flowjax.models.shape import Experts
 from flowjax.run import resolve
 
 
@@ -109,3 +112,27 @@ def test_every_policy_of_a_trainer_is_planned_and_checked():
     config.policies.verifier.trainer = {"micro_batch_rows": 6}
     (found,) = inspect_run(resolve(config), 4, None)["problems"]
     assert found.startswith("config.policies.verifier.trainer.micro_batch_rows is 6, but rows are split over 4 devices")
+
+
+def test_a_nodes_gpus_need_not_fit_the_trainers_mesh():
+    """A machine with another number of them was refused, and could not say otherwise."""
+    config = get_config("qwen3_8b")
+    config.mesh.data, config.mesh.fsdp = 4, 1
+    assert "mesh" in inspect_run(resolve(config), 3, None)["problems"][0]
+    config.elsewhere = ("dataflow", "trainer")
+    found = inspect_run(resolve(config), 3, None)
+    assert found["problems"] == [] and found["plan"]["bases"]["base"]["model"]["adapter_bytes"] > 0
+
+
+def test_adapters_of_experts_that_engines_would_not_serve_are_refused(tmp_path: Path):
+    shape = nano_config(64, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=32)
+    shape = replace(shape, architecture="qwen3_moe", experts=Experts(4, 2, ffn_size=16))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, "bfloat16")))
+
+    def found(*targets: str) -> list[str]:
+        options = {"model.path": str(tmp_path), "model.nano": None, "policy.lora.targets": targets}
+        return [text for text in problems(**options) if "targets" in text]
+
+    assert found("q_proj", "router") == found("gate_proj", "up_proj", "down_proj") == []
+    assert "or of none: name all three" in found("q_proj", "down_proj")[0]
+    assert "leave the router's out" in found("gate_proj", "up_proj", "down_proj", "router")[0]

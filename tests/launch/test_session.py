@@ -122,7 +122,10 @@ def test_the_last_evaluation_may_take_as_long_as_its_episodes_end(tmp_path):
         for done in range(10):
             write_status(tmp_path, "dataflow", {"done": done, "failed": {}})
             await asyncio.sleep(0.4)
-        progress.evals[config.trainer.steps] = {}
+        last = config.trainer.steps
+        progress.evals[last] = {"versions": {"agent": last - 1}}  # as of a policy that ends earlier than another
+        await asyncio.sleep(0.4)
+        progress.evals[last] = {"versions": {"agent": last}}
 
     async def both() -> None:
         await asyncio.gather(play(), _final_evaluation(run, progress))
