@@ -1,8 +1,8 @@
 """Actions of a policy on the canvas: what they are, the two ways to write them, and what each does to a workflow.
 
 A response may start with thinking (`<think>...</think>`) and plain text; then comes exactly one action, and nothing
-after it but the end of a code fence that it stands in. Whatever else comes gives an `Unreadable` with a reason for the
-policy; `flowjax.published.canvas` reads more.
+after it. Whatever else comes gives an `Unreadable` with a reason for the policy; `flowjax.published.canvas`
+reads more.
 Actions are written with tags, as the table `FORMS` has them, from which the reader, the writer and the grammar for
 sampling are made:
 
@@ -220,7 +220,6 @@ STRUCTURES = tuple(form.value for form in FORMS if form.key == "structure")
 _OPENING = re.compile(r"<([A-Za-z_]{1,30})>")
 _ANY_TAG = re.compile(rf"</?(?:{'|'.join(TAGS)})>")
 _SPACE = re.compile(r"\s*")
-_FENCE = re.compile(r"```\w*\s*\Z")  # that opens a block of code, which models put around what they write for a program
 
 
 def parse(text: str) -> Action | Unreadable:
@@ -264,8 +263,6 @@ def _elements(text: str) -> Elements:
         raise GrammarError(_no_action(text))
     if stray := _ANY_TAG.search(text, 0, start):
         raise GrammarError(f"`{stray[0]}` stands before `<action>`: start with `<action>`, as in {_EXAMPLE}.")
-    if _FENCE.search(text, 0, start):
-        text = text.rstrip().removesuffix("```")
     elements: list[tuple[str, str]] = []
     at = start
     while (at := _after_space(text, at)) < len(text):

@@ -120,11 +120,6 @@ def stripped(action: Action) -> Action:
     return action
 
 
-@pytest.mark.parametrize("fence", ["```", "```xml", "I add one.\n```xml "])
-def test_an_action_may_stand_in_a_code_fence(fence):
-    assert parse(f"{fence}\n{ADD}\n```\n") == parse(ADD)
-
-
 def _instructions(piece) -> list[str]:
     return [call.instruction for call in Workflow(Sequence((piece,))).calls()]
 
@@ -139,8 +134,7 @@ def _instructions(piece) -> list[str]:
         ("<ACTION>ADD</ACTION>", "lower case"),
         (ADD + ADD, "several actions: write exactly one"),
         (ADD + " Done.", "Nothing may come after the action: end with `</operator>`, without `Done.`"),
-        (ADD + "\n```", "without `\u0060\u0060\u0060`"),
-        ("```\n" + ADD + "\n```\nDone.", "without `\u0060\u0060\u0060\nDone.`"),
+        ("```\n" + ADD + "\n```", "without `\u0060\u0060\u0060`"),
         ("<operator>A</operator>" + tagged(action="add"), "`<operator>` stands before `<action>`"),
         ("<action>add<operator>A</operator>", "`<action>` is not closed: write `</action>` before `</operator>"),
         ("<action>add</action><operator>A", "`<operator>` is not closed: write `</operator>`."),
