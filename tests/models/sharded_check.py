@@ -47,9 +47,10 @@ def loss_and_gradients(folder: Path, mesh: Any, lora: Lora | None) -> tuple[floa
     """Loss, gradients, the decoder, and what the compiled step looks like."""
     remat = "none" if lora else "layer"
     decoder = load_decoder(folder, lora=lora, dtype=jnp.float32, mesh=mesh, remat=remat, key=jax.random.key(1))
-    for parts in decoder.adapter.values():
-        parts["b"].set_value(parts["b"].get_value() + 0.05)
     random = np.random.default_rng(0)
+    for parts in decoder.adapter.values():
+        b = parts["b"].get_value()  # of random numbers: equal ones in the router's would change no choice
+        parts["b"].set_value(b + jnp.asarray(random.normal(0.05, 0.05, b.shape), b.dtype))
     tokens = jnp.asarray(random.integers(0, 64, (ROWS, TOKENS)))
     positions = jnp.tile(jnp.arange(TOKENS // 2), (ROWS, 2))
     segments = jnp.tile(jnp.repeat(jnp.array([1, 2]), TOKENS // 2), (ROWS, 1))
