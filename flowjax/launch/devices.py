@@ -178,7 +178,7 @@ def memory_plan(
     )
 
 
-def adapter_bytes(run: Run, base: Base, model: "ModelConfig", *, tensor_parallel: int) -> int:
+def adapter_slots_bytes(run: Run, base: Base, model: "ModelConfig", *, tensor_parallel: int) -> int:
     """Bytes of each GPU of an engine for the adapters of all policies on its base, as many as it may have to hold."""
     from flowjax.models.cost import adapter_slot_bytes
     from flowjax.models.lora import Lora

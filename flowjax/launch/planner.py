@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowjax.config import ConfigError
-from flowjax.launch.devices import MEMORY_FRACTION, adapter_bytes, memory_plan, memory_together
+from flowjax.launch.devices import MEMORY_FRACTION, adapter_slots_bytes, memory_plan, memory_together
 from flowjax.launch.roles import trainer_roles
 from flowjax.models import cost
 from flowjax.models.config import known_shape, read_config
@@ -234,7 +234,7 @@ class Planner:
         """Tokens of the key-value caches of one engine."""
         size = cost.DTYPE_BYTES.get(self._engine.dtype, 2)
         per_gpu = self.gpu.memory_bytes * layout.gpu_memory_fraction - _ENGINE_BYTES
-        per_gpu -= adapter_bytes(self.run, self.policy.base, self.model, tensor_parallel=layout.tensor_parallel)
+        per_gpu -= adapter_slots_bytes(self.run, self.policy.base, self.model, tensor_parallel=layout.tensor_parallel)
         left = per_gpu * layout.tensor_parallel - self.model.parameter_count() * size
         if given := self._engine.kv_cache_bytes:
             left = min(left, given * layout.tensor_parallel)

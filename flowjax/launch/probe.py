@@ -21,7 +21,7 @@ from flowjax.config import default_config, task_options
 from flowjax.envs import NotReady, World, WorldError, find_world
 from flowjax.fields import NAMED
 from flowjax.launch.checks import in_base, on_each_policy
-from flowjax.launch.devices import adapter_bytes, memory_plan, memory_together
+from flowjax.launch.devices import adapter_slots_bytes, memory_plan, memory_together
 from flowjax.rollout.sidecar import unserved_targets
 from flowjax.run import Base, Policy, Run, resolve
 
@@ -356,7 +356,7 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
             "parameters": model.parameter_count(),
             "kv_bytes_per_token": 2 * model.layers * model.kv_size * value_bytes,
             "served_bytes": model.parameter_count() * value_bytes,
-            "adapter_slots_bytes": adapter_bytes(run, base, model, tensor_parallel=base.engine.tensor_parallel),
+            "adapter_slots_bytes": adapter_slots_bytes(run, base, model, tensor_parallel=base.engine.tensor_parallel),
         }
         started = base.engines and not base.engine.urls and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ
         sure = base.model.nano is not None or (Path(base.model.path) / "config.json").exists()

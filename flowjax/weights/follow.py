@@ -167,14 +167,12 @@ class Follower:
         """Versions of a policy that may still be asked for and can be had here without taking anything from others: in
         place those that an engine serves, else also those that it has not loaded. None newer than the newest that is
         committed: a trainer that went back has lost it."""
-        if self._hand_overs[policy].in_place:
-            names = {name for served in self._served for name in served.observed}
-        else:
-            names = {folder.name for folder in self._adapters.glob(f"{policy}@*")}
-        known = {version for owner, version in map(served_version, names) if owner == policy}
         committed = committed_steps(self._run_dir / "checkpoints" / policy)
-        if not self._hand_overs[policy].in_place:
-            known.update(committed)
+        if self._hand_overs[policy].in_place:
+            names, known = {name for served in self._served for name in served.observed}, set[int]()
+        else:
+            names, known = {folder.name for folder in self._adapters.glob(f"{policy}@*")}, set(committed)
+        known |= {version for owner, version in map(served_version, names) if owner == policy}
         newest, oldest = max(committed, default=UNVERSIONED), self._oldest_needed[policy]
         return sorted(version for version in known if oldest <= version <= newest)
 

@@ -159,6 +159,27 @@ def test_groups_that_were_opened_for_a_lost_version_are_played_with_what_there_i
         flow.batches.commit("agent", step + 1)
 
 
+def test_slow_workers_do_not_hide_what_there_is_from_the_fast_one_behind_them(tmp_path):
+    config = configuration()
+    config.eval.tasks = 0
+    flow = make_flow(tmp_path, config)
+    service = DataflowService(flow)
+    flow.workers.yields = lambda worker, newest: worker.startswith("slow")
+    flow.workers.yielded = lambda worker: worker.startswith("slow")
+
+    async def scenario():
+        asked = [{"worker": worker, "slots": 1} for worker in (*(f"slow {n}" for n in range(4)), "fast")]
+        waiting = [asyncio.create_task(service.answer("lease", message, hold_s=600.0)) for message in asked]
+        await asyncio.sleep(0)
+        await service.answer("versions", {"worker": "fast", "policy": "agent", "serving": 0, "in_use": []})
+        (lease,) = (await asyncio.wait_for(waiting[-1], 60))["leases"]
+        assert lease.kind == "train"
+        for task in waiting:
+            task.cancel()
+
+    asyncio.run(scenario())
+
+
 def test_what_a_fast_worker_failed_at_goes_to_the_slow_one_that_leaves_it_the_rest(tmp_path):
     """Nobody played it for `lease_s`: the fast one may not have it so soon, and the slow one left all to it."""
     config = configuration(max_staleness=0)

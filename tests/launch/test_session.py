@@ -118,17 +118,19 @@ def test_the_last_evaluation_may_take_as_long_as_its_episodes_end(tmp_path):
     config.trainer.step_timeout_s, config.rollout.episode_timeout_s = 2.0, 1.0
     run, progress = resolve(config, tmp_path), Progress(tmp_path)
 
-    async def play() -> None:
+    async def play(waiting: asyncio.Task[None]) -> None:
         for done in range(10):
             write_status(tmp_path, "dataflow", {"done": done, "failed": {}})
             await asyncio.sleep(0.4)
         last = config.trainer.steps
         progress.evals[last] = {"versions": {"agent": last - 1}}  # as of a policy that ends earlier than another
         await asyncio.sleep(0.4)
+        assert not waiting.done(), "it waits for all of the last versions"
         progress.evals[last] = {"versions": {"agent": last}}
 
     async def both() -> None:
-        await asyncio.gather(play(), _final_evaluation(run, progress))
+        waiting = asyncio.create_task(_final_evaluation(run, progress))
+        await asyncio.gather(play(waiting), waiting)
 
     asyncio.run(both())
     with pytest.raises(RoleFailed, match=r"no episode of the evaluation of version \d+ has ended within 3 s"):
