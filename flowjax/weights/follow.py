@@ -228,7 +228,7 @@ class Follower:
 
         Raises:
             WeightsError: living engines have refused the newest version for `stuck_s`, or this machine could not write
-                it for _LACKING_S, and none has it.
+                it for _LACKING_S, and none has it; or it could not even see which there are.
         """
         await self._first_look()
         keepers = [asyncio.create_task(self._keep(served)) for served in self._served]
@@ -251,19 +251,24 @@ class Follower:
 
     async def _keep(self, served: _Served) -> None:
         """Keep one engine in step until cancelled."""
-        down = False
+        down, lacking_from_s = False, float("inf")
         while True:
             try:
                 if time.monotonic() - served.observed_at_s > _OBSERVE_EVERY_S:
                     await self._observe(served)
                 await self._reconcile(served)
-                down = False
+                down, lacking_from_s = False, float("inf")
             except (WeightsError, asyncio.CancelledError):
                 raise
-            except Exception as error:  # an engine may be away for as long as it likes: who needs it has the time-out
+            except Exception as error:
                 if not down:
                     _log.info("waiting for an engine: %s", error)
                 down = True
+                # An engine may be away for as long as it likes: who needs it has the time-out. What this machine
+                # lacks nobody else may come to see, where all wait for the next version.
+                lacking_from_s = min(lacking_from_s, time.monotonic()) if explain(error) else float("inf")
+                if time.monotonic() - lacking_from_s > _LACKING_S:
+                    raise WeightsError(f"no version could be seen for {_LACKING_S:.0f} s ({explain(error)})") from error
                 served.lost()
                 await asyncio.sleep(_FIRST_RETRY_S)
             with suppress(TimeoutError):

@@ -266,6 +266,25 @@ def test_gives_up_sooner_where_this_machine_cannot_write(tmp_path, engine, monke
     asyncio.run(scenario())
 
 
+def test_gives_up_where_this_machine_cannot_see_the_versions(tmp_path, engine, monkeypatch):
+    """It was taken for an engine that is away, for ever, where no episode failed of it."""
+
+    def broken(directory, version):
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def scenario():
+        run = Run(tmp_path, engine, stuck_s=1000.0)
+        run.publish(0)
+        following = asyncio.create_task(run.follower.run())
+        await asyncio.wait_for(run.follower.ready(), 120)
+        monkeypatch.setattr(follow, "_LACKING_S", 0.1)
+        monkeypatch.setattr(follow, "commit_of", broken)
+        with pytest.raises(WeightsError, match=r"no version could be seen for 0 s .*the disk may be broken"):
+            await asyncio.wait_for(following, 120)
+
+    asyncio.run(scenario())
+
+
 def test_a_checkpoint_that_vanishes_between_listing_and_reading_is_passed_over(tmp_path, engine, monkeypatch):
     listed = follow.committed_steps
 
