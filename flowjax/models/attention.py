@@ -1,4 +1,4 @@
-"""Attention within the segments of packed rows: rotary positions, masks, and grouped-query attention in four forms.
+"""Attention within the segments of packed rows: masks, and grouped-query attention in four forms.
 
 XLA's plain attention runs everywhere. Flash attention (`flash.py`) and cuDNN's, for NVIDIA GPUs, and splash attention,
 for TPUs, are fused, and leave a row's segments apart without a [tokens, tokens] mask in memory. How they are called and
@@ -6,8 +6,8 @@ what they compute is checked without such a device (tests/models); no GPU or TPU
 """
 
 import functools
-import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.models.flash import flash_attend
-from flowjax.models.shape import AnyScaling, LinearScaling, ModelConfig, ModelError, RopeScaling, YarnScaling
+from flowjax.models.shape import ModelConfig, ModelError
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn  # the public call takes no segments
@@ -34,74 +34,6 @@ BLOCK_TOKENS = 1024  # queries whose scores exist at once, at most
 BLOCKS = 8  # that a row is cut into, each with the keys up to its own end: little more than half of all scores
 SMALL_BLOCK_TOKENS = {"cpu": 64}  # smaller ones do not pay; by platform, its caches being small
 MASKED = -1e30  # finite, so that a row that sees nothing gives a mean and not NaN
-
-
-# ------------------------------------------------------------------------ rotary positions (RoFormer, arXiv 2104.09864)
-
-
-def rope_frequencies(head_dim: int, theta: float, scaling: AnyScaling | None) -> Float[Array, "half"]:
-    """Radians per position, theta^(-2i/d), stretched as the model's family does."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    match scaling:
-        case LinearScaling():
-            return frequency / scaling.factor
-        case RopeScaling():
-            return _between(frequency, _llama3_kept(frequency, scaling), scaling.factor)
-        case YarnScaling():
-            return _between(frequency, _yarn_kept(head_dim, theta, scaling), scaling.factor)
-        case _:
-            return frequency
-
-
-def _between(frequency: jax.Array, kept: jax.Array, factor: float) -> jax.Array:
-    return frequency * (kept + (1 - kept) / factor)
-
-
-def _llama3_kept(frequency: Float[Array, "half"], scaling: RopeScaling) -> Float[Array, "half"]:
-    """Share of each frequency that Llama 3.1 keeps.
-
-    Wavelengths longer than original/low_frequency_factor are slowed by `factor`, those shorter than
-    original/high_frequency_factor stay, those between are interpolated.
-    """
-    turns = scaling.original_max_positions * frequency / (2 * math.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-
-
-def _yarn_kept(head_dim: int, theta: float, scaling: YarnScaling) -> Float[Array, "half"]:
-    """Share of each frequency that YaRN keeps: a ramp over dimensions (arXiv 2309.00071, eq. 22 and 23)."""
-
-    def dimension(turns: float) -> float:
-        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = dimension(scaling.fast_turns), dimension(scaling.slow_turns)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3)
-    return 1 - jnp.clip(ramp, 0.0, 1.0)
-
-
-def rope_angles(
-    positions: Int[Array, "rows tokens"], head_dim: int, theta: float, scaling: AnyScaling | None
-) -> tuple[Float[Array, "rows tokens 1 half"], Float[Array, "rows tokens 1 half"]]:
-    """Cosine and sine for each position, in float32: bfloat16 cannot tell positions beyond 256 apart."""
-    angle = positions[..., None, None].astype(jnp.float32) * rope_frequencies(head_dim, theta, scaling)
-    scale = 1.0
-    if isinstance(scaling, YarnScaling):
-        scale = scaling.attention_factor or 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
-    return scale * jnp.cos(angle), scale * jnp.sin(angle)
-
-
-def rotate(
-    x: Float[Array, "rows tokens heads dim"],
-    cos: Float[Array, "rows tokens 1 half"],
-    sin: Float[Array, "rows tokens 1 half"],
-) -> Float[Array, "rows tokens heads dim"]:
-    """Rotate pairs (i, i + dim/2) of every head, Hugging Face's order."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ XLA's plain attention
@@ -142,9 +74,9 @@ def attend(
     """softmax(scale q k) v with float32 scores; heads share keys in groups, never repeated in memory (GQA).
 
     With `soft_cap` scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118). `scale` is 1 / sqrt(dim) unless
-    stated. Queries go block after block of `block_tokens`, recomputed in the backward pass, so that memory grows with
-    keys * block_tokens and not with keys * queries. As many keys as queries are taken for the queries' own tokens:
-    none then sees a key that stands after it in the row, and blocks leave out the keys after their end.
+    stated. Queries go block after block of `block_tokens`, whose scores the backward pass finds again, so that memory
+    grows with keys * block_tokens and not with keys * queries. As many keys as queries are taken for the queries' own
+    tokens: none then sees a key that stands after it in the row, and blocks leave out the keys after their end.
     """
     rows, tokens, heads, dim = query.shape
     kv_heads = key.shape[2]
@@ -152,43 +84,120 @@ def attend(
     query = query.reshape(rows, tokens, kv_heads, heads // kv_heads, dim) * jnp.asarray(scale, query.dtype)
     # Heads before tokens: otherwise XLA's CPU backend transposes the scores instead.
     query, key, value = query.transpose(0, 2, 3, 1, 4), key.swapaxes(1, 2), value.swapaxes(1, 2)
+    is_self = key.shape[2] == tokens  # the keys are the queries' own tokens
+    form = _Blockwise(block_tokens or default_block_tokens(tokens if is_self else 0), is_self, soft_cap)
+    places = _Places(segments, positions, key_segments, key_positions, window_tokens)
+    mixed: Any = _mix(form, query, key, value, places)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, dim)
 
-    @functools.partial(jax.checkpoint, static_argnums=3)
-    def block(query: jax.Array, segments: jax.Array, positions: jax.Array, keys: int) -> jax.Array:
-        seen = segment_mask(segments, positions, window_tokens, key_segments[:, :keys], key_positions[:, :keys])
-        scores = jnp.einsum("rkgtd,rksd->rkgts", query, key[:, :, :keys], preferred_element_type=jnp.float32)
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
-        # The greatest score only keeps exp in range; what is subtracted cancels, so it has no gradient.
-        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+
+class _Places(NamedTuple):
+    """Arguments of `segment_mask`."""
+
+    segments: jax.Array
+    positions: jax.Array
+    key_segments: jax.Array
+    key_positions: jax.Array
+    window_tokens: int | jax.Array | None
+
+
+class _Blockwise(NamedTuple):
+    """The constants of a call that goes through its queries block after block."""
+
+    block_tokens: int
+    is_self: bool
+    soft_cap: float | None
+
+    def scores(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        scores = jnp.einsum("rkgtd,rksd->rkgts", query, key, preferred_element_type=jnp.float32)
+        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+
+    def each(self, block: Callable, places: _Places, by_query: tuple, sums: tuple) -> tuple[tuple, tuple]:
+        """`block(keys, seen, *by_query)` for block after block of the queries (axis 3), each with the first `keys`.
+
+        Gives what it gives for queries, one after the other, and what it gives for keys (axis 2), added to `sums`.
+        """
+        tokens, keys, size = by_query[0].shape[3], places.key_segments.shape[1], self.block_tokens
+        arrays = (places.segments[:, None, None], places.positions[:, None, None], *by_query)
+        beyond = (0, -tokens % size)
+        padded = [jnp.pad(x, [beyond if axis == 3 else (0, 0) for axis in range(x.ndim)]) for x in arrays]
+
+        def visit(sums: tuple, start: int | jax.Array, keys: int) -> tuple[tuple, tuple]:
+            segments, positions, *cut = (jax.lax.dynamic_slice_in_dim(x, start, size, 3) for x in padded)
+            beside = (places.key_segments[:, :keys], places.key_positions[:, :keys])
+            seen = segment_mask(segments[:, 0, 0], positions[:, 0, 0], places.window_tokens, *beside)
+            per_query, per_key = block(keys, seen[:, None, None], *cut)
+            return tuple(s.at[:, :, :keys].add(x) for s, x in zip(sums, per_key, strict=True)), per_query
+
+        starts = range(0, tokens, size)
+        # A few blocks are unrolled, each with its own number of keys; many are a loop, where all have the same.
+        if self.is_self and len(starts) <= BLOCKS:
+            parts: list[tuple] = []
+            for start in starts:
+                sums, per_query = visit(sums, start, min(start + size, keys))
+                parts.append(per_query)
+            whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *parts)
+        else:
+            sums, found = jax.lax.scan(lambda sums, start: visit(sums, start, keys), sums, jnp.asarray(starts))
+            whole = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, x.shape[-1]), found)
+        return tuple(x[:, :, :, :tokens] for x in whole), sums
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, places: _Places) -> jax.Array:
+    """Mixed values [rows, kv_heads, group, queries, dim] of keys and values [rows, kv_heads, keys, dim]."""
+    return _mix_forward(form, query, key, value, places)[0]
+
+
+def _mix_forward(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, places: _Places) -> tuple:
+    def block(keys: int, seen: jax.Array, query: jax.Array) -> tuple:
+        scores = jnp.where(seen, form.scores(query, key[:, :, :keys]), MASKED)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
         # Sums of undivided weights are beyond float16 with a few hundred keys; other types have the range.
         wide = jnp.float32 if value.dtype == jnp.float16 else None
         mixed = jnp.einsum(
             "rkgts,rksd->rkgtd", weights.astype(value.dtype), value[:, :, :keys], preferred_element_type=wide
         )
         # Divided after the product: [tokens, dim] numbers and not [tokens, keys]; in float32, as the sum is.
-        return (mixed / weights.sum(axis=-1, keepdims=True)).astype(value.dtype)
+        return ((mixed / total).astype(value.dtype), top + jnp.log(total)), ()
 
-    is_self = key.shape[2] == tokens  # the keys are the queries' own tokens
-    size = block_tokens or default_block_tokens(tokens if is_self else 0)
-    # A few blocks are unrolled, each with its own number of keys; many are a loop, where all have the same.
-    if is_self and tokens <= BLOCKS * size:
-        ends = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-        parts = [block(query[:, :, :, i:j], segments[:, i:j], positions[:, i:j], j) for i, j in ends]
-        mixed = jnp.concatenate(parts, axis=3)
-    else:
-        padding = -tokens % size
+    # Named for those who keep it: then the backward pass does not run this again.
+    mixed, log = (checkpoint_name(x, "mixed") for x in form.each(block, places, (query,), ())[0])
+    return mixed, (query, key, value, places, mixed, log)
 
-        def blocks(x: jax.Array, axis: int) -> jax.Array:
-            x = jnp.moveaxis(x, axis, 0)
-            x = jnp.pad(x, ((0, padding), *((0, 0) for _ in x.shape[1:])))
-            return jnp.moveaxis(x.reshape(-1, size, *x.shape[1:]), 1, axis + 1)
 
-        xs = (blocks(query, 3), blocks(segments, 1), blocks(positions, 1))
-        parts = jax.lax.map(lambda xs: block(*xs, key.shape[2]), xs)
-        mixed = jnp.moveaxis(parts, 0, 3).reshape(*query.shape[:3], -1, dim)[:, :, :, :tokens]
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, dim)
+def _mix_backward(form: _Blockwise, kept: tuple, pull: jax.Array) -> tuple:
+    """Gradients from each query's sum of weights and the scores, found again (FlashAttention-2, arXiv 2307.08691).
+
+    JAX's own of the forward pass takes a product more, runs the softmax again, and adds up gradients as large as the
+    row, one for each block.
+    """
+    query, key, value, places, mixed, log = kept
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    # sum_k weight_k d weight_k: what the softmax's own gradient takes off.
+    drop = product("rkgtd,rkgtd->rkgt", pull, mixed)[..., None]
+
+    def block(keys: int, seen: jax.Array, *cut: jax.Array) -> tuple:
+        query, pull, log, drop = cut
+        scores = form.scores(query, key[:, :, :keys])
+        weights = jnp.where(seen, jnp.exp(scores - log), 0.0)
+        slope = 1.0 if form.soft_cap is None else 1 - (scores / form.soft_cap) ** 2
+        d_weights = product("rkgtd,rksd->rkgts", pull, value[:, :, :keys])
+        d_scores = (weights * (d_weights - drop) * slope).astype(key.dtype)
+        d_query = product("rkgts,rksd->rkgtd", d_scores, key[:, :, :keys]).astype(query.dtype)
+        # [dim, keys], not [keys, dim]: XLA's CPU backend would first transpose the scores.
+        d_value = product("rkgtd,rkgts->rkds", pull, weights.astype(pull.dtype)).swapaxes(2, 3)
+        d_key = product("rkgtd,rkgts->rkds", query, d_scores).swapaxes(2, 3)
+        return (d_query,), (d_key, d_value)
+
+    sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
+    (d_query,), (d_key, d_value) = form.each(block, places, (query, pull, log, drop), sums)
+    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
+
+
+_mix.defvjp(_mix_forward, _mix_backward)
 
 
 def default_block_tokens(tokens: int) -> int:
@@ -277,8 +286,8 @@ def attend_by(
     """`attention.attend` in one of its forms. `windowed`: whether this layer has the window; it may be traced.
 
     cuDNN's and splash attention know their window when they are compiled: a model with two kinds of layers has both
-    and takes one. The result is named "mixed" for those who keep it for the backward pass; flash attention names what
-    its own needs.
+    and takes one. The result is named "mixed" for those who keep it for the backward pass; where that is ours, it names
+    what it needs.
     """
     forms = {"xla": attend, "cudnn": cudnn_attend, "flash": flash_attend, "splash": splash_attend}
     kernel = functools.partial(forms[form], **options)
@@ -287,7 +296,7 @@ def attend_by(
     elif window_tokens is not None:
         near, far = functools.partial(kernel, window_tokens=window_tokens), kernel
         kernel = functools.partial(jax.lax.cond, windowed, near, far)
-    return kernel(*args) if form == "flash" else checkpoint_name(kernel(*args), "mixed")
+    return kernel(*args) if form in ("xla", "flash") else checkpoint_name(kernel(*args), "mixed")
 
 
 def segment_bounds(

@@ -13,11 +13,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flowjax.models import params
-from flowjax.models.attention import AMPERE, attend_by, choose_attention, cuda_capability, rope_angles, rotate
+from flowjax.models.attention import AMPERE, attend_by, choose_attention, cuda_capability
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch, lora_linear
 from flowjax.models.moe import ExpertMap, mixture
 from flowjax.models.params import Placeable
 from flowjax.models.quantize import QuantizedMatrix
+from flowjax.models.rope import rope_angles, rotate
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import Placement, ShardingRules, default_rules
 

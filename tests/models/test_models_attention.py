@@ -23,6 +23,7 @@ from flowjax.models.attention import attend, segment_mask
 from flowjax.models.decoder import Decoder
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.rope import rope_frequencies
 from flowjax.models.shape import LinearScaling, ModelError
 
 BIG = dataclasses.replace(TINY, head_dim=64)
@@ -202,6 +203,52 @@ def test_segment_mask_between_other_queries_and_keys():
     np.testing.assert_array_equal(part, whole[:, 2:5])
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (9, 5.0), (1, None)])
+@pytest.mark.parametrize(("block_tokens", "queries"), [(3, 30), (8, 30), (30, 30), (4, 11)])
+def test_the_backward_pass_is_that_of_a_plain_softmax(block_tokens, queries, window, soft_cap):
+    """In blocks that are written out, in a loop, at once, and for the queries of a part of the row, padding too."""
+    tokens = 30
+    segments, positions = map(jnp.asarray, packed([[11, 19], [25]], tokens))
+    part = (segments[:, -queries:], positions[:, -queries:])
+    seen = segment_mask(*part, window, segments, positions)[:, None, None]
+    random = np.random.default_rng(0)
+    key, value = (random.normal(size=(2, tokens, 2, 4)).astype(np.float32) for _ in range(2))
+    query, pull = (random.normal(size=(2, queries, 4, 4)).astype(np.float32) for _ in range(2))
+    pull = pull * (part[0] != 0)[:, :, None, None]
+
+    def plain(query, key, value):
+        scores = jnp.einsum("rtkgd,rskd->rkgts", query.reshape(2, queries, 2, 2, 4), key) / 2
+        scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+        weights = jax.nn.softmax(jnp.where(seen, scores, kernels.MASKED), axis=-1)
+        return jnp.einsum("rkgts,rskd->rtkgd", weights, value).reshape(query.shape)
+
+    def blockwise(query, key, value):
+        options = {"window_tokens": window, "soft_cap": soft_cap, "block_tokens": block_tokens}
+        return attend(query, key, value, *part, segments, positions, **options)
+
+    found, wanted = (
+        jax.jit(jax.value_and_grad(lambda *arrays, form=form: jnp.sum(jnp.sin(form(*arrays)) * pull), (0, 1, 2)))(
+            query, key, value
+        )
+        for form in (blockwise, plain)
+    )
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_takes_and_gives_no_gradient():
+    """Also where something pulls at it: a later layer's padding, say."""
+    segments, positions = map(jnp.asarray, packed([[3]], 8))
+    arrays = _inputs(8, rows=1)
+
+    def pulled(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return jnp.sum(attend(query, key, value, segments, positions, segments, positions) ** 2)
+
+    gradients = jax.grad(pulled, (0, 1, 2))(*arrays)
+    for gradient in gradients:
+        assert np.isfinite(gradient).all() and np.abs(gradient[:, :3]).max() > 0 and not np.abs(gradient[:, 3:]).any()
+
+
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("block_tokens", [3, 8])
 def test_blocks_of_queries_change_neither_values_nor_gradients(block_tokens, soft_cap):
@@ -226,4 +273,4 @@ def test_blocks_of_queries_change_neither_values_nor_gradients(block_tokens, sof
 @pytest.mark.parametrize(("scaling", "stretch"), [(None, 1.0), (LinearScaling(4.0), 4.0)])
 def test_rotary_frequencies_fall_from_one_to_nearly_one_over_theta(scaling, stretch):
     expected = [10_000.0 ** (-2 * i / 8) / stretch for i in range(4)]
-    np.testing.assert_allclose(kernels.rope_frequencies(8, 10_000.0, scaling), expected, rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(8, 10_000.0, scaling), expected, rtol=1e-6)

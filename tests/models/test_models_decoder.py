@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 from tiny_models import TINY, logprobs, tiny_decoder
 
-from flowjax.models.attention import attend, rope_angles, segment_mask
+from flowjax.models.attention import attend, segment_mask
 from flowjax.models.decoder import Decoder
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
+from flowjax.models.rope import rope_angles
 from flowjax.models.shape import ModelError, RopeScaling, YarnScaling
 
 LORA = Lora(rank=4, alpha=8.0)
