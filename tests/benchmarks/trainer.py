@@ -26,7 +26,7 @@ from tests.benchmarks.trainer_case import CASES, Case, write_case
 
 LOSS_TOLERANCE = 1e-5  # absolute; advantages have standard deviation 1
 NORM_TOLERANCE = 1e-3  # relative
-TRAINERS = ("flowjax", "tunix", "trl-eager", "trl-compiled")
+TRAINERS = ("flowjax", "tunix", "trl-eager", "trl-compiled", "trl-plain-eager", "trl-plain-compiled")
 
 _CASES = flags.DEFINE_list("cases", [name for name in CASES if name != "tiny"], f"Of {', '.join(CASES)}.")
 _TRAINERS = flags.DEFINE_list("trainers", list(TRAINERS), "Which take part; flowjax is the one compared with.")

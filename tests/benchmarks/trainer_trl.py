@@ -1,7 +1,8 @@
 # pyright: reportMissingImports=false
 """TRL's GRPOTrainer with a PEFT adapter, for `tests.benchmarks.trainer`; runs in the peers' environment.
 
-The second argument is the variant: eager or compiled (`torch_compile` of its arguments).
+The second argument is the variant: eager or compiled (`torch_compile` of its arguments), and plain-eager or
+plain-compiled, with the model's own head in place of TRL's chunked one: more memory, and faster on two cores.
 """
 
 import sys
@@ -15,6 +16,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from tests.benchmarks.trainer_case import (
     CLIP,
@@ -82,9 +84,19 @@ def _set_adapter(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
         raise ValueError(f"the model has no LoRA parameter for {sorted(left)[:3]}")
 
 
+def _plain_head(model: torch.nn.Module, input_ids: Any, attention_mask: Any, logits_to_keep: int, *_: Any, **__: Any):
+    """Log-probabilities, entropies and no loss of routers, as `GRPOTrainer._get_per_token_logps_and_entropies`."""
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep + 1).logits[:, :-1]
+    with torch.no_grad():
+        entropies = entropy_from_logits(logits)
+    return selective_log_softmax(logits, input_ids[:, -logits_to_keep:]), entropies, None
+
+
 def make(folder: Path) -> Trainer:
     case, arrays = read_case(folder)
-    trainer = _trainer(case, folder, compiled=sys.argv[2] == "compiled")
+    trainer = _trainer(case, folder, compiled=sys.argv[2].endswith("compiled"))
+    if sys.argv[2].startswith("plain"):
+        trainer._get_per_token_logps_and_entropies = _plain_head
     _set_adapter(trainer.model, arrays)
     rows = {name: torch.from_numpy(array) for name, array in padded(make_rows(case)).items()}
     inputs = {name: rows[name].long() for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
