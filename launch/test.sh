@@ -4,7 +4,7 @@
 #   bash launch/test.sh [--torch-index URL] [--unit] [arguments of pytest ...]
 #   bash launch/test.sh [--torch-index URL] --long|--soak [arguments of pytest ...]
 #
-# Without --long: what every change needs, in under 15 minutes on two cores: lint, types, import contracts, rules of
+# Without --long: what every change needs, in 15 minutes on two fast cores and 35 on slow ones: lint, types, import contracts, rules of
 # the house, the unit tests, and those of one real vLLM (--unit leaves that out).
 # --long: the second tier: the other tests with real engines and processes, about 10 minutes more.
 # --soak: slow units, every recipe trained for some steps, kills for minutes, further seeds: hours; CI leaves them out.

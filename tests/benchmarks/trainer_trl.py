@@ -2,7 +2,7 @@
 """TRL's GRPOTrainer with a PEFT adapter, for `tests.benchmarks.trainer`; runs in the peers' environment.
 
 The second argument is the variant: eager or compiled (`torch_compile` of its arguments), and plain-eager or
-plain-compiled, with the model's own head in place of TRL's chunked one: more memory, and faster on two cores.
+plain-compiled, with the model's own head in place of TRL's chunked one.
 """
 
 import sys

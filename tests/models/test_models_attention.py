@@ -206,7 +206,7 @@ def test_segment_mask_between_other_queries_and_keys():
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (9, 5.0), (1, None)])
 @pytest.mark.parametrize(("block_tokens", "queries"), [(3, 30), (8, 30), (30, 30), (4, 11)])
 def test_the_backward_pass_is_that_of_a_plain_softmax(block_tokens, queries, window, soft_cap):
-    """In blocks that are written out, in a loop, at once, and for the queries of a part of the row, padding too."""
+    """In blocks that are written out, in a loop, at once, and for the queries of a part of the row."""
     tokens = 30
     segments, positions = map(jnp.asarray, packed([[11, 19], [25]], tokens))
     part = (segments[:, -queries:], positions[:, -queries:])
