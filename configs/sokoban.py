@@ -18,6 +18,9 @@ from flowjax.recipes import (
 )
 
 
+_NEAR_MOVES = 3  # of a shortest solution
+
+
 def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that pushes boxes onto targets, one move per turn, with credit from the group's state graph.
 
@@ -45,6 +48,14 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
 
 def _nano(config: ConfigDict) -> None:
+    """The base is taught near rooms alone; played and trained on are those that lie further."""
+    _two_cores(config)
+    config.env.options.update({"min_moves": _NEAR_MOVES + 1, "max_moves": config.env.max_turns})
+    config.warm_start.env_options = ConfigDict({"min_moves": 1, "max_moves": _NEAR_MOVES})
+    config.loss.entropy_coefficient = 0.02  # without it, less is tried after ten steps, and less learnt
+
+
+def _two_cores(config: ConfigDict) -> None:
     nano_on_two_cores(config, "sokoban")
     config.env.max_turns = 12
     config.engine.max_model_tokens = 32
@@ -55,7 +66,7 @@ def _nano(config: ConfigDict) -> None:
 
 
 def _nano_append(config: ConfigDict) -> None:
-    _nano(config)
+    _two_cores(config)
     as_one_conversation(config)
     turn_tokens = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     episode_tokens = config.env.max_turns * turn_tokens

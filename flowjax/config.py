@@ -399,6 +399,10 @@ FIELDS = Section(
         "Imitation that makes a nano base model: of the world's expert, or of its lessons where the world asks it.",
         resume=True,
         states=Entry(60_000, "demonstrated states", at_least=1),
+        env_options=Free(
+            "options of the world in which demonstrated tasks differ from those that are trained on, for example "
+            '{"max_moves": 3}: the base is then taught easy ones alone'
+        ),
         tasks=Entry(10_000, "number of different training tasks that are demonstrated", at_least=1, at_most=10**9),
         steps=Entry(600, "batches", at_least=1),
         batch_rows=Entry(128, "states per batch", at_least=1, at_most=10**6),
@@ -445,6 +449,11 @@ def task_options(config: ConfigDict, source: str) -> dict[str, Any]:
     """Options of the world that the tasks of a source are played in; "" is the only one."""
     options = config.env.options.to_dict()
     return {**options, **config.env.sources[source].get("options", {})} if source else options
+
+
+def taught_options(config: ConfigDict, warm_start: ConfigDict) -> dict[str, Any]:
+    """Options of the world that a base's demonstrations are made in; `warm_start` is the base's own section."""
+    return {**config.env.options.to_dict(), **warm_start.env_options.to_dict()}
 
 
 _LEFT = ("trainer.tensorboard",)  # fields that are no more, and change nothing of what a run has trained

@@ -228,9 +228,10 @@ def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
                 continue
             left_out = part.options.to_dict()
             part.options = default_options(options) if holder is config else ConfigDict()
-            # Sources hold options of the world, too.
-            if section == "env" and config.env.sources:
-                left_out["sources"], config.env.sources = config.env.sources.to_dict(), ConfigDict()
+            # Sources and what a base is taught hold options of the world, too.
+            for beside, field in ((config.env, "sources"), (config.warm_start, "env_options")):
+                if section == "env" and beside[field]:
+                    left_out[field], beside[field] = beside[field].to_dict(), ConfigDict()
             if left_out != part.options.to_dict():
                 listed = ", ".join(f"{option}={value!r}" for option, value in left_out.items())
                 yield f"config.{place}{owner} is {new!r}: the options of {now!r} are left out ({listed})"

@@ -17,7 +17,7 @@ from typing import IO
 
 from ml_collections import ConfigDict
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, default_config
 from flowjax.launch.checks import in_base
 from flowjax.launch.devices import Devices, engine_accelerators, processes_here
 from flowjax.run import TAUGHT_FILE, Base, Run, read_models
@@ -55,14 +55,15 @@ def check_model(base: Base) -> list[str]:
 def _taught_otherwise(folder: Path, warm_start: ConfigDict) -> list[str]:
     """Fields of the warm start that would change nothing, since the base is there and was taught by other ones."""
     try:
-        taught = json.loads((folder / TAUGHT_FILE).read_text())
+        noted = json.loads((folder / TAUGHT_FILE).read_text())
     except (OSError, ValueError):  # of before this was noted, or made by other means
         return []
+    taught = {**default_config().warm_start.to_dict(), **noted}  # a field of since then had its default
     return [
         f"config.warm_start.{name} is {value!r}, but the model in {str(folder)!r} was made with {taught[name]!r}: "
         "remove the folder to have it made anew, or name another one in config.model.path"
-        for name, value in warm_start.items()
-        if name in taught and taught[name] != value
+        for name, value in warm_start.to_dict().items()
+        if taught[name] != value
     ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flowjax.config import default_config, task_options
+from flowjax.config import default_config, task_options, taught_options
 from flowjax.envs import NotReady, World, WorldError, find_world
 from flowjax.fields import NAMED
 from flowjax.launch.checks import in_base, on_each_policy
@@ -38,7 +38,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[s
         for check in (_world, _data, _workflow, _data_algorithms)
         for text in _messages(check, run.config, here=here)
     ]
-    problems += [text for check in (_learning, _executors, _templates) for text in _messages(check, run, here=here)]
+    problems += [text for check in (_learning, _taught, _executors, _templates) for text in _messages(check, run, here=here)]
     if run.trains:
         problems += _messages(_rules, run, here=here) + _messages(_mesh, run, device_count, plan, here=here)
     problems += _messages(_bases, run, device_count, plan, here=here)
@@ -109,6 +109,28 @@ def _world(config: ConfigDict) -> Iterator[str]:
             "config.rollout.structured_outputs is True, but config.env.prompt is 'compact': the words of nano models "
             "carry no spaces, so that no grammar with spaces can be kept to; set one of them back"
         )
+
+
+def _taught(run: Run) -> Iterator[str]:
+    """The world that a nano base is taught in, where that has other options than the run's."""
+    from flowjax.envs.demonstrations import base_words
+
+    config = run.config
+    for name, base in run.bases.items():
+        if base.model.nano is None or not base.warm_start.env_options or Path(base.model.path).exists():
+            continue
+        kind, options = find_world(config.env.name), taught_options(config, base.warm_start)
+        field = in_base(name, f"config.warm_start.env_options is {base.warm_start.env_options.to_dict()}")
+        try:
+            words = base_words(config.workflow, kind(**options))
+        except WorldError as error:
+            yield f"{field}, beside config.env.options: {error}"
+            continue
+        if unknown := set(words) - set(base_words(config.workflow, kind(**config.env.options.to_dict()))):
+            yield (
+                f"{field}, whose tasks have words that those of config.env.options lack ({min(unknown)!r}): the base has "
+                "the words of what it is trained on, so give options that add none"
+            )
 
 
 def _executors(run: Run) -> Iterator[str]:

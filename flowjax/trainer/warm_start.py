@@ -22,7 +22,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from flowjax.config import BASE_NAME, ConfigError, asks_help
+from flowjax.config import BASE_NAME, ConfigError, asks_help, taught_options
 from flowjax.envs import World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations, is_executor
 from flowjax.models.hf import save_decoder
@@ -52,18 +52,20 @@ def build_base(run: Run, base: Base) -> None:
     folder = Path(base.model.path)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    world = find_world(config.env.name)(**config.env.options.to_dict())
+    kind = find_world(config.env.name)
+    world = kind(**config.env.options.to_dict())
     executor = is_executor(run, base.name, world)
     words = world.lesson_pieces() if executor else base_words(config.workflow, world)
+    taught = kind(**taught_options(config, base.warm_start))
     model = create_nano(words, partial, key=jax.random.key(config.seed), pieces=executor, **nano.to_dict())
     codec = Codec(partial, template_options=base.model.template_options.to_dict())
     if executor:
-        rows = _lesson_rows(config, base, world, codec)
+        rows = _lesson_rows(config, base, taught, codec)
         imitation = _imitation(run, base, rows)
         epochs = _epochs(rows, base.warm_start.batch_rows, np.random.default_rng(config.seed))
         batches = itertools.islice(epochs, base.warm_start.steps)
     else:
-        imitation, batches = _imitation(run, base), _batches(config, base.warm_start, world.without_engines(), codec)
+        imitation, batches = _imitation(run, base), _batches(config, base.warm_start, taught.without_engines(), codec)
     trained = train_one(
         imitation,
         model,

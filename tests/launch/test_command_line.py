@@ -137,6 +137,7 @@ def get_config():
     config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 6})
     config.env.sources = ConfigDict({"large": {"options": {"rows": 8}}})
+    config.warm_start.env_options = ConfigDict({"max_moves": 3})
     config.loss.options.aggregation = "constant"
     config.policies = ConfigDict({"solver": {}, "verifier": {"credit": {"options": {"gamma": 0.5}}}})
     config.policies.checker = ConfigDict({"credit": {"name": "gigpo", "options": {"gamma": 0.7}}})
@@ -226,9 +227,11 @@ def test_another_objective_or_world_leaves_its_options_too(own, capsys):
     config, _ = parse([f"--config={own}", "--config.loss.kind=gspo", "--config.env.name=flowjax.envs.math:Math"])
     assert config.loss.options.to_dict() == default_config().loss.options.to_dict()
     assert (config.env.options.to_dict(), config.env.sources.to_dict()) == ({}, {})
+    assert config.warm_start.env_options.to_dict() == {}
     objective, world = sorted(capsys.readouterr().err.splitlines(), reverse=True)
     assert "the options of 'ppo' are left out (" in objective and "aggregation='constant'" in objective
     assert "the options of 'flowjax.envs.sokoban:Sokoban' are left out (rows=6, sources=" in world
+    assert "env_options={'max_moves': 3}" in world
 
 
 def test_the_published_form_of_a_world_keeps_its_options(own, capsys):

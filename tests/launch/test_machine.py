@@ -52,6 +52,17 @@ def test_a_warm_start_that_would_change_nothing_is_refused(config, tmp_path):
     assert "remove the folder" in message
 
 
+def test_a_base_of_before_a_field_was_made_with_its_default(config, tmp_path):
+    config.model.path = str(tmp_path)
+    noted = {name: value for name, value in config.warm_start.to_dict().items() if name != "env_options"}
+    for name in ("config.json", "tokenizer.json", "model.safetensors", TAUGHT_FILE):
+        (tmp_path / name).write_text(json.dumps(noted) if name == TAUGHT_FILE else "{}")
+    assert machine.check_model(resolve(config).bases["base"]) == []
+    config.warm_start.env_options = {"max_moves": 3}
+    (message,) = machine.check_model(resolve(config).bases["base"])
+    assert message.startswith("config.warm_start.env_options is {'max_moves': 3}, but") and "made with {}" in message
+
+
 def test_taken_port_is_named(config):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

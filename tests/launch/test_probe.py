@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from configs import code, sokoban
 from configs.math_pair import get_config
 from flowjax.launch.probe import inspect_run
 from flowjax.models.config import hf_config, known_shape
@@ -136,3 +137,23 @@ def test_adapters_of_experts_that_engines_would_not_serve_are_refused(tmp_path: 
     assert found("q_proj", "router") == found("gate_proj", "up_proj", "down_proj") == []
     assert "or of none: name all three" in found("q_proj", "down_proj")[0]
     assert "leave the router's out" in found("gate_proj", "up_proj", "down_proj", "router")[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        (sokoban, {"max_moves": 2}, ""),
+        (sokoban, {"max_moves": 0, "min_moves": 1}, ""),
+        (sokoban, {"min_moves": 3, "max_moves": 2}, "config.warm_start.env_options is .* beside config.env.options: "),
+        (sokoban, {"colour": 1}, "config.warm_start.env_options is .*colour"),
+        (code, {"kinds": ("int", "text")}, "have words that those of config.env.options lack"),
+    ],
+)
+def test_a_base_is_taught_in_a_world_of_the_same_words(recipe, options: dict, message: str, tmp_path: Path):
+    config = recipe.get_config("nano")
+    config.model.path = str(tmp_path / "absent")
+    if recipe is code:
+        config.env.options.kinds = ("int",)
+    config.warm_start.env_options = options
+    found = [text for text in inspect_run(resolve(config), 1, None)["problems"] if "env_options" in text]
+    assert len(found) == bool(message) and all(re.search(message, text) for text in found), found
