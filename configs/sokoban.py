@@ -17,7 +17,6 @@ from flowjax.recipes import (
     without_thinking,
 )
 
-
 _NEAR_MOVES = 3  # of a shortest solution
 
 

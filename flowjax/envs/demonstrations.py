@@ -3,7 +3,9 @@
 A workflow that has more to teach brings words and demonstrations of its own.
 """
 
+import ast
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Protocol
@@ -99,3 +101,25 @@ def expert_conversations(workflow: str) -> Callable[..., Iterator[list[Exchange]
 
 def _module_of(workflow: str) -> ModuleType:
     return importlib.import_module(workflow.partition(":")[0])
+
+
+def module_file(module: str) -> str:
+    """The file of a module, "" for none. It is read and not run: a workflow's may take seconds to import."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    return spec.origin or "" if spec else ""
+
+
+def defined_names(module: ast.Module) -> set[str]:
+    """Names that a module binds at its top level."""
+    names: set[str] = set()
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names

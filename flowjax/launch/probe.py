@@ -6,7 +6,6 @@ this one lacks, and sizes.
 """
 
 import ast
-import importlib.util
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
 from flowjax.envs import NotReady, World, WorldError, find_world
+from flowjax.envs.demonstrations import base_words, defined_names, is_executor, module_file
 from flowjax.fields import NAMED
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.launch.devices import adapter_slots_bytes, memory_plan, memory_together
@@ -38,7 +38,8 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[s
         for check in (_world, _data, _workflow, _data_algorithms)
         for text in _messages(check, run.config, here=here)
     ]
-    problems += [text for check in (_learning, _taught, _executors, _templates) for text in _messages(check, run, here=here)]
+    of_bases = (_taught, _executors, _templates)
+    problems += [text for check in (_learning, *of_bases) for text in _messages(check, run, here=here)]
     if run.trains:
         problems += _messages(_rules, run, here=here) + _messages(_mesh, run, device_count, plan, here=here)
     problems += _messages(_bases, run, device_count, plan, here=here)
@@ -113,8 +114,6 @@ def _world(config: ConfigDict) -> Iterator[str]:
 
 def _taught(run: Run) -> Iterator[str]:
     """The world that a nano base is taught in, where that has other options than the run's."""
-    from flowjax.envs.demonstrations import base_words
-
     config = run.config
     for name, base in run.bases.items():
         if base.model.nano is None or not base.warm_start.env_options or Path(base.model.path).exists():
@@ -128,15 +127,13 @@ def _taught(run: Run) -> Iterator[str]:
             continue
         if unknown := set(words) - set(base_words(config.workflow, kind(**config.env.options.to_dict()))):
             yield (
-                f"{field}, whose tasks have words that those of config.env.options lack ({min(unknown)!r}): the base has "
-                "the words of what it is trained on, so give options that add none"
+                f"{field}, whose tasks have words that those of config.env.options lack ({min(unknown)!r}): the base "
+                "has the words of what it is trained on, so give options that add none"
             )
 
 
 def _executors(run: Run) -> Iterator[str]:
     """Base models of the run, and endpoints, that the world's environments ask themselves."""
-    from flowjax.envs.demonstrations import is_executor
-
     config, obstacles = run.config, []
     for source in config.env.sources or ("",):
         world = find_world(config.env.name)(**task_options(config, source))
@@ -238,7 +235,7 @@ def _reward(components: ConfigDict, config: ConfigDict) -> Iterator[str]:
 
 def _workflow_outcomes(path: str) -> tuple[str, ...]:
     """Outcomes that the workflow's module adds to the world's, by its OUTCOMES."""
-    origin = _origin(path.partition(":")[0])
+    origin = module_file(path.partition(":")[0])
     for node in ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else ():
         if isinstance(node, ast.Assign) and "OUTCOMES" in [ast.unparse(target) for target in node.targets]:
             return tuple(ast.literal_eval(node.value))
@@ -249,39 +246,17 @@ def _workflow(config: ConfigDict) -> Iterator[str]:
     module, _, name = config.workflow.partition(":")
     field = f"config.workflow is {config.workflow!r}"
     remedy = NAMED.remedy
-    origin = _origin(module)
+    origin = module_file(module)
     if not origin:
         yield f"{field}, but there is no module {module!r}: {remedy}"
-    elif origin.endswith(".py") and name not in _defined(ast.parse(Path(origin).read_text())):
+    elif origin.endswith(".py") and name not in defined_names(ast.parse(Path(origin).read_text())):
         yield f"{field}, but {module} has no {name!r}: {remedy}"
 
 
 def _demonstrates(path: str) -> bool:
     """True where the workflow's module has demonstrations of its own."""
-    origin = _origin(path.partition(":")[0])
-    return origin.endswith(".py") and "demonstrations" in _defined(ast.parse(Path(origin).read_text()))
-
-
-def _origin(module: str) -> str:
-    """The file of a module, "" for none. It is read and not run: a workflow's may take seconds to import."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    return spec.origin or "" if spec else ""
-
-
-def _defined(module: ast.Module) -> set[str]:
-    """Names that a module binds at its top level."""
-    names: set[str] = set()
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names
+    origin = module_file(path.partition(":")[0])
+    return origin.endswith(".py") and "demonstrations" in defined_names(ast.parse(Path(origin).read_text()))
 
 
 def _credit(credit: ConfigDict) -> Iterator[str]:
@@ -430,7 +405,6 @@ def _model(run: Run, base: Base) -> Any:
     if (folder / "config.json").exists():
         return read_config(folder)
     if nano is not None:
-        from flowjax.envs.demonstrations import base_words, is_executor
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
 
         world = find_world(run.config.env.name)(**run.config.env.options.to_dict())

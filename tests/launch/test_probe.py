@@ -142,7 +142,7 @@ def test_adapters_of_experts_that_engines_would_not_serve_are_refused(tmp_path: 
 @pytest.mark.parametrize(
     ("recipe", "options", "message"),
     [
-        (sokoban, {"max_moves": 2}, ""),
+        (sokoban, {"min_moves": 1, "max_moves": 2}, ""),
         (sokoban, {"max_moves": 0, "min_moves": 1}, ""),
         (sokoban, {"min_moves": 3, "max_moves": 2}, "config.warm_start.env_options is .* beside config.env.options: "),
         (sokoban, {"colour": 1}, "config.warm_start.env_options is .*colour"),
