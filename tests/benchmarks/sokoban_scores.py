@@ -10,6 +10,7 @@ from flowjax.envs.sokoban.levels import moves_to_go
 CASES: list[tuple[dict[str, Any], int, int]] = [  # options, turns, levels
     ({"max_moves": 15}, 15, 500),
     ({}, 12, 500),
+    ({"min_moves": 4, "max_moves": 12}, 12, 500),
     ({"rows": 8, "max_moves": 15}, 15, 500),
     ({"rows": 8}, 15, 500),
     ({"boxes": 2, "max_moves": 20}, 20, 300),
@@ -49,7 +50,7 @@ def main() -> None:
     for options, turns, levels in CASES:
         lengths, expert, random = scores(options, turns, levels)
         rows, boxes = options.get("rows", 6), options.get("boxes", 1)
-        bound = f", max_moves {options['max_moves']}" if "max_moves" in options else ""
+        bound = "".join(f", {name} {options[name]}" for name in ("min_moves", "max_moves") if name in options)
         print(
             f"| {rows}x{rows}, {boxes} box{'es' if boxes > 1 else ''}{bound} | {turns} | {levels} | "
             f"{lengths.mean():.1f} ({lengths.max()}) | {expert:.1%} | {random:.1%} |",

@@ -6,11 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs import sokoban
+from flowjax.envs import find_world
 from flowjax.envs.canvas import Canvas
 from flowjax.envs.demonstrations import is_executor
+from flowjax.envs.sokoban.levels import moves_to_go
 from flowjax.launch.command_line import load_recipe
 from flowjax.monitor.metrics import read_metrics
 from flowjax.run import resolve
+from flowjax.trainer import warm_start
 from flowjax.trainer.warm_start import build_base
 from flowjax.workflows.codec import Codec
 
@@ -36,3 +40,28 @@ def test_an_executor_is_made_of_lessons(tmp_path: Path):
     messages, reply = next(world.lessons(world.tasks("train", 0)[:4], np.random.default_rng(0)))
     codec = Codec(tmp_path / "executor")
     assert codec.decode(codec.encode_reply(reply)) == reply and len(codec.encode(messages)) < 200
+
+
+class Seen(Exception):
+    """The world that demonstrations would be made in."""
+
+
+def test_what_is_taught_lies_nearer_than_what_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = sokoban.get_config("nano")
+    config.model.path, config.model.nano = str(tmp_path / "base"), SHAPE
+    run = resolve(config, tmp_path)
+
+    def stop(config, warm, world, *args, **kwargs):
+        raise Seen(world)
+
+    monkeypatch.setattr(warm_start, "imitation_rows", stop)
+    with pytest.raises(Seen) as seen:
+        build_base(run, run.bases["base"])
+    taught, trained = seen.value.args[0], find_world(config.env.name)(**config.env.options.to_dict())
+    for world, split, least, most in ((taught, "train", 1, 3), (trained, "train", 4, 12), (trained, "held_out", 4, 12)):
+        env, tasks = world.env(), world.tasks(split, 0)
+        moves = []
+        for index in range(40):
+            env.reset(tasks[index], 0)
+            moves.append(moves_to_go(env.room, env.position))
+        assert (min(moves), len(set(moves)) > 1) == (least, True) and max(moves) <= most, (split, moves)
