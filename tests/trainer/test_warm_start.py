@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from configs import sokoban
-from flowjax.envs import find_world
+from flowjax.envs import Split
 from flowjax.envs.canvas import Canvas
 from flowjax.envs.demonstrations import is_executor
+from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.levels import moves_to_go
 from flowjax.launch.command_line import load_recipe
 from flowjax.monitor.metrics import read_metrics
@@ -57,11 +58,15 @@ def test_what_is_taught_lies_nearer_than_what_is_trained_on(tmp_path: Path, monk
     monkeypatch.setattr(warm_start, "imitation_rows", stop)
     with pytest.raises(Seen) as seen:
         build_base(run, run.bases["base"])
-    taught, trained = seen.value.args[0], find_world(config.env.name)(**config.env.options.to_dict())
-    for world, split, least, most in ((taught, "train", 1, 3), (trained, "train", 4, 12), (trained, "held_out", 4, 12)):
+    taught, trained = seen.value.args[0], Sokoban(**config.env.options.to_dict())
+    cases: list[tuple[Sokoban, Split, int, int]]
+    cases = [(taught, "train", 1, 3), (trained, "train", 4, 12), (trained, "held_out", 4, 12)]
+    for world, split, least, most in cases:
         env, tasks = world.env(), world.tasks(split, 0)
         moves = []
         for index in range(40):
-            env.reset(tasks[index], 0)
+            task = tasks[index]
+            assert task is not None
+            env.reset(task, 0)
             moves.append(moves_to_go(env.room, env.position))
         assert (min(moves), len(set(moves)) > 1) == (least, True) and max(moves) <= most, (split, moves)
