@@ -23,8 +23,8 @@ _NEAR_MOVES = 3  # of a shortest solution
 def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that pushes boxes onto targets, one move per turn, with credit from the group's state graph.
 
-    nano       2 CPU cores, 3 to 6 min   python -m flowjax.launch --config=configs/sokoban.py:nano
-               (2 to 4 min more for the base model, which is made once)
+    nano       2 slow CPU cores, 6 min   python -m flowjax.launch --config=configs/sokoban.py:nano
+               (10 min with the base model, which is made once)
                held-out success, greedy, three seeds: 0.27 -> 0.56 [0.51, 0.61], 0.53, 0.57 (README)
     nano_append  2 CPU cores        python -m flowjax.launch --config=configs/sokoban.py:nano_append
                an episode is one conversation, in rooms of any distance (no full run measured)
