@@ -6,7 +6,7 @@ what they compute is checked without such a device (tests/models); no GPU or TPU
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,7 +31,9 @@ SPLASH_BLOCK_TOKENS = 512
 LANES = 128  # splash attention's rows are multiples of it
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 BLOCK_TOKENS = 1024  # queries whose scores exist at once, at most
-BLOCKS = 8  # that a row is cut into, each with the keys up to its own end: little more than half of all scores
+BLOCKS = (
+    8  # that a row is cut into, each with the keys up to its own end: of eight, little more than half of all scores
+)
 SMALL_BLOCK_TOKENS = {"cpu": 64}  # smaller ones do not pay; by platform, its caches being small
 MASKED = -1e30  # finite, so that a row that sees nothing gives a mean and not NaN
 
@@ -81,7 +83,8 @@ def attend(
     rows, tokens, heads, dim = query.shape
     kv_heads = key.shape[2]
     scale = dim**-0.5 if scale is None else scale
-    query = query.reshape(rows, tokens, kv_heads, heads // kv_heads, dim) * jnp.asarray(scale, query.dtype)
+    scaled = (query * jnp.float32(scale)).astype(query.dtype)  # the scale itself is not rounded to the model's type
+    query = scaled.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
     # Heads before tokens: otherwise XLA's CPU backend transposes the scores instead.
     query, key, value = query.transpose(0, 2, 3, 1, 4), key.swapaxes(1, 2), value.swapaxes(1, 2)
     is_self = key.shape[2] == tokens  # the keys are the queries' own tokens
@@ -117,13 +120,12 @@ class _Blockwise(NamedTuple):
 
         Gives what it gives for queries, one after the other, and what it gives for keys (axis 2), added to `sums`.
         """
-        tokens, keys, size = by_query[0].shape[3], places.key_segments.shape[1], self.block_tokens
+        tokens, keys = by_query[0].shape[3], places.key_segments.shape[1]
+        size = min(self.block_tokens, tokens)
         arrays = (places.segments[:, None, None], places.positions[:, None, None], *by_query)
-        beyond = (0, -tokens % size)
-        padded = [jnp.pad(x, [beyond if axis == 3 else (0, 0) for axis in range(x.ndim)]) for x in arrays]
 
-        def visit(sums: tuple, start: int | jax.Array, keys: int) -> tuple[tuple, tuple]:
-            segments, positions, *cut = (jax.lax.dynamic_slice_in_dim(x, start, size, 3) for x in padded)
+        def visit(sums: tuple, blocks: Sequence[jax.Array], keys: int) -> tuple[tuple, tuple]:
+            segments, positions, *cut = blocks
             beside = (places.key_segments[:, :keys], places.key_positions[:, :keys])
             seen = segment_mask(segments[:, 0, 0], positions[:, 0, 0], places.window_tokens, *beside)
             per_query, per_key = block(keys, seen[:, None, None], *cut)
@@ -134,11 +136,18 @@ class _Blockwise(NamedTuple):
         if self.is_self and len(starts) <= BLOCKS:
             parts: list[tuple] = []
             for start in starts:
-                sums, per_query = visit(sums, start, min(start + size, keys))
+                end = min(start + size, tokens)
+                sums, per_query = visit(sums, [x[:, :, :, start:end] for x in arrays], end)
                 parts.append(per_query)
             whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *parts)
         else:
-            sums, found = jax.lax.scan(lambda sums, start: visit(sums, start, keys), sums, jnp.asarray(starts))
+            beyond = (0, -tokens % size)
+            padded = [jnp.pad(x, [beyond if axis == 3 else (0, 0) for axis in range(x.ndim)]) for x in arrays]
+
+            def step(sums: tuple, start: jax.Array) -> tuple[tuple, tuple]:
+                return visit(sums, [jax.lax.dynamic_slice_in_dim(x, start, size, 3) for x in padded], keys)
+
+            sums, found = jax.lax.scan(step, sums, jnp.asarray(starts))
             whole = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, x.shape[-1]), found)
         return tuple(x[:, :, :, :tokens] for x in whole), sums
 
@@ -182,7 +191,7 @@ def _mix_backward(form: _Blockwise, kept: tuple, pull: jax.Array) -> tuple:
     def block(keys: int, seen: jax.Array, *cut: jax.Array) -> tuple:
         query, pull, log, drop = cut
         scores = form.scores(query, key[:, :, :keys])
-        weights = jnp.where(seen, jnp.exp(scores - log), 0.0)
+        weights = jnp.exp(jnp.where(seen, scores - log, MASKED))  # masked first: what is unseen may be far above `log`
         slope = 1.0 if form.soft_cap is None else 1 - (scores / form.soft_cap) ** 2
         d_weights = product("rkgtd,rksd->rkgts", pull, value[:, :, :keys])
         d_scores = (weights * (d_weights - drop) * slope).astype(key.dtype)

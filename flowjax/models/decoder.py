@@ -235,7 +235,7 @@ class Decoder(nnx.Module):
             local_rope = rope_angles(positions, config.head_dim, config.window_rope_theta, None)
 
         def mix(windowed: jax.Array | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            bound = jnp.asarray(window is not None) if windowed is None else windowed
+            bound = jnp.asarray(config.window(0) is not None) if windowed is None else windowed
             angles = rope
             if config.window_rope_theta is not None:
                 angles = [jnp.where(bound, local, far) for local, far in zip(local_rope, rope, strict=True)]

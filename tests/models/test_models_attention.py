@@ -270,6 +270,38 @@ def test_blocks_of_queries_change_neither_values_nor_gradients(block_tokens, sof
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+def plain_rows(tokens: int, dim: int, dtype: jnp.dtype, seed: int = 0) -> tuple[jax.Array, ...]:
+    """Query, key and value of one row of one segment, and segments and positions, twice."""
+    query, key, value = jax.random.normal(jax.random.key(seed), (3, 1, tokens, 2, dim)).astype(dtype)
+    places = jnp.ones((1, tokens), jnp.int32), jnp.arange(tokens)[None]
+    return query, key, value, *places, *places
+
+
+@pytest.mark.parametrize(("tokens", "most_scores"), [(18, 18 * 18), (80, 64 * 64 + 16 * 80)])
+def test_a_short_row_is_scored_at_its_own_length(tokens, most_scores):
+    rows = plain_rows(tokens, 16, jnp.dtype("float32"))
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        return (attend(*qkv, *rows[3:]) ** 2).sum()
+
+    counts = []
+    for function, products in ((loss, 2), (jax.grad(loss, (0, 1, 2)), 6)):  # one program: scores are found once
+        program = jax.jit(function).lower(*rows[:3]).compile()
+        counts.append((program.cost_analysis() or {})["flops"] / (products * 2 * 16 * 2 * most_scores))
+    assert all(1 < count < 1.5 for count in counts), counts  # beside products: softmax and masks
+
+
+def test_the_scale_is_not_rounded_to_bfloat16():
+    """Gemma 2 27B's 1/12 is 0.083496 there: every score would be 0.2 % too large, which weights show by 2 %."""
+    rows, dim = 64, 128
+    query = jax.random.uniform(jax.random.key(0), (rows, 2, 1, dim), jnp.bfloat16, 0.5, 1.5)
+    key = jnp.broadcast_to(jnp.array([0.0, 1.0], jnp.bfloat16)[None, :, None, None], query.shape)
+    places = jnp.ones((rows, 2), jnp.int32), jnp.broadcast_to(jnp.arange(2), (rows, 2))
+    mixed = attend(query, key, 1 - key, *places, *places, scale=1 / 12)[:, 1, 0, 0]  # weight of the first key
+    exact = jax.nn.sigmoid(-query[:, 1, 0].astype(jnp.float32).sum(axis=-1) / 12)
+    assert abs(float((mixed.astype(jnp.float32) / exact).mean()) - 1) < 0.005
+
+
 @pytest.mark.parametrize(("scaling", "stretch"), [(None, 1.0), (LinearScaling(4.0), 4.0)])
 def test_rotary_frequencies_fall_from_one_to_nearly_one_over_theta(scaling, stretch):
     expected = [10_000.0 ** (-2 * i / 8) / stretch for i in range(4)]
