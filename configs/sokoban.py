@@ -48,6 +48,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
 def _nano(config: ConfigDict) -> None:
     """The base is taught near rooms alone; played and trained on are those that lie further."""
     _two_cores(config)
+    config.model.path += "-near"
     config.env.options.update({"min_moves": _NEAR_MOVES + 1, "max_moves": config.env.max_turns})
     config.warm_start.env_options = ConfigDict({"min_moves": 1, "max_moves": _NEAR_MOVES})
     config.loss.entropy_coefficient = 0.02  # without it, less is tried after ten steps, and less learnt

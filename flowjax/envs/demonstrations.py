@@ -89,9 +89,13 @@ def is_executor(run: Run, base: str, world: World) -> bool:
     return base in world.asked_bases() and not run.policies_on(base) and base not in run.agents.values()
 
 
-def base_words(workflow: str, world: World) -> tuple[str, ...]:
-    """The words of the base, each once: the world's, and those of the workflow's `vocabulary()` if it has one."""
-    return tuple(dict.fromkeys((*world.vocabulary(), *getattr(_module_of(workflow), "vocabulary", tuple)())))
+def base_words(run: Run, base: str, world: World) -> tuple[str, ...]:
+    """What a nano base's tokenizer is made of: an executor's lesson pieces; else the world's words and those of the
+    workflow's `vocabulary()` if it has one, each once."""
+    if is_executor(run, base, world):
+        return world.lesson_pieces()
+    of_workflow = getattr(_module_of(run.config.workflow), "vocabulary", tuple)()
+    return tuple(dict.fromkeys((*world.vocabulary(), *of_workflow)))
 
 
 def expert_conversations(workflow: str) -> Callable[..., Iterator[list[Exchange]]]:

@@ -58,11 +58,12 @@ def _taught_otherwise(folder: Path, warm_start: ConfigDict) -> list[str]:
         noted = json.loads((folder / TAUGHT_FILE).read_text())
     except (OSError, ValueError):  # of before this was noted, or made by other means
         return []
-    taught = {**default_config().warm_start.to_dict(), **noted}  # a field of since then had its default
+    default, wanted = (json.loads(section.to_json()) for section in (default_config().warm_start, warm_start))
+    taught = {**default, **noted}  # a field of since then had its default
     return [
         f"config.warm_start.{name} is {value!r}, but the model in {str(folder)!r} was made with {taught[name]!r}: "
         "remove the folder to have it made anew, or name another one in config.model.path"
-        for name, value in warm_start.to_dict().items()
+        for name, value in wanted.items()
         if taught[name] != value
     ]
 

@@ -118,14 +118,15 @@ def _taught(run: Run) -> Iterator[str]:
     for name, base in run.bases.items():
         if base.model.nano is None or not base.warm_start.env_options or Path(base.model.path).exists():
             continue
-        kind, options = find_world(config.env.name), taught_options(config, base.warm_start)
         field = in_base(name, f"config.warm_start.env_options is {base.warm_start.env_options.to_dict()}")
+        kind = find_world(config.env.name)
+        words = base_words(run, name, kind(**config.env.options.to_dict()))
         try:
-            words = base_words(config.workflow, kind(**options))
+            taught = kind(**taught_options(config, base.warm_start))
         except WorldError as error:
             yield f"{field}, beside config.env.options: {error}"
             continue
-        if unknown := set(words) - set(base_words(config.workflow, kind(**config.env.options.to_dict()))):
+        if unknown := set(base_words(run, name, taught)) - set(words):
             yield (
                 f"{field}, whose tasks have words that those of config.env.options lack ({min(unknown)!r}): the base "
                 "has the words of what it is trained on, so give options that add none"
@@ -408,8 +409,7 @@ def _model(run: Run, base: Base) -> Any:
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
 
         world = find_world(run.config.env.name)(**run.config.env.options.to_dict())
-        executor = is_executor(run, base.name, world)
-        words = world.lesson_pieces() if executor else base_words(run.config.workflow, world)
+        words = base_words(run, base.name, world)
         return nano_config(len(words) + len(SPECIAL_TOKENS), **nano.to_dict())
     return known_shape(Path(base.model.path.partition("@")[0]).name)  # without a revision
 

@@ -32,6 +32,7 @@ from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.records import TokenRow
 from flowjax.run import TAUGHT_FILE, Base, Run, read_run, resolve
+from flowjax.trainer.batch import BatchError
 from flowjax.trainer.sources import FixedSource
 from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
@@ -55,7 +56,7 @@ def build_base(run: Run, base: Base) -> None:
     kind = find_world(config.env.name)
     world = kind(**config.env.options.to_dict())
     executor = is_executor(run, base.name, world)
-    words = world.lesson_pieces() if executor else base_words(config.workflow, world)
+    words = base_words(run, base.name, world)
     taught = kind(**taught_options(config, base.warm_start))
     model = create_nano(words, partial, key=jax.random.key(config.seed), pieces=executor, **nano.to_dict())
     codec = Codec(partial, template_options=base.model.template_options.to_dict())
@@ -206,7 +207,7 @@ def main(argv: list[str]) -> None:
         run = read_run(run_dir)
         use_compile_cache(run.config.trainer.compile_cache)
         build_base(run, run.bases[flags.FLAGS.base])
-    except (ConfigError, ModelError, WorldError) as error:
+    except (BatchError, ConfigError, ModelError, WorldError) as error:
         sys.exit(f"warm start: {error}")
 
 

@@ -58,6 +58,10 @@ def test_a_base_of_before_a_field_was_made_with_its_default(config, tmp_path):
     for name in ("config.json", "tokenizer.json", "model.safetensors", TAUGHT_FILE):
         (tmp_path / name).write_text(json.dumps(noted) if name == TAUGHT_FILE else "{}")
     assert machine.check_model(resolve(config).bases["base"]) == []
+    config.warm_start.env_options = {"kinds": ("int",)}
+    (tmp_path / TAUGHT_FILE).write_text(config.warm_start.to_json())
+    assert machine.check_model(resolve(config).bases["base"]) == [], "a tuple is a list in the file"
+    (tmp_path / TAUGHT_FILE).write_text(json.dumps(noted))
     config.warm_start.env_options = {"max_moves": 3}
     (message,) = machine.check_model(resolve(config).bases["base"])
     assert message.startswith("config.warm_start.env_options is {'max_moves': 3}, but") and "made with {}" in message

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import code, sokoban
+from configs import canvas, code, sokoban
 from configs.math_pair import get_config
 from flowjax.launch.probe import inspect_run
 from flowjax.models.config import hf_config, known_shape
@@ -157,3 +157,19 @@ def test_a_base_is_taught_in_a_world_of_the_same_words(recipe, options: dict, me
     config.warm_start.env_options = options
     found = [text for text in inspect_run(resolve(config), 1, None)["problems"] if "env_options" in text]
     assert len(found) == bool(message) and all(re.search(message, text) for text in found), found
+
+
+def test_an_executor_is_taught_with_pieces_that_it_has(tmp_path: Path):
+    config = canvas.get_config("nano_llm")
+    config.model.path, config.bases.executor.model.path = str(tmp_path / "policy"), str(tmp_path / "executor")
+    config.env.options.kinds = ("arithmetic",)
+    config.bases.executor.warm_start.env_options = {"kinds": ("program",)}
+    (found,) = (text for text in inspect_run(resolve(config), 1, None)["problems"] if "env_options" in text)
+    assert found.startswith("config.bases.executor.warm_start.env_options is") and "that those of config.env" in found
+
+
+def test_bad_options_of_the_world_are_not_blamed_on_the_lessons(tmp_path: Path):
+    config = sokoban.get_config("nano")
+    config.model.path, config.env.options.rows = str(tmp_path / "absent"), 3
+    found = inspect_run(resolve(config), 1, None)["problems"]
+    assert any("env.options" in text for text in found) and not any("env_options" in text for text in found), found

@@ -13,6 +13,7 @@ from flowjax.envs.demonstrations import base_words
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Group, Task, Trajectory
 from flowjax.rewards import trajectory_scores
+from flowjax.run import resolve
 from flowjax.workflows import AgentTurns, Played, writer_tester
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.writer_tester import TESTS, demonstrations, parse_tests, play, reply_with
@@ -27,7 +28,7 @@ GOOD, BAD, WORSE = "2 gives 5 and 1 gives 4", "2 gives 6 and 1 gives 4", "2 give
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer(base_words("flowjax.workflows.writer_tester:play", WORLD), folder)
+    build_tokenizer(base_words(resolve(code_pair.get_config("nano")), "base", WORLD), folder)
     return Codec(folder)
 
 
