@@ -90,8 +90,8 @@ def is_executor(run: Run, base: str, world: World) -> bool:
 
 
 def base_words(run: Run, base: str, world: World) -> tuple[str, ...]:
-    """What a nano base's tokenizer is made of: an executor's lesson pieces; else the world's words and those of the
-    workflow's `vocabulary()` if it has one, each once."""
+    """The words of a nano base, each once: the world's, and those of the workflow's `vocabulary()` if it has one; an
+    executor's are its lesson pieces."""
     if is_executor(run, base, world):
         return world.lesson_pieces()
     of_workflow = getattr(_module_of(run.config.workflow), "vocabulary", tuple)()
