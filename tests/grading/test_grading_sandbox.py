@@ -358,6 +358,23 @@ def test_what_is_in_force_without_bubblewrap_is_said(monkeypatch: pytest.MonkeyP
     assert (found.name, found.why) == ("rlimits only", "bubblewrap is not installed")
 
 
+def test_no_isolation_is_in_force_whose_programs_cannot_write_to_the_null_device(tmp_path: Path):
+    """Libraries open it as they are imported: a right program would fail for a fault of the machine."""
+    null = tmp_path / "null"
+    mount = f"mknod {null} c 1 3 && chmod 644 {null} && mount --bind {null} /dev/null"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode != 0:
+        pytest.skip("no device can be made here")
+    null.unlink()
+    program = (
+        "from flowjax.grading.sandbox import isolation, run\n"
+        "try:\n    found = isolation()\nexcept ValueError as error:\n    print(error)\n"
+        "else:\n    print(run(\"open('/dev/null', 'w')\", isolation=found).status)"
+    )
+    command = ["unshare", "-m", "sh", "-c", mount + ' && exec "$@"', "sh", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "ok\n" or "/dev/null" in done.stdout
+
+
 def test_forgeries_fail_without_bubblewrap_too():
     """Verdicts rest on what is sent into the box, not on its walls."""
     plain = next(i for i in ISOLATIONS if i.name == sandbox.RLIMITS_ONLY and not i.drop_root)
