@@ -146,7 +146,8 @@ def layer_blocks(config: ModelConfig) -> list[Block]:
 
     Ten layers of which every fourth has experts are a block of 2 times 4 layers and one of 2 times 1.
     """
-    sparse = tuple(layer in config.sparse_layers for layer in range(config.layers))
+    with_experts = config.sparse_layers
+    sparse = tuple(layer in with_experts for layer in range(config.layers))
     blocks, start = [], 0
     while start < len(sparse):
         block = max(

@@ -116,7 +116,8 @@ class ModelConfig:
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """Layers with an ordinary feed-forward map."""
-        return tuple(layer for layer in range(self.layers) if layer not in self.sparse_layers)
+        sparse = self.sparse_layers
+        return tuple(layer for layer in range(self.layers) if layer not in sparse)
 
     def window(self, layer: int) -> int | None:
         """Tokens that a query of the layer sees back to, itself included; None sees all."""
