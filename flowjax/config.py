@@ -211,6 +211,12 @@ FIELDS = Section(
         resume=True,
         python=Entry("", 'interpreter that has vLLM; "" is the one running flowjax'),
         dtype=Entry("bfloat16", "serving precision", choices=("float32", "bfloat16", "float16")),
+        quantize=Entry(
+            "",
+            "products of the base's matrices in 8 bits, with LoRA: int8 on any machine, fp8 on newer GPUs "
+            "(docs/rollout.md)",
+            choices=("", "int8", "fp8"),
+        ),
         port=Entry(
             0, "0 picks a free port on loopback; further replicas take the ports after it", at_least=0, at_most=65535
         ),

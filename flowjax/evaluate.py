@@ -29,6 +29,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ from flowjax.launch.checks import check_config, check_unchanged
 from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
 from flowjax.launch.machine import RunInUse, fetch_models, hold, to_fetch
 from flowjax.launch.preflight import examine
-from flowjax.launch.roles import choose_ports, engine_roles, publish_endpoints
+from flowjax.launch.roles import choose_ports, engine_roles, int8_roles, publish_endpoints
 from flowjax.launch.session import OK, ROLE_FAILED, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.models.shape import ModelError
@@ -67,6 +68,7 @@ from flowjax.rewards import Components
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStopped, play_missing
+from flowjax.rollout.sidecar import INT8_FOLDER
 from flowjax.run import Run, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
 from flowjax.weights.follow import WeightsError
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
@@ -561,7 +563,10 @@ def _play(evaluations: Sequence[Evaluation], request: EvaluationRequest, console
         return asyncio.run(session.run(list, with_endpoint))
     devices, ports = _devices(run), choose_ports(run)
     publish_endpoints(run, ports)
-    return asyncio.run(session.run(lambda: engine_roles(run, ports, devices), with_engines))
+    try:
+        return asyncio.run(session.run(lambda: engine_roles(run, ports, devices), with_engines, first=int8_roles(run)))
+    finally:
+        shutil.rmtree(run.folder / INT8_FOLDER, ignore_errors=True)  # as large as the model, and soon made again
 
 
 async def _play_served(evaluation: Evaluation, endpoints: Mapping[str, str], session: RunSession) -> None:

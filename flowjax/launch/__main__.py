@@ -45,6 +45,7 @@ from flowjax.launch.pool import Pool
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
     choose_ports,
+    int8_roles,
     missing_bases,
     publish_endpoints,
     run_roles,
@@ -331,7 +332,7 @@ def _run(request: LaunchRequest, console: Console) -> int:
         make_run_id(run.folder)
     ports = choose_ports(run)
     publish_endpoints(run, ports)
-    first = warm_start_roles(run, devices)
+    first = [*warm_start_roles(run, devices), *int8_roles(run)]
     pool = Pool(run.folder, run.config.pool, say=lambda text: session.say(text))
     session = RunSession(
         run.folder,

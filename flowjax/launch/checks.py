@@ -116,6 +116,11 @@ def _engines(base: Base) -> Iterator[str]:
             f"config.engine.port is {engine.port}, but config.engine.replicas is {engine.replicas}, and the last would "
             f"take port {engine.port + engine.replicas - 1}: lower the port to {65536 - engine.replicas} or less"
         )
+    if engine.quantize and engine.urls:
+        yield (
+            f"config.engine.quantize is {engine.quantize!r}, but config.engine.urls names engines that run elsewhere: "
+            "start those with it, and set it to '' here"
+        )
     if len(set(engine.urls)) < len(engine.urls):
         yield f"config.engine.urls is {tuple(engine.urls)}, in which an address comes twice: name each engine once"
 
@@ -176,6 +181,11 @@ def _training(run: Run, policy: Policy) -> Iterator[str]:
         yield (
             f"config.model.quantize is {policy.base.model.quantize!r}, but config.policy.train is 'full', and "
             "quantised weights cannot be trained: set it to '' or train 'lora'"
+        )
+    if policy.base.engine.quantize:
+        yield (
+            f"config.engine.quantize is {policy.base.engine.quantize!r}, but config.policy.train is 'full', and its "
+            "engines take all weights as they are: set it to '' or train 'lora'"
         )
     if len(sharing := run.policies_on(policy.base.name)) > 1:
         yield (

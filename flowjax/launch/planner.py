@@ -153,6 +153,9 @@ class Planner:
         sequences = trainer.groups_per_step * rollout.group_size * turns
         self._trained_tokens = sequences * self._length
         self._sampled_tokens = min(sequences * rollout.max_new_tokens // 2, self._trained_tokens)
+        row = _row(self._length, sampled_tokens=self._length * self._sampled_tokens // self._trained_tokens)
+        self._token_flops = cost.step_flops(self.model, self._lora, [row]) / self._length
+        self._trainers: dict[tuple[int, int, int, str], int] = {}  # bytes of those that were looked at
 
     def configured(self) -> RunLayout:
         """The layout that the run's config has."""
@@ -209,6 +212,10 @@ class Planner:
         )
 
     def _trainer_bytes(self, layout: RunLayout) -> int:
+        """Of a GPU, whatever the engines are."""
+        trainer = (layout.data, layout.fsdp, layout.rows, layout.remat)
+        if trainer in self._trainers:
+            return self._trainers[trainer]
         axes = {"data": layout.data, "fsdp": layout.fsdp}
         versions = self.run.config.dataflow.max_staleness + 1
         plans = [
@@ -217,14 +224,13 @@ class Planner:
             )
             for policy in self.run.policies.values()
         ]
-        return sum(memory_together(plans).values())
+        self._trainers[trainer] = sum(memory_together(plans).values())
+        return self._trainers[trainer]
 
     def _train_s(self, layout: RunLayout) -> float:
         """Of a step: products, or the collection of a split base, whichever takes longer."""
-        row = _row(self._length, sampled_tokens=self._length * self._sampled_tokens // self._trained_tokens)
-        flops = cost.step_flops(self.model, self._lora, [row]) / self._length
-        forward = flops / (2 if self._lora else 3)
-        flops = (flops + _RECOMPUTED[layout.remat] * forward) * self._trained_tokens
+        forward = self._token_flops / (2 if self._lora else 3)
+        flops = (self._token_flops + _RECOMPUTED[layout.remat] * forward) * self._trained_tokens
         products_s = flops / (layout.trainer_gpus * self.gpu.flops * _USED_FLOPS)
         passes = math.ceil(self._trained_tokens / (layout.rows * self.policy.trainer.row_tokens))
         collected_bytes = self.model.parameter_count() * self._size * (layout.fsdp - 1) / layout.fsdp
@@ -235,7 +241,9 @@ class Planner:
         size = cost.DTYPE_BYTES.get(self._engine.dtype, 2)
         per_gpu = self.gpu.memory_bytes * layout.gpu_memory_fraction - _ENGINE_BYTES
         per_gpu -= adapter_slots_bytes(self.run, self.policy.base, self.model, tensor_parallel=layout.tensor_parallel)
-        left = per_gpu * layout.tensor_parallel - self.model.parameter_count() * size
+        left = per_gpu * layout.tensor_parallel - cost.served_bytes(
+            self.model, self._engine.dtype, self._engine.quantize
+        )
         if given := self._engine.kv_cache_bytes:
             left = min(left, given * layout.tensor_parallel)
         return max(int(left / (2 * self.model.layers * self.model.kv_size * size)), 0)
@@ -244,14 +252,15 @@ class Planner:
         """Of a step's episodes: prompts by products, replies by reading weights and caches for each token."""
         if not layout.replicas:
             return 0.0
-        size, weights = cost.DTYPE_BYTES.get(self._engine.dtype, 2), self.model.parameter_count()
+        size = cost.DTYPE_BYTES.get(self._engine.dtype, 2)
         used = cost.weights_per_token(self.model) + self.model.hidden_size * self.model.vocab_size  # of a token
         at_once = min(
             self._engine.max_concurrent_sequences,
             self.run.config.rollout.max_concurrent_episodes / layout.replicas,
             cached_tokens / self._length,
         )
-        read_bytes = weights * size + at_once * self._length * 2 * self.model.layers * self.model.kv_size * size
+        weights_bytes = cost.served_bytes(self.model, self._engine.dtype, self._engine.quantize)
+        read_bytes = weights_bytes + at_once * self._length * 2 * self.model.layers * self.model.kv_size * size
         token_s = read_bytes / (layout.tensor_parallel * self.gpu.memory_bytes_per_s * _USED_BANDWIDTH)
         token_s = max(token_s, at_once * 2 * used / (layout.tensor_parallel * self.gpu.flops * _USED_FLOPS))
         if layout.tensor_parallel > 1:  # two sums over the GPUs of an engine a layer, each some 10 us at the least

@@ -27,7 +27,7 @@ from flowjax.launch.machine import (
     check_unused,
     to_fetch,
 )
-from flowjax.launch.roles import fixed_ports, missing_bases
+from flowjax.launch.roles import fixed_ports, int8_roles, missing_bases
 from flowjax.launch.supervisor import Role
 from flowjax.monitor.sinks import check_sinks
 from flowjax.run import Base, Engine, Run
@@ -73,7 +73,7 @@ def _engine_problems(run: Run) -> list[str]:
 
 
 def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
-    """Most that checkpoints and adapter folders of a run take at once."""
+    """Most that checkpoints, adapter folders and int8 copies of a run take at once."""
     needed_bytes = 0
     for policy in run.policies.values():
         trainer, model = policy.trainer, plan.get("bases", {}).get(policy.base.name, {}).get("model", {})
@@ -84,6 +84,9 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
             needed_bytes += max(kept, adapters) * model.get("adapter_bytes", 0)
             continue
         needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
+    for name, base in run.bases.items():
+        if base.engine.quantize == "int8" and base.engines:
+            needed_bytes += plan.get("bases", {}).get(name, {}).get("model", {}).get("served_bytes", 0)
     return needed_bytes
 
 
@@ -148,6 +151,8 @@ def render_plan(
         parts.append(Text(f"  first: {path}, a folder which does not exist here, is fetched from Hugging Face"))
     for base in missing_bases(run):
         parts.append(Text(f"  first: warm start of a nano base model into {run.bases[base].model.path}"))
+    for role in int8_roles(run):
+        parts.append(Text(f"  first: {role.name}, a copy of a base model that engines read"))
     shared = dict(set.intersection(*(set(role.env.items()) for role in roles))) if roles else {}
     parts.append(Text(f"  all: {_environment(shared)}"))
     for role in roles:

@@ -345,7 +345,7 @@ def _bases(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
-    """Memory that the base model takes on its engines; yields a context that vLLM would refuse to serve."""
+    """Memory that the base model takes on its engines; yields what it would refuse to serve."""
     from flowjax.models import cost
 
     if model := _model(run, base):
@@ -353,9 +353,11 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
         plan["model"] = {
             "parameters": model.parameter_count(),
             "kv_bytes_per_token": 2 * model.layers * model.kv_size * value_bytes,
-            "served_bytes": model.parameter_count() * value_bytes,
+            "served_bytes": cost.served_bytes(model, base.engine.dtype, base.engine.quantize),
             "adapter_slots_bytes": adapter_slots_bytes(run, base, model, tensor_parallel=base.engine.tensor_parallel),
         }
+        if base.engine.quantize == "int8" and model.experts is not None:
+            yield f"config.engine.quantize is 'int8', but {base.model.path} has experts: use 'fp8' or ''"
         started = base.engines and not base.engine.urls and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ
         sure = base.model.nano is not None or (Path(base.model.path) / "config.json").exists()
         wanted, longest = base.engine.max_model_tokens, model.longest_context

@@ -14,7 +14,7 @@ from flowjax.launch.devices import Devices, processes_here
 from flowjax.launch.machine import can_bind, free_port
 from flowjax.launch.supervisor import Role, answers
 from flowjax.monitor.token import reachable
-from flowjax.run import Run, write_endpoints
+from flowjax.run import Base, Run, write_endpoints
 
 _TOGETHER = Path(__file__).with_name("together.py")
 # Nothing is fetched or reported while a run lasts.
@@ -83,6 +83,28 @@ def warm_start_roles(run: Run, devices: Devices) -> list[Role]:
             finite=True,
         )
         for base in missing_bases(run)
+    ]
+
+
+def int8_roles(run: Run) -> list[Role]:
+    """Makers of the int8 copies that engines started here read and the run's folder lacks."""
+    from flowjax.rollout.sidecar import served_folder, serves_on_cpu
+
+    def command(base: Base) -> list[str]:
+        argv = ["-m", "flowjax.models.hf", f"--model={base.model.path}", f"--int8={served_folder(run, base)}"]
+        on_cpu = serves_on_cpu(base.engine.python or sys.executable)
+        return [sys.executable, *argv, *(["--largest_code=63"] if on_cpu else [])]
+
+    return [
+        Role(
+            "int8" if name == BASE_NAME else f"int8-{name}",
+            command(base),
+            env={**_OFFLINE, **_ON_CPU},
+            restarts=1,
+            finite=True,
+        )
+        for name, base in run.bases.items()
+        if base.engine.quantize == "int8" and base.engines and not served_folder(run, base).exists()
     ]
 
 

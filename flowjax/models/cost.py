@@ -91,6 +91,12 @@ def estimate(
     }
 
 
+def served_bytes(config: ModelConfig, dtype: str, quantize: str = "") -> int:
+    """Of the weights on an engine, which are in `dtype` but for matrices in 8 bits, of whichever kind, if any."""
+    size = DTYPE_BYTES.get(dtype, 2)
+    return config.parameter_count() * size - saved_bytes(config, "int8" if quantize else "", size)
+
+
 def adapter_slot_bytes(config: ModelConfig, lora: Lora, *, tensor: int, dtype: str) -> int:
     """Bytes that one adapter takes of each of an engine's `tensor` GPUs: vLLM splits the matrix on that side of a map
     on which the map itself is split, and keeps the other one whole."""

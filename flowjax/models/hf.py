@@ -1,5 +1,6 @@
 """Hugging Face model folders: safetensors straight into sharded arrays, and merged models back out. No torch."""
 
+import argparse
 import functools
 import json
 import math
@@ -49,6 +50,27 @@ _POST_NORMS = {  # with four norms a layer, Hugging Face's names move
     "attention_post_norm": "post_attention_layernorm.weight",
     "ffn_norm": "pre_feedforward_layernorm.weight",
     "ffn_post_norm": "post_feedforward_layernorm.weight",
+}
+# A scale for each output; inputs are rounded with a scale for each token as they come.
+_INT8: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+                "input_activations": {
+                    "num_bits": 8,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "token",
+                    "dynamic": True,
+                },
+            }
+        },
+    }
 }
 _TEXT_PARTS = ("language_model.model.", "model.language_model.")  # of image models, in older and newer folders
 _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
@@ -276,6 +298,54 @@ def save_decoder(
             shutil.copyfile(source, folder / name)
 
 
+def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127) -> None:
+    """Write a Hugging Face folder's model anew with its layers' matrices in int8, in vLLM's compressed-tensors format.
+
+    Outputs have a scale each, and round as `flowjax.models.quantize` has them; an engine rounds each token's inputs as
+    it multiplies. Embedding, head, norms and biases stay. The folder is there with its last file, or not at all.
+
+    Args:
+        largest_code: 63 for engines on CPUs. Those without VNNI add two products in 16 bits before they go on in 32;
+            with codes up to 127 such sums are cut off, and vLLM's products were wrong by a quarter of the largest.
+
+    Raises:
+        ModelError: the model has experts, or is not what its config.json promises.
+    """
+    model, folder = Path(model), Path(folder)
+    config, tensors = read_config(model), TensorFolder(model)
+    if config.experts is not None:
+        raise ModelError(
+            f"{model} has experts, which are not stored in int8: set config.engine.quantize to 'fp8' or ''"
+        )
+    specs = base_specs(config, jnp.float32)
+    _check_tensors(tensors, specs, config)
+    matrices = {name for target in ALL_TARGETS if target in specs for name in hf_names(target, config).flat}
+
+    def parts() -> Iterator[tuple[str, np.ndarray]]:
+        for name in sorted(tensors.names()):
+            values = tensors.read(name, (slice(None),) * len(tensors.shape(name)))
+            if name not in matrices:
+                yield name, values
+                continue
+            values = values.astype(np.float32)
+            top = np.abs(values).max(axis=1, keepdims=True)
+            scales = np.where(top > 0, top, 1.0) / np.float32(largest_code)
+            yield name, np.round(values / scales).astype(np.int8)
+            yield f"{name}_scale", scales.astype(np.float32)
+
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    files = _write_shards(parts(), unfinished)
+    if len(set(files.values())) > 1:
+        (unfinished / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (unfinished / "config.json").write_text(json.dumps(hf_config(config, "bfloat16") | _INT8, indent=2))
+    for source in (model / name for name in TOKENIZER_FILES):
+        if source.exists():
+            shutil.copyfile(source, unfinished / source.name)
+    unfinished.replace(folder)
+
+
 def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> dict[str, str]:
     """Write safetensors files; returns the file of each tensor. One file alone is called model.safetensors."""
     shards: list[list[str]] = []
@@ -297,3 +367,18 @@ def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> di
         (folder / f"part-{number}.safetensors").rename(folder / file)
         files |= dict.fromkeys(names, file)
     return files
+
+
+def main() -> None:
+    """An int8 copy of a model's folder, for the run's engines."""
+    parser = argparse.ArgumentParser(description=main.__doc__)  # absl's flags are one table for all that is imported
+    parser.add_argument("--model", required=True, help="Hugging Face folder of the base model")
+    parser.add_argument("--int8", required=True, help="folder to write; one that is there is left as it is")
+    parser.add_argument("--largest_code", type=int, default=127, help="63 for engines on CPUs")
+    given = parser.parse_args()
+    if not Path(given.int8).exists():
+        save_int8(given.model, given.int8, largest_code=given.largest_code)
+
+
+if __name__ == "__main__":
+    main()

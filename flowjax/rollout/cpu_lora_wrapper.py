@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from vllm.lora.layers import base_linear
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -122,19 +124,22 @@ def check_vllm() -> None:
             raise AttributeError(f"PunicaWrapperCPU.{name} is not a property")
     _check_parameters(BaseLinearLayerWithLoRA, "_apply_sync", ["self", "x", "bias"])
     _check_parameters(BaseLinearLayerWithLoRA, "_get_quant_method", ["self"])
+    _check_parameters(base_linear, "_get_lora_device", ["base_layer"])
 
 
-def _check_parameters(owner: type, name: str, expected: list[str]) -> None:
+def _check_parameters(owner: type | ModuleType, name: str, expected: list[str]) -> None:
     found = list(inspect.signature(getattr(owner, name)).parameters)
     if found != expected:
         raise AttributeError(f"{owner.__name__}.{name} takes {found}, not {expected}")
 
 
 def install(platform_class: type) -> None:
-    """Have vLLM use both of the above. Doing so again changes nothing."""
+    """Have vLLM use both of the above, and adapters on layers in int8. Doing so again changes nothing."""
     qualified_name = f"{GroupedLora.__module__}.{GroupedLora.__qualname__}"
     platform_class.get_punica_wrapper = classmethod(lambda cls: qualified_name)  # pyright: ignore[reportAttributeAccessIssue]
     stock = BaseLinearLayerWithLoRA._apply_sync
     if stock.__module__ != __name__:
         merged = MergedLinears(stock)
         BaseLinearLayerWithLoRA._apply_sync = lambda self, x, bias=None: merged.apply(self, x, bias)
+    # Stock vLLM looks for it at the layer's weight, which its int8 layers give up when it is packed.
+    base_linear._get_lora_device = lambda base_layer: torch.device("cpu")  # pyright: ignore[reportPrivateImportUsage]

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.config import ConfigError
-from flowjax.run import Engine, Policy, Run
+from flowjax.run import Base, Engine, Policy, Run
 
 HOST = "127.0.0.1"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max-lora-rank
+INT8_FOLDER = "int8"  # in the run folder: copies of base models, by name
 _CPU_STEP_TOKENS = 1024
 
 _ENGINE_SIDE = Path(__file__).parent / "engine_side"  # no package: for the engine's own interpreter
@@ -53,7 +54,7 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
     python = engine.python or sys.executable
     on_cpu = serves_on_cpu(python)
     options: dict[str, Any] = {
-        "--model": Path(base.model.path).resolve(),
+        "--model": served_folder(run, base).resolve(),
         "--served-model-name": base.name,
         "--host": HOST,
         "--port": port,
@@ -67,6 +68,7 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
         "--generation-config": "vllm",  # not the model's own top-k, top-p and penalties
         **(_lora_options(policies, run.config.dataflow.max_staleness) if "lora" in trained else {}),
         **(_FULL_OPTIONS if "full" in trained else {}),
+        **({"--quantization": "fp8"} if engine.quantize == "fp8" else {}),  # int8 is in the folder's config.json
     }
     if base.model.template_options:  # for who asks for chat completions: the canvas's executors, agents of others
         options["--default-chat-template-kwargs"] = json.dumps(base.model.template_options.to_dict())
@@ -94,6 +96,11 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
     for name, value in options.items():
         argv += [name, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return [*argv, *switches, *map(str, engine.extra_args)], environment
+
+
+def served_folder(run: Run, base: Base) -> Path:
+    """The folder that a base model's engines read: the base itself, or the run's int8 copy of it."""
+    return run.folder / INT8_FOLDER / base.name if base.engine.quantize == "int8" else Path(base.model.path)
 
 
 def adapter_slots(policies: int, max_staleness: int) -> int:

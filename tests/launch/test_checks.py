@@ -95,6 +95,15 @@ def test_full_training_has_no_reference_and_no_quantised_base(config):
     assert "config.policies.one trains 'full' weights, but 2 policies share the base" in shared
 
 
+def test_engines_in_8_bits_take_adapters_and_are_started_here(config):
+    config.engine.quantize, config.policy.train = "int8", "full"
+    (message,) = check_config(config)
+    assert "config.engine.quantize is 'int8'" in message and "set it to '' or train 'lora'" in message
+    config.policy.train, config.engine.urls = "lora", ("http://127.0.0.1:1",)
+    (message,) = check_config(config)
+    assert "config.engine.urls names engines that run elsewhere: start those with it" in message
+
+
 def test_all_conflicts_are_told_together(config):
     config.trainer.row_tokens, config.engine.max_model_tokens, config.trainer.steps = 10, 10, -1
     assert len(check_config(config)) == 3

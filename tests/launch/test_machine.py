@@ -93,6 +93,14 @@ def test_engine_interpreter_without_vllm_is_named(config, tmp_path):
     assert "not an executable" in machine.check_engine(resolve(config).bases["base"])[0]
 
 
+def test_fp8_is_for_gpus(config, monkeypatch):
+    config.engine.quantize = "fp8"
+    for on_cpu in (False, True):
+        monkeypatch.setattr(machine, "serves_on_cpu", lambda python, on_cpu=on_cpu: on_cpu)
+        found = [text for text in machine.check_engine(resolve(config).bases["base"]) if "fp8" in text]
+        assert found == ["config.engine.quantize is 'fp8', but the engine runs on a CPU: use 'int8' or ''"] * on_cpu
+
+
 def test_too_few_accelerators_for_the_engine(config, tmp_path):
     config.engine.tensor_parallel = 4
     (message,) = machine.check_accelerators(resolve(config), share_out(("0", "1"), 4))

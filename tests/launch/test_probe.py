@@ -137,6 +137,8 @@ def test_adapters_of_experts_that_engines_would_not_serve_are_refused(tmp_path: 
     assert found("q_proj", "router") == found("gate_proj", "up_proj", "down_proj") == []
     assert "or of none: name all three" in found("q_proj", "down_proj")[0]
     assert "leave the router's out" in found("gate_proj", "up_proj", "down_proj", "router")[0]
+    options = {"model.path": str(tmp_path), "model.nano": None, "engine.quantize": "int8"}
+    assert any("has experts: use 'fp8'" in text for text in problems(**options))
 
 
 @pytest.mark.parametrize(

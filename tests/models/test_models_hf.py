@@ -13,7 +13,7 @@ from tiny_models import TINY, hf_logprobs, logprobs, make_hf_folder, randomise_a
 from transformers import AutoModelForCausalLM
 
 from flowjax.models import hf
-from flowjax.models.hf import load_decoder, save_decoder
+from flowjax.models.hf import load_decoder, save_decoder, save_int8
 from flowjax.models.lora import Lora, adapter_arrays, adapter_from_peft, peft_tensors
 from flowjax.models.shape import Experts, ModelError
 from flowjax.weights.hand_over import peft_config
@@ -118,6 +118,33 @@ def test_weights_go_through_host_memory_piece_by_piece(tmp_path, tokens, monkeyp
     np.testing.assert_array_equal(logprobs(loaded, tokens), logprobs(decoder, tokens))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int8_copy_holds_what_the_trainer_quantises_to(tmp_path, monkeypatch, dtype):
+    """An engine's base in int8 and a trainer's are one: the same codes and scales."""
+    folder = make_hf_folder(tmp_path / "whole", "qwen3")
+    _transformers(folder).to(dtype).save_pretrained(folder)
+    monkeypatch.setattr(hf, "SHARD_BYTES", 2**14)
+    save_int8(folder, tmp_path / "small")
+    stored = hf.TensorFolder(tmp_path / "small")
+    decoder = load_decoder(folder, dtype=jnp.float32, quantize="int8")
+    for target in ("q_proj", "down_proj"):
+        matrix = decoder.parameter(target).get_value()
+        for layer, name in enumerate(hf.hf_names(target, decoder.config)):
+            codes, trained = stored.read(name, (slice(None),) * 2), np.asarray(matrix.codes[layer]).T
+            scales = stored.read(f"{name}_scale", (slice(None),) * 2)
+            # XLA multiplies by 1 / 127, which may be the next float, so that halves may be rounded the other way.
+            assert (codes != trained).mean() < 1e-3 and np.abs(codes.astype(int) - trained).max() <= 1
+            np.testing.assert_allclose(scales[:, 0], np.asarray(matrix.scales[layer, 0]), rtol=2e-7)
+    whole = hf.TensorFolder(folder)
+    names = whole.names()
+    assert stored.names() - names == {f"{name}_scale" for name in names if name.endswith("_proj.weight")}
+    for name in names - {name for name in names if name.endswith("_proj.weight")}:
+        index = (slice(None),) * len(whole.shape(name))
+        np.testing.assert_array_equal(stored.read(name, index), whole.read(name, index))
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "whole"]
+
+
 def test_merging_happens_in_float32():
     """Each of 64 updates is far below bfloat16's resolution next to 1; only a float32 sum keeps them."""
     decoder = tiny_decoder(Lora(64, 64.0, targets=("q_proj",)))
@@ -172,6 +199,19 @@ def test_truncated_file(qwen3):
     (qwen3 / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(ModelError, match=r"model.safetensors cannot be read .*: download it again"):
         load_decoder(qwen3)
+
+
+def test_an_int8_copy_is_whole_or_not_there(qwen3, tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hf, "save_file", full)
+        with pytest.raises(OSError, match="no space"):
+            save_int8(qwen3, tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+    save_int8(qwen3, tmp_path / "small")  # what was left is no hindrance
+    assert (tmp_path / "small" / "config.json").exists()
 
 
 def test_missing_folder(tmp_path):

@@ -28,7 +28,7 @@ from flowjax.models.nano import create_nano
 from flowjax.records import TokenRow
 from flowjax.rollout.client import EngineClient, EngineError, SamplingOptions, UnknownModel
 from flowjax.rollout.sidecar import engine_command
-from flowjax.run import resolve
+from flowjax.run import Run, resolve
 from flowjax.trainer.batch import pack
 from flowjax.trainer.update import sampled_logprobs
 
@@ -59,8 +59,11 @@ class Server:
         self.log.parent.mkdir()
         self.process: subprocess.Popen | None = None
 
+    def run(self) -> Run:
+        return resolve(self.config, self.folder / "run")
+
     def launch(self) -> None:
-        run = resolve(self.config)
+        run = self.run()
         argv, env = engine_command(run, run.engines[0], self.port)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
