@@ -371,7 +371,8 @@ def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> di
 
 def main() -> None:
     """An int8 copy of a model's folder, for the run's engines."""
-    parser = argparse.ArgumentParser(description=main.__doc__)  # absl's flags are one table for all that is imported
+    # absl's flags are one table for all that a process imports.
+    parser = argparse.ArgumentParser("python -m flowjax.models.hf", description=main.__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder of the base model")
     parser.add_argument("--int8", required=True, help="folder to write; one that is there is left as it is")
     parser.add_argument("--largest_code", type=int, default=127, help="63 for engines on CPUs")
