@@ -29,7 +29,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +55,7 @@ from flowjax.launch.checks import check_config, check_unchanged
 from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
 from flowjax.launch.machine import RunInUse, fetch_models, hold, to_fetch
 from flowjax.launch.preflight import examine
-from flowjax.launch.roles import choose_ports, engine_roles, int8_roles, publish_endpoints
+from flowjax.launch.roles import choose_ports, drop_int8, engine_roles, int8_roles, publish_endpoints
 from flowjax.launch.session import OK, ROLE_FAILED, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.models.shape import ModelError
@@ -68,7 +67,6 @@ from flowjax.rewards import Components
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStopped, play_missing
-from flowjax.rollout.sidecar import INT8_FOLDER
 from flowjax.run import Run, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
 from flowjax.weights.follow import WeightsError
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
@@ -344,10 +342,15 @@ def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
     saved = ConfigDict(saved.to_dict())
     # These two may differ: what is there is kept, and what is missing is played.
     saved.eval.tasks, saved.eval.samples = config.eval.tasks, config.eval.samples
-    for section, name in (("eval", "seed"), ("engine", "dtype")):  # may differ in a run that is resumed, not here
-        if saved[section][name] != config[section][name]:
-            return False
+    # These may differ in a run that is resumed, not here: other engines give other episodes.
+    if saved.eval.seed != config.eval.seed or _precisions(saved) != _precisions(config):
+        return False
     return of == played and not check_unchanged(saved, config)
+
+
+def _precisions(config: ConfigDict) -> dict[str, tuple[str, str]]:
+    """Serving precision and quantisation of each base model."""
+    return {name: (base.engine.dtype, base.engine.quantize) for name, base in resolve(config).bases.items()}
 
 
 def _named_data(config: ConfigDict) -> list[Path]:
@@ -566,7 +569,7 @@ def _play(evaluations: Sequence[Evaluation], request: EvaluationRequest, console
     try:
         return asyncio.run(session.run(lambda: engine_roles(run, ports, devices), with_engines, first=int8_roles(run)))
     finally:
-        shutil.rmtree(run.folder / INT8_FOLDER, ignore_errors=True)  # as large as the model, and soon made again
+        drop_int8(run)
 
 
 async def _play_served(evaluation: Evaluation, endpoints: Mapping[str, str], session: RunSession) -> None:

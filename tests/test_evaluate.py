@@ -77,7 +77,8 @@ def test_the_same_evaluation_goes_on_in_its_folder_and_another_one_gets_its_own(
     greedy = request(run, "one", "solver/2", more=["--config.eval.temperature=0"])
     begin(greedy)
     assert greedy.run.folder.name == "2-2"
-    assert request(run, "one", "solver/2", more=["--config.eval.seed=7"]).run.folder.name == "2-3"
+    for other in ("eval.seed=7", "engine.dtype=float16", "engine.quantize=int8"):  # other engines, other replies
+        assert request(run, "one", "solver/2", more=[f"--config.{other}"]).run.folder.name == "2-3", other
     written = run / "checkpoints" / "solver" / "2" / "later"
     written.touch()  # other weights at the same place
     os.utime(written, (time.time() + 9, time.time() + 9))

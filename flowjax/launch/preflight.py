@@ -73,7 +73,9 @@ def _engine_problems(run: Run) -> list[str]:
 
 
 def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
-    """Most that checkpoints, adapter folders and int8 copies of a run take at once."""
+    """Most that checkpoints, adapter folders and int8 copies of a run take at once; of copies, those still to make."""
+    from flowjax.rollout.sidecar import served_folder
+
     needed_bytes = 0
     for policy in run.policies.values():
         trainer, model = policy.trainer, plan.get("bases", {}).get(policy.base.name, {}).get("model", {})
@@ -85,7 +87,7 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
             continue
         needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
     for name, base in run.bases.items():
-        if base.engine.quantize == "int8" and base.engines:
+        if base.engine.quantize == "int8" and base.engines and not served_folder(run, base).exists():
             needed_bytes += plan.get("bases", {}).get(name, {}).get("model", {}).get("served_bytes", 0)
     return needed_bytes
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -87,7 +88,7 @@ def warm_start_roles(run: Run, devices: Devices) -> list[Role]:
 
 
 def int8_roles(run: Run) -> list[Role]:
-    """Makers of the int8 copies that engines started here read and the run's folder lacks."""
+    """Makers of the int8 copies that engines started here read. One that is there already is left as it is."""
     from flowjax.rollout.sidecar import served_folder, serves_on_cpu
 
     def command(base: Base) -> list[str]:
@@ -104,8 +105,15 @@ def int8_roles(run: Run) -> list[Role]:
             finite=True,
         )
         for name, base in run.bases.items()
-        if base.engine.quantize == "int8" and base.engines and not served_folder(run, base).exists()
+        if base.engine.quantize == "int8" and base.engines
     ]
+
+
+def drop_int8(run: Run) -> None:
+    """Take the int8 copies away once no engine reads them: as large as half the model each, and soon made again."""
+    from flowjax.rollout.sidecar import INT8_FOLDER
+
+    shutil.rmtree(run.folder / INT8_FOLDER, ignore_errors=True)
 
 
 def engine_roles(run: Run, ports: Mapping[str, int], devices: Devices) -> list[Role]:

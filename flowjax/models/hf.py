@@ -1,10 +1,12 @@
 """Hugging Face model folders: safetensors straight into sharded arrays, and merged models back out. No torch."""
 
 import argparse
+import contextlib
 import functools
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
+from flowjax.files import new_folder
 from flowjax.models.config import hf_config, read_config
 from flowjax.models.decoder import Decoder, base_specs, init_adapter, make_placement
 from flowjax.models.lora import ALL_TARGETS, Lora, hf_modules, merge
@@ -72,6 +75,7 @@ _INT8: dict[str, Any] = {
         },
     }
 }
+_ORIGIN = "int8.json"  # in an int8 copy: of what it is one
 _TEXT_PARTS = ("language_model.model.", "model.language_model.")  # of image models, in older and newer folders
 _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -302,7 +306,8 @@ def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127)
     """Write a Hugging Face folder's model anew with its layers' matrices in int8, in vLLM's compressed-tensors format.
 
     Outputs have a scale each, and round as `flowjax.models.quantize` has them; an engine rounds each token's inputs as
-    it multiplies. Embedding, head, norms and biases stay. The folder is there with its last file, or not at all.
+    it multiplies. Embedding, head, norms and biases stay. The folder is there once all of it is on disk, and says of
+    what it is a copy; a copy of the same is left as it is, one of something else gives way.
 
     Args:
         largest_code: 63 for engines on CPUs. Those without VNNI add two products in 16 bits before they go on in 32;
@@ -310,6 +315,7 @@ def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127)
 
     Raises:
         ModelError: the model has experts, or is not what its config.json promises.
+        OSError: it cannot be written; nothing of it is left.
     """
     model, folder = Path(model), Path(folder)
     config, tensors = read_config(model), TensorFolder(model)
@@ -319,6 +325,12 @@ def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127)
         )
     specs = base_specs(config, jnp.float32)
     _check_tensors(tensors, specs, config)
+    origin = _origin(model, largest_code)
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads((folder / _ORIGIN).read_text()) == origin:
+            return
+    for old in (folder, *folder.parent.glob(f".{folder.name}.*")):  # also what a killed process has left
+        shutil.rmtree(old, ignore_errors=True)
     matrices = {name for target in ALL_TARGETS if target in specs for name in hf_names(target, config).flat}
 
     def parts() -> Iterator[tuple[str, np.ndarray]]:
@@ -333,17 +345,26 @@ def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127)
             yield name, np.round(values / scales).astype(np.int8)
             yield f"{name}_scale", scales.astype(np.float32)
 
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    files = _write_shards(parts(), unfinished)
-    if len(set(files.values())) > 1:
-        (unfinished / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    (unfinished / "config.json").write_text(json.dumps(hf_config(config, "bfloat16") | _INT8, indent=2))
-    for source in (model / name for name in TOKENIZER_FILES):
-        if source.exists():
-            shutil.copyfile(source, unfinished / source.name)
-    unfinished.replace(folder)
+    with new_folder(folder) as unfinished:
+        files = _write_shards(parts(), unfinished)
+        if len(set(files.values())) > 1:
+            (unfinished / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        (unfinished / "config.json").write_text(json.dumps(hf_config(config, "bfloat16") | _INT8, indent=2))
+        for source in (model / name for name in TOKENIZER_FILES):
+            if source.exists():
+                shutil.copyfile(source, unfinished / source.name)
+        (unfinished / _ORIGIN).write_text(json.dumps(origin))
+
+
+def _origin(model: Path, largest_code: int) -> dict[str, Any]:
+    """The source of an int8 copy: the model's files with their sizes and times, and the codes' bound."""
+    files = (path for path in sorted(model.iterdir()) if path.suffix in (".safetensors", ".json", ".jinja"))
+    stats = {path.name: path.stat() for path in files}
+    return {
+        "model": str(model.resolve()),
+        "files": {name: [found.st_size, found.st_mtime_ns] for name, found in stats.items()},
+        "largest_code": largest_code,
+    }
 
 
 def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> dict[str, str]:
@@ -374,11 +395,13 @@ def main() -> None:
     # absl's flags are one table for all that a process imports.
     parser = argparse.ArgumentParser("python -m flowjax.models.hf", description=main.__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder of the base model")
-    parser.add_argument("--int8", required=True, help="folder to write; one that is there is left as it is")
+    parser.add_argument("--int8", required=True, help="folder to write; a copy of the same is left as it is")
     parser.add_argument("--largest_code", type=int, default=127, help="63 for engines on CPUs")
     given = parser.parse_args()
-    if not Path(given.int8).exists():
+    try:
         save_int8(given.model, given.int8, largest_code=given.largest_code)
+    except (ModelError, OSError) as error:
+        sys.exit(f"{given.int8} cannot be made: {error}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from flowjax.launch.command_line import parse
 from flowjax.launch.devices import Devices, engine_accelerators, share_out
 from flowjax.launch.preflight import Findings, disk_bytes, render_plan
 from flowjax.launch.probe import inspect_run
-from flowjax.launch.roles import choose_ports, missing_bases, publish_endpoints, run_roles, warm_start_roles
+from flowjax.launch.roles import choose_ports, drop_int8, missing_bases, publish_endpoints, run_roles, warm_start_roles
+from flowjax.rollout.sidecar import served_folder
 from flowjax.run import resolve
 
 JUDGE = {"model": {"path": "models/Qwen3-8B"}, "engine": {"tensor_parallel": 2, "replicas": 2}}
@@ -211,11 +212,20 @@ def test_the_plan_shows_each_base_with_its_engines(judged, tmp_path: Path):
     assert "--served-model-name judge" in plan
 
 
-def test_what_is_trained_on_each_base_takes_disk(both):
+def test_what_is_trained_on_each_base_takes_disk(both, tmp_path):
     model = {"checkpoint_bytes": 30, "adapter_bytes": 10}
     plan = {"bases": {"base": {"model": model}, "small": {"model": {**model, "checkpoint_bytes": 3}}}}
     both.trainer.keep_checkpoints, both.dataflow.max_staleness = 3, 1
     assert disk_bytes(resolve(both), plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10)
+    plan["bases"]["base"]["model"]["served_bytes"] = 7
+    both.engine.quantize = "int8"
+    run = resolve(both, tmp_path)
+    assert disk_bytes(run, plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10) + 7
+    served_folder(run, run.bases["base"]).mkdir(parents=True)
+    assert disk_bytes(run, plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10), "a copy that is there needs no room"
+    drop_int8(run)
+    assert not served_folder(run, run.bases["base"]).exists()
+    both.engine.quantize = ""
     both.elsewhere = ("dataflow", "trainer")
     assert disk_bytes(resolve(both), plan) == 2 * 4 * 10, "a node has no optimiser's state"
 

@@ -1,6 +1,7 @@
 """Folders of Hugging Face models: the same log-probabilities as transformers and PEFT, both ways; clear refusals."""
 
 import json
+import os
 import weakref
 
 import jax.numpy as jnp
@@ -210,8 +211,33 @@ def test_an_int8_copy_is_whole_or_not_there(qwen3, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="no space"):
             save_int8(qwen3, tmp_path / "small")
     assert not (tmp_path / "small").exists()
-    save_int8(qwen3, tmp_path / "small")  # what was left is no hindrance
-    assert (tmp_path / "small" / "config.json").exists()
+    assert not list(tmp_path.glob(".small*")), "a full disk is not kept full"
+    (tmp_path / ".small.killed").mkdir()
+    save_int8(qwen3, tmp_path / "small")
+    assert (tmp_path / "small" / "config.json").exists() and not (tmp_path / ".small.killed").exists()
+
+
+def test_an_int8_copy_of_something_else_gives_way(qwen3, tmp_path):
+    """One of another machine's codes, or of a base that was made anew, was served without a word."""
+    small = tmp_path / "small"
+
+    def made(**options: int) -> tuple[int, np.ndarray]:
+        save_int8(qwen3, small, **options)
+        stored = load_file(small / "model.safetensors")
+        return (small / "config.json").stat().st_mtime_ns, stored["model.layers.0.mlp.up_proj.weight"]
+
+    first, codes = made()
+    assert made()[0] == first and np.abs(codes).max() == 127
+    again, codes = made(largest_code=63)
+    assert again != first and np.abs(codes).max() == 63
+    os.utime(qwen3 / "model.safetensors", (1, 1))
+    assert made(largest_code=63)[0] != again
+
+
+def test_the_command_of_an_int8_copy_names_what_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hf", f"--model={tmp_path / 'nowhere'}", f"--int8={tmp_path / 'small'}"])
+    with pytest.raises(SystemExit, match=r"small cannot be made: model folder '.*nowhere' does not exist"):
+        hf.main()
 
 
 def test_missing_folder(tmp_path):
