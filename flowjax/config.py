@@ -213,8 +213,8 @@ FIELDS = Section(
         dtype=Entry("bfloat16", "serving precision", choices=("float32", "bfloat16", "float16")),
         quantize=Entry(
             "",
-            "products of the base's matrices in 8 bits, with LoRA: int8 on any machine, fp8 on newer GPUs "
-            "(docs/rollout.md)",
+            "products of the base's matrices in 8 bits, with LoRA: int8 on CPUs and on GPUs from Turing to Hopper, "
+            "fp8 from Ada on (docs/rollout.md)",
             choices=("", "int8", "fp8"),
         ),
         port=Entry(

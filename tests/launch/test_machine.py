@@ -101,6 +101,22 @@ def test_fp8_is_for_gpus(config, monkeypatch):
         assert found == ["config.engine.quantize is 'fp8', but the engine runs on a CPU: use 'int8' or ''"] * on_cpu
 
 
+def test_8_bits_want_16_around_them(config, monkeypatch, tmp_path):
+    """vLLM asserts on it while the engine starts, minutes later."""
+    config.engine.dtype = "float32"
+    cpus = {"": "flags : avx2", "on a CPU with AMX": "flags : avx512f amx_tile amx_int8", "on GPUs": None}
+    for quantize in ("int8", "fp8", ""):
+        config.engine.quantize = quantize
+        for where, flags in cpus.items():
+            (tmp_path / "cpuinfo").write_text(flags or "")
+            found = machine._quantize_problems(config.engine, on_cpu=flags is not None, cpu=tmp_path / "cpuinfo")
+            text = f"'{quantize}' and config.engine.dtype 'float32', which vLLM does not serve {where}: set dtype to"
+            refused = (quantize == "int8" and where) or (quantize == "fp8" and where == "on GPUs")
+            assert (text in "".join(found)) == bool(refused), (quantize, where, found)
+    config.engine.dtype, config.engine.quantize = "bfloat16", "int8"
+    assert not machine._quantize_problems(config.engine, on_cpu=False)
+
+
 def test_too_few_accelerators_for_the_engine(config, tmp_path):
     config.engine.tensor_parallel = 4
     (message,) = machine.check_accelerators(resolve(config), share_out(("0", "1"), 4))
