@@ -92,9 +92,13 @@ def estimate(
 
 
 def served_bytes(config: ModelConfig, dtype: str, quantize: str = "") -> int:
-    """Of the weights on an engine, which are in `dtype` but for matrices in 8 bits, of whichever kind, if any."""
+    """Of the weights on an engine: in `dtype`, but for matrices in 8 bits, which are all experts' too with fp8."""
     size = DTYPE_BYTES.get(dtype, 2)
-    return config.parameter_count() * size - saved_bytes(config, "int8" if quantize else "", size)
+    saved = saved_bytes(config, "int8" if quantize else "", size)
+    if quantize == "fp8" and (experts := config.experts):  # three maps of each
+        values = 3 * experts.count * experts.ffn_size * config.hidden_size
+        saved += len(config.sparse_layers) * values * (size - 1)
+    return config.parameter_count() * size - saved
 
 
 def adapter_slot_bytes(config: ModelConfig, lora: Lora, *, tensor: int, dtype: str) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flowjax.models.cost import estimate
+from flowjax.models.cost import estimate, served_bytes
 from flowjax.models.decoder import Decoder, Remat
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
@@ -26,6 +26,16 @@ def _decoder(remat: Remat = "layer", config: ModelConfig = CONFIG, lora: Lora = 
 
 def _bytes(state):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def test_fp8_is_all_matrices_of_an_engine_but_int8_no_experts():
+    sparse = dataclasses.replace(CONFIG, experts=Experts(count=8, per_token=2, ffn_size=32))
+    attention = 4 * (2 * 64 * (CONFIG.query_size + CONFIG.kv_size))  # values of four layers' four maps
+    scales = 4 * 4 * (64 + CONFIG.query_size + 2 * CONFIG.kv_size)
+    assert served_bytes(sparse, "bfloat16") == 2 * sparse.parameter_count()
+    int8 = 2 * sparse.parameter_count() - attention + scales
+    assert served_bytes(sparse, "bfloat16", "int8") == int8
+    assert served_bytes(sparse, "bfloat16", "fp8") == int8 - 4 * 8 * 3 * 64 * 32
 
 
 def test_arrays_are_counted_exactly():
