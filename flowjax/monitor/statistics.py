@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
-from scipy import stats
 
 RESAMPLES = 2000
 _DRAWS = 200  # of k samples of a task, for a majority
@@ -23,6 +22,8 @@ def task_interval(means: Float[np.ndarray, "tasks"]) -> tuple[float, float, floa
 
     Tasks that are all alike have no spread to draw from: of n equal means in [0, 1] the interval is Wilson's.
     """
+    from scipy import stats  # takes a second: for who asks for an interval
+
     mean = float(np.mean(means))
     if len(means) < 2 or np.ptp(means) == 0.0:
         if not 0.0 <= mean <= 1.0:
@@ -150,6 +151,8 @@ def difference(
         kept = 2 * wilson(tasks, tasks)[0] - 1
         low, high = sorted((mean, kept * mean))
         return Difference(mean, low, high, 2.0 ** (1 - tasks) if mean else 1.0, better, 0.0, tasks, seeds)
+    from scipy import stats
+
     freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
     error = math.sqrt(variance)
     bound = float(stats.t.ppf(0.5 + confidence / 2, freedom))

@@ -1,13 +1,13 @@
 """Messages to token ids and back, by the tokenizer and chat template of a model folder."""
 
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
-from transformers import AutoTokenizer
 
 from flowjax.envs import Message
 from flowjax.fields import nearest
@@ -16,6 +16,21 @@ from flowjax.fields import nearest
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 _GIVEN |= {f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
 _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag around replies
+
+
+def _load(folder: Path) -> Any:
+    """The tokenizer of a model folder.
+
+    AutoTokenizer imports torch, seconds before a role's first line. Nano bases are read by the class it chooses for
+    them; which one it chooses for others that name this class depends on more than their files say.
+    """
+    files = [folder / "tokenizer_config.json", folder / "config.json"]
+    tokenizer, model = (json.loads(file.read_text()) if file.exists() else {} for file in files)
+    if tokenizer.get("tokenizer_class") == "PreTrainedTokenizerFast" and model.get("model_type") == "qwen3":
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
+    return Tokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
 class CodecError(ValueError):
@@ -85,7 +100,7 @@ class Codec:
         if not Path(folder).is_dir():
             raise CodecError(f"model.path {folder} is not a folder: give a Hugging Face folder with tokenizer.json")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            self._tokenizer: Any = _load(Path(folder))
         except (OSError, ValueError, KeyError) as error:
             raise CodecError(f"model.path {folder} has no readable tokenizer ({error}): add tokenizer.json") from error
         if not self._tokenizer.chat_template:

@@ -1,12 +1,15 @@
 """Chat templates and tokenizers, exact and quick."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
 import pytest
 from transformers import AutoTokenizer
 
 from flowjax.envs.sokoban import Sokoban
-from flowjax.models.nano import build_tokenizer
+from flowjax.models.nano import build_tokenizer, create_nano
 from flowjax.workflows.codec import Codec, CodecError, PromptTooLong
 
 WORDS = (*Sokoban().vocabulary(), "system", "user", "assistant", "one", "two", "three", "end")
@@ -52,6 +55,20 @@ def test_ids_equal_those_of_the_tokenizer_itself(folder: Path, template: str | N
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     codec = Codec(folder)
     assert codec.encode(messages) == codec.encode(messages) == expected
+
+
+def test_a_nano_base_is_read_as_transformers_would_and_without_torch(tmp_path: Path):
+    """Five seconds of every start of a rollout service and an evaluation went into importing torch."""
+    create_nano(WORDS, tmp_path, key=jax.random.key(0))
+    code = (
+        "import sys; from flowjax.workflows.codec import Codec; codec = Codec(sys.argv[1]);"
+        "print('torch' in sys.modules, codec.encode([{'role': 'user', 'content': 'one # _ two'}]))"
+    )
+    found = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True).stdout
+    expected = AutoTokenizer.from_pretrained(str(tmp_path))
+    ids = expected.apply_chat_template([user("one # _ two")], add_generation_prompt=True, return_dict=False)
+    assert found.strip() == f"False {ids}"
+    assert type(Codec(tmp_path)._tokenizer) is type(expected)
 
 
 THINKING = (
