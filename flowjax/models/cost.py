@@ -1,9 +1,10 @@
 """Costs of a training run in plain arithmetic: device memory, which `--dry_run` prints before anything is allocated,
 and floating-point operations of a step, beside what a device can do."""
 
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,11 +63,11 @@ def estimate(
     mesh = AbstractMesh((data, fsdp, expert, sequence, tensor), MESH_AXES)
     placement = Placement(mesh, default_rules(config, mesh))
     shards = fsdp * tensor * expert * sequence
-    specs = params.outer_specs(config, dtype) | params.layer_specs(config, dtype)
-    base = sum(_local(spec, placement) for spec in specs.values())
+    specs = {**params.outer_specs(config, dtype), **params.layer_specs(config, dtype)}
+    base = _local(specs.values(), placement)
     adapter = 0
     if lora is not None:
-        adapter = sum(_local(spec, placement) for ab in adapter_specs(config, lora).values() for spec in ab.values())
+        adapter = _local((spec for ab in adapter_specs(config, lora).values() for spec in ab.values()), placement)
     trained = FLOAT32 * (adapter if lora else base)
     part = _DevicePart(math.ceil(rows / (data * fsdp * expert)), math.ceil(tokens / sequence), size, tensor, expert)
     # Each device of `sequence` scores the tokens of all of its rows, whose hidden states are collected for that.
@@ -127,10 +128,16 @@ class _DevicePart:
         return self.rows * self.tokens
 
 
-def _local(spec: params.ParamSpec, placement: Placement) -> int:
-    """Values of a parameter that a device holds."""
-    ways = (1 if axis is None else placement.ways(axis) for axis in spec.axes)
-    return math.prod(math.ceil(size / parts) for size, parts in zip(spec.shape, ways, strict=True))
+def _local(specs: Iterable[params.ParamSpec], placement: Placement) -> int:
+    """Values of parameters that a device holds."""
+    ways = functools.cache(placement.ways)
+    return sum(
+        math.prod(
+            math.ceil(size / (1 if axis is None else ways(axis)))
+            for size, axis in zip(spec.shape, spec.axes, strict=True)
+        )
+        for spec in specs
+    )
 
 
 def _kept_bytes(config: ModelConfig, part: _DevicePart, remat: str) -> int:

@@ -332,7 +332,7 @@ def rms_norm(
 
 def base_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, params.ParamSpec]:
     """Every base parameter, those of the layers by their own names."""
-    return params.outer_specs(config, dtype) | params.layer_specs(config, dtype)
+    return {**params.outer_specs(config, dtype), **params.layer_specs(config, dtype)}
 
 
 def make_placement(

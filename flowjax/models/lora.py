@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): y = x W + scale * (x A) B, and their PEFT layout."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ def adapted(config: ModelConfig, lora: Lora) -> tuple[str, ...]:
     return tuple(found)
 
 
-def adapter_specs(config: ModelConfig, lora: Lora) -> dict[str, dict[str, ParamSpec]]:
+@functools.cache
+def adapter_specs(config: ModelConfig, lora: Lora) -> Mapping[str, dict[str, ParamSpec]]:
     """The stacked adapter arrays in float32, by parameter: {"a": [layers, in, rank], "b": [layers, rank, out]}, of
     experts [layers, experts, ...].
 

@@ -4,7 +4,8 @@ Matrices are stored [in, out], and those of the layers stacked [layers, in, out]
 a checkpoint holds few, big arrays. Layers that differ in their parameters are scanned as blocks of repeating periods.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,8 @@ def stacked_experts(name: str, config: ModelConfig) -> tuple[tuple[int, ...], tu
     return ((config.experts.count,), ("experts",)) if name in EXPERT and config.experts else ((), ())
 
 
-def layer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
+@functools.cache  # a planner asks thousands of times
+def layer_specs(config: ModelConfig, dtype: DTypeLike) -> Mapping[str, ParamSpec]:
     """The stacked parameters of all layers; those of one kind of layer are stacked over the layers of that kind."""
     std = 0.02
     residual_std = std / (2 * config.layers) ** 0.5  # GPT-2: the residual sum of 2 * layers branches keeps its scale

@@ -1,6 +1,7 @@
 """Shape of a decoder: sizes and switches, whatever family it comes from."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -106,14 +107,14 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def sparse_layers(self) -> tuple[int, ...]:
         """Layers with experts."""
         if self.experts is None:
             return ()
         return tuple(layer for layer in range(self.layers) if layer not in self.experts.dense_layers)
 
-    @property
+    @cached_property
     def dense_layers(self) -> tuple[int, ...]:
         """Layers with an ordinary feed-forward map."""
         sparse = self.sparse_layers
