@@ -22,7 +22,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that answers questions over several documents with the help of a search engine.
 
     nano          2 CPU cores   python -m flowjax.launch --config=configs/search.py:nano
-                  ran for a few steps only; the base and what is learnt are not measured yet
+                  no result is claimed: what holds its base back is in docs/worlds/search.md
     nano_append   the same, an episode being one growing conversation
     qwen3_8b      8 x A100 80 GB, and a retrieval server, without thinking   (not run by us)
                   python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
