@@ -67,6 +67,7 @@ from flowjax.rewards import Components
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStopped, play_missing
+from flowjax.rollout.sidecar import largest_code
 from flowjax.run import Run, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
 from flowjax.weights.follow import WeightsError
 from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
@@ -316,6 +317,9 @@ def _evaluation(
     name = re.sub(r"[^\w@,.=-]+", "-", called or played["name"])
     if weights is not None:
         played["changed_s"] = _changed_s(weights)
+    rounded = {name: base for name, base in resolve(config).bases.items() if base.engine.quantize == "int8"}
+    if rounded:  # to fewer codes on a CPU
+        played["largest_codes"] = {name: largest_code(base) for name, base in rounded.items()}
     if data := _named_data(config):
         played["data_changed_s"] = max(map(_changed_s, data))
     if out:

@@ -79,10 +79,15 @@ def test_the_same_evaluation_goes_on_in_its_folder_and_another_one_gets_its_own(
     assert greedy.run.folder.name == "2-2"
     for other in ("eval.seed=7", "engine.dtype=float16", "engine.quantize=int8"):  # other engines, other replies
         assert request(run, "one", "solver/2", more=[f"--config.{other}"]).run.folder.name == "2-3", other
+    begin(request(run, "one", "solver/2", more=["--config.engine.quantize=int8"]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("flowjax.evaluate.largest_code", lambda base: 127)  # a machine with GPUs goes on with a CPU's
+        again = request(run, "one", "solver/2", more=["--config.engine.quantize=int8"])
+    assert again.run.folder.name == "2-4"
     written = run / "checkpoints" / "solver" / "2" / "later"
     written.touch()  # other weights at the same place
     os.utime(written, (time.time() + 9, time.time() + 9))
-    assert request(run, "one", "solver/2").run.folder.name == "2-3"
+    assert request(run, "one", "solver/2").run.folder.name == "2-4"
 
 
 def test_other_tasks_in_the_same_file_are_another_evaluation(run):

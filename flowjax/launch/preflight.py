@@ -73,7 +73,7 @@ def _engine_problems(run: Run) -> list[str]:
 
 
 def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
-    """Most that checkpoints, adapter folders and int8 copies of a run take at once; of copies, those still to make."""
+    """Most that checkpoints, adapter folders and int8 copies of a run take at once; of copies, what is not there."""
     from flowjax.rollout.sidecar import served_folder
 
     needed_bytes = 0
@@ -87,8 +87,12 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
             continue
         needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
     for name, base in run.bases.items():
-        if base.engine.quantize == "int8" and base.engines and not served_folder(run, base).exists():
-            needed_bytes += plan.get("bases", {}).get(name, {}).get("model", {}).get("served_bytes", 0)
+        if base.engine.quantize == "int8" and base.engines:
+            copy, there = served_folder(run, base), 0
+            for folder in (copy, *copy.parent.glob(f".{copy.name}.*")):  # also a part, which gives way
+                there += sum(path.stat().st_size for path in folder.glob("*"))
+            copy_bytes = plan.get("bases", {}).get(name, {}).get("model", {}).get("served_bytes", 0)
+            needed_bytes += max(copy_bytes - there, 0)
     return needed_bytes
 
 

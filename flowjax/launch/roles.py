@@ -89,12 +89,11 @@ def warm_start_roles(run: Run, devices: Devices) -> list[Role]:
 
 def int8_roles(run: Run) -> list[Role]:
     """Makers of the int8 copies that engines started here read. One that is there already is left as it is."""
-    from flowjax.rollout.sidecar import served_folder, serves_on_cpu
+    from flowjax.rollout.sidecar import largest_code, served_folder
 
     def command(base: Base) -> list[str]:
         argv = ["-m", "flowjax.models.hf", f"--model={base.model.path}", f"--int8={served_folder(run, base)}"]
-        on_cpu = serves_on_cpu(base.engine.python or sys.executable)
-        return [sys.executable, *argv, *(["--largest_code=63"] if on_cpu else [])]
+        return [sys.executable, *argv, f"--largest_code={largest_code(base)}"]
 
     return [
         Role(

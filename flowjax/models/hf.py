@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -314,7 +315,7 @@ def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127)
             with codes up to 127 such sums are cut off, and vLLM's products were wrong by a quarter of the largest.
 
     Raises:
-        ModelError: the model has experts, or is not what its config.json promises.
+        ModelError: the model has experts, or is not what its config.json promises; or `folder` is there and no copy.
         OSError: it cannot be written; nothing of it is left.
     """
     model, folder = Path(model), Path(folder)
@@ -329,8 +330,12 @@ def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127)
     with contextlib.suppress(OSError, ValueError):
         if json.loads((folder / _ORIGIN).read_text()) == origin:
             return
-    for old in (folder, *folder.parent.glob(f".{folder.name}.*")):  # also what a killed process has left
-        shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        if not (folder / _ORIGIN).exists():
+            raise ModelError(f"folder {folder} is there already and no int8 copy: name a new one, or remove it")
+        shutil.rmtree(folder)
+    for left in folder.parent.glob(f".{folder.name}.*"):  # by a killed process
+        shutil.rmtree(left, ignore_errors=True)
     matrices = {name for target in ALL_TARGETS if target in specs for name in hf_names(target, config).flat}
 
     def parts() -> Iterator[tuple[str, np.ndarray]]:
@@ -398,9 +403,10 @@ def main() -> None:
     parser.add_argument("--int8", required=True, help="folder to write; a copy of the same is left as it is")
     parser.add_argument("--largest_code", type=int, default=127, help="63 for engines on CPUs")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # in order: a copy that is half there is removed
     try:
         save_int8(given.model, given.int8, largest_code=given.largest_code)
-    except (ModelError, OSError) as error:
+    except (ModelError, OSError, safetensors.SafetensorError) as error:
         sys.exit(f"{given.int8} cannot be made: {error}")
 
 

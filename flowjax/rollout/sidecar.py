@@ -103,6 +103,11 @@ def served_folder(run: Run, base: Base) -> Path:
     return run.folder / INT8_FOLDER / base.name if base.engine.quantize == "int8" else Path(base.model.path)
 
 
+def largest_code(base: Base) -> int:
+    """Bound of the codes in a base model's int8 copy, by where its engines run (`flowjax.models.hf.save_int8`)."""
+    return 63 if serves_on_cpu(base.engine.python or sys.executable) else 127
+
+
 def adapter_slots(policies: int, max_staleness: int) -> int:
     """Adapters in one batch: the current version of each, those within the bound, and one that is being replaced."""
     return policies * (max_staleness + 2)

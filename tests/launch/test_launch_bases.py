@@ -221,8 +221,12 @@ def test_what_is_trained_on_each_base_takes_disk(both, tmp_path):
     both.engine.quantize = "int8"
     run = resolve(both, tmp_path)
     assert disk_bytes(run, plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10) + 7
-    served_folder(run, run.bases["base"]).mkdir(parents=True)
-    assert disk_bytes(run, plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10), "a copy that is there needs no room"
+    for folder in (".base.killed", "base"):  # a part, which gives way; then a whole one
+        left = served_folder(run, run.bases["base"]).with_name(folder)
+        left.mkdir(parents=True)
+        (left / "model.safetensors").write_bytes(b"12345")
+        needed_bytes = (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10) + (2 if folder == ".base.killed" else 0)
+        assert disk_bytes(run, plan) == needed_bytes, "what is there needs no room"
     drop_int8(run)
     assert not served_folder(run, run.bases["base"]).exists()
     both.engine.quantize = ""

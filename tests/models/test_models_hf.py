@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tiny_models import TINY, hf_logprobs, logprobs, make_hf_folder, randomise_adapter, tiny_decoder
 from transformers import AutoModelForCausalLM
@@ -204,12 +205,14 @@ def test_truncated_file(qwen3):
 
 def test_an_int8_copy_is_whole_or_not_there(qwen3, tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
-        raise OSError("no space left on device")
+        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
 
     with monkeypatch.context() as patched:
         patched.setattr(hf, "save_file", full)
-        with pytest.raises(OSError, match="no space"):
-            save_int8(qwen3, tmp_path / "small")
+        patched.setattr(hf.signal, "signal", lambda *_: None)
+        patched.setattr("sys.argv", ["hf", f"--model={qwen3}", f"--int8={tmp_path / 'small'}"])
+        with pytest.raises(SystemExit, match=r"small cannot be made: .*No space left"):
+            hf.main()
     assert not (tmp_path / "small").exists()
     assert not list(tmp_path.glob(".small*")), "a full disk is not kept full"
     (tmp_path / ".small.killed").mkdir()
@@ -234,7 +237,20 @@ def test_an_int8_copy_of_something_else_gives_way(qwen3, tmp_path):
     assert made(largest_code=63)[0] != again
 
 
+@pytest.mark.parametrize("place", ["model", "notes"])
+def test_an_int8_copy_takes_nobodys_place(qwen3, tmp_path, place):
+    """The base itself, named by mistake, was replaced by its copy."""
+    folder = {"model": qwen3, "notes": tmp_path / "notes"}[place]
+    folder.mkdir(exist_ok=True)
+    (folder / "thesis.txt").write_text("years of work")
+    before = sorted(folder.iterdir())
+    with pytest.raises(ModelError, match="there already and no int8 copy: name a new one"):
+        save_int8(qwen3, folder)
+    assert sorted(folder.iterdir()) == before
+
+
 def test_the_command_of_an_int8_copy_names_what_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf.signal, "signal", lambda *_: None)
     monkeypatch.setattr("sys.argv", ["hf", f"--model={tmp_path / 'nowhere'}", f"--int8={tmp_path / 'small'}"])
     with pytest.raises(SystemExit, match=r"small cannot be made: model folder '.*nowhere' does not exist"):
         hf.main()
