@@ -27,6 +27,7 @@ from flowjax.run import TAUGHT_FILE, Base, Run, read_models
 
 _LOCK_FILE = "launch.lock"
 _SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
+_BLACKWELL = 10.0  # compute capability
 
 
 class RunInUse(Exception):
@@ -141,12 +142,24 @@ def _quantize_problems(engine: ConfigDict, *, on_cpu: bool, cpu: Path = Path("/p
     given = f"config.engine.quantize is {engine.quantize!r}"
     if engine.quantize == "fp8" and on_cpu:
         return [f"{given}, but the engine runs on a CPU: use 'int8' or ''"]
+    if engine.quantize == "int8" and not on_cpu and _newest_gpu() >= _BLACKWELL:
+        return [f"{given}, but vLLM has no such products for GPUs as new as this machine's: use 'fp8' or ''"]
     if not engine.quantize or engine.dtype != "float32":
         return []
     if on_cpu and not (cpu.exists() and "amx_int8" in cpu.read_text()):
         return []
     where = "on a CPU with AMX" if on_cpu else "on GPUs"
     return [f"{given} and config.engine.dtype 'float32', which vLLM does not serve {where}: set dtype to 'bfloat16'"]
+
+
+def _newest_gpu() -> float:
+    """Compute capability of the newest NVIDIA GPU; 0 where there is none."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        return max(map(float, said.split()), default=0.0)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0.0
 
 
 def check_accelerators(run: Run, devices: Devices) -> list[str]:

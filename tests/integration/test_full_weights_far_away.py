@@ -28,7 +28,7 @@ def launched(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
 
 
 def wait_for(condition: Callable[[], object], *processes: tuple[Path, subprocess.Popen[bytes]]) -> None:
-    until = time.monotonic() + 400
+    until = time.monotonic() + 600
     while not condition():
         said = "\n".join((folder / "output.txt").read_text()[-3000:] for folder, _ in processes)
         assert time.monotonic() < until and all(process.poll() is None for _, process in processes), said
@@ -36,7 +36,7 @@ def wait_for(condition: Callable[[], object], *processes: tuple[Path, subprocess
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2100)
 def test_every_version_of_all_weights_reaches_a_node_and_the_one_after_it(tmp_path: Path):
     port = free_port()
     here, there = tmp_path / "here", tmp_path / "there"
@@ -53,6 +53,7 @@ def test_every_version_of_all_weights_reaches_a_node_and_the_one_after_it(tmp_pa
         wait_for(lambda: read_status(here / "run", "dataflow"), (here, run))
         nodes.append(launched(there, *join))
         wait_for(lambda: trained(here / "run") >= 2, (here, run), (there, nodes[0]))
+        assert nodes[0].poll() is None, (there / "output.txt").read_text()[-3000:]
         os.killpg(nodes[0].pid, signal.SIGKILL)
         nodes.append(launched(there, *join))
         assert run.wait(timeout=600) == 0, (here / "output.txt").read_text()[-3000:]

@@ -117,6 +117,19 @@ def test_8_bits_want_16_around_them(config, monkeypatch, tmp_path):
     assert not machine._quantize_problems(config.engine, on_cpu=False)
 
 
+@pytest.mark.parametrize(("said", "refused"), [("9.0\\n10.0", True), ("8.0\\n8.0", False), ("No devices", False)])
+def test_int8_ends_with_hopper(config, monkeypatch, tmp_path, said, refused):
+    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\nprintf "{said}"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    config.engine.quantize = "int8"
+    found = machine._quantize_problems(config.engine, on_cpu=False)
+    assert [text for text in found if "no such products for GPUs as new" in text] == found
+    assert bool(found) == refused
+    config.engine.quantize = "fp8"
+    assert not machine._quantize_problems(config.engine, on_cpu=False)
+
+
 def test_too_few_accelerators_for_the_engine(config, tmp_path):
     config.engine.tensor_parallel = 4
     (message,) = machine.check_accelerators(resolve(config), share_out(("0", "1"), 4))
