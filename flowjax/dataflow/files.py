@@ -3,7 +3,8 @@
     GET /run                                         {name, id, config, bases}: config as JSON, bases by name
     GET /files/bases/<base>                          {files: [[path, bytes, digest], ...]} of a base model's folder
     GET /files/bases/<base>/<path>                   one of them; a part of it by the header Range
-    GET /files/weights                               {policies: {policy: {step: identity}}}: versions that may be needed
+    GET /files/weights                               {policies: {policy: {step: identity}}, pinned: {policy: [step]}}:
+                                                     versions that may be needed, and those of evaluations
     GET /files/weights/<policy>/<step>?base=<key>    {pack: [name, bytes, digest], base: key}: a version as engines are
                                                      given it, packed (`flowjax.weights.delta`) against the base where
                                                      that is still here, else whole, which base "" says
@@ -30,8 +31,8 @@ from flowjax.run import Run
 from flowjax.weights.delta import pack_folder
 from flowjax.weights.publish import CheckpointError, commit_of, committed_steps, read_adapter
 
-_PACKED = "packed"  # folder of the run with versions on their way
-_KEPT = 3  # newest versions of a policy there, needed or not: nodes that are further behind get one whole
+PACKED = "packed"  # folder of the run with versions on their way
+KEPT = 3  # newest versions of a policy there, needed or not: nodes that are further behind get one whole
 _LONGEST = 20  # digits of a step
 _HELD_S = 20.0  # so long an answer is held back at most: nodes hang up after a minute of silence
 Listing = list[tuple[str, int, str]]
@@ -49,7 +50,7 @@ class RunFiles:
 
     def __init__(self, run: Run, oldest_needed: Callable[[str], int], pinned: Callable[[str], Collection[int]]):
         self._run, self._oldest_needed, self._pinned = run, oldest_needed, pinned
-        self._packed = run.folder / _PACKED
+        self._packed = run.folder / PACKED
         self._digests: dict[Path, str] = {}  # of packs
         self._listings: dict[tuple[Path, str], Listing] = {}
         self._making: dict[Hashable, asyncio.Task[Any]] = {}
@@ -75,7 +76,7 @@ class RunFiles:
     async def _versions(self, request: web.Request) -> web.Response:
         listed = {policy: self._listed(policy) for policy in self._run.policies}
         policies = {policy: {str(step): commit for step, commit in known.items()} for policy, known in listed.items()}
-        return _answer({"policies": policies})
+        return _answer({"policies": policies, "pinned": {policy: sorted(self._pinned(policy)) for policy in listed}})
 
     def _listed(self, policy: str) -> dict[int, str]:
         """Versions of a policy that may be needed, and their commits."""
@@ -189,7 +190,7 @@ class RunFiles:
         known = sorted((int(step), commit) for step, _, commit in (key.partition(".") for key in folders))
         # What the trainer has made anew, or has gone back behind, is nobody's base.
         valid = [(step, commit) for step, commit in known if step <= newest and listed.get(step, commit) == commit]
-        needed = [*valid[-_KEPT:], *(version for version in valid if version[0] in listed)]
+        needed = [*valid[-KEPT:], *(version for version in valid if version[0] in listed)]
         kept = {asked, *(f"{step}.{commit}" for step, commit in needed)}
         for key in folders.keys() - kept:
             for made in self._packed.glob(f"{policy}@{key}-from-*"):

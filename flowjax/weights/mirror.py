@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -231,11 +232,37 @@ def _is_of_model(place: Path) -> bool:
     return not hidden and place.suffix in _OF_MODELS and str(place.parent) in _OF_MODEL_FOLDERS
 
 
-class WeightsMirror:
-    """Brings `checkpoints/` of a run folder to what the run has."""
+_Version = tuple[str, int, str]  # policy, step, identity
 
-    def __init__(self, run_dir: Path, origin: RunSource):
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """Versions of a policy that the run has: all of them by step, and the steps that are fetched."""
+
+    steps: Mapping[int, str]
+    fetched: Collection[int]
+
+    def newer_than(self, step: int) -> int:
+        """Number of versions to fetch that are newer."""
+        return sum(other > step for other in self.fetched)
+
+    def lacks(self, step: int, identity: str | None) -> bool:
+        """True of a version that was made anew, or is newer than all there are. Older ones may just be deleted."""
+        return step > max(self.steps, default=-1) or self.steps.get(step, identity) != identity
+
+
+class WeightsMirror:
+    """Brings `checkpoints/` of a run folder to what the run has.
+
+    Args:
+        run_dir: of the node.
+        one_at_a_time: policies of which an engine holds one version, in place of its base: of these the newest is
+            fetched, and what an evaluation needs.
+    """
+
+    def __init__(self, run_dir: Path, origin: RunSource, *, one_at_a_time: Collection[str] = ()):
         self._checkpoints, self._origin = run_dir / "checkpoints", origin
+        self._one_at_a_time, self._latest = one_at_a_time, ""  # the policy of which something was fetched last
 
     async def follow(self) -> None:
         """Do so until cancelled, however often the run is away."""
@@ -251,42 +278,78 @@ class WeightsMirror:
             await asyncio.sleep(pause_s)
 
     async def update(self) -> None:
-        """Fetch what is missing, the newest version first, and forget what the run no longer has.
+        """Fetch what is missing, the newest versions first, and forget what the run no longer has.
+
+        The run is asked again after each version, since a newer one goes before the rest; and while one comes, since
+        its trainer may go back behind that one, or behind what is played here.
 
         Raises:
             MirrorError: the run refuses some versions; the others are here.
             aiohttp.ClientError, OSError: something did not come.
         """
-        listed = (await self._origin.ask("/files/weights"))["policies"]
-        refused = []
-        for policy, steps in listed.items():
-            refused += await self._update(policy, {int(step): identity for step, identity in steps.items()})
+        refused: dict[_Version, str] = {}
+        while True:
+            listed = await self._ask()
+            for policy in listed:
+                self._sweep(policy, listed[policy].steps)
+            missing = [version for version in self._missing(listed) if version not in refused]
+            if not missing:
+                break
+            # Each policy's newest before older ones of any, and the policies in turns.
+            version = min(missing, key=lambda of: (listed[of[0]].newer_than(of[1]), of[0] == self._latest))
+            policy = self._latest = version[0]
+            try:
+                await self._fetch_watched(version)
+            except (MirrorError, DeltaError) as error:
+                refused[version] = f"{policy} {version[1]}: {error}"
+            finally:
+                # Last what the run no longer has: until now it may have been the base of a version that was fetched.
+                # The newest that is here stays, also where none has come: the next try is against it.
+                known = listed[policy].steps
+                self._forget(policy, [step for step in self._steps(policy)[:-1] if step not in known])
+        for policy in listed:
+            self._forget(policy, [step for step in self._steps(policy)[:-1] if step not in listed[policy].steps])
         if refused:
-            raise MirrorError("; ".join(refused))
+            raise MirrorError("; ".join(refused.values()))
 
-    async def _update(self, policy: str, wanted: Mapping[int, str]) -> list[str]:
-        """Bring the versions of a policy to those wanted. Returns why some of them cannot be had.
+    async def _ask(self) -> "Mapping[str, _Listed]":
+        """Ask for the versions of each policy, and forget those here that the run has lost or made anew.
 
-        A broken connection, or a full disk, ends it: the others would fail alike.
+        These are an earlier run's, or those of a trainer that has gone back; engines must not play them.
         """
-        here = {step: commit_of(self._checkpoints / policy, step) for step in self._steps(policy)}
-        newest = max(wanted, default=-1)
-        # First what the run has made anew, so that it is fetched again under the same number, and what it has not made
-        # yet: an earlier run's, or those of a trainer that has gone back, which engines must not take for the newest.
-        self._forget(policy, [step for step in here if step > newest or wanted.get(step, here[step]) != here[step]])
-        self._sweep(policy, wanted)
-        refused = []
+        answer = await self._origin.ask("/files/weights")
+        listed = {}
+        for policy, identities in answer["policies"].items():
+            steps = {int(step): identity for step, identity in identities.items()}
+            pinned, newest = answer["pinned"].get(policy, ()), max(steps, default=-1)
+            alone = policy in self._one_at_a_time
+            fetched = {step for step in steps if not alone or step == newest or step in pinned}
+            listed[policy] = _Listed(steps, fetched)
+            here = {step: commit_of(self._checkpoints / policy, step) for step in self._steps(policy)}
+            self._forget(policy, [step for step, commit in here.items() if listed[policy].lacks(step, commit)])
+        return listed
+
+    def _missing(self, listed: "Mapping[str, _Listed]") -> "list[_Version]":
+        return [
+            (policy, step, of.steps[step])
+            for policy, of in listed.items()
+            for step in of.fetched
+            if not self._folder(policy, step).exists()
+        ]
+
+    async def _fetch_watched(self, version: "_Version") -> None:
+        """Fetch a version, unless the run loses it meanwhile."""
+        policy, step, identity = version
+        fetch = asyncio.create_task(self._fetch(policy, step, identity))
         try:
-            for step in sorted(wanted, reverse=True):
-                try:
-                    await self._fetch(policy, step, wanted[step])
-                except (MirrorError, DeltaError) as error:
-                    refused.append(f"{policy} {step}: {error}")
+            while not (await asyncio.wait({fetch}, timeout=_LOOK_EVERY_S))[0]:
+                if (await self._ask())[policy].lacks(step, identity):
+                    return
         finally:
-            # Last what the run no longer has: until now it may have been the base of a version that was fetched. The
-            # newest that is here stays, also where none has come: the next try is against it.
-            self._forget(policy, [step for step in self._steps(policy)[:-1] if step not in wanted])
-        return refused
+            if not fetch.done():
+                fetch.cancel()
+                await asyncio.gather(fetch, return_exceptions=True)
+        await fetch
 
     def _folder(self, policy: str, step: int) -> Path:
         return self._checkpoints / policy / str(step)
@@ -307,9 +370,10 @@ class WeightsMirror:
         return self._checkpoints / policy / f".part-{step}-{identity}"
 
     def _sweep(self, policy: str, wanted: Mapping[int, str]) -> None:
-        """Delete what has come of versions that nobody wants any more."""
+        """Delete what has come of versions that nobody wants any more, and what a kill has left of gone ones."""
         known = {self._unfinished(policy, step, identity) for step, identity in wanted.items()}
-        for other in set(self._checkpoints.glob(f"{policy}/.part-*")) - known:
+        left = {path for name in (".part-*", ".gone-*") for path in self._checkpoints.glob(f"{policy}/{name}")}
+        for other in left - known:
             shutil.rmtree(other, ignore_errors=True)
 
     async def _fetch(self, policy: str, step: int, identity: str) -> None:
@@ -324,6 +388,8 @@ class WeightsMirror:
         except DeltaError as error:  # the base here is not the one there, by whatever fault
             logging.warning("%s %d comes whole: %s", policy, step, error)
             size_bytes = await self._unpack(policy, step, None, unfinished)
+        if (await self._ask())[policy].lacks(step, identity):
+            return
         # Marker, then rename: the follower lists numbered folders with a marker, and must find none that is not whole.
         commit_copy(unfinished, identity)
         unfinished.rename(folder)
@@ -341,20 +407,23 @@ class WeightsMirror:
             )
         packed = unfinished / name
         await self._origin.fetch(f"/files/packs/{name}", packed, size_bytes, digest)
-        if made.exists():  # a start before this one was killed right after
-            shutil.rmtree(made)
+        for left in [path for path in unfinished.iterdir() if path != packed]:  # by a start that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         known = self._folder(policy, base) / HANDED_OVER if base is not None and answer["base"] else None
         try:
             with new_folder(made) as opened:
                 await asyncio.to_thread(open_folder, packed, known, opened)
-        finally:
+        except DeltaError:
             packed.unlink()
+            raise
+        packed.unlink()  # only now: where the disk is full it need not come again
         return size_bytes
 
 
 async def _follow(run: Run) -> None:
     async with source(run.config.dataflow.url, known_token(run.folder), known_run_id(run.folder)) as origin:
-        await WeightsMirror(run.folder, origin).follow()
+        in_place = [name for name, policy in run.policies.items() if policy.train == "full"]
+        await WeightsMirror(run.folder, origin, one_at_a_time=in_place).follow()
 
 
 def main() -> None:

@@ -485,8 +485,117 @@ def test_versions_that_the_run_has_not_made_go_before_anything_comes(tmp_path):
 
             origin.ask = noting
             await WeightsMirror(node, origin).update()
-        assert here == [("/files/weights", [0, 7]), ("/files/weights/agent/0?base=", [])], here
+        assert here[:2] == [("/files/weights", [0, 7]), ("/files/weights/agent/0?base=", [])], here
         assert committed_steps(node / "checkpoints" / "agent") == [0]
+
+    asyncio.run(scenario())
+
+
+def fetched(copy: WeightsMirror, monkeypatch: pytest.MonkeyPatch, before=lambda step: None) -> list[int]:
+    """Steps in the order in which they are fetched from now on; `before` is called as each one begins."""
+    steps, unpack = [], copy._unpack
+
+    async def noting(policy, step, base, unfinished):
+        steps.append(step)
+        before(step)
+        return await unpack(policy, step, base, unfinished)
+
+    monkeypatch.setattr(copy, "_unpack", noting)
+    return steps
+
+
+@pytest.mark.parametrize(("in_place", "expected"), [((), [3, 4, 2]), (("agent",), [3, 4])])
+def test_a_version_made_meanwhile_goes_before_older_ones(tmp_path, monkeypatch, in_place, expected):
+    """A node with a slow link fetched all that it had missed, and was behind again by then."""
+    run, node = RolloutRun(tmp_path, dataflow__max_staleness=9), tmp_path / "node"
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            for step in (1, 2, 3):
+                run.publish(step)
+            copy = WeightsMirror(node, origin, one_at_a_time=in_place)
+            steps = fetched(copy, monkeypatch, lambda step: run.publish(4) if step == 3 else None)
+            await copy.update()
+            assert steps == expected
+            assert committed_steps(node / "checkpoints" / "agent") == sorted(expected)
+
+    asyncio.run(scenario())
+
+
+def test_what_an_evaluation_needs_is_fetched_though_an_engine_holds_one_version(tmp_path):
+    run, node = RolloutRun(tmp_path, dataflow__max_staleness=9), tmp_path / "node"
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            for step in (1, 2, 3):
+                run.publish(step)
+            ask = origin.ask
+
+            async def pinning(path):
+                answer = await ask(path)
+                return answer | {"pinned": {"agent": [1]}} if path == "/files/weights" else answer
+
+            origin.ask = pinning
+            await WeightsMirror(node, origin, one_at_a_time=("agent",)).update()
+            assert committed_steps(node / "checkpoints" / "agent") == [1, 3]
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_that_goes_back_while_a_version_comes_is_noticed_at_once(tmp_path, monkeypatch):
+    """Such a version was committed, and until then the one before it was played as if it were still there."""
+    run, node = RolloutRun(tmp_path, dataflow__max_staleness=9), tmp_path / "node"
+    monkeypatch.setattr(mirror, "_LOOK_EVERY_S", 0.05)
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            copy = WeightsMirror(node, origin)
+            run.publish(1)
+            await copy.update()
+            run.publish(2)
+            seen = []
+
+            async def stuck(policy, step, base, unfinished):
+                for lost in (1, 2):
+                    shutil.rmtree(run.folder / "checkpoints" / "agent" / str(lost))
+                while True:  # for ever, unless what comes here is given up
+                    await asyncio.sleep(0.05)
+                    seen.append(committed_steps(node / "checkpoints" / "agent"))
+
+            monkeypatch.setattr(copy, "_unpack", stuck)
+            await asyncio.wait_for(copy.update(), 60)
+            assert committed_steps(node / "checkpoints" / "agent") == [0]
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_of_a_node_makes_nothing_come_twice(tmp_path, monkeypatch):
+    run, node = RolloutRun(tmp_path), tmp_path / "node"
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            copy, downloads, download = WeightsMirror(node, origin), [], origin._download
+
+            async def counted(path, part, have_bytes):
+                downloads.append(path)
+                await download(path, part, have_bytes)
+
+            def full(packed, known, folder):
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(origin, "_download", counted)
+            with monkeypatch.context() as patched:
+                patched.setattr(mirror, "open_folder", full)
+                for _ in range(3):
+                    with pytest.raises(OSError, match="No space left"):
+                        await copy.update()
+            (part,) = (node / "checkpoints" / "agent").glob(".part-*")
+            (part / ".handed_over.killed").mkdir()
+            (node / "checkpoints" / "agent" / ".gone-7").mkdir()
+            await copy.update()
+            assert len(downloads) == 1
+            (version,) = (node / "checkpoints" / "agent").iterdir()
+            assert {path.name for path in version.iterdir()} == {HANDED_OVER, "commit_success.txt"}
 
     asyncio.run(scenario())
 
