@@ -55,7 +55,7 @@ from flowjax.launch.checks import check_config, check_unchanged
 from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
 from flowjax.launch.machine import RunInUse, fetch_models, hold, to_fetch
 from flowjax.launch.preflight import examine
-from flowjax.launch.roles import choose_ports, drop_int8, engine_roles, int8_roles, publish_endpoints
+from flowjax.launch.roles import choose_ports, drop_copies, engine_roles, int8_roles, publish_endpoints
 from flowjax.launch.session import OK, ROLE_FAILED, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.models.shape import ModelError
@@ -573,7 +573,7 @@ def _play(evaluations: Sequence[Evaluation], request: EvaluationRequest, console
     try:
         return asyncio.run(session.run(lambda: engine_roles(run, ports, devices), with_engines, first=int8_roles(run)))
     finally:
-        drop_int8(run)
+        drop_copies(run)
 
 
 async def _play_served(evaluation: Evaluation, endpoints: Mapping[str, str], session: RunSession) -> None:

@@ -45,7 +45,7 @@ from flowjax.launch.pool import Pool
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
     choose_ports,
-    drop_int8,
+    drop_copies,
     int8_roles,
     missing_bases,
     publish_endpoints,
@@ -359,7 +359,7 @@ def _run(request: LaunchRequest, console: Console) -> int:
     with forwarding(run.folder, run.config, session.say), pool:
         status = asyncio.run(session.run(lambda: run_roles(run, ports, devices), done, first=first))
     if status == OK:
-        drop_int8(run)
+        drop_copies(run)
         if run.is_node:
             console.print("the run has ended", highlight=False)
             return status

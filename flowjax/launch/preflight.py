@@ -30,6 +30,7 @@ from flowjax.launch.machine import (
 from flowjax.launch.roles import fixed_ports, int8_roles, missing_bases
 from flowjax.launch.supervisor import Role
 from flowjax.monitor.sinks import check_sinks
+from flowjax.monitor.token import is_loopback
 from flowjax.run import Base, Engine, Run
 
 _PROBE_TIMEOUT_S = 120.0
@@ -73,7 +74,10 @@ def _engine_problems(run: Run) -> list[str]:
 
 
 def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
-    """Most that checkpoints, adapter folders and int8 copies of a run take at once; of copies, what is not there."""
+    """Most that checkpoints, adapter folders, versions on their way to nodes, and int8 copies of a run take at once.
+
+    Of copies it is what is not there yet.
+    """
     from flowjax.rollout.sidecar import served_folder
 
     needed_bytes = 0
@@ -86,6 +90,10 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
             needed_bytes += max(kept, adapters) * model.get("adapter_bytes", 0)
             continue
         needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
+        if "rollout" in run.config.elsewhere or not is_loopback(run.config.dataflow.host):  # nodes may join
+            from flowjax.dataflow.files import KEPT
+
+            needed_bytes += 2 * (KEPT + 1) * model.get("adapter_bytes", 0)  # versions on their way, and their packs
     for name, base in run.bases.items():
         if base.engine.quantize == "int8" and base.engines:
             copy, there = served_folder(run, base), 0

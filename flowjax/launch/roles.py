@@ -108,11 +108,13 @@ def int8_roles(run: Run) -> list[Role]:
     ]
 
 
-def drop_int8(run: Run) -> None:
-    """Take the int8 copies away once no engine reads them: as large as half the model each, and soon made again."""
+def drop_copies(run: Run) -> None:
+    """Take away what nobody reads once no role runs: int8 copies of base models, and versions packed for nodes."""
+    from flowjax.dataflow.files import PACKED
     from flowjax.rollout.sidecar import INT8_FOLDER
 
-    shutil.rmtree(run.folder / INT8_FOLDER, ignore_errors=True)
+    for name in (INT8_FOLDER, PACKED):
+        shutil.rmtree(run.folder / name, ignore_errors=True)
 
 
 def engine_roles(run: Run, ports: Mapping[str, int], devices: Devices) -> list[Role]:

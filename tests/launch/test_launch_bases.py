@@ -14,7 +14,14 @@ from flowjax.launch.command_line import parse
 from flowjax.launch.devices import Devices, engine_accelerators, share_out
 from flowjax.launch.preflight import Findings, disk_bytes, render_plan
 from flowjax.launch.probe import inspect_run
-from flowjax.launch.roles import choose_ports, drop_int8, missing_bases, publish_endpoints, run_roles, warm_start_roles
+from flowjax.launch.roles import (
+    choose_ports,
+    drop_copies,
+    missing_bases,
+    publish_endpoints,
+    run_roles,
+    warm_start_roles,
+)
 from flowjax.rollout.sidecar import served_folder
 from flowjax.run import resolve
 
@@ -227,9 +234,12 @@ def test_what_is_trained_on_each_base_takes_disk(both, tmp_path):
         (left / "model.safetensors").write_bytes(b"12345")
         needed_bytes = (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10) + (2 if folder == ".base.killed" else 0)
         assert disk_bytes(run, plan) == needed_bytes, "what is there needs no room"
-    drop_int8(run)
-    assert not served_folder(run, run.bases["base"]).exists()
+    (run.folder / "packed" / "agent@1").mkdir(parents=True)
+    drop_copies(run)
+    assert not served_folder(run, run.bases["base"]).exists() and not (run.folder / "packed").exists()
     both.engine.quantize = ""
+    both.dataflow.host = "0.0.0.0"
+    assert disk_bytes(resolve(both), plan) == (4 * 30 + 11 * 10) + (4 * 3 + 11 * 10), "four versions and their packs"
     both.elsewhere = ("dataflow", "trainer")
     assert disk_bytes(resolve(both), plan) == 2 * 4 * 10, "a node has no optimiser's state"
 
