@@ -290,8 +290,10 @@ class WeightsMirror:
         refused: dict[_Version, str] = {}
         while True:
             listed = await self._ask()
-            for policy in listed:
-                self._sweep(policy, listed[policy].steps)
+            for policy, of in listed.items():
+                self._sweep(policy, of.steps)
+                # But for the newest that is here, though the run may not have it any more: what comes is against it.
+                self._forget(policy, [step for step in self._steps(policy)[:-1] if step not in of.steps])
             missing = [version for version in self._missing(listed) if version not in refused]
             if not missing:
                 break
@@ -302,13 +304,6 @@ class WeightsMirror:
                 await self._fetch_watched(version)
             except (MirrorError, DeltaError) as error:
                 refused[version] = f"{policy} {version[1]}: {error}"
-            finally:
-                # Last what the run no longer has: until now it may have been the base of a version that was fetched.
-                # The newest that is here stays, also where none has come: the next try is against it.
-                known = listed[policy].steps
-                self._forget(policy, [step for step in self._steps(policy)[:-1] if step not in known])
-        for policy in listed:
-            self._forget(policy, [step for step in self._steps(policy)[:-1] if step not in listed[policy].steps])
         if refused:
             raise MirrorError("; ".join(refused.values()))
 
