@@ -93,7 +93,7 @@ def estimate(
 
 
 def served_bytes(config: ModelConfig, dtype: str, quantize: str = "") -> int:
-    """Of the weights on an engine: in `dtype`, but for matrices in 8 bits, which are all experts' too with fp8."""
+    """Of the weights on an engine: in `dtype`, but for matrices in 8 bits; with fp8 those of experts, too."""
     size = DTYPE_BYTES.get(dtype, 2)
     saved = saved_bytes(config, "int8" if quantize else "", size)
     if quantize == "fp8" and (experts := config.experts):  # three maps of each

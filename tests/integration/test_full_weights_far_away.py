@@ -64,7 +64,7 @@ def test_every_version_of_all_weights_reaches_a_node_and_the_one_after_it(tmp_pa
             process.wait()
     lines = [line for line in read_metrics(here / "run") if line["kind"] == "train"]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    # The engine had the weights that the trainer scores with, to the last bit of float32.
+    # But for float32's rounding the engine had the weights that the trainer scores with.
     assert all(line["trained_tokens"] > 0 and line["mismatch_kl"] < 1e-9 for line in lines), lines
     mirror = (there / "node" / "logs" / "mirror.log").read_text()
     assert re.search(rf"agent {STEPS} is here, by \d+ bytes", mirror), mirror[-2000:]
