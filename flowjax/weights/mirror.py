@@ -3,9 +3,8 @@
     python -m flowjax.weights.mirror --run=<run folder of the node>
 
 The copy has the layout of the run's own folder, with what engines are given of each version in the place of its arrays
-(`flowjax.weights.follow` takes either). Files come over HTTP from the dataflow (`flowjax.dataflow.files`), a few at a
-time, go on where a broken transfer has ended, and count only when their digests agree. A version comes as what differs
-from the newest one that is here, or whole, and is renamed into place when all of it is there.
+(`flowjax.weights.follow` takes either). Files come from the dataflow (`flowjax.weights.source`). A version comes as
+what differs from the newest one that is here, or whole, and is renamed into place when all of it is there.
 """
 
 import argparse
@@ -15,141 +14,27 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
 import aiohttp
 from absl import logging
 
 from flowjax.config import ConfigError
 from flowjax.files import FileHeldError, digest_of, held, new_folder
-from flowjax.monitor.token import VARIABLE, bearer, known_run_id, known_token, of_run
-from flowjax.records import WireError, unpack
+from flowjax.monitor.token import known_run_id, known_token
 from flowjax.run import Run, read_run
 from flowjax.weights.delta import DeltaError, open_folder
 from flowjax.weights.publish import HANDED_OVER, commit_copy, commit_of, committed_steps
+from flowjax.weights.source import RunSource, SourceError, source
 
 _LOOK_EVERY_S = 0.5  # at the versions of the run
 _LAST_RETRY_S = 10.0
-_AT_ONCE = 8  # files: over a slow link one connection alone does not fill it
-_SILENT_S = 60.0  # that a transfer may be, after which it is begun again where it was
-_CHUNK_BYTES = 256 * 1024
 _OF_MODELS = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _OF_MODEL_FOLDERS = (".", "chat_templates")
 
 
-class MirrorError(RuntimeError):
-    """A file cannot be had from the run; the message names it, the cause and the remedy."""
-
-
-class OtherModelError(MirrorError):
+class OtherModelError(SourceError):
     """A base model here is not the one that the run has."""
-
-
-@contextlib.asynccontextmanager
-async def source(url: str, token: str, run_id: str = "") -> AsyncIterator["RunSource"]:
-    """The run whose dataflow is at `url`, and no other with `run_id`."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
-    async with aiohttp.ClientSession(headers={**bearer(token), **of_run(run_id)}, timeout=timeout) as session:
-        yield RunSource(url.rstrip("/"), session)
-
-
-class RunSource:
-    """Questions to a run, and files of it."""
-
-    def __init__(self, url: str, session: aiohttp.ClientSession):
-        self.url, self._session = url, session
-        self._slots = asyncio.Semaphore(_AT_ONCE)
-
-    async def ask(self, path: str) -> dict[str, Any]:
-        """The answer to a GET request.
-
-        Raises:
-            MirrorError: the run refuses, or whoever answers is none.
-            aiohttp.ClientError, OSError: nobody answers.
-        """
-        async with self._get(path) as response:
-            body = await response.read()
-            if response.status == 401:
-                raise MirrorError(f"{self.url} wants a key: set {VARIABLE} to what --invite=<node> printed at the run")
-            if response.status != 200:
-                reason = body.decode(errors="replace")[:500]
-                raise MirrorError(f"{self.url}{path} is refused (HTTP {response.status}): {reason}")
-        try:
-            return unpack(body)
-        except WireError as error:
-            raise MirrorError(f"whoever answers at {self.url} is no dataflow of this version: {error}") from error
-
-    async def copy(self, path: str, folder: Path) -> None:
-        """Have `folder` hold the files that are listed at `path` and no others; those that it has already are kept.
-
-        Raises:
-            MirrorError, aiohttp.ClientError, OSError: a file did not come whole. What came stays for the next try.
-        """
-        files = (await self.ask(path))["files"]
-        for name, _, _ in files:
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise MirrorError(f"{self.url}{path} lists {name[:200]!r}, which lies outside: it is no dataflow")
-        listed = {folder / name for name, _, _ in files}
-        known = listed | set(map(_unfinished, listed))
-        for other in [place for place in folder.rglob("*") if place.is_file() and place not in known]:
-            other.unlink()  # of another model, which a fetch that was broken off was of
-        fetches = [self.fetch(f"{path}/{quote(name)}", folder / name, size, digest) for name, size, digest in files]
-        # All of them to their end, also where one fails: what has come does not come again at the next try.
-        for result in await asyncio.gather(*fetches, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-
-    async def fetch(self, path: str, target: Path, size_bytes: int, digest: str) -> None:
-        """Have the file at `path` as `target`, whose folder is made.
-
-        Raises:
-            MirrorError, aiohttp.ClientError, OSError: it did not come whole, or not as it is there.
-        """
-        async with self._slots:
-            if target.exists():
-                if await asyncio.to_thread(digest_of, target) == digest:
-                    return
-                target.unlink()  # it came from another file of that name, before this one took its place
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part = _unfinished(target)
-            have_bytes = part.stat().st_size if part.exists() else 0
-            if have_bytes < size_bytes:
-                await self._download(path, part, have_bytes)
-            part.touch()  # an empty file has nothing to download
-            if await asyncio.to_thread(digest_of, part) != digest:
-                part.unlink()  # what is wrong with it cannot be known: all of it comes again
-                raise MirrorError(f"{self.url}{path} did not come as it is there: it is fetched again")
-            part.rename(target)
-
-    async def _download(self, path: str, part: Path, have_bytes: int) -> None:
-        # As it is: a server may otherwise send the file x.gz that lies beside x, or compress a part of it.
-        headers = {"Range": f"bytes={have_bytes}-", "Accept-Encoding": "identity"}
-        async with self._get(path, headers) as response:
-            if response.status not in (200, 206):
-                raise MirrorError(f"{self.url}{path} cannot be had (HTTP {response.status})")
-            # 200 to a request with Range: the server sends all of it, and what was there is written over.
-            with part.open("ab" if response.status == 206 else "wb") as file:
-                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-                    file.write(chunk)
-
-    @contextlib.asynccontextmanager
-    async def _get(self, path: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to a GET request, as soon as the run has made what is asked for."""
-        while True:
-            async with self._session.get(f"{self.url}{path}", headers=headers) as response:
-                if response.status != HTTPStatus.ACCEPTED:
-                    yield response
-                    return
-            logging.info("the run is making %s", path)
-            await asyncio.sleep(_LOOK_EVERY_S)
-
-
-def _unfinished(target: Path) -> Path:
-    """File that holds what has come of `target` so far."""
-    return target.with_name(f".{target.name}.part")
 
 
 async def fetch_bases(run: Run, origin: RunSource) -> None:
@@ -157,7 +42,7 @@ async def fetch_bases(run: Run, origin: RunSource) -> None:
 
     Raises:
         OtherModelError: that folder holds another, or something else.
-        MirrorError: the run's machine does not have one either, or it does not come whole.
+        SourceError: the run's machine does not have one either, or it does not come whole.
         aiohttp.ClientError, OSError: the run does not answer any more.
     """
     for name, base in run.bases.items():
@@ -205,7 +90,15 @@ async def _fetch_base(name: str, folder: Path, origin: RunSource) -> None:
             f"not exist, or delete it, and base {name} of the run is fetched"
         )
     unfinished = folder.with_name(f".{folder.name}.part")
-    await origin.copy(f"/files/bases/{name}", unfinished)
+    while True:
+        had_bytes = origin.received_bytes
+        try:
+            await origin.copy(f"/files/bases/{name}", unfinished)
+            break
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            if origin.received_bytes == had_bytes:
+                raise
+            logging.warning("base %s goes on where it was (%s: %s)", name, type(error).__name__, error)
     unfinished.rename(folder)
 
 
@@ -271,7 +164,7 @@ class WeightsMirror:
             try:
                 await self.update()
                 pause_s, said = _LOOK_EVERY_S, ""
-            except (MirrorError, aiohttp.ClientError, OSError) as error:
+            except (SourceError, aiohttp.ClientError, OSError) as error:
                 if (problem := f"{type(error).__name__}: {error}") != said:
                     logging.warning("versions are not up to date: %s", problem)
                 pause_s, said = min(2 * pause_s, _LAST_RETRY_S), problem
@@ -284,7 +177,7 @@ class WeightsMirror:
         its trainer may go back behind that one, or behind what is played here.
 
         Raises:
-            MirrorError: the run refuses some versions; the others are here.
+            SourceError: the run refuses some versions; the others are here.
             aiohttp.ClientError, OSError: something did not come.
         """
         refused: dict[_Version, str] = {}
@@ -302,10 +195,10 @@ class WeightsMirror:
             policy = self._latest = version[0]
             try:
                 await self._fetch_watched(version)
-            except (MirrorError, DeltaError) as error:
+            except (SourceError, DeltaError) as error:
                 refused[version] = f"{policy} {version[1]}: {error}"
         if refused:
-            raise MirrorError("; ".join(refused.values()))
+            raise SourceError("; ".join(refused.values()))
 
     async def _ask(self) -> "Mapping[str, _Listed]":
         """Ask for the versions of each policy, and forget those here that the run has lost or made anew.
@@ -397,7 +290,7 @@ class WeightsMirror:
         answer = await self._origin.ask(f"{path}?base={key}")
         name, size_bytes, digest = answer["pack"]
         if Path(name).name != name or answer["base"] not in ("", key):
-            raise MirrorError(
+            raise SourceError(
                 f"{self._origin.url}{path} answers with {name[:200]!r}: it is no dataflow of this version"
             )
         packed = unfinished / name

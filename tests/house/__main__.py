@@ -16,7 +16,7 @@ from tests.house.sources import Complaint, Source, read_sources
 
 ROOT = Path(__file__).parents[2]
 # Most files, and most lines at the 90th percentile: what has been reached is not to be lost again.
-MOST_FILES = 199
+MOST_FILES = 200
 MOST_P90_LINES = 450
 
 

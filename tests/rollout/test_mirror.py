@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 import gzip
+import hashlib
 import json
+import random
 import shutil
 import sys
+import tempfile
 import time
 from asyncio.subprocess import PIPE
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +19,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rollout_run import RolloutRun
 from safetensors.numpy import load_file
 
@@ -26,8 +32,9 @@ from flowjax.weights import hand_over as handed_over
 from flowjax.weights import mirror
 from flowjax.weights.follow import Follower
 from flowjax.weights.hand_over import hand_over
-from flowjax.weights.mirror import MirrorError, OtherModelError, WeightsMirror, fetch_bases, source
+from flowjax.weights.mirror import OtherModelError, WeightsMirror, fetch_bases
 from flowjax.weights.publish import HANDED_OVER, Checkpoints, commit_of, committed_steps, read_adapter
+from flowjax.weights.source import SourceError, _Coming, source
 from tests.dataflow.test_flow import played
 
 
@@ -363,7 +370,8 @@ def test_a_fetch_that_goes_on_takes_nothing_of_another_model_for_its_own(tmp_pat
 
 def test_what_takes_the_run_long_is_made_once_and_arrives(tmp_path, monkeypatch):
     """The node hangs up after half a second of silence; a base's digests and a version take 1.2 s each."""
-    monkeypatch.setattr(mirror, "_SILENT_S", 0.5)
+    monkeypatch.setattr("flowjax.weights.source._SILENT_S", 0.5)
+    monkeypatch.setattr("flowjax.weights.source._MADE_EVERY_S", 0.02)
     monkeypatch.setattr(mirror, "_LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(files, "_HELD_S", 0.2, raising=False)
     listing, writing = Slow(files._listing, 1.2), Slow(handed_over.save_file, 1.2)
@@ -426,15 +434,15 @@ def test_the_run_says_why_a_version_cannot_be_had(tmp_path, monkeypatch):
         run.publish(1)
         damage(run, 1)
         async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
-            with pytest.raises(MirrorError, match=r"HTTP 500.*1 of agent cannot be packed \(CheckpointError: "):
+            with pytest.raises(SourceError, match=r"HTTP 500.*1 of agent cannot be packed \(CheckpointError: "):
                 await origin.ask("/files/weights/agent/1")
             monkeypatch.setattr(files, "read_adapter", thinned_out)
-            with pytest.raises(MirrorError, match=r"HTTP 404.*gone or made anew"):
+            with pytest.raises(SourceError, match=r"HTTP 404.*gone or made anew"):
                 await origin.ask("/files/weights/agent/0")
             assert committed_steps(folder) == [1]
             run.publish(2)
             monkeypatch.setattr(files, "read_adapter", made_anew)
-            with pytest.raises(MirrorError, match=r"HTTP 404.*gone or made anew"):
+            with pytest.raises(SourceError, match=r"HTTP 404.*gone or made anew"):
                 await origin.ask("/files/weights/agent/2")
             assert packed(run) == [], "the new content under the name of the old"
 
@@ -452,14 +460,14 @@ def test_a_version_that_cannot_be_had_holds_up_no_other(tmp_path):
                 run.publish(step)
             servers.flow.report_serving("agent", 2)
             damage(run, 2)
-            with pytest.raises(MirrorError, match=r"agent 2: .*HTTP 500.*cannot be packed"):
+            with pytest.raises(SourceError, match=r"agent 2: .*HTTP 500.*cannot be packed"):
                 await copy.update()
             assert committed_steps(node / "checkpoints" / "agent") == [1], "what the run no longer needs is gone"
             for step in (3, 4):
                 run.publish(step)
                 damage(run, step)
             servers.flow.report_serving("agent", 4)
-            with pytest.raises(MirrorError, match=r"agent 4: .*; agent 3: "):
+            with pytest.raises(SourceError, match=r"agent 4: .*; agent 3: "):
                 await copy.update()
             assert committed_steps(node / "checkpoints" / "agent") == [1], "what the next try is against"
 
@@ -575,26 +583,24 @@ def test_a_full_disk_of_a_node_makes_nothing_come_twice(tmp_path, monkeypatch):
 
     async def scenario():
         async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
-            copy, downloads, download = WeightsMirror(node, origin), [], origin._download
-
-            async def counted(path, part, have_bytes):
-                downloads.append(path)
-                await download(path, part, have_bytes)
+            copy = WeightsMirror(node, origin)
 
             def full(packed, known, folder):
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr(origin, "_download", counted)
             with monkeypatch.context() as patched:
                 patched.setattr(mirror, "open_folder", full)
                 for _ in range(3):
                     with pytest.raises(OSError, match="No space left"):
                         await copy.update()
             (part,) = (node / "checkpoints" / "agent").glob(".part-*")
+            (pack,) = part.glob("*.pack")
+            size_bytes = pack.stat().st_size
+            assert origin.received_bytes == size_bytes
             (part / ".handed_over.killed").mkdir()
             (node / "checkpoints" / "agent" / ".gone-7").mkdir()
             await copy.update()
-            assert len(downloads) == 1
+            assert origin.received_bytes == size_bytes
             (version,) = (node / "checkpoints" / "agent").iterdir()
             assert {path.name for path in version.iterdir()} == {HANDED_OVER, "commit_success.txt"}
 
@@ -668,6 +674,14 @@ class Cut(Middlebox):
         request.transport.close()
 
 
+class Shut(Middlebox):
+    """Of one file nothing comes."""
+
+    async def send(self, request: web.Request, response: web.StreamResponse, body: bytes) -> None:
+        assert request.transport is not None
+        request.transport.close()
+
+
 class Narrow(Middlebox):
     """One file comes a little at a time, over two seconds."""
 
@@ -681,7 +695,8 @@ NODE = """
 import asyncio, sys
 from pathlib import Path
 from flowjax.run import read_run
-from flowjax.weights.mirror import fetch_bases, source
+from flowjax.weights.mirror import fetch_bases
+from flowjax.weights.source import source
 
 async def fetch():
     async with source(sys.argv[2], "") as origin:
@@ -712,30 +727,126 @@ def test_two_nodes_of_a_machine_fetch_a_base_once(tmp_path):
                 for each in nodes:
                     assert each.stdout is not None and await each.stdout.readline() == b"ready\n"
                 await asyncio.gather(*(each.communicate(b"\n") for each in nodes))
-            assert ([each.returncode for each in nodes], len(narrow.asked)) == ([0, 0], 1)
+            assert [each.returncode for each in nodes] == [0, 0]
+            assert len(narrow.asked) == len(set(narrow.asked)) == 16, "each piece once"
             assert (tmp_path / "models/mine/merges.txt").read_bytes() == content
 
     asyncio.run(scenario())
 
 
-def test_a_transfer_that_is_cut_goes_on_where_it_was(tmp_path):
-    run = RolloutRun(tmp_path)
-    (run.model / "weights.bin").write_bytes(bytes(range(256)) * 4096)
+def test_a_base_whose_transfer_is_cut_goes_on_where_it_was(tmp_path):
+    run, content = RolloutRun(tmp_path), random.Random(0).randbytes(1024 * 1024)
+    (run.model / "weights.bin").write_bytes(content)
 
     async def scenario():
         async with run.servers() as servers:
             cut = Cut(servers.dataflow_url, "weights.bin")
             config = run.config.copy_and_resolve_references()
             config.model.path = str(tmp_path / "elsewhere" / "model")
-            node = resolve(config)
             async with cut.serving() as url, source(url, "") as origin:
-                with pytest.raises(Exception, match=r"payload|closed|reset|Connection"):
-                    await fetch_bases(node, origin)
+                await fetch_bases(resolve(config), origin)
+            assert sorted(cut.asked)[0] == "bytes=0-65535" and len(cut.asked) == len(set(cut.asked)) == 16 + 1
+            assert {path.name: path.read_bytes() for path in Path(config.model.path).iterdir()} == {
+                path.name: path.read_bytes() for path in run.model.iterdir()
+            }
+
+    asyncio.run(scenario())
+
+
+def test_a_base_that_stops_coming_is_given_up_and_no_half_of_it_counts(tmp_path):
+    run = RolloutRun(tmp_path)
+    (run.model / "weights.bin").write_bytes(bytes(1024 * 1024))
+
+    async def scenario():
+        async with run.servers() as servers:
+            shut = Shut(servers.dataflow_url, "weights.bin")
+            config = run.config.copy_and_resolve_references()
+            config.model.path = str(tmp_path / "elsewhere" / "model")
+            async with shut.serving() as url, source(url, "") as origin:
+                with pytest.raises(aiohttp.ClientError):
+                    await fetch_bases(resolve(config), origin)
                 assert not Path(config.model.path).exists(), "half a model is none"
-                await fetch_bases(node, origin)
-            assert cut.asked[0] == "bytes=0-" and cut.asked[1] != "bytes=0-"
-            assert (Path(config.model.path) / "weights.bin").read_bytes() == bytes(range(256)) * 4096
-            assert (Path(config.model.path) / "config.json").read_text() == (run.model / "config.json").read_text()
+
+    asyncio.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def sending(
+    content: bytes, cut: Callable[[int, int], int | None] = lambda start, end: None, *, parts: bool = True
+):
+    """A source of one file, whose bytes `start` to `end` stop after as many as `cut` says."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked = request.http_range if parts else slice(0, len(content))
+        start, end = asked.start or 0, min(asked.stop or len(content), len(content))
+        response = web.StreamResponse(status=206 if parts else 200, headers={"Content-Length": str(end - start)})
+        await response.prepare(request)
+        if (after := cut(start, end)) is None:
+            await response.write(content[start:end])
+            return response
+        await response.write(content[start : start + after])
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    app = web.Application()
+    app.router.add_get("/file", answer)
+    async with TestServer(app) as server, source(str(server.make_url("")).rstrip("/"), "") as origin:
+        yield origin
+
+
+@given(data=st.data(), size_bytes=st.integers(0, 300_000), seed=st.integers(0, 99))
+@settings(max_examples=40)
+def test_a_file_comes_once_however_often_its_transfer_is_cut(data, size_bytes, seed):
+    """Connections break anywhere, and the fetch begins anew: each byte has come once when it is whole."""
+    content, rng = random.Random(seed).randbytes(size_bytes), random.Random(seed)
+    breaks = data.draw(st.integers(0, 12))
+
+    def cut(start: int, end: int) -> int | None:
+        nonlocal breaks
+        breaks -= 1
+        return rng.randrange(end - start) if breaks >= 0 else None
+
+    async def scenario(folder: Path) -> None:
+        async with sending(content, cut) as origin:
+            target, digest = folder / "deep" / "x.bin", hashlib.sha256(content).hexdigest()
+            for _ in range(14):
+                with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+                    await origin.fetch("/file", target, size_bytes, digest)
+                    break
+            assert target.read_bytes() == content and origin.received_bytes == size_bytes
+            assert list(target.parent.iterdir()) == [target], "nothing else is left"
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(scenario(Path(folder)))
+
+
+@pytest.mark.parametrize("left", [b"0 65536\n131072 2", b"0 65536 1310", b"\0\0\0", b""])
+def test_notes_that_a_power_cut_has_spoilt_are_not_believed(tmp_path, left):
+    content, target = random.Random(0).randbytes(200_000), tmp_path / "x.bin"
+
+    async def scenario():
+        async with sending(content) as origin:
+            target.with_name(".x.bin.part").write_bytes(bytes(200_000))
+            target.with_name(".x.bin.came").write_bytes(left)
+            digest = hashlib.sha256(content).hexdigest()
+            with contextlib.suppress(SourceError):  # notes that can be read and are wrong
+                await origin.fetch("/file", target, len(content), digest)
+            await origin.fetch("/file", target, len(content), digest)
+            assert target.read_bytes() == content
+
+    asyncio.run(scenario())
+
+
+def test_who_sends_no_pieces_is_named(tmp_path):
+    small, large = bytes(60_000), bytes(70_000)
+
+    async def scenario():
+        async with sending(small, parts=False) as origin:
+            await origin.fetch("/file", tmp_path / "small", len(small), hashlib.sha256(small).hexdigest())
+        async with sending(large, parts=False) as origin:
+            with pytest.raises(SourceError, match=r"/file cannot be had in pieces \(HTTP 200\)"):
+                await origin.fetch("/file", tmp_path / "large", len(large), hashlib.sha256(large).hexdigest())
 
     asyncio.run(scenario())
 
@@ -746,19 +857,17 @@ def test_a_flipped_bit_is_found_and_that_file_comes_again(tmp_path, monkeypatch)
 
     async def scenario():
         async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
-            download = origin._download
+            write = _Coming.write
 
-            async def flip(path, part, have_bytes):
-                await download(path, part, have_bytes)
-                if not flipped and part.stat().st_size > 10:
-                    flipped.append(path)
-                    data = bytearray(part.read_bytes())
-                    data[5] ^= 1
-                    part.write_bytes(data)
+            def flip(coming, content, at):
+                if not flipped and len(content) > 10:
+                    flipped.append(at)
+                    content = content[:5] + bytes([content[5] ^ 1]) + content[6:]
+                return write(coming, content, at)
 
-            monkeypatch.setattr(origin, "_download", flip)
+            monkeypatch.setattr(_Coming, "write", flip)
             copy = WeightsMirror(node, origin)
-            with pytest.raises(MirrorError, match=r"did not come as it is there"):
+            with pytest.raises(SourceError, match=r"did not come as it is there"):
                 await copy.update()
             assert committed_steps(node / "checkpoints" / "agent") == []
             await copy.update()
@@ -780,7 +889,7 @@ def test_nothing_but_what_is_listed_can_be_had(tmp_path):
                 f"/files/weights/agent/{'1' * 5000}",
                 "/files/bases/base/%2Fetc%2Fpasswd", "/files/weights/agent/-1", "/files/weights/agent/0x1",
             ):  # fmt: skip
-                with pytest.raises(MirrorError, match=r"HTTP 4\d\d"):
+                with pytest.raises(SourceError, match=r"HTTP 4\d\d"):
                     await origin.ask(path)
 
     asyncio.run(scenario())
@@ -794,7 +903,7 @@ def test_a_list_that_names_files_elsewhere_is_refused(tmp_path, monkeypatch):
                 return {"files": [["../../outside", 3, "00"]]}
 
             monkeypatch.setattr(origin, "ask", ask)
-            with pytest.raises(MirrorError, match="lies outside"):
+            with pytest.raises(SourceError, match="lies outside"):
                 await origin.copy("/files/bases/base", tmp_path / "model")
 
     asyncio.run(scenario())
@@ -824,7 +933,7 @@ def test_what_answers_there_may_be_something_else(tmp_path):
 
     async def scenario():
         async with run.servers() as servers, source(servers.engine.url, "") as origin:
-            with pytest.raises(MirrorError, match=r"refused|no dataflow"):
+            with pytest.raises(SourceError, match=r"refused|no dataflow"):
                 await origin.ask("/run")
         async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
             described = await origin.ask("/run")

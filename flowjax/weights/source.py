@@ -1,0 +1,218 @@
+"""The run that a node is of, seen from the node: questions to its dataflow, and files that come from there.
+
+A file comes over HTTP in pieces, many at once: over a long way that loses packets each connection is slow, however
+wide the way is. What has come is noted beside the unfinished file, so that a transfer that is cut, or whose process is
+killed, goes on with the rest. A file counts only when its digest is right.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+from absl import logging
+
+from flowjax.files import digest_of
+from flowjax.monitor.token import VARIABLE, bearer, of_run
+from flowjax.records import WireError, unpack
+
+_MADE_EVERY_S = 0.5  # between questions for what the run is making
+_AT_ONCE = 32  # pieces on their way: where a packet in a hundred is lost, one connection has a fiftieth of 50 Mbit/s
+_LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 64 * 1024, 1024 * 1024
+_SILENT_S = 60.0  # that a transfer may be, after which it is begun again where it was
+_CHUNK_BYTES = 256 * 1024
+
+
+class SourceError(RuntimeError):
+    """A file cannot be had from the run; the message names it, the cause and the remedy."""
+
+
+@contextlib.asynccontextmanager
+async def source(url: str, token: str, run_id: str = "") -> AsyncIterator["RunSource"]:
+    """The run whose dataflow is at `url`, and no other with `run_id`."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
+    async with aiohttp.ClientSession(headers={**bearer(token), **of_run(run_id)}, timeout=timeout) as session:
+        yield RunSource(url.rstrip("/"), session)
+
+
+class RunSource:
+    """Questions to a run, and files of it."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession):
+        self.url, self._session = url, session
+        self.received_bytes = 0  # of files
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def ask(self, path: str) -> dict[str, Any]:
+        """The answer to a GET request.
+
+        Raises:
+            SourceError: the run refuses, or whoever answers is none.
+            aiohttp.ClientError, OSError: nobody answers.
+        """
+        async with self._get(path) as response:
+            body = await response.read()
+            if response.status == 401:
+                raise SourceError(f"{self.url} wants a key: set {VARIABLE} to what --invite=<node> printed at the run")
+            if response.status != 200:
+                reason = body.decode(errors="replace")[:500]
+                raise SourceError(f"{self.url}{path} is refused (HTTP {response.status}): {reason}")
+        try:
+            return unpack(body)
+        except WireError as error:
+            raise SourceError(f"whoever answers at {self.url} is no dataflow of this version: {error}") from error
+
+    async def copy(self, path: str, folder: Path) -> None:
+        """Have `folder` hold the files that are listed at `path` and no others; those that it has already are kept.
+
+        Raises:
+            SourceError, aiohttp.ClientError, OSError: a file did not come whole. What came stays for the next try.
+        """
+        files = (await self.ask(path))["files"]
+        for name, _, _ in files:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise SourceError(f"{self.url}{path} lists {name[:200]!r}, which lies outside: it is no dataflow")
+        listed = [folder / name for name, _, _ in files]
+        known = {place for each in listed for place in (each, _unfinished(each), _notes(each))}
+        for other in [place for place in folder.rglob("*") if place.is_file() and place not in known]:
+            other.unlink()  # of another model, which a fetch that was broken off was of
+        await _all_of([self.fetch(f"{path}/{quote(name)}", folder / name, size, sha) for name, size, sha in files])
+
+    async def fetch(self, path: str, target: Path, size_bytes: int, digest: str) -> None:
+        """Have the file at `path` as `target`, whose folder is made.
+
+        Raises:
+            SourceError, aiohttp.ClientError, OSError: it did not come whole, or not as it is there.
+        """
+        if target.exists():
+            if await asyncio.to_thread(digest_of, target) == digest:
+                return
+            target.unlink()  # it came from another file of that name, before this one took its place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _Coming(target, size_bytes) as coming:
+            pieces = iter(coming.lacking())
+            await _all_of([self._download(path, coming, pieces) for _ in range(_AT_ONCE)])
+        if await asyncio.to_thread(digest_of, _unfinished(target)) != digest:
+            coming.forget()
+            _unfinished(target).unlink()  # what is wrong with it cannot be known: all of it comes again
+            raise SourceError(f"{self.url}{path} did not come as it is there: it is fetched again")
+        coming.forget()
+        _unfinished(target).rename(target)
+
+    async def _download(self, path: str, coming: "_Coming", pieces: Iterator[tuple[int, int]]) -> None:
+        """Fetch one piece after the other, until nobody else has left any."""
+        for start, end in pieces:
+            async with self._slots:
+                await self._download_piece(path, coming, start, end)
+
+    async def _download_piece(self, path: str, coming: "_Coming", start: int, end: int) -> None:
+        # As it is: a server may otherwise send the file x.gz that lies beside x, or compress a part of it.
+        headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        at = start
+        async with self._get(path, headers) as response:
+            whole = response.status == HTTPStatus.OK and (start, end) == (0, coming.size_bytes)
+            if response.status != HTTPStatus.PARTIAL_CONTENT and not whole:
+                raise SourceError(f"{self.url}{path} cannot be had in pieces (HTTP {response.status})")
+            try:
+                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+                    self.received_bytes += len(chunk)
+                    at += coming.write(chunk[: end - at], at)
+            finally:
+                coming.note(start, at)
+        if at < end:
+            raise SourceError(f"{self.url}{path} ends after {at} bytes, though {coming.size_bytes} were listed")
+
+    @contextlib.asynccontextmanager
+    async def _get(self, path: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a GET request, as soon as the run has made what is asked for."""
+        while True:
+            async with self._session.get(f"{self.url}{path}", headers=headers) as response:
+                if response.status != HTTPStatus.ACCEPTED:
+                    yield response
+                    return
+            logging.info("the run is making %s", path)
+            await asyncio.sleep(_MADE_EVERY_S)
+
+
+async def _all_of(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Do all of it to its end, also where a part fails: what has come does not come again at the next try."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _unfinished(target: Path) -> Path:
+    """File that holds what has come of `target` so far, each byte in its place."""
+    return target.with_name(f".{target.name}.part")
+
+
+def _notes(target: Path) -> Path:
+    """File that says which bytes have come: on each line the first, and the one after the last."""
+    return target.with_name(f".{target.name}.came")
+
+
+class _Coming:
+    """A file that comes in pieces, in any order. Use as a context manager.
+
+    Args:
+        target: where it will be; until then it has another name.
+        size_bytes: all of it.
+    """
+
+    def __init__(self, target: Path, size_bytes: int):
+        self.size_bytes = size_bytes
+        self._part, self._notes = _unfinished(target), _notes(target)
+        if not self._part.exists():
+            self.forget()
+
+    def __enter__(self) -> "_Coming":
+        self._file = os.open(self._part, os.O_RDWR | os.O_CREAT, 0o666)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._file)
+
+    def lacking(self) -> list[tuple[int, int]]:
+        """Pieces that have not come, as first byte and the one after the last; none is empty."""
+        least = -(-self.size_bytes // _AT_ONCE)
+        piece_bytes = min(max(least, _LEAST_PIECE_BYTES), _MOST_PIECE_BYTES)
+        holes, at = [], 0
+        for start, end in sorted(self._came()):
+            holes.append((at, start))
+            at = max(at, end)
+        holes.append((at, self.size_bytes))
+        return [
+            (first, min(first + piece_bytes, end)) for start, end in holes for first in range(start, end, piece_bytes)
+        ]
+
+    def write(self, content: bytes, at: int) -> int:
+        """Returns the number of bytes, all of which are written."""
+        left, place = memoryview(content), at
+        while left:
+            written = os.pwrite(self._file, left, place)
+            left, place = left[written:], place + written
+        return len(content)
+
+    def note(self, start: int, end: int) -> None:
+        """Write down that these bytes are in the file."""
+        if start < end:
+            with self._notes.open("a") as notes:
+                print(start, end, file=notes)
+
+    def forget(self) -> None:
+        """Delete the notes."""
+        self._notes.unlink(missing_ok=True)
+
+    def _came(self) -> list[tuple[int, int]]:
+        if not self._notes.exists():
+            return []
+        try:
+            fields = [line.split() for line in self._notes.read_text().splitlines()]
+            return [(int(start), int(end)) for start, end in fields]
+        except ValueError:  # a power cut or a full disk has left half a line: all of it comes again
+            return []
