@@ -25,7 +25,7 @@ from flowjax.monitor.metrics import read_status
 from flowjax.monitor.token import VARIABLE, bearer, keep_run_id, known_run_id, known_token, of_run
 from flowjax.run import Run
 from flowjax.weights.mirror import OtherModelError, fetch_bases
-from flowjax.weights.source import RunSource, SourceError, source
+from flowjax.weights.source import RunSource, OriginError, source
 
 _OF_HARDWARE = re.compile(
     r"(bases\.[^.]+\.)?(engine\..+|model\.path)|env\.workers|rollout\.(max|min)_concurrent_episodes|max_restarts|name|runs"
@@ -59,7 +59,7 @@ def config_of_run(url: str) -> ConfigDict:
             f"--join={url}: no dataflow answers there ({error}): give host and port of the run's config.dataflow, "
             "whose host has to be one that this machine reaches"
         ) from error
-    except SourceError as error:
+    except OriginError as error:
         raise ConfigError(f"--join={url}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -78,13 +78,13 @@ async def _described(origin: RunSource, *names: str) -> dict[str, str]:
     """Description of a run by itself, with these texts in it.
 
     Raises:
-        SourceError: it lacks one, as that of another version or of something else may.
+        OriginError: it lacks one, as that of another version or of something else may.
         aiohttp.ClientError, OSError: nobody answers.
     """
     described = await origin.ask("/run")
     lacking = [name for name in names if not isinstance(described, dict) or not isinstance(described.get(name), str)]
     if lacking:
-        raise SourceError(f"its answer to /run has no {', '.join(lacking)}: install the run's version of flowjax here")
+        raise OriginError(f"its answer to /run has no {', '.join(lacking)}: install the run's version of flowjax here")
     return described
 
 
@@ -124,7 +124,7 @@ def fetch(run: Run) -> None:
         asyncio.run(copy())
     except OtherModelError as error:
         raise ConfigError(str(error)) from error
-    except (SourceError, aiohttp.ClientError, OSError) as error:
+    except (OriginError, aiohttp.ClientError, OSError) as error:
         raise ConfigError(
             f"the base models of {run.config.dataflow.url} cannot be fetched ({error}): start again to go on with "
             "what has come, or put them at config.model.path"

@@ -25,7 +25,7 @@ from flowjax.monitor.token import known_run_id, known_token
 from flowjax.run import Run, read_run
 from flowjax.weights.delta import DeltaError, open_folder
 from flowjax.weights.publish import HANDED_OVER, commit_copy, commit_of, committed_steps
-from flowjax.weights.source import RunSource, SourceError, source
+from flowjax.weights.source import RunSource, OriginError, source
 
 _LOOK_EVERY_S = 0.5  # at the versions of the run
 _LAST_RETRY_S = 10.0
@@ -33,7 +33,7 @@ _OF_MODELS = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _OF_MODEL_FOLDERS = (".", "chat_templates")
 
 
-class OtherModelError(SourceError):
+class OtherModelError(OriginError):
     """A base model here is not the one that the run has."""
 
 
@@ -42,7 +42,7 @@ async def fetch_bases(run: Run, origin: RunSource) -> None:
 
     Raises:
         OtherModelError: that folder holds another, or something else.
-        SourceError: the run's machine does not have one either, or it does not come whole.
+        OriginError: the run's machine does not have one either, or it does not come whole.
         aiohttp.ClientError, OSError: the run does not answer any more.
     """
     for name, base in run.bases.items():
@@ -164,7 +164,7 @@ class WeightsMirror:
             try:
                 await self.update()
                 pause_s, said = _LOOK_EVERY_S, ""
-            except (SourceError, aiohttp.ClientError, OSError) as error:
+            except (OriginError, aiohttp.ClientError, OSError) as error:
                 if (problem := f"{type(error).__name__}: {error}") != said:
                     logging.warning("versions are not up to date: %s", problem)
                 pause_s, said = min(2 * pause_s, _LAST_RETRY_S), problem
@@ -177,7 +177,7 @@ class WeightsMirror:
         its trainer may go back behind that one, or behind what is played here.
 
         Raises:
-            SourceError: the run refuses some versions; the others are here.
+            OriginError: the run refuses some versions; the others are here.
             aiohttp.ClientError, OSError: something did not come.
         """
         refused: dict[_Version, str] = {}
@@ -195,10 +195,10 @@ class WeightsMirror:
             policy = self._latest = version[0]
             try:
                 await self._fetch_watched(version)
-            except (SourceError, DeltaError) as error:
+            except (OriginError, DeltaError) as error:
                 refused[version] = f"{policy} {version[1]}: {error}"
         if refused:
-            raise SourceError("; ".join(refused.values()))
+            raise OriginError("; ".join(refused.values()))
 
     async def _ask(self) -> "Mapping[str, _Listed]":
         """Ask for the versions of each policy, and forget those here that the run has lost or made anew.
@@ -290,7 +290,7 @@ class WeightsMirror:
         answer = await self._origin.ask(f"{path}?base={key}")
         name, size_bytes, digest = answer["pack"]
         if Path(name).name != name or answer["base"] not in ("", key):
-            raise SourceError(
+            raise OriginError(
                 f"{self._origin.url}{path} answers with {name[:200]!r}: it is no dataflow of this version"
             )
         packed = unfinished / name

@@ -28,7 +28,7 @@ _SILENT_S = 60.0  # that a transfer may be, after which it is begun again where 
 _CHUNK_BYTES = 256 * 1024
 
 
-class SourceError(RuntimeError):
+class OriginError(RuntimeError):
     """A file cannot be had from the run; the message names it, the cause and the remedy."""
 
 
@@ -52,31 +52,31 @@ class RunSource:
         """The answer to a GET request.
 
         Raises:
-            SourceError: the run refuses, or whoever answers is none.
+            OriginError: the run refuses, or whoever answers is none.
             aiohttp.ClientError, OSError: nobody answers.
         """
         async with self._get(path) as response:
             body = await response.read()
             if response.status == 401:
-                raise SourceError(f"{self.url} wants a key: set {VARIABLE} to what --invite=<node> printed at the run")
+                raise OriginError(f"{self.url} wants a key: set {VARIABLE} to what --invite=<node> printed at the run")
             if response.status != 200:
                 reason = body.decode(errors="replace")[:500]
-                raise SourceError(f"{self.url}{path} is refused (HTTP {response.status}): {reason}")
+                raise OriginError(f"{self.url}{path} is refused (HTTP {response.status}): {reason}")
         try:
             return unpack(body)
         except WireError as error:
-            raise SourceError(f"whoever answers at {self.url} is no dataflow of this version: {error}") from error
+            raise OriginError(f"whoever answers at {self.url} is no dataflow of this version: {error}") from error
 
     async def copy(self, path: str, folder: Path) -> None:
         """Have `folder` hold the files that are listed at `path` and no others; those that it has already are kept.
 
         Raises:
-            SourceError, aiohttp.ClientError, OSError: a file did not come whole. What came stays for the next try.
+            OriginError, aiohttp.ClientError, OSError: a file did not come whole. What came stays for the next try.
         """
         files = (await self.ask(path))["files"]
         for name, _, _ in files:
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise SourceError(f"{self.url}{path} lists {name[:200]!r}, which lies outside: it is no dataflow")
+                raise OriginError(f"{self.url}{path} lists {name[:200]!r}, which lies outside: it is no dataflow")
         listed = [folder / name for name, _, _ in files]
         known = {place for each in listed for place in (each, _unfinished(each), _notes(each))}
         for other in [place for place in folder.rglob("*") if place.is_file() and place not in known]:
@@ -87,7 +87,7 @@ class RunSource:
         """Have the file at `path` as `target`, whose folder is made.
 
         Raises:
-            SourceError, aiohttp.ClientError, OSError: it did not come whole, or not as it is there.
+            OriginError, aiohttp.ClientError, OSError: it did not come whole, or not as it is there.
         """
         if target.exists():
             if await asyncio.to_thread(digest_of, target) == digest:
@@ -100,7 +100,7 @@ class RunSource:
         if await asyncio.to_thread(digest_of, _unfinished(target)) != digest:
             coming.forget()
             _unfinished(target).unlink()  # what is wrong with it cannot be known: all of it comes again
-            raise SourceError(f"{self.url}{path} did not come as it is there: it is fetched again")
+            raise OriginError(f"{self.url}{path} did not come as it is there: it is fetched again")
         coming.forget()
         _unfinished(target).rename(target)
 
@@ -117,7 +117,7 @@ class RunSource:
         async with self._get(path, headers) as response:
             whole = response.status == HTTPStatus.OK and (start, end) == (0, coming.size_bytes)
             if response.status != HTTPStatus.PARTIAL_CONTENT and not whole:
-                raise SourceError(f"{self.url}{path} cannot be had in pieces (HTTP {response.status})")
+                raise OriginError(f"{self.url}{path} cannot be had in pieces (HTTP {response.status})")
             try:
                 async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                     self.received_bytes += len(chunk)
@@ -125,7 +125,7 @@ class RunSource:
             finally:
                 coming.note(start, at)
         if at < end:
-            raise SourceError(f"{self.url}{path} ends after {at} bytes, though {coming.size_bytes} were listed")
+            raise OriginError(f"{self.url}{path} ends after {at} bytes, though {coming.size_bytes} were listed")
 
     @contextlib.asynccontextmanager
     async def _get(self, path: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[aiohttp.ClientResponse]:

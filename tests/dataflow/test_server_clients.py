@@ -27,7 +27,7 @@ from flowjax.records import Lease, pack
 from flowjax.rollout.service import DataflowClient
 from flowjax.run import resolve
 from flowjax.trainer.sources import DataflowSource
-from flowjax.weights.source import SourceError, source
+from flowjax.weights.source import OriginError, source
 from tests.dataflow.test_flow import configuration, make_flow, played
 from tests.dataflow.test_flow_policies import episode as two_parts
 from tests.dataflow.test_flow_policies import make_flow as make_flow_of_two
@@ -252,7 +252,7 @@ def test_the_next_run_at_an_address_refuses_what_is_meant_for_the_one_before(tmp
                 with pytest.raises(Evicted, match="another run plays here now"):
                     await DataflowClient(broker, worker="w", away_s=10.0).lease(1)
             async with source(url, "", "another") as origin:
-                with pytest.raises(SourceError, match="another run plays here now"):
+                with pytest.raises(OriginError, match="another run plays here now"):
                     await origin.ask("/files/weights")
             async with source(url, "") as origin:
                 assert (await origin.ask("/run"))["id"] == run_id

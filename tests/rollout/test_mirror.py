@@ -34,7 +34,7 @@ from flowjax.weights.follow import Follower
 from flowjax.weights.hand_over import hand_over
 from flowjax.weights.mirror import OtherModelError, WeightsMirror, fetch_bases
 from flowjax.weights.publish import HANDED_OVER, Checkpoints, commit_of, committed_steps, read_adapter
-from flowjax.weights.source import SourceError, _Coming, source
+from flowjax.weights.source import OriginError, _Coming, source
 from tests.dataflow.test_flow import played
 
 
@@ -434,15 +434,15 @@ def test_the_run_says_why_a_version_cannot_be_had(tmp_path, monkeypatch):
         run.publish(1)
         damage(run, 1)
         async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
-            with pytest.raises(SourceError, match=r"HTTP 500.*1 of agent cannot be packed \(CheckpointError: "):
+            with pytest.raises(OriginError, match=r"HTTP 500.*1 of agent cannot be packed \(CheckpointError: "):
                 await origin.ask("/files/weights/agent/1")
             monkeypatch.setattr(files, "read_adapter", thinned_out)
-            with pytest.raises(SourceError, match=r"HTTP 404.*gone or made anew"):
+            with pytest.raises(OriginError, match=r"HTTP 404.*gone or made anew"):
                 await origin.ask("/files/weights/agent/0")
             assert committed_steps(folder) == [1]
             run.publish(2)
             monkeypatch.setattr(files, "read_adapter", made_anew)
-            with pytest.raises(SourceError, match=r"HTTP 404.*gone or made anew"):
+            with pytest.raises(OriginError, match=r"HTTP 404.*gone or made anew"):
                 await origin.ask("/files/weights/agent/2")
             assert packed(run) == [], "the new content under the name of the old"
 
@@ -460,14 +460,14 @@ def test_a_version_that_cannot_be_had_holds_up_no_other(tmp_path):
                 run.publish(step)
             servers.flow.report_serving("agent", 2)
             damage(run, 2)
-            with pytest.raises(SourceError, match=r"agent 2: .*HTTP 500.*cannot be packed"):
+            with pytest.raises(OriginError, match=r"agent 2: .*HTTP 500.*cannot be packed"):
                 await copy.update()
             assert committed_steps(node / "checkpoints" / "agent") == [1], "what the run no longer needs is gone"
             for step in (3, 4):
                 run.publish(step)
                 damage(run, step)
             servers.flow.report_serving("agent", 4)
-            with pytest.raises(SourceError, match=r"agent 4: .*; agent 3: "):
+            with pytest.raises(OriginError, match=r"agent 4: .*; agent 3: "):
                 await copy.update()
             assert committed_steps(node / "checkpoints" / "agent") == [1], "what the next try is against"
 
@@ -830,7 +830,7 @@ def test_notes_that_a_power_cut_has_spoilt_are_not_believed(tmp_path, left):
             target.with_name(".x.bin.part").write_bytes(bytes(200_000))
             target.with_name(".x.bin.came").write_bytes(left)
             digest = hashlib.sha256(content).hexdigest()
-            with contextlib.suppress(SourceError):  # notes that can be read and are wrong
+            with contextlib.suppress(OriginError):  # notes that can be read and are wrong
                 await origin.fetch("/file", target, len(content), digest)
             await origin.fetch("/file", target, len(content), digest)
             assert target.read_bytes() == content
@@ -845,7 +845,7 @@ def test_who_sends_no_pieces_is_named(tmp_path):
         async with sending(small, parts=False) as origin:
             await origin.fetch("/file", tmp_path / "small", len(small), hashlib.sha256(small).hexdigest())
         async with sending(large, parts=False) as origin:
-            with pytest.raises(SourceError, match=r"/file cannot be had in pieces \(HTTP 200\)"):
+            with pytest.raises(OriginError, match=r"/file cannot be had in pieces \(HTTP 200\)"):
                 await origin.fetch("/file", tmp_path / "large", len(large), hashlib.sha256(large).hexdigest())
 
     asyncio.run(scenario())
@@ -867,7 +867,7 @@ def test_a_flipped_bit_is_found_and_that_file_comes_again(tmp_path, monkeypatch)
 
             monkeypatch.setattr(_Coming, "write", flip)
             copy = WeightsMirror(node, origin)
-            with pytest.raises(SourceError, match=r"did not come as it is there"):
+            with pytest.raises(OriginError, match=r"did not come as it is there"):
                 await copy.update()
             assert committed_steps(node / "checkpoints" / "agent") == []
             await copy.update()
@@ -889,7 +889,7 @@ def test_nothing_but_what_is_listed_can_be_had(tmp_path):
                 f"/files/weights/agent/{'1' * 5000}",
                 "/files/bases/base/%2Fetc%2Fpasswd", "/files/weights/agent/-1", "/files/weights/agent/0x1",
             ):  # fmt: skip
-                with pytest.raises(SourceError, match=r"HTTP 4\d\d"):
+                with pytest.raises(OriginError, match=r"HTTP 4\d\d"):
                     await origin.ask(path)
 
     asyncio.run(scenario())
@@ -903,7 +903,7 @@ def test_a_list_that_names_files_elsewhere_is_refused(tmp_path, monkeypatch):
                 return {"files": [["../../outside", 3, "00"]]}
 
             monkeypatch.setattr(origin, "ask", ask)
-            with pytest.raises(SourceError, match="lies outside"):
+            with pytest.raises(OriginError, match="lies outside"):
                 await origin.copy("/files/bases/base", tmp_path / "model")
 
     asyncio.run(scenario())
@@ -933,7 +933,7 @@ def test_what_answers_there_may_be_something_else(tmp_path):
 
     async def scenario():
         async with run.servers() as servers, source(servers.engine.url, "") as origin:
-            with pytest.raises(SourceError, match=r"refused|no dataflow"):
+            with pytest.raises(OriginError, match=r"refused|no dataflow"):
                 await origin.ask("/run")
         async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
             described = await origin.ask("/run")
