@@ -25,7 +25,7 @@ from flowjax.monitor.metrics import read_status
 from flowjax.monitor.token import VARIABLE, bearer, keep_run_id, known_run_id, known_token, of_run
 from flowjax.run import Run
 from flowjax.weights.mirror import OtherModelError, fetch_bases
-from flowjax.weights.source import RunSource, OriginError, source
+from flowjax.weights.source import OriginError, RunSource, source
 
 _OF_HARDWARE = re.compile(
     r"(bases\.[^.]+\.)?(engine\..+|model\.path)|env\.workers|rollout\.(max|min)_concurrent_episodes|max_restarts|name|runs"

@@ -25,7 +25,7 @@ from flowjax.monitor.token import known_run_id, known_token
 from flowjax.run import Run, read_run
 from flowjax.weights.delta import DeltaError, open_folder
 from flowjax.weights.publish import HANDED_OVER, commit_copy, commit_of, committed_steps
-from flowjax.weights.source import RunSource, OriginError, source
+from flowjax.weights.source import OriginError, RunSource, source
 
 _LOOK_EVERY_S = 0.5  # at the versions of the run
 _LAST_RETRY_S = 10.0
