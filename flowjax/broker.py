@@ -5,8 +5,6 @@ Messages and answers are maps as docs/dataflow.md lists them, packed as `flowjax
 
 import asyncio
 import contextlib
-import errno
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -20,7 +18,7 @@ import aiohttp
 
 from flowjax.config import ConfigError
 from flowjax.monitor.token import bearer, known_run_id, known_token, of_run
-from flowjax.monitor.trouble import explain
+from flowjax.monitor.trouble import explain, telling_socket
 from flowjax.records import WireError, pack, unpack
 from flowjax.run import read_endpoints
 
@@ -89,7 +87,7 @@ async def connect(address: str | Callable[[], str], *, token: str = "", run_id: 
         raise ConfigError(f"dataflow is {where()!r} in endpoints.json: give an address that begins with http://")
     headers = {"Content-Type": "application/msgpack", **bearer(token), **of_run(run_id)}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(socket_factory=_socket)
+    connector = aiohttp.TCPConnector(socket_factory=telling_socket)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
         yield HttpBroker(where, session)
 
@@ -103,27 +101,6 @@ def connect_to_run(run_dir: Path) -> AbstractAsyncContextManager[Broker]:
     """
     address = Address(run_dir, "dataflow")
     return connect(address, token=known_token(run_dir), run_id=known_run_id(run_dir))
-
-
-class _Socket(socket.socket):
-    """A socket that says when the system makes no connection for want of a port or memory.
-
-    connect(2) says so by EAGAIN. asyncio takes that for EINPROGRESS and believes the connection to be made: a role then
-    waited for minutes, and its log had nothing but broken pipes. As another class of error it is raised.
-    """
-
-    def connect(self, address: Any) -> None:
-        try:
-            super().connect(address)
-        except BlockingIOError as error:
-            if error.errno != errno.EAGAIN:
-                raise
-            raise ConnectionError(*error.args) from error
-
-
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    family, kind, protocol, _, _ = address
-    return _Socket(family, kind, protocol)
 
 
 class Address:

@@ -34,7 +34,7 @@ from flowjax.weights.publish import CheckpointError, commit_of, committed_steps,
 PACKED = "packed"  # folder of the run with versions on their way
 KEPT = 3  # newest versions of a policy there, needed or not: nodes that are further behind get one whole
 _LONGEST = 20  # digits of a step
-_HELD_S = 20.0  # so long an answer is held back at most: nodes hang up after a minute of silence
+_HELD_S = 20.0  # so long an answer is held back at most: nodes hang up after half a minute of silence
 Listing = list[tuple[str, int, str]]
 
 

@@ -1,17 +1,19 @@
 """Faults of the machine in words: a full disk, a folder that may not be written, too many open files.
 
 A run waits for those that may pass (`unwritable`): whoever makes room finds it going on. Memory that a burst took goes
-back to the machine (`return_freed_memory`).
+back to the machine (`return_freed_memory`). Connections say when they come to nothing (`telling_socket`).
 """
 
 import contextlib
 import ctypes
 import errno
 import os
+import socket
 import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 _LARGE_BYTES = 128 * 1024
@@ -42,6 +44,7 @@ _WORDINGS = {
 }
 _XLA_MEMORY = "RESOURCE_EXHAUSTED"  # as XLA says that it could not allocate
 _PROBE_BYTES = 64 * 1024
+_UNHEARD_S = 10.0
 
 
 def explain(error: BaseException) -> str:
@@ -53,6 +56,38 @@ def explain(error: BaseException) -> str:
 def is_machine_fault(error: BaseException) -> bool:
     """True of what says nothing about the data that was worked on: too little memory, or a fault of the system."""
     return isinstance(error, OSError | MemoryError) or bool(explain(error)) or _XLA_MEMORY in str(error)
+
+
+class _TellingSocket(socket.socket):
+    """A socket that says when the system makes no connection for want of a port or memory.
+
+    connect(2) says so by EAGAIN. asyncio takes that for EINPROGRESS and believes the connection to be made: a role then
+    waited for minutes, and its log had nothing but broken pipes. As another class of error it is raised.
+    """
+
+    def connect(self, address: Any) -> None:
+        try:
+            super().connect(address)
+        except BlockingIOError as error:
+            if error.errno != errno.EAGAIN:
+                raise
+            raise ConnectionError(*error.args) from error
+
+
+def telling_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket, as asyncio and aiohttp make them, that says what has become of a connection.
+
+    Raises `ConnectionError` where the system can make none, and fails after 10 s in which nobody acknowledges what was
+    sent. TCP would try again ever more rarely: a line that was cut for a minute was not used for up to another one.
+
+    Args:
+        address: an entry of `socket.getaddrinfo`.
+    """
+    family, kind, protocol, *_ = address
+    made = _TellingSocket(family, kind, protocol)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; counts for a connection that is being made, too
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _UNHEARD_S))
+    return made
 
 
 def unwritable(error: BaseException) -> str:

@@ -19,12 +19,13 @@ from absl import logging
 
 from flowjax.files import digest_of
 from flowjax.monitor.token import VARIABLE, bearer, of_run
+from flowjax.monitor.trouble import telling_socket
 from flowjax.records import WireError, unpack
 
 _MADE_EVERY_S = 0.5  # between questions for what the run is making
 _AT_ONCE = 32  # pieces on their way: where a packet in a hundred is lost, one connection has a fiftieth of 50 Mbit/s
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 64 * 1024, 1024 * 1024
-_SILENT_S = 60.0  # that a transfer may be, after which it is begun again where it was
+_CONNECT_S, _SILENT_S = 10.0, 30.0  # that a connection, and anything to come by it, may take: then by a new one
 _CHUNK_BYTES = 256 * 1024
 
 
@@ -35,8 +36,9 @@ class OriginError(RuntimeError):
 @contextlib.asynccontextmanager
 async def source(url: str, token: str, run_id: str = "") -> AsyncIterator["RunSource"]:
     """The run whose dataflow is at `url`, and no other with `run_id`."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
-    async with aiohttp.ClientSession(headers={**bearer(token), **of_run(run_id)}, timeout=timeout) as session:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
+    headers, connector = {**bearer(token), **of_run(run_id)}, aiohttp.TCPConnector(socket_factory=telling_socket)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
         yield RunSource(url.rstrip("/"), session)
 
 

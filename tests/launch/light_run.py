@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,12 @@ def get_config():
 class LightRun:
     """A recipe, a model folder and an engine in `folder`; `launch()` starts runs under `folder/runs`.
 
-    `overrides` are config fields with two underscores for a dot. Use as a context manager.
+    `overrides` are config fields with two underscores for a dot. Use as a context manager. `on` are words before the
+    launcher's command, for another host than this one, which the engine stays on.
     """
 
-    def __init__(self, folder: Path, *, weights: bool = True, **overrides: Any):
+    def __init__(self, folder: Path, *, weights: bool = True, on: Sequence[str] = (), **overrides: Any):
+        self._on = on
         small = {
             "trainer__steps": 3,
             "trainer__row_tokens": 128,
@@ -70,10 +73,14 @@ class LightRun:
         (folder / "recipe.py").write_text(RECIPE)
         self.run_dir = folder / "runs" / "light"
 
-    def __enter__(self) -> "LightRun":
-        command = [sys.executable, str(ROOT / "tests/integration/chaos_engine.py"), str(self.engine_port)]
+    def start_engine(self, *on: str) -> subprocess.Popen[bytes]:
+        """An engine at `engine_port`, on the host that `on`, words before its command, names."""
+        command = [*on, sys.executable, str(ROOT / "tests/integration/chaos_engine.py"), str(self.engine_port)]
         parts = {"PYTHONPATH": os.pathsep.join([str(ROOT), *PARTS])}
-        self._engine = subprocess.Popen([*command, *self._actions], env=environment() | parts)
+        return subprocess.Popen([*command, *self._actions], env=environment() | parts)
+
+    def __enter__(self) -> "LightRun":
+        self._engine = self.start_engine()
         until = time.monotonic() + 120
         while not _listens(self.engine_port):
             assert self._engine.poll() is None and time.monotonic() < until, "the engine has not come up"
@@ -86,7 +93,7 @@ class LightRun:
 
     def launch(self, *flags: str, new: bool = True, **env: str) -> subprocess.Popen[str]:
         """Start the run, or go on with it."""
-        command = [sys.executable, "-m", "flowjax.launch"]
+        command = [*self._on, sys.executable, "-m", "flowjax.launch"]
         command += [f"--config={self.folder / 'recipe.py'}", "--name=light"] if new else [f"--resume={self.run_dir}"]
         self.output = self.folder / f"output-{time.monotonic_ns()}.txt"
         with self.output.open("w") as out:
