@@ -15,7 +15,7 @@ from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import LedgerError
 from flowjax.dataflow.server import serve
 from flowjax.dataflow.tasks import held_out_tasks, train_tasks
-from flowjax.monitor.trouble import return_freed_memory
+from flowjax.monitor.trouble import allow_many_files, return_freed_memory
 from flowjax.run import read_endpoints, read_run
 
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
@@ -36,6 +36,7 @@ async def _main(run_dir: Path) -> None:
 def main(argv: list[str]) -> None:
     del argv
     return_freed_memory()
+    allow_many_files()  # a thousand workers, each with some connections
     try:
         asyncio.run(_main(Path(_RUN.value)))
     except (AlgorithmError, ConfigError, LedgerError) as error:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import socket
 import sqlite3
 import threading
@@ -88,6 +89,13 @@ def telling_socket(address: tuple[Any, ...]) -> socket.socket:
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; counts for a connection that is being made, too
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _UNHEARD_S))
     return made
+
+
+def allow_many_files() -> None:
+    """Let this process open as many files and connections as it may allow itself: often 1,024 are the default."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # the system's own bound is another
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def unwritable(error: BaseException) -> str:

@@ -53,6 +53,15 @@ def test_a_probe_leaves_nothing_and_finds_what_is_wrong(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_process_allows_itself_as_many_files_as_it_may():
+    code = (
+        "import resource; from flowjax.monitor.trouble import allow_many_files;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200)); allow_many_files();"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "200 200\n"
+
+
 def test_a_probe_finds_a_disk_that_takes_only_a_part(tmp_path):
     """A limit on the size of files makes the system write a part, as a disk does that fills up."""
     code = (
