@@ -5,9 +5,11 @@
     GET /files/bases/<base>/<path>                   one of them; a part of it by the header Range
     GET /files/weights                               {policies: {policy: {step: identity}}, pinned: {policy: [step]}}:
                                                      versions that may be needed, and those of evaluations
-    GET /files/weights/<policy>/<step>?base=<key>    {pack: [name, bytes, digest], base: key}: a version as engines are
+    GET /files/weights/<policy>/<step>?base=<key>&node=<name>
+                                                     {pack: [name, bytes, digest], base: key}: a version as engines are
                                                      given it, packed (`flowjax.weights.delta`) against the base where
-                                                     that is still here, else whole, which base "" says
+                                                     that is still here, else whole, which base "" says. Of whoever
+                                                     names itself the base stays here as long as it asks
     GET /files/packs/<name>                          the packed version; a part of it by the header Range
 
 A step that is made anew, because its trainer has gone back, has another identity; a key is `<step>.<identity>`. Digests
@@ -17,6 +19,7 @@ are SHA-256 of the content. 202: it is being made, ask again. 404: it is gone. 5
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
 from functools import partial
 from pathlib import Path
@@ -32,8 +35,11 @@ from flowjax.weights.delta import pack_folder
 from flowjax.weights.publish import CheckpointError, commit_of, committed_steps, read_adapter
 
 PACKED = "packed"  # folder of the run with versions on their way
-KEPT = 3  # newest versions of a policy there, needed or not: nodes that are further behind get one whole
+KEPT = 3  # newest versions of a policy there, needed or not
+_BASES = 3  # older ones there that nodes are at: whole versions over a slow line would leave them ever further behind
+_HEARD_S = 600.0  # that a node may be silent until what it is at is deleted
 _LONGEST = 20  # digits of a step
+_LONGEST_NAME = 100  # characters
 _HELD_S = 20.0  # so long an answer is held back at most: nodes hang up after half a minute of silence
 Listing = list[tuple[str, int, str]]
 
@@ -54,6 +60,8 @@ class RunFiles:
         self._digests: dict[Path, str] = {}  # of packs
         self._listings: dict[tuple[Path, str], Listing] = {}
         self._making: dict[Hashable, asyncio.Task[Any]] = {}
+        # Keys of the versions that a node is at and on its way to, and when it asked, by policy and the node's name.
+        self._nodes: dict[tuple[str, str], tuple[set[str], float]] = {}
         self._busy = asyncio.Lock()  # one folder is read at a time
         self._said = ""
 
@@ -102,6 +110,8 @@ class RunFiles:
         if commit is None:
             raise web.HTTPNotFound(text=f"there is no version {digits[:20]} of {policy[:100]} now: ask /files/weights")
         key, base = f"{step}.{commit}", self._engine_folders(policy).get(request.query.get("base", ""))
+        if node := request.query.get("node", "")[:_LONGEST_NAME]:
+            self._nodes[policy, node] = {key, request.query.get("base", "")[:_LONGEST_NAME]}, time.monotonic()
         try:
             return _answer(await self._made((policy, key, base), partial(self._packed_as, policy, key, base)))
         except web.HTTPException:
@@ -146,7 +156,7 @@ class RunFiles:
             if base is not None and not base.exists():  # deleted for another version's sake, until it was our turn
                 base = None
             made = await asyncio.to_thread(self._make_pack, policy, key, base)
-            await asyncio.to_thread(self._delete_old, policy, self._listed(policy), key)
+            await asyncio.to_thread(self._delete_old, policy, self._listed(policy), self._held(policy), key)
             against = base.name.partition("@")[2] if base else ""
             return {"pack": [made.name, made.stat().st_size, self._digests[made]], "base": against}
 
@@ -181,8 +191,8 @@ class RunFiles:
             unfinished.rename(made)
         return made
 
-    def _delete_old(self, policy: str, listed: Mapping[int, str], asked: str) -> None:
-        """Delete all versions but the newest, those listed and the one asked for; who reads one of them reads on.
+    def _delete_old(self, policy: str, listed: Mapping[int, str], held: Collection[str], asked: str) -> None:
+        """Delete all versions but the newest, those listed or held, and the one asked for; who reads one reads on.
 
         By number, not by time: for a node that joins the oldest versions are made last, and others need the newest.
         """
@@ -191,12 +201,19 @@ class RunFiles:
         # What the trainer has made anew, or has gone back behind, is nobody's base.
         valid = [(step, commit) for step, commit in known if step <= newest and listed.get(step, commit) == commit]
         needed = [*valid[-KEPT:], *(version for version in valid if version[0] in listed)]
+        needed += [version for version in valid[:-KEPT] if f"{version[0]}.{version[1]}" in held][-_BASES:]
         kept = {asked, *(f"{step}.{commit}" for step, commit in needed)}
         for key in folders.keys() - kept:
             for made in self._packed.glob(f"{policy}@{key}-from-*"):
                 made.unlink(missing_ok=True)
                 self._digests.pop(made, None)
             shutil.rmtree(folders[key], ignore_errors=True)
+
+    def _held(self, policy: str) -> set[str]:
+        """Keys of the versions that nodes are at or on their way to."""
+        now_s = time.monotonic()
+        self._nodes = {name: node for name, node in self._nodes.items() if now_s - node[1] < _HEARD_S}
+        return {key for (name, _), (keys, _) in self._nodes.items() if name == policy for key in keys}
 
     async def _base(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["base"]

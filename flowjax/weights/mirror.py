@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import shutil
 import sys
+import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +157,7 @@ class WeightsMirror:
     def __init__(self, run_dir: Path, origin: RunSource, *, one_at_a_time: Collection[str] = ()):
         self._checkpoints, self._origin = run_dir / "checkpoints", origin
         self._one_at_a_time, self._latest = one_at_a_time, ""  # the policy of which something was fetched last
+        self._name = uuid.uuid4().hex  # by which the run knows what is here
 
     async def follow(self) -> None:
         """Do so until cancelled, however often the run is away."""
@@ -287,7 +289,7 @@ class WeightsMirror:
         """Make what engines are given of a version from its pack. Returns the pack's size in bytes."""
         path, made = f"/files/weights/{policy}/{step}", unfinished / HANDED_OVER
         key = "" if base is None else f"{base}.{commit_of(self._checkpoints / policy, base)}"
-        answer = await self._origin.ask(f"{path}?base={key}")
+        answer = await self._origin.ask(f"{path}?base={key}&node={self._name}")
         name, size_bytes, digest = answer["pack"]
         if Path(name).name != name or answer["base"] not in ("", key):
             raise OriginError(

@@ -177,6 +177,57 @@ def test_a_node_that_joins_takes_nothing_from_the_others(tmp_path, monkeypatch):
     asyncio.run(scenario())
 
 
+def test_a_node_that_is_far_behind_gets_what_differs_all_the_same(tmp_path):
+    """Whole versions over a slow line would leave it ever further behind, while a faster node plays."""
+    run = RolloutRun(tmp_path)
+    bases = {}
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            copies = {name: WeightsMirror(tmp_path / name, origin) for name in ("fast", "1", "2", "3", "4")}
+            for step in range(1, 12):
+                run.publish(step)
+                servers.flow.report_serving("agent", step)
+                await copies["fast"].update()
+                if str(step) in copies:
+                    await copies[str(step)].update()
+            kept = {name.partition(".")[0] for name in packed(run)}
+            assert kept == {f"agent@{step}" for step in (2, 3, 4, 9, 10, 11)}
+            ask = origin.ask
+
+            async def noting(path):
+                answer = await ask(path)
+                if "pack" in answer:
+                    bases.setdefault(name, answer["base"].partition(".")[0])
+                return answer
+
+            origin.ask = noting
+            for name in ("1", "2", "3", "4"):
+                await copies[name].update()
+                assert level(tmp_path / name, 11) == 11.0
+            assert bases == {"1": "", "2": "2", "3": "3", "4": "4"}, "three older ones are held, beside the newest"
+
+    asyncio.run(scenario())
+
+
+def test_what_a_silent_node_was_at_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_HEARD_S", 0.0)
+    run = RolloutRun(tmp_path)
+
+    async def scenario():
+        async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
+            fast, silent = WeightsMirror(tmp_path / "fast", origin), WeightsMirror(tmp_path / "silent", origin)
+            for step in range(1, 6):
+                run.publish(step)
+                servers.flow.report_serving("agent", step)
+                await fast.update()
+                if step == 1:
+                    await silent.update()
+            assert [name.partition(".")[0] for name in packed(run)] == ["agent@3", "agent@4", "agent@5"]
+
+    asyncio.run(scenario())
+
+
 def test_a_version_that_an_evaluation_is_pinned_to_can_be_had_until_that_is_over(tmp_path):
     """Also by a node that joins when its checkpoint is gone; what was packed in between is not kept for it."""
     run = RolloutRun(tmp_path, eval__tasks=2)
@@ -488,7 +539,7 @@ def test_versions_that_the_run_has_not_made_go_before_anything_comes(tmp_path):
             ask = origin.ask
 
             async def noting(path):
-                here.append((path, committed_steps(node / "checkpoints" / "agent")))
+                here.append((path.partition("&node=")[0], committed_steps(node / "checkpoints" / "agent")))
                 return await ask(path)
 
             origin.ask = noting
