@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, Shaped
 
 from flowjax.models.shape import ModelConfig, ModelError
 
@@ -101,9 +103,13 @@ class Placement:
         """One of the mesh's devices, for what depends on their kind; a device that is here where there are none yet."""
         return self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else jax.devices()[0]
 
+    def axes(self, axis: str) -> tuple[str, ...]:
+        """Mesh axes that the logical axis is split over."""
+        return _as_tuple(getattr(self.rules, axis))
+
     def ways(self, axis: str) -> int:
         """Number of parts that the logical axis is cut into."""
-        return math.prod(self.mesh.shape[name] for name in _as_tuple(getattr(self.rules, axis)))
+        return math.prod(self.mesh.shape[name] for name in self.axes(axis))
 
     def check(self, config: ModelConfig) -> None:
         """Raise ModelError unless every dimension of the model divides over the mesh."""
@@ -143,6 +149,50 @@ class Placement:
                     f"a batch has {size} {axis}, which do not divide over the {self.ways(axis)} devices of mesh axes "
                     f"{axes}: {remedy}"
                 )
+
+
+def take_tokens(
+    x: Shaped[Array, "rows tokens *rest"], places: Int[Array, "rows n"], placement: Placement | None
+) -> Shaped[Array, "rows_by_n *rest"]:
+    """x[row, place] for every place of a row, rows and places as one axis; `split_tokens` takes it apart again.
+
+    Where tokens are split over devices, so are the places, whose number they divide: each device gets its part of every
+    row's places, sent by those that hold the tokens (reduce-scatter), and the axis has the order of the devices.
+    """
+    places = places.reshape(*places.shape, *(1,) * (x.ndim - 2))
+    if placement is None or placement.ways("tokens") == 1:
+        return jnp.take_along_axis(x, places, axis=1).reshape(-1, *x.shape[2:])
+    axes = placement.axes("tokens")
+
+    def of_part(x: jax.Array, places: jax.Array) -> jax.Array:
+        local = places - jax.lax.axis_index(axes) * x.shape[1]
+        here = (local >= 0) & (local < x.shape[1])
+        found = jnp.where(here, jnp.take_along_axis(x, jnp.where(here, local, 0), axis=1), 0)
+        return jax.lax.psum_scatter(found, axes, scatter_dimension=1, tiled=True).reshape(-1, *x.shape[2:])
+
+    of = placement.rules.spec
+    specs = (of(("rows", "tokens")), of(("rows",)))
+    return jax.shard_map(of_part, mesh=placement.mesh, in_specs=specs, out_specs=_merged(placement))(x, places)
+
+
+def split_tokens(
+    x: Shaped[Array, "rows_by_n *rest"], rows: int, placement: Placement | None
+) -> Shaped[Array, "rows n *rest"]:
+    """Rows and places as two axes again, of what was made of `take_tokens` place by place; split by rows alone."""
+    if placement is None or placement.ways("tokens") == 1:
+        return x.reshape(rows, -1, *x.shape[1:])
+    local = rows // placement.ways("rows")
+    apart = jax.shard_map(
+        lambda x: x.reshape(local, -1, *x.shape[1:]),
+        mesh=placement.mesh,
+        in_specs=_merged(placement),
+        out_specs=placement.rules.spec(("rows", "tokens")),
+    )
+    return jax.lax.with_sharding_constraint(apart(x), placement.of(("rows",)))  # as other arrays by sampled token lie
+
+
+def _merged(placement: Placement) -> PartitionSpec:
+    return PartitionSpec((*placement.axes("rows"), *placement.axes("tokens")))
 
 
 def default_rules(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ShardingRules:

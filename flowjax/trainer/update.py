@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, UInt32
 from flowjax.losses.policy import DEFAULTS, Kind, LossOptions, aggregate, policy_loss
 from flowjax.losses.ratios import kl_penalty, m2po_bounds
 from flowjax.models.logprobs import token_logprobs
+from flowjax.models.sharding import split_tokens, take_tokens
 from flowjax.trainer.batch import MicroBatch
 
 Arrays = Any  # a pytree of arrays
@@ -141,19 +142,22 @@ def sampled_logprobs(
     `frozen_head`: see `token_logprobs`.
     """
     hidden = model(batch.tokens, batch.positions, batch.segments, adapter_scale=adapter_scale, dropout_key=dropout_key)
-    before = jnp.take_along_axis(hidden, batch.places[..., None] - 1, axis=1)  # a token is predicted one place earlier
-    targets = jnp.take_along_axis(batch.tokens, batch.places, axis=1)
-    logprobs, entropy = token_logprobs(
-        before.reshape(-1, before.shape[-1]),
+    rows, sampled = batch.places.shape
+    parts = 1 if model.placement is None else model.placement.ways("tokens")
+    places = jnp.pad(jnp.asarray(batch.places), ((0, 0), (0, -sampled % parts)), constant_values=1)
+    before = take_tokens(hidden, places - 1, model.placement)  # a token is predicted one place earlier
+    found = token_logprobs(
+        before,
         model.head(),
-        targets.reshape(-1),
+        take_tokens(jnp.asarray(batch.tokens), places, model.placement),
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         entropy=True,
         soft_cap=model.config.logit_soft_cap,
         frozen_head=frozen_head,
     )
-    return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)
+    logprobs, entropy = (split_tokens(x, rows, model.placement)[:, :sampled] for x in found)
+    return logprobs, entropy
 
 
 # ---------------------------------------------------------------------------------------------------------- first pass
