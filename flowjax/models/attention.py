@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flowjax.models.flash import flash_attend
 from flowjax.models.shape import ModelConfig, ModelError
@@ -306,6 +306,19 @@ def attend_by(
         near, far = functools.partial(kernel, window_tokens=window_tokens), kernel
         kernel = functools.partial(jax.lax.cond, windowed, near, far)
     return kernel(*args) if form in ("xla", "flash") else checkpoint_name(kernel(*args), "mixed")
+
+
+def exchange_queries(
+    x: Shaped[Array, "rows queries *rest"], axes: Sequence[str]
+) -> Shaped[Array, "rows queries *rest"]:
+    """A device's part of each row after it has sent the i-th piece of it to the i-th device; its own inverse.
+
+    For parts of a row in order over the mesh axes, within `shard_map`. The last of eight parts sees 1.9 times as many
+    keys as their mean, a piece of each part together 1.1 times. They stay in the order of the row. Parts that do not
+    divide into as many pieces as there are devices are left as they are.
+    """
+    divides = x.shape[1] % jax.lax.axis_size(axes) == 0
+    return jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=1, tiled=True) if divides else x
 
 
 def segment_bounds(

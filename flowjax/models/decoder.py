@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flowjax.models import params
-from flowjax.models.attention import AMPERE, attend_by, choose_attention, cuda_capability
+from flowjax.models.attention import AMPERE, attend_by, choose_attention, cuda_capability, exchange_queries
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch, lora_linear
 from flowjax.models.moe import ExpertMap, mixture
 from flowjax.models.params import Placeable
@@ -219,13 +219,19 @@ class Decoder(nnx.Module):
         options = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
         window = config.sliding_window_tokens
 
-        def run(windowed: jax.Array, *args: jax.Array) -> jax.Array:
-            return attend_by(form, *args, window_tokens=window, windowed=windowed, **options)
+        split = placement.axes("tokens") if placement is not None and placement.ways("tokens") > 1 else ()
+
+        def run(windowed: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, *places: jax.Array):
+            if split:
+                query, *query_places = (exchange_queries(x, split) for x in (query, *places[:2]))
+                places = (*query_places, *places[2:])
+                key, value = (jax.lax.all_gather(x, split, axis=1, tiled=True) for x in (key, value))
+            mixed = attend_by(form, query, key, value, *places, window_tokens=window, windowed=windowed, **options)
+            return exchange_queries(mixed, split) if split else mixed
 
         if placement is not None and mesh is not None:
-            # Queries keep their part of the tokens; keys and values are gathered over `sequence`: None in their specs.
             of, tokens = placement.rules.spec, ("rows", "tokens")
-            heads, keys = of((*tokens, "act_heads", None)), of(("rows", None, "act_kv_heads", None))
+            heads, keys = of((*tokens, "act_heads", None)), of((*tokens, "act_kv_heads", None))
             specs = (of(()), heads, keys, keys, of(tokens), of(tokens), of(("rows", None)), of(("rows", None)))
             # Unchecked: no form's own backward pass knows of the mesh. What each part gives for the keys is summed.
             run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)

@@ -82,16 +82,26 @@ def test_forty_random_packings_and_windows(dtype, bound, heads, kv_heads, dim, s
             assert error < np.hypot(bound * max(size, 1.0), rounding), (segments, window)
 
 
-def test_a_part_of_the_queries_gives_that_part_of_the_result():
-    """As under config.mesh.sequence: a device has some queries of a row and all its keys."""
+@pytest.mark.parametrize("window", [90, TOKENS])
+def test_a_part_of_the_queries_gives_that_part_of_the_result(window):
+    """As under config.mesh.sequence: a device has some queries of a row, in pieces, and all its keys."""
     segments, positions = map(jnp.asarray, packed([[60, 140, 70], [290]], TOKENS))
     rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.normal(size=(2, TOKENS, n, 16)), jnp.float32) for n in (4, 2, 2))
-    whole = flash_here(query, key, value, segments, positions, segments, positions, window_tokens=90)
-    for part in (slice(0, 100), slice(100, 200), slice(200, 300)):
+    arrays = [jnp.asarray(rng.normal(size=(2, TOKENS, n, 16)), jnp.float32) for n in (4, 2, 2)]
+    pull = jnp.asarray(rng.normal(size=(2, TOKENS, 4, 16)), jnp.float32) * (segments != 0)[:, :, None, None]
+
+    def mixed(part, query, key, value):
         places = (segments[:, part], positions[:, part], segments, positions)
-        mine = flash_here(query[:, part], key, value, *places, window_tokens=90)
+        return flash_here(query[:, part], key, value, *places, window_tokens=window)
+
+    whole, pull_back = jax.vjp(functools.partial(mixed, np.arange(TOKENS)), *arrays)
+    sums = [jnp.zeros_like(x) for x in arrays]
+    for part in np.split(np.arange(TOKENS).reshape(3, 2, 50).swapaxes(0, 1).ravel(), 2):  # every second fifty
+        mine, pull_mine = jax.vjp(functools.partial(mixed, part), *arrays)
         np.testing.assert_allclose(mine, whole[:, part], rtol=1e-5, atol=1e-6)
+        sums = [total + gradient for total, gradient in zip(sums, pull_mine(pull[:, part]), strict=True)]
+    for mine, theirs in zip(sums, pull_back(pull), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_gives_zeros_and_no_gradient():

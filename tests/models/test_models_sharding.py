@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from sharded_check import CASES, ROWS, TOKENS
+from sharded_check import CASES, CHUNK, PLACES, ROWS, TOKENS
 from tiny_models import TINY
 
 from flowjax.models.decoder import Decoder, base_specs, make_placement
@@ -34,6 +35,10 @@ def test_the_same_on_eight_devices(tmp_path):
     answer = json.loads(run.stdout.splitlines()[-1])
     assert answer.pop("same_initial_values")
     assert answer.pop("kernels") == {"cudnn": True, "flash": True, "splash": True}
+    shares = answer.pop("shares_of_keys")
+    for name, most in (("one", [1.88, 1.11]), ("undivided", [1.88, 1.88]), ("packed", [2.4, 1.23])):
+        assert shares[name]["in_order"] and shares[name]["and_back"], name
+        assert shares[name]["most"] == pytest.approx(most, rel=0.05), name
     assert answer.keys() == CASES.keys()
     for name, found in answer.items():
         assert found["parts"] == (4 if "data2" in name else 8), name
@@ -43,6 +48,8 @@ def test_the_same_on_eight_devices(tmp_path):
         assert found["loss"] < 1e-5, name
         assert found["gradient"] < 1e-4, name
         _check_collectives(found["collectives"], *CASES[name])
+        if "sequence4" in name:  # each of eight devices has its share of a chunk's logits
+            assert max(math.prod(shape[:-1]) for shape in found["logits"]) == CHUNK // 8
 
 
 def _check_collectives(
@@ -64,9 +71,12 @@ def _check_collectives(
             for shape in parameters
             for axis in range(len(shape))
         }
-    if mesh.get("sequence", 1) > 1:
-        gathered |= {(*local, config.kv_heads, config.head_dim), (*local, config.hidden_size)}  # keys, values; output
-        summed |= {(*local, config.kv_heads, config.head_dim)}
+    exchanged: set[tuple[int, ...]] = set()
+    if (parts := mesh.get("sequence", 1)) > 1:
+        # Keys, values, and in the backward pass what the sampled tokens' hidden states get: never all hidden states.
+        gathered |= {(*local, config.kv_heads, config.head_dim), (local[0], PLACES, config.hidden_size)}
+        piece = (local[0], TOKENS // parts**2)
+        exchanged = {piece, (*piece, config.heads, config.head_dim)}
     if config.experts and mesh.get("expert", 1) > 1:
         tokens = ROWS * TOKENS // mesh["fsdp"]
         gathered |= {(tokens, config.hidden_size), (tokens, config.experts.per_token)}
@@ -75,8 +85,9 @@ def _check_collectives(
         per_expert = {(own, *shape[-2:]) for shape in parameters if len(shape) >= 3}
         gathered, summed = gathered | per_expert, summed | per_expert
     for kind, shape in found:
-        planned = {_sizes(shape) for shape in (gathered if kind == "all-gather" else summed)}
-        assert kind in ("all-gather", "all-reduce", "reduce-scatter"), (kind, shape, mesh)
+        by_kind = {"all-gather": gathered, "all-reduce": summed, "reduce-scatter": summed, "all-to-all": exchanged}
+        assert kind in by_kind, (kind, shape, mesh)
+        planned = {_sizes(shape) for shape in by_kind[kind]}
         assert kind == "reduce-scatter" or _sizes(shape) in planned, (kind, shape, mesh)
 
 
