@@ -70,13 +70,15 @@ def estimate(
         adapter = _local((spec for ab in adapter_specs(config, lora).values() for spec in ab.values()), placement)
     trained = FLOAT32 * (adapter if lora else base)
     part = _DevicePart(math.ceil(rows / (data * fsdp * expert)), math.ceil(tokens / sequence), size, tensor, expert)
-    # Each device of `sequence` scores the tokens of all of its rows, whose hidden states are collected for that.
-    chunk_tokens = min(chunk, rows * tokens) / (data * fsdp * expert)
+    chunk_tokens = min(chunk, rows * tokens) / (data * fsdp * expert * sequence)
     logits = math.ceil(chunk_tokens * config.vocab_size / tensor) * FLOAT32
     # Embedding and head, collected over the devices or laid out anew for their products.
     tables = 2 * config.vocab_size * math.ceil(config.hidden_size / tensor) * size
-    head = tables + 2 * logits + 4 * sequence * part.values * config.hidden_size * size
+    head = tables + 2 * logits + 4 * part.values * config.hidden_size * size
     layer = _backward_bytes(config, part) + _gathered_bytes(config, size, shards // tensor, tensor, expert) + trained
+    if sequence > 1:  # a row's sampled hidden states on their way to other devices; keys, values and their gradients
+        head += sequence * part.values * config.hidden_size * size
+        layer += 4 * part.rows * tokens * math.ceil(config.kv_size / tensor) * size
     if attention == "xla" or size == FLOAT32 or tokens < FUSED_FROM_TOKENS:
         block = min(part.tokens, default_block_tokens(part.tokens))
         layer += 2 * part.rows * math.ceil(config.heads / tensor) * block * tokens * (FLOAT32 + size)
