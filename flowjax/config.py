@@ -324,12 +324,14 @@ FIELDS = Section(
         ),
         processes=Entry(
             1,
-            "processes (hosts) of one trainer; each has its number in FLOWJAX_PROCESS",
+            "processes of one trainer; on several hosts, where no scheduler says how many there are (docs/clusters.md)",
             at_least=1,
             at_most=10_000,
             resume=True,
         ),
-        coordinator=Entry("", "host:port of process 0, for several hosts", form=HOST_AND_PORT, resume=True),
+        coordinator=Entry(
+            "", "host:port of process 0, for several hosts without a scheduler", form=HOST_AND_PORT, resume=True
+        ),
     ),
     optimizer=Section(
         "What makes an update of a gradient.",

@@ -3,6 +3,7 @@
 --name=NAME      the run folder is <config.runs>/NAME; by default a fresh name after the recipe's
 --resume=FOLDER  go on with the run in FOLDER, exactly where it stopped
 --join=URL       play for the run whose dataflow listens there; this machine may come and go
+--role=trainer   with --run=FOLDER, in each task of a cluster's job: be a process of that run's trainer
 --fresh_ledger   with --resume: set a damaged ledger aside, go on from the newest checkpoints with other tasks
 --dry_run        print the plan (roles, devices, batch, memory, ports) and the obstacles, start nothing
 --status=FOLDER  show what the run in FOLDER is doing: roles, queues, versions, ages
@@ -189,6 +190,8 @@ def main(argv: Sequence[str]) -> int:
             return change(Path(shown[0]), named[0]) if shown else _refuse([f"--{flag} goes with --status=<run folder>"])
     if shown:
         return _show_status(Path(shown[0]))
+    if any(argument.startswith("--role") for argument in argv):
+        return _train(argv)
     try:
         request = read_request(argv)
     except ConfigError as error:
@@ -233,6 +236,21 @@ def main(argv: Sequence[str]) -> int:
         return _refuse([str(error)])
     except OSError as error:
         return _refuse([f"run folder {run_dir}: {error.strerror}: give another --config.runs=<folder>"])
+
+
+def _train(argv: Sequence[str]) -> int:
+    """Be a process of a run's trainer."""
+    from flowjax.launch import join
+
+    role, run = (argument.partition("=")[2] for argument in sorted(argv)) if len(argv) == 2 else ("", "")
+    if sorted(argument.partition("=")[0] for argument in argv) != ["--role", "--run"] or role != "trainer" or not run:
+        reason = "is --role=trainer --run=<run folder> and nothing else: the run's own launch says how it is trained"
+        return _refuse([f"what a task of a cluster's job is given {reason}"])
+    try:
+        join.train(Path(run), Console(width=_PLAIN_WIDTH))
+    except ConfigError as error:
+        return _refuse([str(error)])
+    return OK
 
 
 def _start_ledger_anew(run: Run, console: Console) -> None:

@@ -1,9 +1,16 @@
-"""A node of a run: a machine of its own kind that plays for it, joins at any time and leaves at any time.
+"""Other machines of a run: nodes that play for it, and hosts that train it.
 
     python -m flowjax.launch --join=http://host:port [--name=NAME] [--config.engine.<field>=value ...]
 
-The config comes from the run's dataflow; the node may differ in what its hardware asks for. It needs no part of the
-run's folder and nobody connects to it. What it was playing when it dies is played by others.
+A node is a machine of its own kind, joins at any time and leaves at any time. The config comes from the run's dataflow;
+the node may differ in what its hardware asks for. It needs no part of the run's folder and nobody connects to it. What
+it was playing when it dies is played by others.
+
+    python -m flowjax.launch --role=trainer --run=<run folder>
+
+A host has a process of the run's trainer, which a cluster's scheduler starts there and starts again. All processes read
+and write the run's folder, the first of them asks its dataflow, and together they die: the next start goes on from the
+newest checkpoint.
 """
 
 import asyncio
@@ -12,18 +19,23 @@ import json
 import os
 import re
 import socket
+import sys
 import time
+from pathlib import Path
+from typing import NoReturn
 
 import aiohttp
 from ml_collections import ConfigDict
 from rich.console import Console
 
 from flowjax.config import ConfigError, default_config
-from flowjax.launch.checks import differences
+from flowjax.launch.checks import differences, in_base
+from flowjax.launch.devices import Devices, visible_accelerators
+from flowjax.launch.roles import HUGE_PAGES, OFFLINE
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import read_status
 from flowjax.monitor.token import VARIABLE, bearer, keep_run_id, known_run_id, known_token, of_run
-from flowjax.run import Run
+from flowjax.run import Run, read_endpoints, read_run
 from flowjax.weights.mirror import OtherModelError, fetch_bases
 from flowjax.weights.source import OriginError, RunSource, source
 
@@ -32,6 +44,7 @@ _OF_HARDWARE = re.compile(
 )
 _LOOK_EVERY_S = 1.0
 _SAY_EVERY_S = 30.0
+_SAY_WAITING_EVERY_S = 60.0
 _REASONS = {
     401: f"it wants another key: set {VARIABLE}",
     403: "it has sent this node away",
@@ -169,3 +182,70 @@ def _playing(run: Run) -> str:
     serving = ", ".join(f"{policy}@{version}" for policy, version in status.get("serving_versions", {}).items())
     rate = status.get("episodes_per_s", 0.0)
     return f"{status.get('episodes', 0)} episodes, {rate:.1f}/s, serving {serving or 'nothing yet'}"
+
+
+# --------------------------------------------------------------------------------------------------------------- hosts
+
+
+def train(run_dir: Path, console: Console) -> None:
+    """Wait until the run is under way, then become its trainer, or the process of it that this host has.
+
+    Returns where the run has ended; else this process is the trainer's from here on.
+
+    Raises:
+        ConfigError: the run's launch trains itself, or this host lacks a base model.
+    """
+    run = asyncio.run(_under_way(run_dir, console))
+    if run is None:
+        console.print(f"the run in {run_dir} has ended", highlight=False, soft_wrap=True)
+    else:
+        _check_host(run)
+        _become_trainer(run_dir)
+
+
+def _become_trainer(run_dir: Path) -> NoReturn:
+    sees = Devices(visible_accelerators(), hosts=2)  # or more: it matters only that there are others
+    environment = {**os.environ, **OFFLINE, **HUGE_PAGES, **sees.trainer_env()}
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "flowjax.trainer", f"--run={run_dir}", "--scheduled"], environment)
+
+
+async def _under_way(run_dir: Path, console: Console) -> Run | None:
+    """The run of a folder once its dataflow answers, by when config and base models are there; None after its end."""
+    said_s = -_SAY_WAITING_EVERY_S
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session:
+        while True:
+            try:  # all anew each time: the launch may still have to make or to replace these files
+                url = read_endpoints(run_dir)["dataflow"]
+                headers = {**bearer(known_token(run_dir)), **of_run(known_run_id(run_dir))}
+                async with session.get(f"{url}/finished", headers=headers, raise_for_status=True) as answer:
+                    finished = (await answer.json())["finished"]
+                    break
+            except aiohttp.ClientResponseError as error:
+                problem = f"{error.request_info.real_url}: {_REASONS.get(error.status, f'HTTP {error.status}')}"
+            except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() - said_s > _SAY_WAITING_EVERY_S:
+                said_s = time.monotonic()
+                console.print(f"waiting for the run in {run_dir} ({problem})", highlight=False, soft_wrap=True)
+            await asyncio.sleep(_LOOK_EVERY_S)
+    return None if finished else read_run(run_dir)
+
+
+def _check_host(run: Run) -> None:
+    """Refuse what would train twice, or could not begin.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    if run.trains and "FLOWJAX_PROCESS" not in os.environ:
+        raise ConfigError(
+            f"config.elsewhere of {run.folder} is {tuple(run.config.elsewhere)}, so that its launch has the trainer: "
+            "launch it with --config.elsewhere=\"('trainer',)\""
+        )
+    if run.config.separate_trainers:
+        raise ConfigError("config.separate_trainers is True, but --role=trainer trains all policies: set it to False")
+    for base in {policy.base.name: policy.base for policy in run.policies.values()}.values():
+        if not (Path(base.model.path) / "config.json").exists():
+            path = f"config.model.path is {base.model.path!r}, which is no folder of a model on {socket.gethostname()}"
+            raise ConfigError(in_base(base.name, f"{path}: put it where all hosts have it (HF_HOME if it has an id)"))

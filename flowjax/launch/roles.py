@@ -19,7 +19,7 @@ from flowjax.run import Base, Run, write_endpoints
 
 _TOGETHER = Path(__file__).with_name("together.py")
 # Nothing is fetched or reported while a run lasts.
-_OFFLINE = {
+OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -79,7 +79,7 @@ def warm_start_roles(run: Run, devices: Devices) -> list[Role]:
         Role(
             "warm_start" if base == BASE_NAME else f"warm_start-{base}",
             [sys.executable, "-m", "flowjax.trainer.warm_start", f"--run={run.folder}", f"--base={base}"],
-            env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env()},
+            env={**OFFLINE, **HUGE_PAGES, **devices.trainer_env()},
             restarts=1,
             finite=True,
         )
@@ -99,7 +99,7 @@ def int8_roles(run: Run) -> list[Role]:
         Role(
             "int8" if name == BASE_NAME else f"int8-{name}",
             command(base),
-            env={**_OFFLINE, **_ON_CPU},
+            env={**OFFLINE, **_ON_CPU},
             restarts=1,
             finite=True,
         )
@@ -130,7 +130,7 @@ def engine_roles(run: Run, ports: Mapping[str, int], devices: Devices) -> list[R
         role = Role(
             engine.name,
             argv,
-            env={**_OFFLINE, **devices.engine_env(used, settings.tensor_parallel), **env},
+            env={**OFFLINE, **devices.engine_env(used, settings.tensor_parallel), **env},
             health=partial(answers, "127.0.0.1", port, "/health"),
             restarts=settings.max_restarts,
             start_timeout_s=settings.start_timeout_s,
@@ -162,14 +162,14 @@ def run_roles(run: Run, ports: dict[str, int], devices: Devices) -> list[Role]:
         Role(
             "mirror",
             [*python, "flowjax.weights.mirror", f"--run={run.folder}"],
-            env={**_OFFLINE, **_ON_CPU},
+            env={**OFFLINE, **_ON_CPU},
             restarts=run.config.max_restarts,
         )
         if run.is_node
         else Role(
             "dataflow",
             [*python, "flowjax.dataflow", f"--run={run.folder}"],
-            env={**_OFFLINE, **_ON_CPU},
+            env={**OFFLINE, **_ON_CPU},
             health=partial(answers, reachable(run.config.dataflow.host).strip("[]"), ports["dataflow"], "/health"),
             restarts=run.config.max_restarts,
         ),
@@ -177,7 +177,7 @@ def run_roles(run: Run, ports: dict[str, int], devices: Devices) -> list[Role]:
             Role(
                 name,
                 _trainer_command(run, policy, devices),
-                env={**_OFFLINE, **HUGE_PAGES, **devices.trainer_env(index)},
+                env={**OFFLINE, **HUGE_PAGES, **devices.trainer_env(index)},
                 written=run.folder / f"status-{name}.json",
                 restarts=run.config.max_restarts,
                 finite=True,
@@ -187,7 +187,7 @@ def run_roles(run: Run, ports: dict[str, int], devices: Devices) -> list[Role]:
         Role(
             "rollout",
             [*python, "flowjax.rollout", f"--run={run.folder}"],
-            env={**_OFFLINE, **_ON_CPU},
+            env={**OFFLINE, **_ON_CPU},
             written=run.folder / "status-rollout.json",
             restarts=run.config.max_restarts,
         ),

@@ -71,8 +71,11 @@ COORDINATOR_VARIABLE = "FLOWJAX_COORDINATOR"  # of processes that the launcher s
 _WORTH_KEEPING_S = 0.2  # seconds of compilation
 
 
-def main(run_dir: Path, only: str = "") -> None:
+def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
     """Train the policies of a run, or `only` one of them, from their newest checkpoints to `config.trainer.steps`.
+
+    Args:
+        scheduled: see `join`.
 
     Raises:
         ConfigError, ModelError, CheckpointError: something does not fit; nothing was trained.
@@ -86,7 +89,7 @@ def main(run_dir: Path, only: str = "") -> None:
 
     # ------------------------------------------------------------------------------------------------------------ mesh
     use_compile_cache(config.trainer.compile_cache)
-    join(config.trainer)  # before anything else touches a device
+    join(config.trainer, scheduled=scheduled)  # before anything else touches a device
     mesh = make_mesh(**config.mesh.to_dict())
 
     # -------------------------------------------------------------------------------------- models, optimiser, restore
@@ -147,20 +150,32 @@ def use_compile_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
 
 
-def join(trainer: ConfigDict) -> None:
-    """Join the other processes of the trainer, if `config.trainer.processes` says that there are any.
+def join(trainer: ConfigDict, *, scheduled: bool = False) -> None:
+    """Join the other processes of the trainer, if there are any. To be called before anything else touches a device.
 
-    Every process runs the same command with its own number, from 0, in the environment variable FLOWJAX_PROCESS. To be
-    called before anything else touches a device.
+    Every process runs the same command. Its number, from 0, is FLOWJAX_PROCESS of the environment, and
+    `config.trainer.processes` says how many there are. One that is `scheduled` and has no such variable learns all that
+    from the scheduler by which it was started, if JAX knows it: SLURM, Open MPI, Kubernetes (with jax[k8s]).
 
     Raises:
         ConfigError: the number is missing or out of range, or there is no coordinator's address.
     """
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # An empty list: all devices that this process sees. For None, JAX takes one alone where it knows the scheduler.
+    initialize = partial(jax.distributed.initialize, local_device_ids=[])
     count = trainer.processes
     address = trainer.coordinator or os.environ.get(COORDINATOR_VARIABLE, "")
+    number = os.environ.get(NUMBER_VARIABLE, "")
+    if scheduled and not number:
+        try:
+            initialize()
+            return
+        except ValueError as error:
+            if "be defined" not in str(error):  # else JAX knows no scheduler here: what the config says holds
+                raise
     if count == 1:
         return
-    number = os.environ.get(NUMBER_VARIABLE, "")
     if not number.isdigit() or int(number) >= count:
         raise ConfigError(
             f"config.trainer.processes is {count}, but {NUMBER_VARIABLE} is {number!r}: "
@@ -171,9 +186,7 @@ def join(trainer: ConfigDict) -> None:
             f"config.trainer.processes is {count}, but config.trainer.coordinator is empty: "
             "give the host:port of process 0"
         )
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, count, int(number))
+    initialize(address, count, int(number))
 
 
 # ============================================================================================================== models

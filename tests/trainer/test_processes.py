@@ -70,6 +70,35 @@ def test_one_process_joins_nobody():
     assert training.is_first()
 
 
+SCHEDULED = """
+import jax
+from flowjax.config import default_config
+from flowjax.trainer.train import join
+join(default_config().trainer, scheduled=True)
+print(jax.process_index(), jax.process_count(), jax.distributed.is_initialized(), jax.config.jax_cuda_visible_devices)
+"""
+TASK = {  # of a step with one, as SLURM 22.05 describes it
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "127.0.0.[1,3-4]",
+    "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+
+
+@pytest.mark.parametrize(("task", "printed"), [({}, "0 1 False all"), (TASK, "0 1 True all")])
+def test_a_scheduled_process_learns_from_its_scheduler_who_it_is_and_takes_all_devices(task, printed):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "FLOWJAX_"))}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": str(port)} | task
+    done = subprocess.run(
+        [sys.executable, "-c", SCHEDULED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == printed, done.stderr
+
+
 def main(folder: Path, address: str, steps: int) -> None:
     config = settings(steps, data=1, fsdp=2, tensor=2)
     with config.unlocked():

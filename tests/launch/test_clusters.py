@@ -1,0 +1,388 @@
+"""Trainers of several hosts: the files of launch/slurm under a real SLURM, processes that are restarted one by one as
+Kubernetes does, and what could be wrong in a file without anybody being told."""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from light_run import ROOT, LightRun, environment
+from rich.console import Console
+from slurm_cluster import Slurm, missing
+
+from flowjax.config import ConfigError, load_run, save_run
+from flowjax.launch import join
+from flowjax.launch.__main__ import main, read_request
+from flowjax.launch.machine import free_port
+from flowjax.launch.supervisor import USER_MISTAKE
+from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.token import VARIABLE
+from flowjax.weights.publish import committed_steps
+
+RUN_SH, NODE_SH = ROOT / "launch/slurm/run.sh", ROOT / "launch/slurm/node.sh"
+TWO_PROCESSES: dict[str, Any] = {"mesh__fsdp": 2, "mesh__data": 1, "trainer__steps": 6}
+
+
+def wait_for(condition: Callable[[], Any], say: Callable[[], str], timeout_s: float = 1200.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, say()
+        time.sleep(0.2)
+
+
+def steps(run_dir: Path) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [line["step"] for line in read_metrics(run_dir) if line["kind"] == "train"]
+    return []
+
+
+# ---------------------------------------------------------------------------------------------- one restarted by itself
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.soak)])
+def test_processes_that_are_restarted_one_by_one_go_on_together(tmp_path: Path, victim: int):
+    """As the pods of an indexed Job: nobody ends the siblings of one that has died, and each is started again alone."""
+    address = f"127.0.0.1:{free_port()}"
+    overrides = TWO_PROCESSES | {"trainer__processes": 2, "trainer__coordinator": address, "elsewhere": ("trainer",)}
+    living: dict[int, subprocess.Popen[bytes]] = {}
+    ended: dict[int, list[int]] = {0: [], 1: []}
+
+    def pod(number: int, run_dir: Path) -> None:
+        command = [sys.executable, "-m", "flowjax.launch", "--role=trainer", f"--run={run_dir}"]
+        while not ended[number] or ended[number][-1]:
+            with (tmp_path / f"pod-{number}.log").open("ab") as log:
+                env = environment() | {"FLOWJAX_PROCESS": str(number)}
+                living[number] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+            ended[number].append(living[number].wait())
+            assert len(ended[number]) < 10
+            time.sleep(1)
+
+    with LightRun(tmp_path, **overrides) as light:
+        pods = [threading.Thread(target=pod, args=(number, light.run_dir), daemon=True) for number in (0, 1)]
+        for each in pods:  # before there is a run
+            each.start()
+        run = light.launch()
+
+        def logs() -> str:
+            texts = [path.read_text(errors="replace")[-3000:] for path in sorted(tmp_path.glob("pod-*.log"))]
+            return "\n".join([light.logs(), str(ended), *texts])
+
+        try:
+            wait_for(lambda: len(steps(light.run_dir)) >= 2, logs)
+            living[victim].kill()
+            assert run.wait(timeout=900) == 0, logs()
+            for each in pods:
+                each.join(timeout=120)
+        finally:
+            for process in (run, *living.values()):
+                process.kill()
+        assert [statuses[-1] for statuses in ended.values()] == [0, 0], logs()
+        assert ended[victim][0] == -signal.SIGKILL and ended[1 - victim][0] not in (0, -signal.SIGKILL), logs()
+        assert steps(light.run_dir) == [1, 2, 3, 4, 5, 6]
+        assert committed_steps(light.run_dir / "checkpoints" / "agent")[-1] == 6
+
+
+# ---------------------------------------------------------------------------------------------------------------- SLURM
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    if lacking := missing():
+        pytest.skip(f"a SLURM of its own needs {', '.join(lacking)} (apt-get install slurm-wlm munge)")
+    with Slurm(tmp_path / "slurm") as cluster:
+        cluster.env |= environment() | {name: cluster.env[name] for name in ("PATH", "SLURM_CONF")}
+        yield cluster
+
+
+def trainer_of(task: str) -> int:
+    """Process of the trainer in a task of a step."""
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            runs_trainer = b"flowjax.trainer\0" in entry.with_name("cmdline").read_bytes()
+            if runs_trainer and f"SLURM_PROCID={task}".encode() in entry.read_bytes().split(b"\0"):
+                return int(entry.parent.name)
+    raise AssertionError(f"no trainer is task {task}")
+
+
+PROGRAM = """#!/bin/bash
+# Stands for flowjax: task 1 of the first step dies, and nothing else ends before it may.
+echo "${SLURM_RESTART_COUNT:-0} ${SLURM_STEP_ID:-batch} ${SLURM_STEP_NODELIST:-} ${SLURM_PROCID} $*" >> calls
+case "$*" in
+  *--role=trainer*) [ "${SLURM_RESTART_COUNT:-0}.$SLURM_STEP_ID.$SLURM_PROCID" = 0.0.1 ] && exit 9 ;;
+  *) mkdir -p runs/a && touch runs/a/config.json ;;
+esac
+until [ -e may_end ]; do sleep 0.1; done
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(900)
+def test_slurm_ends_the_siblings_of_a_dead_task_and_requeues_a_job_whose_time_is_over(tmp_path: Path, slurm: Slurm):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text(PROGRAM)
+    (tmp_path / "bin/python").chmod(0o755)
+    slurm.env["PATH"] = f"{tmp_path / 'bin'}:{slurm.env['PATH']}"
+    where = [f"--chdir={tmp_path}", f"--output={tmp_path / 'job.log'}"]
+    command = [*where, "--nodes=3", str(RUN_SH), "runs/a", "--config=recipe.py"]
+    job = slurm.call("sbatch", "--parsable", *command).strip()
+
+    def calls(restart: int, step: str) -> list[str]:
+        lines = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
+        return sorted(
+            line.partition(f"{restart} {step} ")[2] for line in lines if line.startswith(f"{restart} {step} ")
+        )
+
+    def logs() -> str:
+        return "\n".join(path.read_text() for path in (tmp_path / "calls", tmp_path / "job.log") if path.exists())
+
+    role = "-m flowjax.launch --role=trainer --run=runs/a"
+    tasks = [f"127.0.0.[2-3] {number} {role}" for number in (0, 1)]
+    wait_for(lambda: calls(0, "1") == tasks, logs)  # task 0 of step 0 has not ended by itself
+    assert calls(0, "0") == tasks
+    slurm.call("scancel", "--batch", "--signal=USR1", job)  # as `--signal=B:USR1@120` of the script does
+    wait_for(lambda: calls(1, "0") == tasks, logs)
+    (first,), (again,) = calls(0, "batch"), calls(1, "batch")
+    assert "--name=a --config.runs=runs" in first and "--resume=runs/a" in again
+    (tmp_path / "may_end").touch()
+    wait_for(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), logs)
+    assert slurm.state(job) == "COMPLETED", logs()
+
+
+@pytest.mark.integration
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_slurm_job_goes_on_after_the_death_of_a_process_and_after_a_requeue(tmp_path: Path, slurm: Slurm):
+    overrides = {**TWO_PROCESSES, "trainer__steps": 15}
+    with LightRun(tmp_path, **overrides) as light:
+        log = tmp_path / "job.log"
+        command = [str(RUN_SH), str(light.run_dir), f"--config={light.folder / 'recipe.py'}"]
+        job = slurm.call("sbatch", "--parsable", "--nodes=3", f"--output={log}", *command).strip()
+
+        def logs() -> str:
+            roles = [path.read_text(errors="replace")[-1500:] for path in light.run_dir.glob("logs/*.log")]
+            return "\n".join([slurm.state(job), log.read_text()[-6000:] if log.exists() else "", *roles])
+
+        wait_for(lambda: steps(light.run_dir) or slurm.state(job) == "FAILED", logs)
+        os.kill(trainer_of("1"), signal.SIGKILL)
+        wait_for(lambda: "the trainer has ended with status 137, 1 within an hour" in log.read_text(), logs)
+        seen = len(steps(light.run_dir))
+        wait_for(lambda: len(steps(light.run_dir)) > seen, logs)
+        # What the script does by itself two minutes before the job's time is over.
+        slurm.call("scancel", "--batch", "--signal=USR1", job)
+        wait_for(lambda: "resuming" in log.read_text(), logs)
+        wait_for(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), logs)
+        assert slurm.state(job) == "COMPLETED", logs()
+        assert steps(light.run_dir) == list(range(1, 16)), logs()
+        assert committed_steps(light.run_dir / "checkpoints" / "agent")[-1] == 15
+        assert "Restarts=1 " in slurm.call("scontrol", "show", "job", "--oneliner", job)
+        config = load_run(light.run_dir)
+        assert config.elsewhere == ("trainer",) and config.dataflow.host == "127.0.0.1"  # as the first node is called
+
+
+def stubs(folder: Path, **programs: str) -> dict[str, str]:
+    """Environment of a script on the first of three nodes, whose programs write down how they are called."""
+    for name, body in programs.items():
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'#!/bin/bash\necho "{name}" "$(printf " %q" "$@")" >> {folder}/calls\n{body}\n')
+        path.chmod(0o755)
+    node = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "first"}
+    return {**os.environ, **node, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+
+
+def called(folder: Path, program: str) -> list[list[str]]:
+    calls = [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
+    return [call[1:] for call in calls if call[0] == program]
+
+
+def run_script(script: Path, *arguments: str, folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(("dies_with", "lives"), [(1, 6), (USER_MISTAKE, 1)])
+def test_a_trainer_that_dies_again_and_again_ends_the_job(tmp_path: Path, dies_with: int, lives: int):
+    env = stubs(tmp_path, srun=f"exit {dies_with}", sleep="", python="exec tail -f /dev/null")
+    done = run_script(RUN_SH, "runs/a", "--config=recipe.py", folder=tmp_path, env=env)
+    assert len(called(tmp_path, "srun")) == lives
+    assert done.returncode == 128 + signal.SIGTERM, "the launcher was stopped"
+
+
+def test_a_job_starts_a_run_or_goes_on_with_it(tmp_path: Path):
+    env = stubs(tmp_path, srun="", python="")
+    given = ["--config=configs/math.py:nano", "--config.trainer.steps=7"]
+    assert run_script(RUN_SH, "runs/a", *given, folder=tmp_path, env=env).returncode == 0
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/config.json").write_text("{}")
+    assert run_script(RUN_SH, "runs/a", *given, folder=tmp_path, env=env).returncode == 0
+    assert run_script(RUN_SH, "runs/a", *given, folder=tmp_path, env=env | {"SLURM_JOB_NUM_NODES": "1"}).returncode == 0
+    first, second, alone = called(tmp_path, "python")
+    assert first[:4] == ["-m", "flowjax.launch", "--name=a", "--config.runs=runs"] and second[2] == "--resume=runs/a"
+    assert set(given) < set(first) and set(given) < set(second)
+    assert not any("elsewhere" in argument for argument in alone)
+    request = read_request([*[a.replace("configs/", f"{ROOT}/configs/") for a in first[2:]], "--dry_run"])
+    assert (request.run.config.elsewhere, request.run.config.dataflow.host) == (("trainer",), "first")
+    *options, role, run = called(tmp_path, "srun")[0]
+    assert options[:3] == ["--nodes=2", "--ntasks=2", "--relative=1"] and "--kill-on-bad-exit=1" in options
+    assert (role, run) == ("--role=trainer", "--run=runs/a")
+
+
+def test_a_node_is_invited_and_joins(tmp_path: Path):
+    python = f"""case "$*" in
+      *endpoints.json) exec {sys.executable} "$@";;
+      *--invite=*) echo {VARIABLE}=node-7:key;;
+      *) echo token {VARIABLE}=${VARIABLE} >> {tmp_path}/calls;;
+    esac"""
+    env = stubs(tmp_path, python=python)
+    (tmp_path / "endpoints.json").write_text('{"dataflow": "http://first:8400"}')
+    done = run_script(NODE_SH, str(tmp_path), "--config.env.workers=2", folder=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert called(tmp_path, "token") == [[f"{VARIABLE}=node-7:key"]]
+    *_, joined = called(tmp_path, "python")
+    assert {"--join=http://first:8400", "--name=node-7", "--config.env.workers=2"} < set(joined)
+    fields = [re.fullmatch(r"--config\.([\w.]+)=.*", argument) for argument in joined]
+    assert all(join._OF_HARDWARE.fullmatch(field[1]) for field in fields if field)
+
+
+# ----------------------------------------------------------------------------------------------------------- Kubernetes
+
+
+def manifests() -> dict[tuple[str, str], Any]:
+    texts = [path.read_text() for path in (ROOT / "launch/kubernetes").glob("*.yaml")]
+    return {(each["kind"], each["metadata"]["name"]): each for text in texts for each in yaml.safe_load_all(text)}
+
+
+def pod_of(manifest: Any) -> tuple[Any, Any]:
+    """Specification of a manifest's pods and of their only container."""
+    spec = manifest["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    return spec, container
+
+
+def variables(container: Any) -> dict[str, str]:
+    return {each["name"]: each.get("value") or each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"]}
+
+
+def ports(container: Any) -> dict[str, int]:
+    return {each["name"]: each["containerPort"] for each in container["ports"]}
+
+
+def launched_config() -> Any:
+    """Config of the run that run.yaml starts."""
+    _, container = pod_of(manifests()["Job", "flowjax-run"])
+    first, flags = container["args"][0].split("exec python -m flowjax.launch ")
+    assert "--resume=/runs/math" in first and "/runs/math/config.json" in first
+    (start,) = re.findall(r"else set -- (.*); fi", first)
+    assert "POD_IP" in variables(container)
+    argv = shlex.split(flags.replace('"$@"', start).replace("\\\n", " ").replace("$POD_IP", "10.0.0.1"))
+    return read_request([*argv, "--dry_run"]).run.config
+
+
+def test_the_pods_of_a_run_find_each_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    made, config = manifests(), launched_config()
+    _, run = pod_of(made["Job", "flowjax-run"])
+    job = made["Job", "flowjax-trainer"]
+    spec, trainer = pod_of(job)
+    assert config.elsewhere == ("trainer",) and config.dataflow.host == "10.0.0.1"
+    assert config.trainer.processes == job["spec"]["completions"] == job["spec"]["parallelism"]
+    named = f"{job['metadata']['name']}-0.{spec['subdomain']}:{ports(trainer)['coordinator']}"
+    assert config.trainer.coordinator == named
+    headless = made["Service", spec["subdomain"]]["spec"]
+    assert (headless["clusterIP"], headless["publishNotReadyAddresses"]) == ("None", True)
+    assert headless["selector"] == {"job-name": job["metadata"]["name"]}
+    service = made["Service", "flowjax-run"]["spec"]
+    (port,) = service["ports"]
+    assert service["selector"] == {"job-name": "flowjax-run"}
+    assert config.dataflow.port == ports(run)[port["targetPort"]] == port["port"]
+    assert run["readinessProbe"]["httpGet"] == {"path": "/health", "port": port["targetPort"]}
+    assert f"--run={config.runs}/{config.name}" in trainer["command"]
+    assert variables(run)["HF_HOME"] == variables(trainer)["HF_HOME"]
+    assert variables(trainer)["FLOWJAX_PROCESS"].startswith("metadata.annotations['batch.kubernetes.io/job-completion")
+    for container in (run, trainer):
+        assert {"name": "runs", "mountPath": config.runs} in container["volumeMounts"]
+
+
+def test_pods_that_are_to_be_replaced_are(monkeypatch: pytest.MonkeyPatch):
+    """What a policy on failures needs: pods that are replaced and not restarted, and the status of a user's mistake."""
+    for name in ("flowjax-run", "flowjax-trainer"):
+        job = manifests()["Job", name]
+        spec, _ = pod_of(job)
+        assert spec["restartPolicy"] == "Never"
+        mistake, disruption = job["spec"]["podFailurePolicy"]["rules"]
+        assert mistake == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [USER_MISTAKE]}}
+        assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+        (claim,) = (each["persistentVolumeClaim"] for each in spec["volumes"] if "persistentVolumeClaim" in each)
+        assert ("PersistentVolumeClaim", claim["claimName"]) in manifests()
+
+
+def test_the_trainers_pods_are_given_what_a_task_understands(monkeypatch: pytest.MonkeyPatch):
+    _, trainer = pod_of(manifests()["Job", "flowjax-trainer"])
+    asked = []
+    monkeypatch.setattr(join, "train", lambda run_dir, console: asked.append(run_dir))
+    assert trainer["command"][:3] == ["python", "-m", "flowjax.launch"]
+    assert main(trainer["command"][3:]) == 0 and asked == [Path("/runs/math")]
+
+
+def test_nodes_join_the_run(monkeypatch: pytest.MonkeyPatch):
+    text = (ROOT / "launch/kubernetes/nodes.yaml").read_text()
+    made = manifests()
+    deployment = made["Deployment", "flowjax-nodes"]
+    _, node = pod_of(deployment)
+    assert deployment["spec"]["selector"]["matchLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
+    port = made["Service", "flowjax-run"]["spec"]["ports"][0]["port"]
+    assert f"--join=http://flowjax-run:{port}" in node["command"]
+    (secret,) = (each["secretRef"]["name"] for each in node["envFrom"])
+    assert f"create secret generic {secret} --from-literal" in text and "exec job/flowjax-run" in text
+    monkeypatch.chdir(ROOT)
+    config = launched_config()
+    assert f"--status={config.runs}/{config.name}" in text
+    fields = [argument[9:].partition("=")[0] for argument in node["command"] if argument.startswith("--config.")]
+    assert fields and all(join._OF_HARDWARE.fullmatch(field) for field in fields)
+
+
+# ------------------------------------------------------------------------------------------------------------- the task
+
+
+@pytest.mark.parametrize(
+    "argv", [["--role=trainer"], ["--role=rollout", "--run=a"], ["--role=trainer", "--run=a", "--config.seed=1"]]
+)
+def test_a_task_is_told_its_run_and_nothing_else(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(argv) == USER_MISTAKE
+    assert "is --role=trainer --run=<run folder> and nothing else" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {},
+            r"config\.elsewhere of .* is \(\), so that its launch has the trainer: launch it with --config\.elsewhere",
+        ),
+        ({"elsewhere": ("trainer",), "separate_trainers": True}, r"config\.separate_trainers is True"),
+        ({"elsewhere": ("trainer",)}, r"config\.model\.path is 'absent-model', which is no folder of a model on \S+:"),
+    ],
+)
+def test_a_host_that_could_not_train_says_why(config, tmp_path, monkeypatch, fields, message):
+    monkeypatch.delenv("FLOWJAX_PROCESS", raising=False)
+    config.update(fields)
+    save_run(config, tmp_path)
+
+    async def under_way(run_dir: Path, console: object) -> Any:
+        return join.read_run(run_dir)
+
+    monkeypatch.setattr(join, "_under_way", under_way)
+    with pytest.raises(ConfigError, match=message):
+        join.train(tmp_path, Console())
