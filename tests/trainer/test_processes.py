@@ -75,7 +75,8 @@ import jax
 from flowjax.config import default_config
 from flowjax.trainer.train import join
 join(default_config().trainer, scheduled=True)
-print(jax.process_index(), jax.process_count(), jax.distributed.is_initialized(), jax.config.jax_cuda_visible_devices)
+devices = jax.config.values["jax_cuda_visible_devices"]
+print(jax.process_index(), jax.process_count(), jax.distributed.is_initialized(), devices)
 """
 TASK = {  # of a step with one, as SLURM 22.05 describes it
     "SLURM_JOB_ID": "7",
