@@ -54,10 +54,11 @@ class Task:
 class Turn:
     """One call of one policy, and what the world answered.
 
-    `version` is the published step that the engine served, as the engine itself named it. `logprobs` are at the
-    sampling temperature. State keys are 64-bit and come from the world's canonical state, never from the text shown.
-    `shown` is for people who read the episode, and for nothing else: `{"action", "view", "trace"}` as JSON, made by
-    `flowjax.workflows.record_turn`.
+    `version` is the published step that the engine served, as the engine itself named it; the oldest of them, where its
+    weights were replaced under the reply. Then `spans` are all of them, `(version, tokens)` in the order of the tokens.
+    `logprobs` are at the sampling temperature. State keys are 64-bit and come from the world's canonical state, never
+    from the text shown. `shown` is for people who read the episode, and for nothing else: `{"action", "view", "trace"}`
+    as JSON, made by `flowjax.workflows.record_turn`.
     """
 
     policy: str
@@ -74,6 +75,18 @@ class Turn:
     generate_s: float = 0.0
     env_s: float = 0.0
     shown: str = ""
+    spans: Sequence[tuple[int, int]] = ()
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions that sampled it, one or several."""
+        return [version for version, _ in self.spans] or [self.version]
+
+    @property
+    def token_versions(self) -> Int[np.ndarray, "sampled"]:
+        """The version that sampled each of its tokens."""
+        spans = self.spans or [(self.version, len(self.sampled_ids))]
+        return np.repeat(*np.array(spans, np.int32).T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,10 +391,11 @@ def check_lease(episode: Episode, leased: Leased, *, where: str = "episode") -> 
             raise WireError(f"{fault}: send what was leased")
     for index, trajectory in enumerate(episode.trajectories):
         for number, turn in enumerate(trajectory.turns):
-            wanted = leased.versions.get(turn.policy, turn.version)
-            if turn.version != wanted:
-                place = f"{where}.trajectories[{index}].turns[{number}].version"
-                raise WireError(f"field {place} is {turn.version}, but its lease says {wanted}: play that version")
+            wanted = leased.versions.get(turn.policy)
+            if wanted is not None and set(turn.versions) != {wanted}:
+                place, found = f"{where}.trajectories[{index}].turns[{number}].version", turn.versions
+                shown = ", ".join(map(str, dict.fromkeys(found)))
+                raise WireError(f"field {place} is {shown}, but its lease says {wanted}: play that version")
 
 
 def _check_turns(trajectories: Sequence[Trajectory], bounds: Bounds, where: str) -> None:
@@ -441,6 +455,27 @@ def _check_turn(turn: Turn, newest: Mapping[str, int], where: str) -> None:
     if len(logprobs) and not (logprobs.max() <= _LOGPROB_SLACK and logprobs.min() >= _LEAST_LOGPROB):
         reached = f"field {where}.logprobs reaches from {logprobs.min():g} to {logprobs.max():g}"
         raise WireError(f"{reached}: send natural logarithms of probabilities, from {_LEAST_LOGPROB:g} to 0")
+    _check_spans(turn, max(last, 0), f"{where}.spans")
+
+
+def _check_spans(turn: Turn, newest: int, where: str) -> None:
+    """The oldest version is the turn's, and the tokens of all of them are those that were sampled."""
+    spans: Any = turn.spans
+    if not isinstance(spans, Sequence) or isinstance(spans, str | bytes):
+        raise WireError(f"field {where} is {_short(spans)}: it is a list of pairs of a version and its tokens")
+    for index, span in enumerate(spans):
+        pair = isinstance(span, Sequence) and len(span) == 2 and all(type(number) is int for number in span)
+        if not pair or not turn.version <= span[0] <= newest or span[1] < 1:
+            found = ", ".join(map(_short, span)) if isinstance(span, list | tuple) else _short(span)
+            wanted = f"a version from {turn.version}, the turn's, to {newest}, and how many tokens it sampled"
+            raise WireError(f"field {where}[{index}] is {found}: it is {wanted}")
+    if not spans:
+        return
+    if min(version for version, _ in spans) != turn.version:
+        raise WireError(f"field {where} has no token of version {turn.version}, the turn's: that is the oldest of them")
+    tokens = sum(tokens for _, tokens in spans)
+    if tokens != len(turn.sampled_ids):
+        raise WireError(f"field {where} has {tokens} tokens, but {len(turn.sampled_ids)} were sampled")
 
 
 def _check_fields(record: Any, kinds: Mapping[str, Any], where: str) -> None:

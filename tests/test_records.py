@@ -1,12 +1,29 @@
 """The wire format: what goes in comes out, and what cannot be read is refused."""
 
+from dataclasses import replace
+
 import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowjax.records import SCHEMA_VERSION, Task, TokenRow, Trajectory, Turn, WireError, pack, state_key, unpack
+from flowjax.records import (
+    SCHEMA_VERSION,
+    Bounds,
+    Episode,
+    Leased,
+    Task,
+    TokenRow,
+    Trajectory,
+    Turn,
+    WireError,
+    check_episode,
+    check_lease,
+    pack,
+    state_key,
+    unpack,
+)
 
 
 def turn() -> Turn:
@@ -84,3 +101,56 @@ def test_state_keys_tell_parts_apart():
     assert state_key("ab", "c") != state_key("a", "bc")
     assert state_key("a", 1) == state_key("a", 1)
     assert 0 <= state_key("x") < 2**64
+
+
+def exchanged(spans, version: int = 3) -> Episode:
+    """An episode of one turn of three tokens, as it comes over the wire."""
+    ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
+    made = replace(turn(), version=version, sampled_ids=ids, logprobs=logprobs, spans=spans)
+    return unpack(pack(Episode("e", "g", "task", 5, [Trajectory("e", "g", "task", 5, [made], {})], {})))
+
+
+@pytest.mark.parametrize("spans", [(), [(3, 3)], [(3, 1), (4, 2)], [(5, 1), (3, 1), (5, 1)]])
+def test_a_turn_says_which_versions_sampled_it(spans):
+    episode = exchanged(spans)
+    check_episode(episode, newest={"agent": 5}, bounds=Bounds(5, 3, 1))
+    (made,) = episode.trajectories[0].turns
+    assert made.versions == ([version for version, _ in spans] or [3])
+    assert made.token_versions.tolist() == [version for version, tokens in spans for _ in range(tokens)] or not spans
+    assert made.token_versions.dtype == np.int32 and len(made.token_versions) == 3
+    leased = Leased("g", "task", 5, {"agent": 3})
+    if set(made.versions) == {3}:
+        check_lease(episode, leased)
+    else:
+        with pytest.raises(
+            WireError, match=r"turns\[0\]\.version is .*[45].*, but its lease says 3: play that version"
+        ):
+            check_lease(episode, leased)
+    check_lease(episode, replace(leased, versions={}))
+
+
+@pytest.mark.parametrize(
+    ("spans", "fault"),
+    [
+        ([(4, 3)], "has no token of version 3, the turn's: that is the oldest of them"),
+        ([(3, 2), (2, 1)], r"spans\[1\] is 2, 1: it is a version from 3, the turn's, to 5, and how many tokens"),
+        ([(3, 2), (6, 1)], r"spans\[1\] is 6, 1: it is a version from 3"),
+        ([(3, 2), (4, 2)], "spans has 4 tokens, but 3 were sampled"),
+        ([(3, 2), (4, 0), (5, 1)], r"spans\[1\] is 4, 0"),
+        ([(3, 2), (4, True)], r"spans\[1\] is 4, True"),
+        ([(3, 2), (4.0, 1)], r"spans\[1\] is 4\.0, 1"),
+        ([3, 3, 3], r"spans\[0\] is 3: it is a version"),
+        ("334", "spans is '334': it is a list of pairs"),
+        ({"3": 3}, "spans is dict: it is a list of pairs"),
+    ],
+)
+def test_spans_that_cannot_be_are_refused(spans, fault):
+    with pytest.raises(WireError, match=fault):
+        check_episode(exchanged(spans), newest={"agent": 5}, bounds=Bounds(5, 3, 1))
+
+
+def test_a_turn_of_a_service_that_knows_no_spans_is_of_one_version():
+    message = msgpack.unpackb(pack(exchanged(())))
+    del message["body"]["trajectories"][0]["turns"][0]["spans"]
+    (made,) = unpack(raw(message)).trajectories[0].turns
+    assert made.token_versions.tolist() == [3, 3, 3]

@@ -124,7 +124,7 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
                 np.ones(len(sampled), bool),
                 turn.logprobs,
                 np.full(len(sampled), advantage, np.float32),
-                np.full(len(sampled), turn.version, np.int32),
+                turn.token_versions,
             )
         )
         open_rows[turn.policy] = spans
@@ -426,5 +426,5 @@ def _token_ages(groups: Sequence[Group], step: int) -> dict[str, int]:
     for group in groups:
         for trajectory in group.trajectories:
             for turn in trajectory.turns:
-                ages[step - turn.version] += len(turn.sampled_ids)
+                ages.update((step - turn.token_versions).tolist())
     return {str(age): tokens for age, tokens in sorted(ages.items())}

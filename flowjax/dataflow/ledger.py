@@ -651,7 +651,7 @@ class Ledger:
                 self._drop(policy, [group_id], "silent")
                 self._weigh(policy, kept=False)
                 continue
-            versions = [turn.version for part in parts for turn in part.turns] or [0]
+            versions = [version for part in parts for turn in part.turns for version in turn.versions] or [0]
             # In the transaction of the last episode: who dies before the data algorithms are asked finds the group
             # complete and asks them then. Arrival counts over all policies: they are asked in that order.
             self._db.execute(
@@ -857,8 +857,8 @@ class Ledger:
             (policy,),
         ).fetchall()
         played = {row["group_id"]: trajectories_of(self.episodes(row["group_id"]), policy) for row in rows}
-        versions = {group: [turn.version for part in parts for turn in part.turns] for group, parts in played.items()}
-        lost = [group for group, known in versions.items() if max(known, default=0) > newest]
+        turns = {group: [turn for part in parts for turn in part.turns] for group, parts in played.items()}
+        lost = [group for group, own in turns.items() if any(max(turn.versions) > newest for turn in own)]
         self._drop(policy, lost, "lost_version")
         self._cancel_unwanted()
 

@@ -128,6 +128,8 @@ def _turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
                 "logprobs": [round(value, 5) for value in turn.logprobs.tolist()],
             }
         )
+        if turn.spans:
+            found[-1]["spans"] = [list(span) for span in turn.spans]
         if turn.shown:
             found[-1]["shown"] = _read(turn.shown)
         before = prompt_ids + sampled_ids

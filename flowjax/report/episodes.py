@@ -121,7 +121,12 @@ def _turn(turn: Mapping[str, Any], policy: str) -> Turn:
         env_reward=turn["reward"],
         valid=turn["valid"],
         terminal=turn["terminal"],
+        spans=turn.get("spans", ()),
     )
+
+
+def _versions(turn: Mapping[str, Any]) -> list[int]:
+    return [version for version, _ in turn.get("spans", ())] or [turn["version"]]
 
 
 def workflow_use(groups: Sequence[RecordedGroup]) -> dict[str, Any]:
@@ -258,7 +263,7 @@ class EpisodePages:
             }
             for name in ("version", "reward", "valid", "terminal", "finish_reason", "generate_s", "env_s"):
                 made[name] = turn[name]
-            for name in ("trained_logprobs", "advantage", "advantage_parts"):
+            for name in ("trained_logprobs", "advantage", "advantage_parts", "spans"):
                 if name in turn:
                     made[name] = turn[name]
             if (found := shown.get("trace")) is not None:
@@ -366,7 +371,7 @@ def index_of(groups: Sequence[RecordedGroup]) -> list[dict[str, Any]]:
             "invalid": sum(not turn["valid"] for turn in line["turns"]),
             "cut": sum(turn["finish_reason"] == "length" for turn in line["turns"]),
             "status": line["status"],
-            "versions": sorted({turn["version"] for turn in line["turns"]}),
+            "versions": sorted({version for turn in line["turns"] for version in _versions(turn)}),
         }
         for number, group in enumerate(groups)
         for place, line in enumerate(group.lines)

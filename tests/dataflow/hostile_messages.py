@@ -38,6 +38,7 @@ def episode(lease: Message, **changes: Any) -> Message:
         "generate_s": 0.1,
         "env_s": 0.1,
         "shown": "{}",
+        "spans": [],
     }
     trajectory = {
         "__record__": "Trajectory",

@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grain
@@ -130,6 +132,37 @@ def test_stale_groups_are_dropped_counted_and_replaced(tmp_path):
     assert train_leases(flow) == []
     flow.report_serving("agent", 3)
     assert flows.credited(flow, "agent", 3) is not None
+
+
+def test_a_reply_is_as_old_as_its_oldest_token(tmp_path):
+    flow = make_flow(tmp_path, configuration(max_staleness=1))
+    tokens = {"sampled_ids": np.array([3, 4], np.int32), "logprobs": np.zeros(2, np.float32)}
+
+    def play_exchanged(version: int, *spans: tuple[int, int]) -> None:
+        """Episodes whose last turn has two tokens of these versions."""
+        for lease in train_leases(flow):
+            episode = played(lease, version=version)
+            (part,) = episode.trajectories
+            turns = [part.turns[0], replace(part.turns[1], **tokens, spans=spans)]
+            assert flows.accept(flow, lease.lease_id, replace(episode, trajectories=[replace(part, turns=turns)]))
+
+    def ages(step: int) -> Counter[int]:
+        served, _ = batch(flow, step)
+        found = Counter(step - version for row in served.rows for version in row.versions[row.sampled].tolist())
+        assert flow.batches.trained_ages["agent"] == {str(age): count for age, count in sorted(found.items())}
+        return found
+
+    flow.report_serving("agent", 0)
+    play_exchanged(0)
+    assert ages(0) == {0: 3 * 2 * 3}
+    flow.report_serving("agent", 1)
+    assert ages(1) == {1: 3 * 2 * 3}
+    play_exchanged(1, (1, 1), (2, 1))
+    flow.report_serving("agent", 2)
+    assert ages(2) == {1: 3 * 2 * 2, 0: 3 * 2}
+    play_exchanged(1, (2, 1), (1, 1))  # of an engine that went back to an older version for an evaluation
+    assert flows.credited(flow, "agent", 3) is None, "their newest token is young enough, their oldest is not"
+    assert flow.ledger.count_causes("dropped", "agent") == {"too_old": 3}
 
 
 def test_a_batch_is_served_again_unchanged_after_a_restart(tmp_path):

@@ -160,7 +160,7 @@ def test_every_field_missing_or_of_the_wrong_kind(tmp_path):
 
 def test_records_with_fields_missing_or_of_the_wrong_kind(tmp_path):
     texts = {"error", "shown", "finish_reason", "trajectory_id", "lease_id", "episode_id"}
-    optional = {"status", "shown", "error", "generate_s", "env_s", "worker", "success"}
+    optional = {"status", "shown", "error", "generate_s", "env_s", "spans", "worker", "success"}
 
     async def scenario(dataflow: Dataflow) -> None:
         await dataflow.lease()
@@ -189,6 +189,8 @@ BAD_PARTS = [
     ((*TURN, "logprobs"), {"__array__": "<f4", "shape": [2, 1], "data": bytes(8)}, "one axis"),
     ((*TURN, "logprobs"), {"__array__": "<f4", "shape": [4], "data": bytes(8)}, "not a flowjax message"),
     ((*TURN, "logprobs"), {"__array__": "O", "shape": [1], "data": bytes(8)}, "array type 'O'"),
+    ((*TURN, "spans"), [[0, 1], [1, 1]], "spans[1] is 1, 1: it is a version from 0, the turn's, to 0"),
+    ((*TURN, "spans"), [[0, 3]], "spans has 3 tokens, but 2 were sampled"),
     ((*TURN, "version"), -1, "0 to 0"),
     ((*TURN, "version"), 1, "0 to 0"),
     ((*TURN, "policy"), "stranger", "this run has agent"),

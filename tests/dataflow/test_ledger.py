@@ -1,5 +1,7 @@
 """The ledger's transitions: every episode ends once, every batch is the same batch whenever it is asked for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -363,3 +365,22 @@ def test_a_file_of_another_version_is_refused(ledger, tmp_path, clock):
     ledger.close()
     with pytest.raises(LedgerError, match=r"version 0.*resume the run with"):
         Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
+
+
+def test_a_group_is_as_old_as_its_oldest_token_and_as_new_as_its_newest(ledger):
+    group = add(ledger, 0, members=2)
+    for lease, spans in zip(ledger.lease("w", 2), [(), [(2, 1), (5, 1), (1, 1)]], strict=True):
+        episode = played(lease, version=2)
+        if spans:
+            (part,) = episode.trajectories
+            turn = replace(part.turns[0], version=1, spans=spans)
+            episode = replace(episode, trajectories=[replace(part, turns=[turn])])
+        assert ledger.accept(lease.lease_id, episode)[0]
+    ledger.filter("agent", group, keep=True)
+    seen = []
+
+    def select(ready, used):
+        seen.extend((each.oldest_version, each.newest_version) for each in ready)
+        return first(1)(ready, used)
+
+    assert ledger.assign("agent", 0, select) == [group] and seen == [(1, 5)]

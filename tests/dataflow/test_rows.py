@@ -1,6 +1,11 @@
 """Turns become rows: window turns one each, append turns one together, advantages where the tokens were sampled."""
 
+from dataclasses import replace
+from itertools import chain, groupby
+
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowjax.dataflow.batches import credit_batch, token_rows
 from flowjax.records import Group, Task, Trajectory, Turn
@@ -61,3 +66,19 @@ def test_groups_whose_rewards_are_all_equal_are_counted():
     groups = [group("a", 1, 1, 1), group("b", 0, 1), group("c", 0), group("d", 0, 1, 0)]
     totals = credit_batch(groups, components={"success": 1.0}, estimator="grpo", options={}).totals
     assert (totals["groups"], totals["groups_without_signal"]) == (4, 2)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=4), st.booleans())
+def test_a_row_has_the_version_that_sampled_each_token(replies, append):
+    """Of replies under which weights were replaced, given by the version of each of their tokens."""
+    turns, prompt, expected = [], [7], []
+    for versions in replies:
+        runs = [(version, len(list(same))) for version, same in groupby(versions)]
+        sampled = list(range(10, 10 + len(versions)))
+        made = replace(turn(prompt, sampled, version=min(versions)), spans=runs if len(runs) > 1 else ())
+        assert made.token_versions.tolist() == versions and set(made.versions) == set(versions)
+        turns.append(made)
+        expected.append([*[-1] * (len(prompt) if not append or not expected else 1), *versions])
+        prompt = [*prompt, *sampled, 8] if append else [*prompt, 9]
+    got = [row.versions.tolist() for row in rows(*turns, advantages=[1.0] * len(turns))]
+    assert got == ([list(chain.from_iterable(expected))] if append else expected)

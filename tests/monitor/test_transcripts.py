@@ -10,7 +10,7 @@ import pytest
 from flowjax.models.nano import build_tokenizer
 from flowjax.monitor.transcripts import Credit, read_lines, transcript, whole_prompts, write_lines
 from flowjax.records import Task, Trajectory, Turn
-from flowjax.report.episodes import Texts
+from flowjax.report.episodes import RecordedGroup, Texts, index_of
 from flowjax.workflows import shown_as
 from flowjax.workflows.codec import Codec
 
@@ -32,6 +32,14 @@ def test_prompts_are_kept_without_what_the_turn_before_has_and_read_back_whole(t
     line = read_back(tmp_path, trajectory)
     assert [each["prompt_shared"] for each in line["turns"]] == [0, 4, 2, 0, 2]
     assert whole_prompts(line["turns"]) == prompts
+
+
+def test_a_turn_says_which_version_sampled_which_token(tmp_path: Path):
+    turns = [turn([1], [2]), turn([1], [2, 3, 4], spans=[(3, 2), (4, 1)])]
+    line = read_back(tmp_path, Trajectory("e", "g", "t", 0, turns, {"success": 1.0}, "ok"))
+    assert [each.get("spans") for each in line["turns"]] == [None, [[3, 2], [4, 1]]]
+    (shown,) = index_of([RecordedGroup("g", [line])])
+    assert shown["versions"] == [3, 4]
 
 
 def test_a_line_has_credit_and_what_people_are_shown(tmp_path: Path):

@@ -100,7 +100,8 @@ function rewardParts(run, episode) {
 
 function turnCard(made, group, episode, i, scale, run) {
   const turn = episode.turns[i];
-  const facts = [`version ${turn.version}`, turn.finish_reason === "length" ? "cut at the limit of tokens" : "", `reward of the step ${number(turn.reward)}`, `${duration(turn.generate_s)} to sample`].filter(Boolean).join(", ");
+  const versions = turn.spans ? turn.spans.map(([version, tokens]) => `${version} (${tokens} tokens)`).join(", then ") : turn.version;
+  const facts = [`version ${versions}`, turn.finish_reason === "length" ? "cut at the limit of tokens" : "", `reward of the step ${number(turn.reward)}`, `${duration(turn.generate_s)} to sample`].filter(Boolean).join(", ");
   return make("article", {class: "turn", id: `turn-${i + 1}`, "aria-label": `Turn ${i + 1}`},
     make("h3", {}, `Turn ${i + 1}: `, turn.action ? make("code", {}, shorten(turn.action, 80)) : make("em", {class: "bad"}, "no legal action"), turn.valid ? null : make("span", {class: "bad"}, " invalid")),
     make("div", {class: "seen"}, drawing(made.pictures[turn.picture], made.views[turn.view]),
