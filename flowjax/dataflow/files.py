@@ -32,7 +32,7 @@ from flowjax.monitor.token import known_run_id
 from flowjax.records import pack
 from flowjax.run import Run
 from flowjax.weights.delta import pack_folder
-from flowjax.weights.publish import CheckpointError, commit_of, committed_steps, read_adapter
+from flowjax.weights.publish import CheckpointError, commit_of, committed_steps
 
 PACKED = "packed"  # folder of the run with versions on their way
 KEPT = 3  # newest versions of a policy there, needed or not
@@ -171,7 +171,11 @@ class RunFiles:
         Raises:
             CheckpointError: it cannot be read, or was made anew meanwhile.
         """
-        from flowjax.weights.hand_over import hand_over, remove_unfinished  # slow, and for runs with nodes only
+        from flowjax.weights.hand_over import (  # slow, and for runs with nodes only
+            hand_over,
+            make_folder,
+            remove_unfinished,
+        )
 
         self._packed.mkdir(exist_ok=True)
         folder = self._packed / f"{policy}@{key}"  # of that name no other content can be
@@ -179,10 +183,10 @@ class RunFiles:
             remove_unfinished(self._packed, policy)
             checkpoints = self._run.folder / "checkpoints" / policy
             step, _, commit = key.partition(".")
-            arrays = read_adapter(checkpoints, int(step))
+            make_folder(hand_over(self._run.policies[policy]), checkpoints, int(step), folder)
             if commit_of(checkpoints, int(step)) not in (commit, None):  # None: thinned out since it was read
+                shutil.rmtree(folder)
                 raise CheckpointError(f"version {step} of {policy} was made anew while it was read")
-            hand_over(self._run.policies[policy]).write(folder, arrays)
         made = self._packed / f"{folder.name}-from-{base.name.partition('@')[2] if base else 'nothing'}.pack"
         if made not in self._digests or not made.exists():
             unfinished = made.with_suffix(".part")

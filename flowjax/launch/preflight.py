@@ -89,6 +89,7 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
         if run.is_node:  # it has what engines read, and no state of the optimiser
             needed_bytes += max(kept, adapters) * model.get("adapter_bytes", 0)
             continue
+        adapters += kept if policy.train == "full" else 0  # each checkpoint has its own
         needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
         if "rollout" in run.config.elsewhere or not is_loopback(run.config.dataflow.host):  # nodes may join
             from flowjax.dataflow.files import KEPT

@@ -64,6 +64,7 @@ from flowjax.trainer.update import (
     gradient_of,
     logprobs_of,
 )
+from flowjax.weights.hand_over import FullHandOver
 from flowjax.weights.publish import Checkpoints
 
 NUMBER_VARIABLE = "FLOWJAX_PROCESS"
@@ -355,7 +356,10 @@ def publish(learner: Learner) -> None:
     """Save a checkpoint. It is written in the background, and its commit marker is the publication of the version."""
     if learner.checkpoints is not None:
         counters = {"skipped": learner.counters.skipped_updates, "empty": learner.counters.empty_updates}
-        learner.checkpoints.save(learner.state.step, learner.state.trained, learner.state.optimizer, counters)
+        state, made = learner.state, None
+        if learner.policy.train == "full" and jax.process_count() == 1:  # several hold a part of the arrays each
+            made = FullHandOver(learner.model, learner.policy.base.engine.dtype).writer(state.trained)
+        learner.checkpoints.save(state.step, state.trained, state.optimizer, counters, hand_over=made)
 
 
 def trained_model(learner: Learner) -> Decoder:

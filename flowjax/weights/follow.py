@@ -4,7 +4,8 @@ For each engine by itself it compares what is wanted (the newest committed step 
 use) with what the engine lists, and loads what is missing. A version is served once one engine has it; the others catch
 up, as do engines that were restarted. A version reaches an engine as an immutable folder `adapters/<policy>@<step>`,
 under a name of its own. An engine holds several adapters, so a request in flight ends on the version it began with, and
-nothing pauses. Full weights replace each other: an engine holds one version, as long as an episode is pinned to it.
+nothing pauses. Full weights replace each other under the requests in flight, which go on with the new ones: an engine
+holds one version, as long as an episode is pinned to it.
 
 A version is its number and its commit. Where the trainer has gone back and makes a number anew, engines still hold the
 weights of before as `<policy>@<step>`, and their caches go by names: the new ones come as `<policy>@<step>.<commit>`.
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Protocol
 
 from flowjax.monitor.trouble import explain
-from flowjax.weights.hand_over import EngineWeights, HandOver, ServedNames, link_folder, remove_unfinished
-from flowjax.weights.publish import HANDED_OVER, CheckpointError, commit_of, committed_steps, read_adapter
+from flowjax.weights.hand_over import EngineWeights, HandOver, ServedNames, make_folder, remove_unfinished
+from flowjax.weights.publish import CheckpointError, commit_of, committed_steps
 from flowjax.workflows import UNVERSIONED, served_version
 
 _log = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class Follower:
         committed: a trainer that went back has lost it."""
         committed = committed_steps(self._run_dir / "checkpoints" / policy)
         if self._hand_overs[policy].in_place:
-            names, known = {name for served in self._served for name in served.observed}, set[int]()
+            names, known = self.listing(), set[int]()
         else:
             names, known = {folder.name for folder in self._adapters.glob(f"{policy}@*")}, set(committed)
         known |= {version for owner, version in map(served_version, names) if owner == policy}
@@ -215,6 +216,18 @@ class Follower:
         self._hurry()
         async with self._changed:
             await self._changed.wait_for(lambda: self._lists(name))
+
+    def listing(self) -> set[str]:
+        """Names that the engines listed last."""
+        return {name for served in self._served for name in served.observed}
+
+    def waits(self, name: str) -> bool:
+        """True if the engines hold another version of the policy until the episodes that are pinned to it end."""
+        policy, version = served_version(name)
+        if policy not in self._policies or not self._hand_overs[policy].in_place:
+            return False
+        pinned = [held for owner, held in self._pinned if owner == policy]
+        return bool(pinned) and min(pinned) != version
 
     def recheck(self, name: str) -> None:
         """Ask every engine at once what it serves: a request has found that none knows `name`."""
@@ -357,17 +370,14 @@ class Follower:
         retry.failed()
         allowed_s = min(_LACKING_S, self._stuck_s) if error is not None and explain(error) else self._stuck_s
         if version == newest and retry.failing_s() > allowed_s and not self._lists(name):
-            raise WeightsError(
-                f"{name} has not reached the engine for {allowed_s:.0f} s ({error}): see {self._logs}, that engine "
-                "and trainer have the same model.path and policy.lora, and that the disk is not full"
-            )
+            shared = "model.path" if self._hand_overs[policy].in_place else "model.path and policy.lora"
+            remedy = f"see {self._logs}, and that engine and trainer have the same {shared}"
+            if error is not None and explain(error):
+                remedy = "see that this machine has room and its disk works"
+            raise WeightsError(f"{name} has not reached the engine for {allowed_s:.0f} s ({error}): {remedy}")
 
     def _write_folder(self, policy: str, version: int, commit: str | None, folder: Path) -> None:
-        checkpoints = self._run_dir / "checkpoints" / policy
-        if (made := checkpoints / str(version) / HANDED_OVER).exists():
-            link_folder(made, folder)
-        else:
-            self._hand_overs[policy].write(folder, read_adapter(checkpoints, version))
+        make_folder(self._hand_overs[policy], self._run_dir / "checkpoints" / policy, version, folder)
         if self._commit(policy, version) not in (commit, None):  # None: thinned out since it was read
             shutil.rmtree(folder)
             raise CheckpointError(f"version {version} of {policy} was made anew while it was read")

@@ -6,7 +6,8 @@ Either is an immutable folder, which appears once all of it is on disk, under a 
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from flowjax.models.hf import save_decoder
 from flowjax.models.lora import Lora, hf_targets, peft_tensors
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.run import Policy
+from flowjax.weights.publish import COMMIT_MARKER, HANDED_OVER, read_adapter
 from flowjax.workflows import served_version
 
 
@@ -61,10 +63,15 @@ def write_peft_folder(
 
 
 def link_folder(made: Path, folder: Path) -> None:
-    """The folder of a version whose files are on this disk already, as on a node; nothing is copied."""
+    """The folder of a version whose files are on this disk already; nothing is copied, where the disk has links."""
     with new_folder(folder) as unfinished:
         for path in made.iterdir():
-            os.link(path, unfinished / path.name)
+            if path.name == COMMIT_MARKER:  # Orbax's own, of the folder as a part of a checkpoint
+                continue
+            try:
+                os.link(path, unfinished / path.name)
+            except OSError:
+                shutil.copyfile(path, unfinished / path.name)
 
 
 def remove_unfinished(parent: Path, policy: str) -> None:
@@ -141,6 +148,18 @@ class HandOver(Protocol):
         ...
 
 
+def make_folder(form: HandOver, checkpoints: Path, version: int, folder: Path) -> None:
+    """Make the folder of a version: of what its checkpoint has for engines, else from its arrays.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if (made := checkpoints / str(version) / HANDED_OVER).exists():
+        link_folder(made, folder)
+    else:
+        form.write(folder, read_adapter(checkpoints, version))
+
+
 class PeftHandOver:
     """A LoRA adapter as PEFT lays it out; the engine holds several, beside its base."""
 
@@ -173,6 +192,12 @@ class FullHandOver:
     def write(self, folder: Path, arrays: Any) -> None:
         with new_folder(folder) as unfinished:
             save_decoder(decoder_of(self._model, arrays), unfinished, dtype=jnp.dtype(self._dtype))
+
+    def writer(self, trained: nnx.State) -> Callable[[Path], None]:
+        """What makes the folder of these arrays: a copy of them, in the engine's precision, is taken off the devices at
+        once, since a trainer goes on to change them."""
+        arrays = jax.tree.map(lambda leaf: np.array(leaf.astype(self._dtype)), nnx.to_pure_dict(trained))
+        return partial(self.write, arrays=arrays)
 
     async def load(self, engine: EngineWeights, name: str, folder: Path) -> None:
         await engine.load_weights(name, folder)

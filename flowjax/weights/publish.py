@@ -1,7 +1,8 @@
 """Checkpoints of one policy. A committed checkpoint *is* the publication of its version: nothing else announces it.
 
 A step folder holds three items, each readable without the others: `adapter` (what the engine needs), `optimizer` and
-`data` (JSON: counters, iterator and random state).
+`data` (JSON: counters, iterator and random state). Where all weights are trained a fourth, `handed_over`, has them as
+engines read them, so that nobody reads the trained ones, twice as large, to make these.
 """
 
 import errno
@@ -11,9 +12,9 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from orbax.checkpoint import future
 
 from flowjax.files import FileHeldError, held, replace_file
 from flowjax.monitor.trouble import explain
 
 PyTree = Any
-_COMMIT_MARKER = "commit_success.txt"
-HANDED_OVER = "handed_over"  # in a step of a node's copy: what engines are given, in the place of the arrays
+COMMIT_MARKER = "commit_success.txt"
+HANDED_OVER = "handed_over"  # in a step: what engines are given; in a node's copy, in the place of the arrays
 _LOCK_FILE = "trainer.lock"
 _HANDOVER_S = 10.0  # longest that a trainer that is stopping may take
 _log = logging.getLogger(__name__)
@@ -89,7 +91,7 @@ def committed_steps(directory: Path) -> list[int]:
             names = [entry.name for entry in entries if entry.name.isdecimal()]
     except FileNotFoundError:
         return []
-    return sorted(int(name) for name in names if (directory / name / _COMMIT_MARKER).exists())
+    return sorted(int(name) for name in names if (directory / name / COMMIT_MARKER).exists())
 
 
 def commit_of(directory: Path, step: int) -> str | None:
@@ -99,7 +101,7 @@ def commit_of(directory: Path, step: int) -> str | None:
     the one before and another commit. It is the time of the commit in nanoseconds; a node's copy says that of the run.
     """
     try:
-        with (directory / str(step) / _COMMIT_MARKER).open() as marker:
+        with (directory / str(step) / COMMIT_MARKER).open() as marker:
             copied, made_ns = marker.read(), os.fstat(marker.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
@@ -108,7 +110,7 @@ def commit_of(directory: Path, step: int) -> str | None:
 
 def commit_copy(step: Path, commit: str) -> None:
     """Mark the folder of a step as complete, which holds what was handed over and no arrays, as a copy of `commit`."""
-    replace_file(step / _COMMIT_MARKER, commit)
+    replace_file(step / COMMIT_MARKER, commit)
 
 
 def read_adapter(directory: Path, step: int) -> dict[str, Any]:
@@ -123,6 +125,29 @@ def read_adapter(directory: Path, step: int) -> dict[str, Any]:
         metadata: Any = handler.metadata(path)
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
         return _unboxed(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=on_host)))
+
+
+class _FolderHandler(ocp.AsyncCheckpointHandler):
+    """Has a folder of a step made by a function of the caller's, in the background as the arrays are."""
+
+    async def async_save(self, directory: epath.Path, args: "_FolderSave") -> list[future.Future]:
+        return [future.CommitFutureAwaitingContractedSignals(self._make(directory, args), name=HANDED_OVER)]
+
+    async def _make(self, directory: epath.Path, args: "_FolderSave") -> None:
+        directory.rmdir()  # Orbax has made it, and a folder of a version is there once all of it is
+        args.make(Path(directory))
+
+    def save(self, directory: epath.Path, args: "_FolderSave") -> None:
+        raise NotImplementedError
+
+    def restore(self, directory: epath.Path, args: Any = None) -> None:
+        raise NotImplementedError
+
+
+@ocp.args.register_with_handler(_FolderHandler, for_save=True, for_restore=True)  # without either it is unknown
+@dataclass
+class _FolderSave(ocp.args.CheckpointArgs):
+    make: Callable[[Path], None] = field(repr=False)  # it holds all weights
 
 
 class Checkpoints:
@@ -156,15 +181,30 @@ class Checkpoints:
             self._manager = self._open()
             self._lock = opened.pop_all()
 
-    def save(self, step: int, adapter: PyTree, optimizer: PyTree, data: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        adapter: PyTree,
+        optimizer: PyTree,
+        data: dict[str, Any],
+        *,
+        hand_over: Callable[[Path], None] | None = None,
+    ) -> None:
         """Copy the state off the devices and return; writing goes on in the background until the step commits.
 
         A failure in the background is raised by the next `save`, `wait` or `close`.
+
+        Args:
+            hand_over: makes the folder that engines are given, which is then a part of the checkpoint.
         """
         self.wait()  # one at a time: versions commit in order, and a failed one is not followed by a later one
         trees = {"adapter": adapter, "optimizer": optimizer}
         # An empty tree, such as the state of plain SGD, cannot be saved: `_restore_like` does without it, too.
-        items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
+        items: dict[str, ocp.args.CheckpointArgs] = {
+            name: ocp.args.PyTreeSave(tree) for name, tree in trees.items() if jax.tree.leaves(tree)
+        }
+        if hand_over is not None:
+            items[HANDED_OVER] = _FolderSave(hand_over)
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(data=ocp.args.JsonSave(data), **items))
 
@@ -273,6 +313,7 @@ class Checkpoints:
                 "adapter": ocp.PyTreeCheckpointHandler(),
                 "optimizer": ocp.PyTreeCheckpointHandler(),
                 "data": ocp.JsonCheckpointHandler(),
+                HANDED_OVER: _FolderHandler(),
             },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=self._keep, keep_period=self._keep_every or None, lightweight_initialize=True
@@ -319,7 +360,7 @@ def _unboxed(tree: Any) -> Any:
 
 def _committed_path(directory: Path, step: int) -> Path:
     path = Path(directory).absolute() / str(step)
-    if not (path / _COMMIT_MARKER).exists():
+    if not (path / COMMIT_MARKER).exists():
         steps = committed_steps(directory)
         found = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
         raise CheckpointError(f"there is no committed checkpoint of step {step} in {directory}: {found}")

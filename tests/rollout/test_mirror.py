@@ -471,7 +471,7 @@ def damage(run: RolloutRun, step: int) -> None:
 
 def test_the_run_says_why_a_version_cannot_be_had(tmp_path, monkeypatch):
     run, folder = RolloutRun(tmp_path), tmp_path / "run/checkpoints/agent"
-    read = files.read_adapter
+    read = read_adapter
 
     def thinned_out(checkpoints: Path, step: int):
         shutil.rmtree(checkpoints / str(step))
@@ -487,12 +487,12 @@ def test_the_run_says_why_a_version_cannot_be_had(tmp_path, monkeypatch):
         async with run.servers() as servers, source(servers.dataflow_url, "") as origin:
             with pytest.raises(OriginError, match=r"HTTP 500.*1 of agent cannot be packed \(CheckpointError: "):
                 await origin.ask("/files/weights/agent/1")
-            monkeypatch.setattr(files, "read_adapter", thinned_out)
+            monkeypatch.setattr("flowjax.weights.hand_over.read_adapter", thinned_out)
             with pytest.raises(OriginError, match=r"HTTP 404.*gone or made anew"):
                 await origin.ask("/files/weights/agent/0")
             assert committed_steps(folder) == [1]
             run.publish(2)
-            monkeypatch.setattr(files, "read_adapter", made_anew)
+            monkeypatch.setattr("flowjax.weights.hand_over.read_adapter", made_anew)
             with pytest.raises(OriginError, match=r"HTTP 404.*gone or made anew"):
                 await origin.ask("/files/weights/agent/2")
             assert packed(run) == [], "the new content under the name of the old"
