@@ -18,8 +18,7 @@ import aiohttp
 from flowjax.monitor.trouble import explain
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
-_CONTROL_TIMEOUT_S = 60.0  # for everything but completions, and new weights, which wait for their end
-_NEW_WEIGHTS_S = 1800.0
+_CONTROL_TIMEOUT_S = 60.0  # for everything but completions, and new weights, which may wait for the end of some
 _HEALTH_TIMEOUT_S = 5.0
 _PROBE_EVERY_S = 5.0  # while waiting for a completion
 _LONGEST_EVENT_BYTES = 2**20  # of a stream
@@ -48,13 +47,14 @@ class EngineReply:
 
     `logprobs` are those of the distribution that was sampled from: at the sampling temperature, of what top-p, top-k
     and min-p leave. A stop text is part of the reply, with the whole of the token that completes it. `finish_reason`
-    is "stop" or "length"; `model` is the name under which the engine says it served the request.
+    is "stop" or "length". `spans` are the names under which the engine says it sampled the tokens, in their order, each
+    with the number of its tokens; one, but where its weights were replaced meanwhile.
     """
 
     sampled_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-    model: str
+    spans: tuple[tuple[str, int], ...]
 
 
 @dataclass(slots=True)
@@ -64,17 +64,42 @@ class Partial:
     sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""
+    starts: list[tuple[str, int]] = field(default_factory=list)  # names, and the first token that each has sampled
 
-    def extend(self, choice: dict[str, Any]) -> None:
-        """Add what a choice of an answer, or of one event of a stream, holds."""
+    def extend(self, choice: dict[str, Any], model: str) -> None:
+        """Add what a choice of an answer of that `model`, or of one event of a stream, holds."""
         tokens = choice["logprobs"]["tokens"] if choice["logprobs"] else ()  # each "token_id:<id>"
         if tokens:
             self.sampled_ids += [int(token.rpartition(":")[2]) for token in tokens]
             self.logprobs += choice["logprobs"]["token_logprobs"]
         self.finish_reason = choice["finish_reason"] or ""
+        # Of all tokens so far, where weights were replaced under the request; they may be ahead of what has come.
+        if spans := choice.get("weight_versions"):
+            self.starts = [(span["version"], span["start"]) for span in spans]
+        elif not self.starts:
+            self.starts = [(model, 0)]
 
-    def completion(self, model: str) -> EngineReply:
-        return EngineReply(tuple(self.sampled_ids), tuple(self.logprobs), self.finish_reason, model)
+    def append(self, rest: EngineReply) -> None:
+        """Add what another engine has sampled behind it."""
+        place = len(self.sampled_ids)
+        for name, tokens in rest.spans:
+            self.starts.append((name, place))
+            place += tokens
+        self.sampled_ids += rest.sampled_ids
+        self.logprobs += rest.logprobs
+        self.finish_reason = rest.finish_reason
+
+    def completion(self) -> EngineReply:
+        spans: list[tuple[str, int]] = []
+        ends = [start for _, start in self.starts[1:]] + [len(self.sampled_ids)]
+        for (name, start), end in zip(self.starts, ends, strict=False):  # of nothing there is an end alone
+            tokens = max(min(end, len(self.sampled_ids)) - start, 0)
+            if spans and not spans[-1][1]:
+                spans.pop()
+            if spans and (spans[-1][0] == name or not tokens):
+                name, tokens = spans[-1][0], spans.pop()[1] + tokens
+            spans.append((name, tokens))
+        return EngineReply(tuple(self.sampled_ids), tuple(self.logprobs), self.finish_reason, tuple(spans))
 
 
 def completion_body(model: str, sampling: SamplingOptions, prompts: list[list[int]], *, stream: bool) -> dict[str, Any]:
@@ -177,6 +202,9 @@ class _Away(Exception):
     """The engine cannot answer at present."""
 
 
+_Key = tuple[str, SamplingOptions, bool]  # calls that can travel in one request: model, sampling, whether pinned
+
+
 @dataclass(eq=False)
 class _Batch:
     """Calls waiting for one request."""
@@ -219,7 +247,7 @@ class EngineClient:
         self._log = log
         self.trouble = ""
         self._session: aiohttp.ClientSession | None = None
-        self._open: dict[tuple[str, SamplingOptions], _Batch] = {}
+        self._open: dict[_Key, _Batch] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     @property
@@ -249,9 +277,10 @@ class EngineClient:
             await self._session.close()
 
     async def generate(
-        self, model: str, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str = ""
+        self, model: str, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str = "", pinned: bool = False
     ) -> EngineReply:
-        """Sample one completion of `prompt_ids` from the model or adapter of that name.
+        """Sample one completion of `prompt_ids` from the model or adapter of that name; where the engine's weights are
+        replaced meanwhile, the rest of it from the new ones, unless it is `pinned`.
 
         `group` names the calls whose prompts begin alike; one engine has no use for it.
 
@@ -261,7 +290,7 @@ class EngineClient:
             EngineError: the engine refuses the request.
         """
         del group
-        key = model, sampling
+        key = model, sampling, pinned
         batch = self._open.get(key)
         if batch is None:
             batch = self._open[key] = _Batch()
@@ -293,13 +322,24 @@ class EngineClient:
     async def load_weights(self, name: str, path: Path) -> None:
         """Have the engine replace all its weights by those of a Hugging Face folder, and serve them as `name`.
 
-        Completions that have begun end before, those that come meanwhile wait.
+        Completions under way go on with the new weights, those that come meanwhile wait. One that is pinned ends
+        before, however long it takes: only an engine that is away ends the call.
 
         Raises:
             EngineError: the engine is away or cannot use the folder.
         """
         body = {"name": name, "path": str(Path(path).resolve())}
-        status, answer = await self._control("POST", "/v1/load_weights", body, timeout_s=_NEW_WEIGHTS_S)
+        clock = asyncio.get_running_loop().time
+        alive_s, attempt = clock(), asyncio.ensure_future(self._control("POST", "/v1/load_weights", body, None))
+        try:
+            while not (await asyncio.wait({attempt}, timeout=_PROBE_EVERY_S))[0]:
+                if await self.healthy():
+                    alive_s = clock()
+                elif clock() - alive_s > self._timeout_s:
+                    raise EngineError(f"the engine at {self.url} died while it loaded {name}{self._see_log()}")
+            status, answer = attempt.result()
+        finally:
+            attempt.cancel()
         if status != 200:
             raise EngineError(f"the engine cannot load {name} from {path}: {_reason(answer)}{self._see_log()}")
 
@@ -333,7 +373,7 @@ class EngineClient:
             raise EngineError(f"the engine at {self.url} tells no metrics (HTTP {status}){self._see_log()}")
         return read_load(str(text))
 
-    def _dispatch(self, key: tuple[str, SamplingOptions]) -> None:
+    def _dispatch(self, key: _Key) -> None:
         """Send the open batch of `key`."""
         batch = self._open.pop(key, None)
         if batch is None:
@@ -353,23 +393,25 @@ class EngineClient:
         for answer in batch.answers:
             answer.add_done_callback(cancel_unwanted)
 
-    async def _send(self, model: str, sampling: SamplingOptions, batch: _Batch) -> None:
+    async def _send(self, model: str, sampling: SamplingOptions, pinned: bool, batch: _Batch) -> None:
         """Complete a batch; whatever goes wrong goes to exactly the calls in it."""
         try:
-            await self._complete(model, sampling, batch)
+            await self._complete(model, sampling, pinned, batch)
         except asyncio.CancelledError:
             _fail(batch, EngineError("the engine client was closed"))
             raise
         except Exception as error:
             _fail(batch, error)
 
-    async def _complete(self, model: str, sampling: SamplingOptions, batch: _Batch) -> None:
+    async def _complete(self, model: str, sampling: SamplingOptions, pinned: bool, batch: _Batch) -> None:
         """One request, sent again for as long as the engine is away, but no longer than the time-out."""
         body = completion_body(model, sampling, batch.prompts, stream=self._stream)
+        headers = {"X-Flowjax-Pinned": "1"} if pinned else {}
         clock = asyncio.get_running_loop().time
         pause_s, alive_s = _FIRST_RETRY_S, clock()
         while True:
-            attempt = asyncio.ensure_future(self._streamed(body, batch) if self._stream else self._whole(body, batch))
+            ask = self._streamed if self._stream else self._whole
+            attempt = asyncio.ensure_future(ask(body, headers, batch))
             try:
                 # A long reply and a dead engine look alike from here: /health tells one from the other.
                 while not (await asyncio.wait({attempt}, timeout=_PROBE_EVERY_S))[0]:
@@ -389,26 +431,26 @@ class EngineClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
-    async def _whole(self, body: dict[str, Any], batch: _Batch) -> None:
+    async def _whole(self, body: dict[str, Any], headers: dict[str, str], batch: _Batch) -> None:
         """All answers at once, in the order of the prompts."""
-        async with self._request("POST", "/v1/completions", body) as response:
+        async with self._request("POST", "/v1/completions", body, headers) as response:
             status, answer = response.status, await _content(response)
         self._check_accepted(status, answer, body)
         partials = {choice["index"]: Partial() for choice in answer["choices"]}
         for choice in answer["choices"]:
-            partials[choice["index"]].extend(choice)
+            partials[choice["index"]].extend(choice, answer["model"])
         if len(partials) != len(batch.prompts):
             raise EngineError(f"the engine answered {len(partials)} of {len(batch.prompts)} prompts{self._see_log()}")
         if any(partial.finish_reason not in _FINISHED for partial in partials.values()):
             raise _Away("the engine aborted requests")  # it does so when it is stopped
         for index, partial in partials.items():
-            _deliver(batch.answers[index], partial.completion(answer["model"]))
+            _deliver(batch.answers[index], partial.completion())
 
-    async def _streamed(self, body: dict[str, Any], batch: _Batch) -> None:
+    async def _streamed(self, body: dict[str, Any], headers: dict[str, str], batch: _Batch) -> None:
         """Each answer as soon as it is whole; what there is of the others is kept in the batch."""
         # From nothing: a request that is sent again samples all prompts anew. Answers that were delivered stay.
         batch.partials = {index: Partial() for index in range(len(batch.prompts))}
-        async with self._request("POST", "/v1/completions", body) as response:
+        async with self._request("POST", "/v1/completions", body, headers) as response:
             if response.status != 200:
                 self._check_accepted(response.status, await _content(response), body)
             async for line in response.content:
@@ -425,9 +467,9 @@ class EngineClient:
                     partial = batch.partials[choice["index"]]
                     if choice["finish_reason"] not in (None, *_FINISHED):
                         raise _Away("the engine aborted requests")
-                    partial.extend(choice)
+                    partial.extend(choice, event["model"])
                     if partial.finish_reason:
-                        _deliver(batch.answers[choice["index"]], partial.completion(event["model"]))
+                        _deliver(batch.answers[choice["index"]], partial.completion())
         if not all(answer.done() for answer in batch.answers):
             raise _Away("the stream ended early")
 
@@ -440,7 +482,7 @@ class EngineClient:
             raise EngineError(f"the engine refuses a request (HTTP {status}): {_reason(answer)}{self._see_log()}")
 
     async def _control(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _CONTROL_TIMEOUT_S
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = _CONTROL_TIMEOUT_S
     ) -> tuple[int, Any]:
         """An administrative request, tried once: whoever keeps adapters in step tries again anyway."""
         try:
@@ -453,11 +495,11 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None
+        self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None or self._session.closed:
             raise EngineError("the engine client is not open: use it in `async with`")
-        async with self._session.request(method, self.url + path, json=body) as response:
+        async with self._session.request(method, self.url + path, json=body, headers=headers) as response:
             yield response
 
     def _see_log(self) -> str:

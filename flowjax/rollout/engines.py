@@ -94,9 +94,10 @@ class EnginePool:
         await self._open.aclose()
 
     async def generate(
-        self, model: str, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str = ""
+        self, model: str, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str = "", pinned: bool = False
     ) -> EngineReply:
-        """Sample one completion of `prompt_ids` from the model or adapter of that name, on whichever engine has it.
+        """Sample one completion of `prompt_ids` from the model or adapter of that name, on whichever engine has it; see
+        `EngineClient.generate` for `pinned`.
 
         Calls of one `group` meet at one engine while that has room. When the engine dies, the call goes on at another
         one from the tokens that had been streamed, with what is left of the token budget; from the prompt where replies
@@ -114,13 +115,15 @@ class EnginePool:
             left = sampling.max_new_tokens - len(before.sampled_ids)
             if not left:  # the engine died between the last token and saying so
                 before.finish_reason = "length"
-                return before.completion(model)
+                return before.completion()
             member = await self._choose(model, key)
             member.in_flight += 1
             try:
                 # What another engine had sampled is part of the prompt now: this one goes on behind it.
                 prompt = [*prompt_ids, *before.sampled_ids]
-                rest = await member.client.generate(model, prompt, replace(sampling, max_new_tokens=left))
+                asked = replace(sampling, max_new_tokens=left)
+                before.append(await member.client.generate(model, prompt, asked, pinned=pinned))
+                return before.completion()
             except UnknownModel:  # restarted, or unloaded since it was asked: another may have it, see `_choose`
                 member.names.discard(model)
             except EngineAway as away:
@@ -135,10 +138,7 @@ class EnginePool:
                     raise
                 self.moved_calls += 1
                 self.continued_calls += bool(partial.sampled_ids)
-                before.sampled_ids += partial.sampled_ids
-                before.logprobs += partial.logprobs
-            else:
-                return _joined(before, rest)
+                before.append(partial.completion())
             finally:
                 member.in_flight -= 1
 
@@ -206,13 +206,6 @@ def choose(key: str, members: Sequence[Member]) -> Member:
 
 def _score(key: str, url: str) -> bytes:
     return hashlib.blake2b(f"{url} {key}".encode(), digest_size=8).digest()
-
-
-def _joined(before: Partial, rest: EngineReply) -> EngineReply:
-    if not before.sampled_ids:
-        return rest
-    ids, logprobs = (*before.sampled_ids, *rest.sampled_ids), (*before.logprobs, *rest.logprobs)
-    return replace(rest, sampled_ids=ids, logprobs=logprobs)
 
 
 Engines = EngineClient | EnginePool
@@ -326,7 +319,8 @@ class ServedBase:
     async def generate(
         self, model: str, pinned: int | None, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str
     ) -> EngineReply:
-        """One turn of the base itself; or of a policy, of the version `pinned` or else of the newest when it begins.
+        """One turn of the base itself; or of a policy: of the version `pinned`, or else of the newest when it begins,
+        and of those that replace it meanwhile.
 
         Raises:
             EngineError: the engines are away, refuse, or do not get the version.
@@ -338,7 +332,9 @@ class ServedBase:
             # Held from before the request is sent: the follower would unload an old version between the two.
             with self.follower.requesting(model, version) as name:
                 try:
-                    return await self.engine.generate(name, prompt_ids, sampling, group=group)
+                    return await self.engine.generate(
+                        name, prompt_ids, sampling, group=group, pinned=pinned is not None
+                    )
                 except UnknownModel:  # the engine has been restarted, or holds other weights by now
                     self.follower.recheck(name)
                     await self.served(model, pinned)
@@ -364,13 +360,19 @@ class ServedBase:
             await self._soon(model_name(policy, version), self.follower.serve(policy, version), away)
 
     async def _soon(self, name: str, served: Awaitable[None], away: type[EngineError] = EngineError) -> None:
+        arrival = asyncio.ensure_future(served)
         try:
-            async with asyncio.timeout(self._patience_s):
-                await served
-        except TimeoutError as error:
-            raise away(
-                f"{name} has not come to the engine within {self._patience_s:.0f} s: see {self._logs}"
-            ) from error
+            while not (await asyncio.wait({arrival}, timeout=self._patience_s))[0]:
+                # Long episodes of an evaluation are no fault: the engines are theirs until they end.
+                if not self.follower.waits(name):
+                    serving = ", ".join(sorted(self.follower.listing())) or "nothing"
+                    raise away(
+                        f"{name} has not come to the engine within {self._patience_s:.0f} s: it serves {serving}, see "
+                        f"{self._logs}"
+                    )
+            arrival.result()
+        finally:
+            arrival.cancel()
 
     async def watch(self) -> None:
         """Ask whether an engine is alive.

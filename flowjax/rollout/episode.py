@@ -226,7 +226,7 @@ def _generator(
         seeded = sampling if seed_of is None else replace(sampling, seed=seed_of(next(numbers)))
         reply = await base.generate(model, lease.versions.get(model), prompt_ids, seeded, group=lease.group_id)
         if model in base.policies:
-            sampled.add((model, reply.model))
+            sampled.update((model, name) for name, _ in reply.spans)
         return reply
 
     return generate

@@ -20,7 +20,8 @@ UNVERSIONED = -1  # version of replies from a model that is not a published poli
 
 
 class Sampled(Protocol):
-    """A completion from an engine; `model` is the name it served, `<policy>@<version>` for a published policy."""
+    """A completion from an engine; `spans` are the names that it served, `<policy>@<version>` for a published policy,
+    each with the number of tokens that it sampled, in their order."""
 
     @property
     def sampled_ids(self) -> Sequence[int] | np.ndarray: ...
@@ -32,7 +33,7 @@ class Sampled(Protocol):
     def finish_reason(self) -> str: ...
 
     @property
-    def model(self) -> str: ...
+    def spans(self) -> Sequence[tuple[str, int]]: ...
 
 
 class Generate(Protocol):
@@ -55,7 +56,8 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """One completion, as text and as tokens. `generate_s` is the wait for the engine, queues included."""
+    """One completion, as text and as tokens. `generate_s` is the wait for the engine, queues included; `version` and
+    `spans` as in a `Turn`."""
 
     text: str
     prompt_ids: Int[np.ndarray, "prompt"]
@@ -65,6 +67,7 @@ class Reply:
     policy: str
     version: int
     generate_s: float
+    spans: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class Agent:
         sampled = await self._generate(prompt_ids)
         generate_s = time.perf_counter() - started_s
         sampled_ids = np.asarray(sampled.sampled_ids, np.int32)
-        policy, version = served_version(sampled.model)
+        policy, version, spans = _versions(sampled.spans)
         return Reply(
             text=self._codec.decode(sampled_ids.tolist()),
             prompt_ids=np.asarray(prompt_ids, np.int32),
@@ -131,7 +134,17 @@ class Agent:
             policy=policy,
             version=version,
             generate_s=generate_s,
+            spans=spans,
         )
+
+
+def _versions(served: Sequence[tuple[str, int]]) -> tuple[str, int, Sequence[tuple[int, int]]]:
+    """Policy, version and spans of a turn, by the names that the engine served."""
+    named = [(*served_version(model), tokens) for model, tokens in served]
+    if len({policy for policy, _, _ in named}) != 1:
+        raise ValueError(f"the engine names {', '.join(model for model, _ in served)} in one reply: that is no policy")
+    spans = [(version, tokens) for _, version, tokens in named]
+    return named[0][0], min(version for version, _ in spans), spans if len(spans) > 1 else ()
 
 
 def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float, action: str = "") -> Turn:
@@ -150,6 +163,7 @@ def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float, 
         terminal=step.terminal,
         generate_s=reply.generate_s,
         env_s=env_s,
+        spans=reply.spans,
         shown=shown_as(action=action, view=before.view, trace=step.trace),
     )
 

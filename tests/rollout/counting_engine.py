@@ -18,6 +18,7 @@ class CountingEngine:
         self.dead = False
         self.on_death: Callable[[], object] = lambda: None
         self.token_s = 0.0
+        self.swaps: list[tuple[int, str]] = []  # places of each reply at which weights are replaced, and by which
         self.requests: list[dict[str, Any]] = []
         self.metrics = ""
         app = web.Application()
@@ -81,7 +82,11 @@ class CountingEngine:
         numbers = range(len(prompt) + place, len(prompt) + place + count)
         last = place + count == body["max_tokens"]
         logprobs = {"tokens": [f"token_id:{n}" for n in numbers], "token_logprobs": [-float(n) for n in numbers]}
-        return {"index": index, "finish_reason": "length" if last else None, "logprobs": logprobs}
+        choice = {"index": index, "finish_reason": "length" if last else None, "logprobs": logprobs}
+        if said := [(start, name) for start, name in self.swaps if start < place + count]:
+            starts = [(0, body["model"]), *said]
+            choice["weight_versions"] = [{"version": name, "start": start, "end": None} for start, name in starts]
+        return choice
 
     def _die(self, request: web.Request) -> None:
         self.dead = True

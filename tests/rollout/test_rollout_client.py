@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -23,13 +24,16 @@ class Script:
 
     def __init__(self):
         self.requests: list[dict] = []
+        self.pinned: list[bool] = []
         self.answer: Callable[[dict], web.Response | None] = lambda body: None
         self.delay_s = 0.0
         self.aborted = 0
+        self.loading: asyncio.Event
 
     async def completions(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
+        self.pinned.append("X-Flowjax-Pinned" in request.headers)
         answer = self.answer(body)
         if answer is not None:
             return answer
@@ -56,6 +60,11 @@ def _events(request: dict, *events: dict) -> web.Response:
     return web.Response(text=lines + "data: [DONE]\n\n", content_type="text/event-stream")
 
 
+async def _loads(script: Script, request: web.Request) -> web.Response:
+    await script.loading.wait()
+    return web.json_response({"loaded": (await request.json())["name"]})
+
+
 async def _health(request: web.Request) -> web.Response:
     return web.Response()
 
@@ -64,6 +73,7 @@ async def _health(request: web.Request) -> web.Response:
 async def _serve(script: Script, **options):
     app = web.Application()
     app.router.add_post("/v1/completions", script.completions)
+    app.router.add_post("/v1/load_weights", partial(_loads, script))
     app.router.add_get("/health", _health)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
@@ -112,7 +122,7 @@ def test_only_equal_models_and_samplings_share(script):
         ("a@1", 1.0, 2),
         ("a@2", 1.0, 1),
     ]
-    assert [completion.model for completion in completions] == ["a@1", "a@2", "a@1", "a@1"]
+    assert [completion.spans[0][0] for completion in completions] == ["a@1", "a@2", "a@1", "a@1"]
 
 
 def test_a_request_names_every_parameter_of_sampling(script):
@@ -145,7 +155,7 @@ def test_a_call_alone_waits_for_the_window_only(script):
 
 def test_model_is_what_the_engine_says(script):
     script.answer = lambda body: web.json_response({"model": "other", "choices": [_choice(0, 1)]})
-    assert _run(lambda client: client.generate("base", [1], SAMPLING), script).model == "other"
+    assert _run(lambda client: client.generate("base", [1], SAMPLING), script).spans[0][0] == "other"
 
 
 @pytest.mark.parametrize("failure", [_error(503, "starting"), _error(500, "EngineDeadError")])
@@ -271,6 +281,43 @@ def test_an_error_event_of_a_dying_engine_has_the_request_sent_again(script, err
     script.answer = lambda body: _events(body, {"error": error})
     with pytest.raises(EngineError, match="EngineDeadError"):
         _run(lambda client: client.generate("base", [4], SAMPLING), script, stream=True, request_timeout_s=0.3)
+
+
+def test_calls_that_must_end_on_their_weights_travel_apart_and_say_so(script):
+    async def ask(client):
+        calls = [client.generate("base", [n], SAMPLING, pinned=n % 2 == 1) for n in range(4)]
+        return await asyncio.gather(*calls)
+
+    assert [completion.sampled_ids for completion in _run(ask, script)] == [(0,), (1,), (2,), (3,)]
+    by_pinned = dict(zip(script.pinned, script.requests, strict=True))
+    assert {pinned: body["prompt"] for pinned, body in by_pinned.items()} == {False: [[0], [2]], True: [[1], [3]]}
+
+
+def test_new_weights_are_waited_for_while_the_engine_lives(script, monkeypatch):
+    """However long replies that must end before hold them up; an engine that dies meanwhile is named."""
+    monkeypatch.setattr(client_module, "_PROBE_EVERY_S", 0.01)
+    monkeypatch.setattr(client_module, "_CONTROL_TIMEOUT_S", 0.05)
+    alive = [True]
+
+    async def load(client, folder):
+        probes = 0
+
+        async def healthy():
+            nonlocal probes
+            probes += 1
+            if probes == 40:
+                script.loading.set()
+            return alive[0]
+
+        monkeypatch.setattr(client, "healthy", healthy)
+        script.loading = asyncio.Event()
+        await client.load_weights("agent@1", folder)
+        return probes
+
+    assert _run(lambda client: load(client, "/weights"), script) >= 40
+    alive[0] = False
+    with pytest.raises(EngineError, match="died while it loaded agent@1"):
+        _run(lambda client: load(client, "/weights"), script, request_timeout_s=0.0)
 
 
 def test_closing_fails_what_is_waiting(script):

@@ -108,7 +108,7 @@ def test_a_call_whose_engine_dies_is_answered_by_another(pair, stream):
     for answer in run(ask, *pair, stream=stream):
         assert answer.sampled_ids == tuple(range(2, 10))
         assert answer.logprobs == tuple(-float(n) for n in range(2, 10))
-        assert (answer.finish_reason, answer.model) == ("length", MODEL)
+        assert (answer.finish_reason, answer.spans) == ("length", ((MODEL, 8),))
 
 
 def test_what_was_sampled_before_the_death_is_not_sampled_again(pair):
@@ -123,6 +123,30 @@ def test_what_was_sampled_before_the_death_is_not_sampled_again(pair):
     assert (first["prompt"], first["max_tokens"]) == ([[7, 7]], 8)
     assert (second["prompt"], second["max_tokens"]) == ([[7, 7, 2, 3, 4]], 5)
     assert first["model"] == second["model"] == MODEL
+
+
+def test_both_engines_say_which_weights_sampled_which_token(pair):
+    """Weights are replaced in each engine under its own part of the reply, in the first one twice."""
+
+    async def ask(pool):
+        first, other = pair if pool.members[0].client.url == pair[0].url else pair[::-1]
+        first.dies_after, first.swaps = 5, [(1, "agent@4"), (4, "agent@5"), (6, "agent@6")]
+        other.swaps, other.models = [(2, "agent@4")], set()
+        first.on_death = lambda: other.models.add(MODEL)
+        await pool.members[1].models()
+        first.on_death = lambda: (other.models.add(MODEL), pool.members[1].names.add(MODEL))
+        return await pool.generate(MODEL, [7, 7], SAMPLING)
+
+    answer = run(ask, *pair, stream=True)
+    assert answer.sampled_ids == tuple(range(2, 10))
+    assert answer.spans == ((MODEL, 1), ("agent@4", 3), ("agent@5", 1), (MODEL, 2), ("agent@4", 1))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_which_weights_sampled_which_token(pair, stream):
+    pair[0].swaps = [(3, "agent@4")]
+    answer = run(lambda pool: pool.generate(MODEL, [7, 7], SAMPLING), pair[0], stream=stream)
+    assert answer.spans == ((MODEL, 3), ("agent@4", 5))
 
 
 @pytest.mark.parametrize("held", [{"stop": ("</action>",)}, {"structured_outputs": "{}"}])
@@ -167,7 +191,7 @@ def test_a_version_that_only_the_dead_engine_had_is_asked_for_anew(pair):
             await pool.generate(MODEL, [1], SAMPLING)
         return await pool.generate("agent@4", [1], SAMPLING)
 
-    assert run(ask, *pair, stream=True).model == "agent@4"
+    assert run(ask, *pair, stream=True).spans[0][0] == "agent@4"
 
 
 def test_calls_go_only_where_their_version_is(pair):

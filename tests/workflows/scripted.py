@@ -31,7 +31,7 @@ class Scripted:
 
     sampled_ids: list[int]
     logprobs: list[float]
-    model: str
+    spans: list[tuple[str, int]]
     finish_reason: str = "stop"
 
 
@@ -51,7 +51,7 @@ def play_scripted(
         async def generate(prompt_ids: list[int]) -> Scripted:
             prompts.append(codec.decode(prompt_ids))
             ids = codec.encode_reply(next(left))
-            return Scripted(ids, [-1.0] * len(ids), f"{name}@3")
+            return Scripted(ids, [-1.0] * len(ids), [(f"{name}@3", len(ids))])
 
         return Agent(codec, generate)
 

@@ -16,7 +16,7 @@ from flowjax.envs.sokoban.levels import moves_to_go
 from flowjax.envs.sokoban.rooms import key, parse
 from flowjax.models.nano import build_tokenizer
 from flowjax.published.worlds import PublishedSokoban
-from flowjax.records import Task, Trajectory
+from flowjax.records import Task, Trajectory, Turn
 from flowjax.workflows import UNVERSIONED, Agent, Played, served_version
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import OUTCOMES, EpisodeOptions, play
@@ -31,8 +31,8 @@ class Scripted:
 
     sampled_ids: list[int]
     logprobs: list[float]
+    spans: list[tuple[str, int]]
     finish_reason: str = "stop"
-    model: str = "agent@7"
 
 
 class LocalSession:
@@ -63,7 +63,7 @@ def scripted_agent(codec: Codec, reply: Callable[[str], str], *, model: str = "a
 
     async def generate(prompt_ids: list[int]) -> Scripted:
         ids = codec.encode_reply(reply(codec.decode(prompt_ids)))
-        return Scripted(ids, [-0.5] * len(ids), model=model)
+        return Scripted(ids, [-0.5] * len(ids), [(model, len(ids))])
 
     return Agent(codec, generate)
 
@@ -107,6 +107,31 @@ def test_the_expert_behind_real_tokens_solves_levels_in_the_pool(folder: Path):
     asyncio.run(main())
 
 
+def test_a_turn_is_of_the_oldest_version_and_says_which_sampled_which_token(folder: Path):
+    codec = Codec(folder)
+    (up,) = codec.encode_reply("up")[:1]
+
+    def replies(*spans: tuple[str, int]) -> Agent:
+        async def generate(prompt_ids: list[int]) -> Scripted:
+            tokens = sum(tokens for _, tokens in spans)
+            return Scripted([up] * tokens, [-0.5] * tokens, list(spans))
+
+        return Agent(codec, generate)
+
+    def turn_of(agent: Agent) -> Turn:
+        options = EpisodeOptions(WORLD, max_turns=1, prompt="compact")
+        (turn,) = asyncio.run(
+            play(CORRIDOR, seed=0, env=LocalSession(), agents={"agent": agent}, options=options)
+        ).turns
+        return turn
+
+    turn = turn_of(replies(("agent@7", 2), ("agent@9", 1), ("agent@8.1732", 3)))
+    assert (turn.version, list(turn.spans)) == (7, [(7, 2), (9, 1), (8, 3)])
+    assert (turn_of(replies(("agent@8", 2))).version, turn_of(replies(("agent@8", 2))).spans) == (8, ())
+    with pytest.raises(ValueError, match="agent@7, weights-half-loaded in one reply"):
+        turn_of(replies(("agent@7", 2), ("weights-half-loaded", 1)))
+
+
 def test_what_a_turn_records(folder: Path):
     session = LocalSession()
     played = episode(folder, ["right", "√", "up", "right", "right"], session=session)
@@ -142,7 +167,7 @@ def test_published_parsing_makes_the_move_of_a_reply_without_thoughts_and_counts
 
     def played(number: int, reference: bool) -> list[tuple[bool, bool]]:
         async def generate(prompt_ids: list[int]) -> Scripted:
-            return Scripted([number], [-0.5])
+            return Scripted([number], [-0.5], [("agent@7", 1)])
 
         options = EpisodeOptions(PublishedSokoban() if reference else WORLD, 2)
         agents = {"agent": Agent(Words(), generate)}  # pyright: ignore[reportArgumentType]
