@@ -857,8 +857,11 @@ class Ledger:
             (policy,),
         ).fetchall()
         played = {row["group_id"]: trajectories_of(self.episodes(row["group_id"]), policy) for row in rows}
-        turns = {group: [turn for part in parts for turn in part.turns] for group, parts in played.items()}
-        lost = [group for group, own in turns.items() if any(max(turn.versions) > newest for turn in own)]
+        lost = [
+            group
+            for group, parts in played.items()
+            if any(max(turn.versions) > newest for part in parts for turn in part.turns)
+        ]
         self._drop(policy, lost, "lost_version")
         self._cancel_unwanted()
 

@@ -194,7 +194,7 @@ class FullHandOver:
             save_decoder(decoder_of(self._model, arrays), unfinished, dtype=jnp.dtype(self._dtype))
 
     def writer(self, trained: nnx.State) -> Callable[[Path], None]:
-        """What makes the folder of these arrays: a copy of them, in the engine's precision, is taken off the devices at
+        """Maker of the folder of these arrays. A copy of them, in the engine's precision, is taken off the devices at
         once, since a trainer goes on to change them."""
         arrays = jax.tree.map(lambda leaf: np.array(leaf.astype(self._dtype)), nnx.to_pure_dict(trained))
         return partial(self.write, arrays=arrays)

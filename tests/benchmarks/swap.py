@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import tempfile
@@ -69,7 +70,7 @@ async def measure(url: str, folder: Path, process: subprocess.Popen) -> None:
 
     async with EngineClient(url) as engine:
         while not await engine.healthy():
-            assert process.poll() is None, f"vLLM has ended: see {folder / 'engine.log'}"
+            assert process.poll() is None, (folder / "engine.log").read_text()[-3000:]
             await asyncio.sleep(0.2)
         await engine.load_weights("agent@0", folder / "agent@0")
         talk, aside = asyncio.create_task(long()), asyncio.create_task(short())
@@ -103,7 +104,7 @@ def main(argv: list[str]) -> None:
         folder, config = Path(name), default_config()
         config.model.path = str(folder / "model")
         config.policy.train, config.engine.dtype = "full", "float32"
-        config.engine.max_model_tokens = _TOKENS.value + PROMPT_TOKENS
+        config.engine.max_model_tokens, config.engine.kv_cache_bytes = _TOKENS.value + PROMPT_TOKENS, 2**29
         words = [f"word{index}" for index in range(60)]
         create_nano(words, config.model.path, key=jax.random.key(0))
         decoder = load_decoder(config.model.path, dtype=jnp.float32)
@@ -125,7 +126,8 @@ def main(argv: list[str]) -> None:
             for line in (folder / "engine.log").read_text().splitlines():
                 if "in which nothing was sampled" in line:
                     print(line[line.index("agent@") :])
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

@@ -17,6 +17,7 @@ CALLED_FROM_OUTSIDE = {
     "add_lora_linear": "vLLM's LoRA wrapper",
     "add_lora_logits": "vLLM's LoRA wrapper",
     "add_shrink": "vLLM's LoRA wrapper",
+    "async_save": "Orbax's checkpoint handlers",
     "connection_lost": "asyncio.Protocol",
     "data_received": "asyncio.Protocol",
     "do_GET": "http.server",
