@@ -56,7 +56,7 @@ class _Completion:
 
     def __init__(self, ids: Sequence[int], version: int, finish_reason: str):
         self.sampled_ids, self.logprobs = ids, [-0.3 - 0.2 * place for place in range(len(ids))]
-        self.finish_reason, self.model = finish_reason, f"agent@{version}"
+        self.finish_reason, self.spans = finish_reason, [(f"agent@{version}", len(ids))]
 
 
 @dataclass(frozen=True)
