@@ -14,7 +14,7 @@ from flowjax.monitor.metrics import read_metrics
 from flowjax.run import read_endpoints
 from tests.integration.whole_run_checks import assert_tasks_ended, assert_trained_once
 
-STEPS, LEASE_S = 100, 20.0
+STEPS, LEASE_S = 200, 40.0
 
 
 @pytest.mark.integration
