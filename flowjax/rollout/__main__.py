@@ -100,7 +100,7 @@ async def _serve(run: Run) -> None:
         connect_to_run(run.folder) as broker,
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
-        # Of a node the launcher has the last word, after two leases' time (`launch/join.py`): a new start mends no line.
+        # Of a node the launcher gives up first, after two leases (`launch/join.py`): a new start mends no line.
         away_s = config.dataflow.lease_s * (3 if run.is_node else 1)
         dataflow = DataflowClient(broker, worker=worker, away_s=away_s)
         player = EpisodePlayer.of_run(run, bases=bases, pool=pool)
