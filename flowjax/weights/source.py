@@ -217,4 +217,5 @@ class _Coming:
             fields = [line.split() for line in self._notes.read_text().splitlines()]
             return [(int(start), int(end)) for start, end in fields]
         except ValueError:  # a power cut or a full disk has left half a line: all of it comes again
+            self.forget()
             return []
