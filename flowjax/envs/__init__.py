@@ -221,8 +221,8 @@ class World(ABC):
         """Append mode: what is said after an action."""
         return self.prompt(observation, (), style)
 
-    def reply(self, action: str, style: Style) -> str:
-        """The expert's words for an action; `parse_action` reads them back."""
+    def reply(self, action: str, style: Style, legal: tuple[str, ...] = ()) -> str:
+        """The expert's words for an action, one of the `legal` ones; `parse_action` reads them back."""
         return action if style == "compact" else f"<action>{action}</action>"
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:

@@ -60,7 +60,7 @@ def demonstrations(
                 stray, mislabel = rng.random(2) < (path_noise, label_noise)
                 label = world.random_action(observation, rng) if mislabel else best
                 messages = _said(world, observation, past, style, context, history)
-                conversation.append((messages, world.reply(label, style)))
+                conversation.append((messages, world.reply(label, style, observation.legal_actions)))
                 if context == "window":
                     yield [conversation.pop()]
                 action = label if context == "append" else best

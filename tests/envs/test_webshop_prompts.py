@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flowjax.envs import Observation, Past
 from flowjax.envs.webshop import WebShop
+from flowjax.envs.webshop.goals import LIMITS, words
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE, read_action
 from flowjax.published.worlds import PublishedWebShop
 from flowjax.records import Task
@@ -36,8 +37,8 @@ def episode(index: int, seed: int = 0, stray: float = 0.3):
 
 @pytest.mark.parametrize("options", [OPTIONS, {"products": 200, "goals": "human"}])
 def test_compact_words_are_all_in_the_vocabulary(options: dict):
-    words = set(WebShop(**options).vocabulary())
-    assert all(word.split() == [word] for word in words) and len(words) < 700
+    known = set(WebShop(**options).vocabulary())
+    assert all(word.split() == [word] for word in known) and len(known) < 700
     env = WebShop(**options).env()
     rng = np.random.default_rng(0)
     source = WebShop(**options).tasks("train", 0)
@@ -51,14 +52,14 @@ def test_compact_words_are_all_in_the_vocabulary(options: dict):
             [message] = WebShop().prompt(observation, past[-2:], "compact")
             [more] = WebShop().follow_up(observation, "compact")
             action = WebShop().random_action(observation, rng) if rng.random() < 0.5 else WebShop().expert(env)
-            said = f"{message['content']} {more['content']} {WebShop().reply(action, 'compact')}".split()
-            assert set(said) <= words
+            reply = WebShop().reply(action, "compact", observation.legal_actions)
+            assert set(f"{message['content']} {more['content']} {reply}".split()) <= known
             longest = max(longest, len(message["content"].split()))
             past.append(Past(turn, observation.view, action))
             step = env.step(action)
             observation = step.observation
             if step.terminal:
-                assert set(WebShop().follow_up(observation, "compact")[0]["content"].split()) <= words
+                assert set(WebShop().follow_up(observation, "compact")[0]["content"].split()) <= known
                 break
     assert longest <= 88 or options is not OPTIONS  # configs/webshop.py
 
@@ -67,7 +68,12 @@ def test_compact_words_are_all_in_the_vocabulary(options: dict):
 def test_what_the_expert_says_is_read_back(style):
     for index in range(30):
         for observation, _, action, step in episode(index):
-            assert WebShop().parse_action(WebShop().reply(action, style), observation.legal_actions) == action
+            assert (
+                WebShop().parse_action(
+                    WebShop().reply(action, style, observation.legal_actions), observation.legal_actions
+                )
+                == action
+            )
             assert step.valid
 
 
@@ -180,3 +186,43 @@ def test_a_prompt_that_grows_too_long_is_told_without_its_history():
     assert short == WebShop().prompt(observation, [], "instruct")[0]
     fits = Past(1, replace(past[0].view, texts=(" x" * 4000,)), past[0].action)
     assert "actions so far" in WebShop().prompt(observation, [fits, past[1]], "instruct")[0]["content"]
+
+
+def test_products_are_opened_by_their_place():
+    """Each of a results page by the words that stand before its title, on later pages too, and nowhere else."""
+    env = WebShop(**OPTIONS).env()
+    found = WebShop(**OPTIONS).tasks("train", 0)[0]
+    assert isinstance(found, Task)
+    start = env.reset(found, 0)
+    assert WebShop().parse_action("open 1", start.legal_actions) is None
+    pages = [env.step("search[hair color size]").observation, env.step("click[next >]").observation]
+    for page in pages:
+        assert len(page.view.products) == 10
+        for place, (asin, title) in enumerate(page.view.products, 1):
+            action = WebShop().parse_action(f"open {place}", page.legal_actions)
+            assert action == f"click[{asin.lower()}]"
+            assert f" {place} {words(title)[-4]} " in WebShop().compact(page, ())
+        assert WebShop().parse_action("open 11", page.legal_actions) is None
+    item = env.step(f"click[{pages[1].view.products[2][0].lower()}]").observation
+    assert WebShop().parse_action("open 1", item.legal_actions) is None
+    past = [Past(3, pages[1].view, f"click[{pages[1].view.products[2][0].lower()}]")]
+    assert "then open 3 page item" in WebShop().compact(item, past)
+
+
+def test_the_compact_price_is_within_a_limit_where_the_price_is():
+    """Limits of goals are multiples of ten dollars, and so is what is shown."""
+    catalog = WebShop(**OPTIONS).options.catalog()
+    env = WebShop(**OPTIONS).env()
+    found = WebShop(**OPTIONS).tasks("train", 0)[0]
+    assert isinstance(found, Task)
+    seen = set()
+    for product in catalog.products:
+        env.reset(found, 0)
+        env.step(f"search[{product.name} {product.description}]")
+        page = env.step(f"click[{product.asin.lower()}]").observation
+        if page.view.page != "item" or page.view.title != product.name.strip():
+            continue
+        said = int(WebShop().compact(page, ()).rpartition(" price ")[2])
+        seen.add(said)
+        assert all((max(product.prices) <= limit) == (said <= limit) for limit in LIMITS)
+    assert len(seen) > 5

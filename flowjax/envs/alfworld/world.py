@@ -185,7 +185,7 @@ class Alfworld(World):
         seen = observation.view.seen
         return user_says(f"; {compact_words(seen)} >" if style == "compact" else f"{seen}\n\n{_choices(observation)}")
 
-    def reply(self, action: str, style: Style) -> str:
+    def reply(self, action: str, style: Style, legal: tuple[str, ...] = ()) -> str:
         return action if style == "compact" else f"<think>I know what to do.</think><action>{action}</action>"
 
     def vocabulary(self) -> tuple[str, ...]:

@@ -291,7 +291,7 @@ class Canvas(World):
         said = self.worded(view)
         return user_says(f"## Workflow\n{said.workflow or EMPTY}{RESULT}{said.result}\n\nGive the next action.")
 
-    def reply(self, action: str, style: Style) -> str:
+    def reply(self, action: str, style: Style, legal: tuple[str, ...] = ()) -> str:
         """Compact: the words of the action. Instruct: its tags."""
         understood = read_action(action)
         if isinstance(understood, Unreadable):

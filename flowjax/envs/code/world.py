@@ -230,7 +230,7 @@ class Code(World):
             )
         return (*program_words(self.options.kinds), _WRONG, _FAILED)
 
-    def reply(self, action: str, style: Style) -> str:
+    def reply(self, action: str, style: Style, legal: tuple[str, ...] = ()) -> str:
         return action if style == "compact" else f"```python\n{action}\n```"
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:

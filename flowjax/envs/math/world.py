@@ -136,7 +136,7 @@ class Math(World):
             spelled += string.printable.strip()
         return (*dict.fromkeys(spelled), *(("calculate[", "answer[") if self.options.calculator else ()))
 
-    def reply(self, action: str, style: Style) -> str:
+    def reply(self, action: str, style: Style, legal: tuple[str, ...] = ()) -> str:
         """Spelled for models whose words are characters, or in tags; the whole reply where it is the action."""
         name, content = read_action(action)
         if style == "compact":

@@ -205,7 +205,7 @@ class Search(World):
             return user_says(" ".join(_compact_news(shown)))
         return user_says(_result(shown, protocol_of(observation.legal_actions)))
 
-    def reply(self, action: str, style: Style) -> str:
+    def reply(self, action: str, style: Style, legal: tuple[str, ...] = ()) -> str:
         return write_compact(action) if style == "compact" else _tagged(action)
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:

@@ -31,6 +31,7 @@ class PageView:
     products: tuple[tuple[str, str], ...] = ()  # ASIN and title of each on a results page
     title: str = ""  # of an item
     options: tuple[str, ...] = ()  # of an item: each one's name, then its values
+    price: float = 0.0  # of an item, the highest where it has several; dollars
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,10 @@ class Pages:
         values = [value for values in product.options.values() for value in values]
         links = dict.fromkeys((BACK, PREVIOUS, *self._sub_pages, BUY, *values))
         texts = _kept("Back to Search", "< Prev", *options, *about)
-        return PageView("item", "", texts, title=product.name.strip(), options=_kept(*options)), _legal(tuple(links))
+        view = PageView(
+            "item", "", texts, 0, (), product.name.strip(), _kept(*options), max(product.prices, default=0.0)
+        )
+        return view, _legal(tuple(links))
 
 
 def _sub_body(product: Product, name: str) -> tuple[PageView, tuple[str, ...]]:

@@ -1,7 +1,8 @@
 """WebShop (Yao et al. 2022, arXiv 2207.01206): options, environment, tasks, texts and expert."""
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +23,6 @@ from flowjax.envs import (
 )
 from flowjax.envs.webshop.catalog import Catalog, Product, load_catalog
 from flowjax.envs.webshop.goals import (
-    LIMITS,
     Goal,
     GoalKind,
     SplitBy,
@@ -59,6 +59,9 @@ SUCCESS_REWARD = 10.0
 MAX_RANDOM_WORDS = 3
 MAX_CHARACTERS = 13_000  # an instruct prompt that is longer is given without its history
 TITLE_WORDS = 4  # of a product on a compact results page
+PRICE_STEP = 10  # dollars; a compact price is rounded up to it, as the limits of goals are multiples of it
+OPEN = "open"  # in compact replies, before the place of a product on its results page
+PLACES = tuple(map(str, range(1, PER_PAGE + 1)))
 PAGES = ("1", "2", "3", "4", "5")  # compact names of results pages; later ones are "more"
 
 _ROLE = """You are shopping in WebShop, an online shop. Find the product that the task describes, choose the options \
@@ -125,7 +128,7 @@ class WebShop(World):
     def compact(self, observation: Observation, history: History) -> str:
         """The goal, the actions of the history, the page."""
         view: PageView = observation.view
-        done = [word for past in history for word in ("then", *_spoken(past.action).split())]
+        done = [word for past in history for word in ("then", *_spoken(past.action, _places(past.view)).split())]
         return " ".join(["goal", *goal_words(view.instruction), *done, *_compact(view)])
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
@@ -133,11 +136,13 @@ class WebShop(World):
             return user_says(" ".join(_compact(observation.view)))
         return user_says(f"The page now:\n{_quoted(observation.view)}\n\n{_actions(observation)}\n\n{_ASK}")
 
-    def reply(self, action: str, style: Style) -> str:
-        return _spoken(action) if style == "compact" else f"<action>{action}</action>"
+    def reply(self, action: str, style: Style, legal: tuple[str, ...] = ()) -> str:
+        """In compact prompts a product of a results page is named by its place there: `open 3`."""
+        return _spoken(action, _products(legal)) if style == "compact" else f"<action>{action}</action>"
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        """The action in the last pair of tags, or a whole reply without: `click[x]`, or `click x` as in compact."""
+        """The action in the last pair of tags, or a whole reply without: `click[x]`, or `click x` and `open 3` as in
+        compact."""
         text = reply.lower()
         start, end = text.find("<action>"), text.find("</action>")
         if end >= 0:
@@ -151,6 +156,8 @@ class WebShop(World):
         action = text.strip()
         if "[" not in action and end < 0:
             name, _, argument = action.partition(" ")
+            if name == OPEN:
+                return dict(zip(PLACES, _products(legal), strict=False)).get(argument.strip())
             action = f"{name}[{' '.join(argument.split())}]"
         return action if _is_legal(action, legal) else None
 
@@ -158,13 +165,14 @@ class WebShop(World):
         """Every word of compact prompts about the catalog, and of replies to them."""
         catalog: Catalog = self.options.catalog()
         names = (BACK, PREVIOUS, NEXT, BUY, *SUB_PAGES, ATTRIBUTES)
-        fixed = "goal then none under search click page results item sub done more " + " ".join((*names, *PAGES))
+        fixed = f"goal then none under price search click {OPEN} page results item sub done more "
+        fixed += " ".join((*names, *PAGES, *PLACES))
         found: dict[str, None] = dict.fromkeys(fixed.split())
-        highest = max((max(product.prices) for product in catalog.products), default=0.0) + 50
-        found.update(dict.fromkeys(f"{limit:.0f}" for limit in LIMITS if limit <= highest))
+        highest = math.ceil(max((max(product.prices, default=0.0) for product in catalog.products), default=0.0)) + 50
+        found.update(dict.fromkeys(str(price) for price in range(0, highest + 1, PRICE_STEP)))
         texts: list[str] = []
         for product in catalog.products:
-            texts += [product.asin, product.name, product.instruction or ""]
+            texts += [product.name, product.instruction or ""]
             texts += [asked["instruction"] for asked in catalog.human.get(product.asin, ())]
             for name, values in product.options.items():
                 texts += [name, *values]
@@ -219,10 +227,20 @@ def _actions(observation: Observation) -> str:
 def _compact(view: PageView) -> list[str]:
     if view.page == "results":
         number = str(view.number)
-        found = [word for asin, title in view.products for word in (asin.lower(), *_title(title))]
+        found = [
+            word for place, (_, title) in zip(PLACES, view.products, strict=False) for word in (place, *_title(title))
+        ]
         return ["page", "results", number if number in PAGES else "more", *found]
     if view.page == "item":
-        return ["page", "item", *_title(view.title), *(word for text in view.options for word in text.split())]
+        options = [word for text in view.options for word in text.split()]
+        return [
+            "page",
+            "item",
+            *_title(view.title),
+            *options,
+            "price",
+            f"{PRICE_STEP * math.ceil(view.price / PRICE_STEP)}",
+        ]
     return ["page", view.page]
 
 
@@ -231,9 +249,22 @@ def _title(title: str) -> list[str]:
     return words(title)[-TITLE_WORDS:]
 
 
-def _spoken(action: str) -> str:
+def _spoken(action: str, products: Sequence[str]) -> str:
+    """An action in compact words, on a page that lists these products (actions that open them)."""
+    if action in products:
+        return f"{OPEN} {PLACES[products.index(action)]}"
     name, argument = read_action(action)
     return f"{name} {argument}" if name else "none"
+
+
+def _products(legal: Sequence[str]) -> tuple[str, ...]:
+    """Those of a page's actions that open a product; a results page alone has them, behind the way to the next one."""
+    following = f"click[{NEXT}]"
+    return tuple(legal[legal.index(following) + 1 :]) if following in legal else ()
+
+
+def _places(view: PageView) -> tuple[str, ...]:
+    return tuple(f"click[{asin.lower()}]" for asin, _ in view.products)
 
 
 def _is_legal(action: str, legal: tuple[str, ...]) -> bool:
@@ -324,14 +355,15 @@ class Purchase:
 
 @lru_cache(maxsize=1 << 14)
 def _plan(catalog: Catalog, goal: Goal) -> Purchase:
-    """The shortest of a few queries that shows the product on the first page; else the one that ranks it best."""
+    """The first of a few queries that shows the product on the first page; else the one that ranks it best. What the
+    goal says comes first: whoever imitates this knows no more than that."""
     number = catalog.by_asin[goal.asin]
     product = catalog.products[number]
     asked = goal.instruction.split(", and price lower than ")[0]
     values = " ".join(value for values in product.options.values() for value in values)
     texts = (
-        asked.split(" with ")[0],
         asked,
+        asked.split(" with ")[0],
         product.name,
         f"{product.name} {asked}",
         f"{product.name} {asked} {values}",
