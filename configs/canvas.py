@@ -29,7 +29,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   the executor is a language model of 0.9 M parameters on an engine of its own, taught on what operators
                   ask; held-out correct 0.22 [0.19, 0.26] -> 0.31 [0.27, 0.35], reward -0.94 -> 0.03; one seed, 36 min
                   beside other work, both bases made. The best fixed workflow has 0.62: docs/worlds/canvas.md
-    nano_llm_sizes   the same with two sizes of it at different prices, an engine each   (never run)
+    nano_llm_grpo    the same, rewarded for right answers and few requests alone   (never run)
+    nano_llm_sizes   nano_llm with two sizes of it at different prices, an engine each   (never run)
     qwen3_8b      8 x A100 80 GB, and an executor, without thinking   (not run by us)
                   python -m flowjax.launch --config=configs/canvas.py:qwen3_8b
                   problems: data/flowsteer (docs/worlds/canvas.md), or --config.env.options.path=FOLDER
@@ -102,7 +103,14 @@ def _nano_append(config: ConfigDict) -> None:
 def _nano_grpo(config: ConfigDict) -> None:
     _nano(config)
     config.name = "canvas-nano-grpo"
-    config.reward.components = ConfigDict({"success": 1.0, "invalid_actions": 0.05, "turn_penalty": 0.01})
+    _pay_right_answers(config)
+    del config.reward.components.executor_cost
+
+
+def _pay_right_answers(config: ConfigDict) -> None:
+    """Nothing for structure."""
+    del config.reward.components.canvas
+    config.reward.components.success = 1.0
 
 
 def _nano_llm(config: ConfigDict) -> None:
@@ -130,6 +138,12 @@ def _nano_llm(config: ConfigDict) -> None:
     config.dataflow.lease_s = 300.0
     config.env.train_tasks = config.warm_start.tasks = 40_000
     config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 50.0})
+
+
+def _nano_llm_grpo(config: ConfigDict) -> None:
+    _nano_llm(config)
+    config.name = "canvas-nano-llm-grpo"
+    _pay_right_answers(config)
 
 
 def _nano_llm_sizes(config: ConfigDict) -> None:
@@ -194,6 +208,7 @@ VARIANTS = {
     "nano_append": _nano_append,
     "nano_grpo": _nano_grpo,
     "nano_llm": _nano_llm,
+    "nano_llm_grpo": _nano_llm_grpo,
     "nano_llm_sizes": _nano_llm_sizes,
     "qwen3_8b": _qwen3_8b,
     "qwen3_0_6b": _qwen3_0_6b,

@@ -506,7 +506,7 @@ def test_formulas_need_math_verify(monkeypatch: pytest.MonkeyPatch):
             Canvas(**options).env()
 
 
-@pytest.mark.parametrize("variant", ["nano", "nano_append", "nano_grpo", "nano_llm", "qwen3_8b"])
+@pytest.mark.parametrize("variant", ["nano", "nano_append", "nano_grpo", "nano_llm", "nano_llm_grpo", "qwen3_8b"])
 def test_recipes_can_be_started_as_they_are(variant: str):
     config = runpy.run_path(str(ROOT / "configs" / "canvas.py"))["get_config"](variant)
     assert check_config(config) == []
