@@ -22,8 +22,9 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that answers questions over several documents with the help of a search engine.
 
     nano          2 CPU cores   python -m flowjax.launch --config=configs/search.py:nano
-                  no result is claimed: what holds its base back is in docs/worlds/search.md
-    nano_append   the same, an episode being one growing conversation
+                  held-out questions of two hops: its base answers 44 % as it samples and 64 % greedily; training adds
+                  nothing to greedy play so far: docs/worlds/search.md
+    nano_append   the same, an episode being one growing conversation   (no full run measured)
     qwen3_8b      8 x A100 80 GB, and a retrieval server, without thinking   (not run by us)
                   python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
                   python -m flowjax.launch --config=configs/search.py:qwen3_8b
@@ -44,26 +45,34 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
 def _nano(config: ConfigDict) -> None:
     nano_on_two_cores(config, "search")
-    config.env.options = ConfigDict({"documents": 1000, "hops": 2, "topk": 1})
+    config.env.options = ConfigDict({"documents": 10_000, "hops": 2, "topk": 1})
     config.env.max_turns = 5
-    config.engine.max_model_tokens = 24
-    config.rollout.max_prompt_tokens = 18  # a question of two hops and one document
-    config.rollout.max_new_tokens = 4
-    config.trainer.steps = 10
-    config.trainer.row_tokens = 22
-    config.warm_start.steps = 1000  # names are copied well only after some hundreds
-    config.warm_start.label_noise = 0.3
-    config.eval.tasks = 256
+    config.env.train_tasks = 60_000
+    config.engine.max_model_tokens = 36
+    config.rollout.max_prompt_tokens = 28  # a question of two hops and one document
+    config.rollout.max_new_tokens = 5
+    config.loss.entropy_coefficient = 0.01
+    config.trainer.steps = 50
+    config.trainer.row_tokens = 34
+    config.warm_start.env_options = ConfigDict({"hops": (1, 2)})
+    config.warm_start.tasks = 60_000  # copying names that were never seen takes as many that were
+    config.warm_start.states = 90_000
+    config.warm_start.steps = 800
+    config.warm_start.noisy_share = 0.0
+    config.warm_start.label_noise = 0.0
+    config.eval.tasks = 512
 
 
 def _nano_append(config: ConfigDict) -> None:
     _nano(config)
     as_one_conversation(config)
-    config.engine.max_model_tokens = 80
-    config.rollout.max_prompt_tokens = 70  # five turns
-    config.trainer.row_tokens = 74
+    config.engine.max_model_tokens = 112
+    config.rollout.max_prompt_tokens = 100  # five turns
+    config.trainer.row_tokens = 106
     config.trainer.micro_batch_rows = 64
     config.warm_start.batch_rows = 48  # conversations
+    config.warm_start.noisy_share = 0.25
+    config.warm_start.label_noise = 0.2
 
 
 def _qwen3_8b(config: ConfigDict) -> None:

@@ -147,6 +147,13 @@ def test_no_held_out_fact_is_of_use_in_training_over_ten_data_seeds():
     assert not any((name in named["train"]) != (target in named["train"]) for (name, _), target in facts.items())
 
 
+def test_the_kind_of_a_question_is_how_far_its_answer_lies():
+    source = Search(**SMALL, hops=(1, 3)).tasks("train", 0)
+    for task in (take(source, index) for index in range(40)):
+        hops = task.payload["question"].count(" of ")
+        assert task.kind == {1: "1 hop", 3: "3 hops"}[hops]
+
+
 def test_too_many_questions_are_refused():
     with pytest.raises(WorldError, match=r"documents=300000, hops=\(4,\)"):
         Search(documents=300_000, hops=4).tasks("train", 0)

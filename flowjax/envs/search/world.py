@@ -303,7 +303,9 @@ class _QuestionTasks:
         payload = {"question": question.text, "answers": question.answers, "chain": question.chain}
         if question.augmented:
             payload["augmented"] = question.augmented
-        return Task(identity, "search", index, {name: _plain(value) for name, value in payload.items()})
+        hops = len(question.chain) - 1
+        kind = f"{hops} hop{'s' * (hops > 1)}" if question.chain else ""
+        return Task(identity, "search", index, {name: _plain(value) for name, value in payload.items()}, kind=kind)
 
 
 def _plain(value: Any) -> Any:
