@@ -141,10 +141,8 @@ class Pages:
         values = [value for values in product.options.values() for value in values]
         links = dict.fromkeys((BACK, PREVIOUS, *self._sub_pages, BUY, *values))
         texts = _kept("Back to Search", "< Prev", *options, *about)
-        view = PageView(
-            "item", "", texts, 0, (), product.name.strip(), _kept(*options), max(product.prices, default=0.0)
-        )
-        return view, _legal(tuple(links))
+        title, price = product.name.strip(), max(product.prices, default=0.0)
+        return PageView("item", "", texts, title=title, options=_kept(*options), price=price), _legal(tuple(links))
 
 
 def _sub_body(product: Product, name: str) -> tuple[PageView, tuple[str, ...]]:

@@ -233,14 +233,8 @@ def _compact(view: PageView) -> list[str]:
         return ["page", "results", number if number in PAGES else "more", *found]
     if view.page == "item":
         options = [word for text in view.options for word in text.split()]
-        return [
-            "page",
-            "item",
-            *_title(view.title),
-            *options,
-            "price",
-            f"{PRICE_STEP * math.ceil(view.price / PRICE_STEP)}",
-        ]
+        price = PRICE_STEP * math.ceil(view.price / PRICE_STEP)
+        return ["page", "item", *_title(view.title), *options, "price", str(price)]
     return ["page", view.page]
 
 
