@@ -71,7 +71,7 @@ def _nano_append(config: ConfigDict) -> None:
     as_one_conversation(config)
     config.engine.max_model_tokens = 768
     config.rollout.max_prompt_tokens = 752  # twelve turns
-    config.trainer.row_tokens = 760
+    config.trainer.row_tokens = 768
     config.trainer.micro_batch_rows = 8
     config.warm_start.batch_rows = 16  # conversations
     config.warm_start.noisy_share = 0.25  # what is said is what is done there: no other way to see what does not fit
