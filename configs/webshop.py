@@ -51,7 +51,7 @@ def _nano(config: ConfigDict) -> None:
     config.engine.max_model_tokens = 110
     config.rollout.max_prompt_tokens = 94
     config.rollout.max_new_tokens = 14  # a search for all that a goal says
-    config.rollout.temperature = 0.8  # at 1 a word of such a search goes wrong too often for the rest to be learnt
+    config.rollout.temperature = 0.8  # at 1, 23 steps moved nothing
     config.warm_start.tasks = 1400
     config.warm_start.states = 24_000
     config.warm_start.steps = 350
