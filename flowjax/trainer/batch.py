@@ -77,6 +77,22 @@ class MicroBatch:
     trajectory_tokens: Int[Placeable, "rows sampled"]
 
 
+def swapped(
+    places: Int[np.ndarray, "*rows sampled"], versions: Int[np.ndarray, "*rows sampled"]
+) -> Bool[np.ndarray, "*rows sampled"]:
+    """True for tokens that other weights sampled than their reply's first one: the engine replaced them on the way.
+
+    The keys and values before such a token are of the weights before, so no pass over the row has its log-prob.
+
+    Args:
+        places: indices of the sampled tokens within their row; those of a reply follow each other without a gap.
+    """
+    begins = np.diff(places, axis=-1, prepend=-1) != 1
+    numbers = np.broadcast_to(np.arange(places.shape[-1]), places.shape)
+    firsts = np.maximum.accumulate(np.where(begins, numbers, 0), axis=-1)
+    return versions != np.take_along_axis(versions, firsts, axis=-1)
+
+
 def row_buckets(row_tokens: int) -> list[int]:
     """Allowed row lengths, longest first: `row_tokens` halved while it stays even and not below 16."""
     buckets = [row_tokens]

@@ -19,7 +19,7 @@ from flowjax.monitor.metrics import MetricsWriter, write_status
 from flowjax.monitor.prometheus import MetricsEndpoint
 from flowjax.monitor.transcripts import write_lines
 from flowjax.records import TokenRow
-from flowjax.trainer.batch import MicroBatch
+from flowjax.trainer.batch import MicroBatch, swapped
 from flowjax.trainer.sources import Served
 from flowjax.trainer.update import Metrics
 
@@ -179,15 +179,18 @@ def episode_metrics(served: Served) -> dict[str, float]:
 
 
 def row_metrics(rows: Sequence[TokenRow], packed: Sequence[Sequence[MicroBatch]], *, version: int) -> dict[str, float]:
-    """Real tokens, share of padding, and how many versions the trained tokens lag."""
+    """Real tokens, share of padding, how many versions the trained tokens lag, and the share of them that other weights
+    sampled than their reply's first token."""
     found: dict[str, float] = {"row_tokens": sum(len(row.tokens) for row in rows)}
     if slots := sum(batch.tokens.size for part in packed for batch in part):
         filled = sum(int((batch.segments > 0).sum()) for part in packed for batch in part)
         lag = version - np.concatenate([row.versions[row.sampled] for row in rows])
+        after = np.concatenate([swapped(np.flatnonzero(row.sampled), row.versions[row.sampled]) for row in rows])
         found |= {
             "padding_share": 1.0 - filled / slots,
             "staleness_mean": float(lag.mean()),
             "staleness_max": int(lag.max()),
+            "swapped_share": float(after.mean()),
         }
     return found
 

@@ -38,7 +38,7 @@ from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import trained_path
 from flowjax.records import TokenRow
 from flowjax.run import Policy, Run, read_run
-from flowjax.trainer.batch import MicroBatch, pack, packing_order, unusable_rows
+from flowjax.trainer.batch import MicroBatch, pack, packing_order, swapped, unusable_rows
 from flowjax.trainer.log import (
     OnStep,
     StepLog,
@@ -605,16 +605,18 @@ def _mismatch(
 ) -> list[Metrics]:
     """Distances between engine and trainer over one micro-batch, a result for each version in it.
 
-    `ours` are its log-probs under the weights that the step began with, where some pass has given them. Nothing is
-    waited for: the results stay on the devices.
+    Tokens that a reply got from other weights than its first one are left out: see `swapped`. `ours` are its log-probs
+    under the weights that the step began with, where some pass has given them. Nothing is waited for: the results stay
+    on the devices.
     """
     versions = np.asarray(batch.versions)
+    compared = np.asarray(batch.mask) & ~swapped(np.asarray(batch.places), versions)
     found = []
-    for version in sorted(set(versions[np.asarray(batch.mask)].tolist()) & set(learner.recent)):
+    for version in sorted(set(versions[compared].tolist()) & set(learner.recent)):
         known = ours if version == learner.state.step else None
         if known is None:
             known = logprobs_of(learner.objective, replace(learner.state, trained=learner.recent[version]), on_devices)
-        mask = place(versions == version, mesh)  # padding has version -1
+        mask = place(compared & (versions == version), mesh)
         found.append(_compiled_mismatch(known, on_devices.behaviour_logprobs, mask))
     return found
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowjax.records import TokenRow
-from flowjax.trainer.batch import BatchError, pack, row_buckets
+from flowjax.trainer.batch import BatchError, pack, row_buckets, swapped
 
 
 def row(length: int, sampled_places: list[int], start: int = 100) -> TokenRow:
@@ -136,3 +136,19 @@ def test_a_sequence_longer_than_a_row_is_refused_with_both_numbers():
 def test_a_batch_without_sampled_tokens_is_refused():
     with pytest.raises(BatchError, match="no sampled token"):
         pack([row(8, [])], row_tokens=32, micro_batch_rows=1)
+
+
+def test_tokens_after_new_weights_came_are_told_from_a_later_reply_of_a_newer_version():
+    first, second = row(9, [2, 3, 4, 6, 7]), row(4, [2, 3])
+    first.versions[[3, 4]], first.versions[[6, 7]], second.versions[[2, 3]] = (5, 6), 6, (4, 5)
+    (batch,) = pack([first, second], row_tokens=16, micro_batch_rows=1)
+    masked = np.asarray(batch.mask)
+    found = swapped(np.asarray(batch.places), np.asarray(batch.versions))
+    assert found[masked].tolist() == [False, True, True, False, False, False, True]
+    assert swapped(np.flatnonzero(first.sampled), first.versions[first.sampled]).tolist() == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]

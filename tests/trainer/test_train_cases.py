@@ -114,8 +114,8 @@ def test_a_row_without_a_sampled_token_shifts_no_logprobs_to_its_neighbour(tmp_p
 
 
 class Honest(SeededSource):
-    """From its second step on as an engine sends them: half of the rows from the version before, and log-probs under
-    the very version that each row names."""
+    """From its second step on as an engine sends them: half of the rows from the version before, log-probs under the
+    very version that each row names, and in some rows a last token from newer weights on the older ones' cache."""
 
     def __init__(self, scored: Callable[[TokenRow], np.ndarray]):
         super().__init__()
@@ -129,6 +129,9 @@ class Honest(SeededSource):
             row.versions[row.sampled] -= 1
         for row in served.rows:
             row.logprobs[row.sampled] = self._scored(row)
+        for row in served.rows[::4]:
+            row.versions[-1] += 1
+            row.logprobs[-1] -= 1.0
         return served
 
 
@@ -158,6 +161,7 @@ def test_engine_and_trainer_are_compared_under_the_version_that_sampled(tmp_path
         )
     first, second = (line for line in read_metrics(tmp_path) if line["kind"] == "train")
     assert first["mismatch_kl"] > 1e-2 and second["mismatch_kl"] < 1e-10 and second["mismatch_max"] < 1e-4
+    assert first["swapped_share"] == 0.0 and second["swapped_share"] == 5 / 40
     # Ahead of the first step, and then for the older version; with dropout for the newest of each step, too.
     assert len(apart) == (4 if dropout else 2)
 
