@@ -13,16 +13,12 @@ runs met the target at all. Seconds count what else the machine does.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from absl import app, flags
 
-from flowjax.config import load_run
-from flowjax.monitor.metrics import read_metrics
-from tests.benchmarks.runs import machine, trained
+from tests.benchmarks.runs import Curve, curve, machine, spread, trained
 
 PLAIN = "nano_plain"
 VARIANTS = (PLAIN, "nano_greso", "nano_dynamic_sampling", "nano_replay", "nano")
@@ -31,52 +27,6 @@ SHARE = 0.9  # of plain training's gain
 COLUMNS = ("rollouts", "steps", "seconds")
 HEAD = """| algorithms | held-out success: first | last | met | rollouts to the target | steps | seconds |
 |---|---|---|---|---|---|---|"""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Held-out success of a run by what had been spent, one entry for each evaluation."""
-
-    success: np.ndarray
-    spent: Mapping[str, np.ndarray]
-
-    def until(self, target: float) -> Mapping[str, float] | None:
-        """What was spent until success first meets `target`, by straight lines between evaluations; None if never."""
-        met = np.flatnonzero(self.success >= target)
-        if not len(met):
-            return None
-        last = int(met[0])
-        if last == 0:
-            return {name: float(values[0]) for name, values in self.spent.items()}
-        before, after = self.success[last - 1 : last + 1]
-        part = (target - before) / (after - before)
-        return {name: float(v[last - 1] + part * (v[last] - v[last - 1])) for name, v in self.spent.items()}
-
-
-def curve(run: Path) -> Curve:
-    """Read a finished run's metrics. An evaluation of step 0 has spent nothing."""
-    lines = read_metrics(run)
-    group_size = load_run(run).rollout.group_size
-    leased = {line["step"]: line["tasks"] * group_size for line in lines if line["kind"] == "batch"}
-    steps = {line["step"]: line["time_s"] for line in lines if line["kind"] == "train"}
-    # A line is written at the end of its evaluation, beside which training is already under way.
-    start = next(line for line in lines if line["kind"] == "eval" and line["step"] == 0)
-    begun_s = start["time_s"] - start.get("seconds", 0.0)
-    evals = sorted((line for line in lines if line["kind"] == "eval"), key=lambda line: line["step"])
-    at = [line["step"] for line in evals]
-    spent = {
-        "rollouts": [leased[step] if step else 0 for step in at],
-        "steps": at,
-        "seconds": [steps[step] - begun_s if step else 0.0 for step in at],
-    }
-    success = np.array([line["success_rate"] for line in evals])
-    return Curve(success, {name: np.array(values, float) for name, values in spent.items()})
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation over seeds, and each of them."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):,.0f} ± {deviation:,.0f} ({', '.join(f'{value:,.0f}' for value in values)})"
 
 
 def row(variant: str, curves: Sequence[Curve], target: float) -> str:

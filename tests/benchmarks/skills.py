@@ -10,38 +10,22 @@ Runs and evaluations are kept in `--out`; the same command again goes on where i
 minutes; `config.json`, `run.json` (code, packages, machine) and every episode lie in the runs' folders.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import app, flags
 
 from flowjax.compare import read_scores, shared_tasks
 from flowjax.monitor.held_out import percent
 from flowjax.monitor.statistics import difference
-from tests.benchmarks.runs import call, machine, trained
+from tests.benchmarks.runs import HOW, evaluated, machine, success, trained
 
 _RECIPES = flags.DEFINE_list("recipes", ["code"], "Recipes in configs/, each with :variant where that is not nano.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "config.seed of each run.")
 _TASKS = flags.DEFINE_integer("tasks", 512, "Held-out episodes of each evaluation.", lower_bound=2)
 _OUT = flags.DEFINE_string("out", "runs/skills", "Folder of the runs and of the table.")
-HOW = {"greedy": 0.0, "sampled": 1.0}
 HEAD = """| recipe | seed | sampled: base | trained | greedy: base | trained | greedy gain, points | minutes |
 |---|---|---|---|---|---|---|---|"""
-
-
-def evaluated(run: Path, out: Path, *, how: str, base: bool) -> Path:
-    """The folder of an evaluation of a run's newest checkpoint or of its base model, played where it is not there."""
-    folder = out / f"{'base' if base else 'trained'}-{how}"
-    if not (folder / "results.json").exists():
-        fields = [f"--config.eval.temperature={HOW[how]}", f"--config.eval.tasks={_TASKS.value}"]
-        call("flowjax.evaluate", str(run), f"--out={folder}", *fields, *(["--base"] if base else []))
-    return folder
-
-
-def success(evaluation: Path) -> Mapping[str, Any]:
-    return json.loads((evaluation / "results.json").read_text())["metrics"]["success"]
 
 
 def row(recipe: str, seed: str, minutes: float, base: Mapping[str, Path], policy: Mapping[str, Path]) -> str:
@@ -62,8 +46,8 @@ def main(argv: Sequence[str]) -> None:
         base: dict[str, Path] = {}
         for seed in _SEEDS.value:
             run, took_s = trained(recipe, seed, out)
-            base = base or {how: evaluated(run, run / "skills", how=how, base=True) for how in HOW}
-            policy = {how: evaluated(run, run / "skills", how=how, base=False) for how in HOW}
+            base = base or {how: evaluated(run, how=how, base=True, tasks=_TASKS.value) for how in HOW}
+            policy = {how: evaluated(run, how=how, base=False, tasks=_TASKS.value) for how in HOW}
             rows.append(row(recipe, seed, took_s / 60, base, policy))
             table = "\n".join([HEAD, *rows, "", machine(run), ""])
             (out / "skills.md").write_text(table)
