@@ -4,8 +4,8 @@
 
 For each recipe every estimator trains the same base, with the same fields but its own options (`OPTIONS`, which
 `tests.benchmarks.credit_learning --tune` chose on a small network, other levels and other seeds), for the same steps
-and so nearly the same tokens, with a held-out evaluation every few steps. Then the newest checkpoint plays the
-held-out tasks greedily and sampled, and so does the base.
+and so nearly the same tokens, with a held-out evaluation every few steps, sampled at temperature 1. Then the newest
+checkpoint plays the held-out tasks greedily, and so does the base.
 
 Prints, and writes to `<out>/<recipe>.md`, for each estimator: held-out success played greedily and sampled with the
 95 % interval over seeds and tasks, and of each seed; the area under the learning curve (mean held-out success over
@@ -24,6 +24,7 @@ import numpy as np
 from absl import app, flags
 
 from flowjax.compare import conclusion, read_scores, shared_tasks
+from flowjax.monitor.held_out import evaluation_of
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.statistics import difference, task_interval
 from tests.benchmarks.runs import HOW, Curve, curve, evaluated, machine, spread, trained
@@ -51,6 +52,11 @@ def last_steps(run: Path, name: str) -> float:
     return float(np.mean([line[name] for line in lines[-LAST:]]))
 
 
+def evaluation(run: Path, how: str, tasks: int) -> Path:
+    """Where the newest checkpoint's evaluation lies; the sampled one is the last beside training."""
+    return evaluated(run, how=how, base=False, tasks=tasks) if how == "greedy" else evaluation_of(run)
+
+
 def cells(evaluations: Sequence[Path]) -> str:
     """Mean success with its interval, and that of each seed."""
     scores, _ = shared_tasks(*([read_scores(each, "success") for each in evaluations],) * 2)
@@ -66,7 +72,7 @@ def cells(evaluations: Sequence[Path]) -> str:
 
 def row(name: str, runs: Sequence[Path], target: float, tasks: int) -> str:
     """A line of the table."""
-    played = [cells([evaluated(run, how=how, base=False, tasks=tasks) for run in runs]) for how in HOW]
+    played = [cells([evaluation(run, how, tasks) for run in runs]) for how in HOW]
     curves = [curve(run) for run in runs]
     met = [spent for each in curves if (spent := each.until(target)) is not None]
     missed = f", {len(runs) - len(met)} never" if len(met) < len(runs) else ""
@@ -80,7 +86,7 @@ def compared(name: str, runs: Sequence[Path], first: str, others: Sequence[Path]
     """What may be said of an estimator beside the first one."""
     said = []
     for how in HOW:
-        sides = [[evaluated(run, how=how, base=False, tasks=tasks) for run in side] for side in (runs, others)]
+        sides = [[evaluation(run, how, tasks) for run in side] for side in (runs, others)]
         found = difference(*shared_tasks(*([read_scores(each, "success") for each in side] for side in sides)))
         more = f"{100 * found.mean:+.1f} points [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
         said.append(
@@ -170,6 +176,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("steps", 0, "Steps of each run; the recipe's where 0.", lower_bound=0)
     flags.DEFINE_integer("every_steps", 10, "Steps between held-out evaluations beside training.", lower_bound=1)
     flags.DEFINE_integer("curve_tasks", 256, "Held-out episodes of each of those.", lower_bound=2)
-    flags.DEFINE_integer("tasks", 512, "Held-out episodes of each evaluation after it.", lower_bound=2)
+    flags.DEFINE_integer("tasks", 512, "Held-out episodes played greedily after it, and by the base.", lower_bound=2)
     flags.DEFINE_string("out", "runs/algorithms", "Folder of the runs and of the tables.")
     app.run(main)
