@@ -30,7 +30,8 @@ from flowjax.monitor.statistics import difference, task_interval
 from tests.benchmarks.runs import HOW, Curve, curve, evaluated, machine, spread, trained
 
 ESTIMATORS = ("rewardflow", "gigpo", "grpo", "rloo", "reinforce_plus_plus", "published.rewardflow")
-OPTIONS: Mapping[str, Mapping[str, str | float]] = {}
+# RewardFlow's best of three gammas by three weights are its defaults. What GiGPO adds up is the trajectory's score.
+OPTIONS: Mapping[str, Mapping[str, str | float]] = {"gigpo": {"gamma": 0.8, "norm": "mean_std", "rewards": "score"}}
 SHARE = 0.9  # of the first estimator's gain
 LAST = 5  # steps
 COLUMNS = (
