@@ -8,8 +8,10 @@ import pytest
 
 from flowjax.config import default_config, save_run
 from flowjax.credit.estimators import check_options
+from flowjax.launch import command_line
+from flowjax.launch.checks import check_config
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
-from tests.benchmarks import algorithms
+from tests.benchmarks import algorithms, learning, staleness
 from tests.benchmarks.data_algorithms import row
 from tests.benchmarks.runs import Curve, curve
 
@@ -51,12 +53,19 @@ def test_a_run_is_read_from_its_own_lines(tmp_path: Path):
 
 def test_area_is_the_mean_over_tokens_not_over_evaluations():
     uneven = Curve(np.array([0.0, 1.0, 1.0]), {"tokens": np.array([0.0, 100.0, 400.0])})
-    assert algorithms.area(uneven) == pytest.approx((0.5 * 100 + 300) / 400)
+    assert learning.area(uneven) == pytest.approx((0.5 * 100 + 300) / 400)
 
 
 @pytest.mark.parametrize("name", algorithms.ESTIMATORS)
 def test_compared_estimators_exist_with_their_options(name: str):
     check_options(name, algorithms.OPTIONS.get(name, {}))
+
+
+@pytest.mark.parametrize("name", staleness.OBJECTIVES)
+def test_compared_objectives_are_runs_that_the_launcher_takes(name: str):
+    fields = [f"--config.{field}={value}" for field, value in staleness.OBJECTIVES[name].items()]
+    config, _ = command_line.parse(["--config=configs/sokoban.py:nano", *fields])
+    assert check_config(config) == []
 
 
 def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
@@ -79,14 +88,13 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
                         for task, won in enumerate(wins)
                     ]
                     write_held_out(evaluation, "agent@5", episodes)
-    text = algorithms.table(runs, tasks=200)
+    text = learning.table("estimator", runs, tasks=200)
     lines = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
     assert [line[1].strip() for line in lines] == ["estimator", "(base)", "rewardflow", "grpo"]
-    assert {len(line) for line in lines} == {len(algorithms.COLUMNS) + 2}
+    assert {len(line) for line in lines} == {len(learning.COLUMNS) + 3}
     shares = [float(line[2].split("%")[0]) for line in lines[1:]]
     assert shares == pytest.approx([10, 80, 30], abs=6)
     assert "grpo (A) and rewardflow (B), greedy: -" in text and "is lower than B's" in text
     assert (
-        algorithms.picture({name: [curve(run) for run in found] for name, found in runs.items()}).count("<polyline")
-        == 2
+        learning.picture({name: [curve(run) for run in found] for name, found in runs.items()}).count("<polyline") == 2
     )
