@@ -49,12 +49,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "published.rewardflow, both directions": ("published.rewardflow", {"edge_direction": "bidirectional"}),
 }
 GROUP, GROUPS = 8, 16
-_WORLD = flags.DEFINE_enum("world", "sokoban", ["sokoban", "guess"], "What is played.")
-_VARIANTS = flags.DEFINE_list("variants", [], "Names of the variants to run; all by default.")
-_SEEDS = flags.DEFINE_integer("seeds", 5, "Seeds for each.")
-_STEPS = flags.DEFINE_integer("steps", 60, "Batches of reinforcement learning.")
-_RATE = flags.DEFINE_float("learning_rate", 0.0, "Of reinforcement learning; 0 is 5e-4 for sokoban, 2e-3 for guess.")
-_TUNE = flags.DEFINE_bool("tune", False, "Other networks and held-out tasks, to choose options on.")
 
 
 class Moved(NamedTuple):
@@ -295,11 +289,13 @@ def interval(values: Sequence[float]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    world: World = {"sokoban": Sokoban(), "guess": Guess()}[_WORLD.value]
-    tuning = 1000 if _TUNE.value else 0
+    del argv
+    given = flags.FLAGS
+    world: World = {"sokoban": Sokoban(), "guess": Guess()}[given.world]
+    tuning = 1000 if given.tune else 0
     rng = np.random.default_rng(1 + tuning)
     levels, held_out = world.tasks(rng, 2000, "train"), world.tasks(rng, 400, "held_out") * 2
-    seeds = range(tuning, tuning + _SEEDS.value)
+    seeds = range(tuning, tuning + given.seeds)
     base = {
         seed: imitate(world, new_network(world, jax.random.key(seed)), np.random.default_rng(seed)) for seed in seeds
     }
@@ -312,18 +308,24 @@ def main(argv: list[str]) -> None:
 
     print("| estimator | success | turns that changed nothing | each seed |\n|---|---|---|---|")
     report("(before)", list(base.values()))
-    for label in _VARIANTS.value or VARIANTS:
+    for label in given.variants or VARIANTS:
         name, options = VARIANTS[label]
-        rate = _RATE.value or world.learning_rate
+        rate = given.learning_rate or world.learning_rate
         rngs = {seed: np.random.default_rng(100 + seed) for seed in seeds}
         report(
             label,
             [
-                train(world, base[seed], levels, name, options, rng, steps=_STEPS.value, learning_rate=rate)
+                train(world, base[seed], levels, name, options, rng, steps=given.steps, learning_rate=rate)
                 for seed, rng in rngs.items()
             ],
         )
 
 
 if __name__ == "__main__":
+    flags.DEFINE_enum("world", "sokoban", ["sokoban", "guess"], "What is played.")
+    flags.DEFINE_list("variants", [], "Names of the variants to run; all by default.")
+    flags.DEFINE_integer("seeds", 5, "Seeds for each.")
+    flags.DEFINE_integer("steps", 60, "Batches of reinforcement learning.")
+    flags.DEFINE_float("learning_rate", 0.0, "Of reinforcement learning; 0 is 5e-4 for sokoban, 2e-3 for guess.")
+    flags.DEFINE_bool("tune", False, "Other networks and held-out tasks, to choose options on.")
     app.run(main)
