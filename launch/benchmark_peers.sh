@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the environment of the peers that `python -m tests.benchmarks.trainer` measures flowjax against:
+# Make the environment of the peers that `python -m tests.benchmarks.trainer` and `loop` measure flowjax against:
 #
 #   bash launch/benchmark_peers.sh [--folder FOLDER] [--torch-index URL]
 #

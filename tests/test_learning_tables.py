@@ -6,12 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs.sokoban import get_config
 from flowjax.config import default_config, save_run
 from flowjax.credit.estimators import check_options
+from flowjax.dataflow.tasks import task_at, train_tasks
+from flowjax.envs import find_world
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_config
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
-from tests.benchmarks import algorithms, learning, staleness
+from tests.benchmarks import algorithms, learning, loop, staleness
 from tests.benchmarks.data_algorithms import row
 from tests.benchmarks.runs import Curve, curve
 
@@ -38,7 +41,7 @@ def finished(tmp_path: Path) -> Path:
         {"kind": "eval", "step": 5, "success_rate": 0.6, "time_s": 19.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    start = {"code": {"commit": "0123456789ab"}, "machine": {"cpus_allowed": 2, "cpu": "Some CPU"}}
+    start = {"started_s": 4.0, "code": {"commit": "0123456789ab"}, "machine": {"cpus_allowed": 2, "cpu": "Some CPU"}}
     (tmp_path / "run.json").write_text(json.dumps({"starts": [start]}))
     return tmp_path
 
@@ -49,6 +52,52 @@ def test_a_run_is_read_from_its_own_lines(tmp_path: Path):
     assert row("nano_greso", [found, found], 0.4).startswith(
         "| greso | 20 20 % | 60 60 % | 2 of 2 | 360 ± 0 (360, 360) |"
     )
+
+
+def test_loops_of_both_sides_are_read_and_set_beside_each_other(tmp_path: Path):
+    run, peer = finished(tmp_path), tmp_path / "trl-0"
+    (run / "launch.json").write_text(json.dumps({"launch_s": 30.0, "load": 1.5}))
+    for step, share in ((0, 0.9), (5, 0.7)):  # step 0 was played in the run itself, before training
+        folder = run / "evaluations" / str(step)
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps({"metrics": {"success": {"mean": share}}}))
+    peer.mkdir()
+    rows = [
+        {"step": 0, "success": 0.2, "rollouts": 0, "tokens": 0, "seconds": 0.0},
+        {"step": 5, "success": 0.6, "rollouts": 640, "tokens": 9000, "seconds": 20.0},
+    ]
+    result = {"evaluations": rows, "first_rollout_s": 107.0, "load": 2.5, "versions": {"trl": "1.16.0"}}
+    (peer / "result.json").write_text(json.dumps(result))
+    (peer / "begun.json").write_text(json.dumps({"time_s": 100.0}))
+
+    sides = {"flowjax": {"7": loop.ours(run)}, "TRL": {"7": loop.theirs(peer)}}
+    lines = loop.table(sides, [0.4, 0.65]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5] if "---" not in line]
+    head, ours, theirs, ratio = (dict(zip(cells[0], row, strict=True)) for row in cells)
+    assert head.keys() == ours.keys()
+    # From 0.2 to 0.7 over five seconds and 720 episodes on this side, to 0.6 over twenty and 640 on the other.
+    assert (ours["episodes to 40%"], ours["seconds to 40%"]) == ("288", "2.0")
+    assert (theirs["episodes to 40%"], theirs["seconds to 40%"]) == ("320", "10.0")
+    assert (ratio["episodes to 40%"], ratio["seconds to 40%"]) == ("1.11", "5.00")
+    assert (ours["episodes to 65%"], theirs["episodes to 65%"], ratio["episodes to 65%"]) == ("648", "never", "")
+    assert (ours["tokens/s"], theirs["tokens/s"], theirs["episodes/s"]) == ("160", "450", "32.0")
+    assert (ours["start-up, s"], theirs["start-up, s"], theirs["load"]) == ("6.0", "7.0", "2.5")
+    assert "flowjax, seed 7: 20 70" in lines and "trl 1.16.0" in loop.versions_of(peer)
+
+
+def test_the_peer_is_given_what_the_recipe_says(tmp_path: Path):
+    config = get_config("nano")
+    config.trainer.update({"steps": 3, "keep_every_steps": 1})
+    config.eval.tasks, config.seed = 4, 7
+    save_run(config, tmp_path)
+    case = loop.case_of(tmp_path)
+    json.dumps(case)  # it goes over as a file
+    assert (case["rank"], case["warmup"], case["entropy"]) == (32, 5, 0.02)
+    assert len(case["train"]) == 3 * case["groups"] and len(case["held_out"]) == 4
+    held_out, train = ([task["payload"]["level"] for task in case[name]] for name in ("held_out", "train"))
+    assert not set(held_out) & set(train)
+    assert train[0] == task_at(train_tasks(config), 0).payload["level"]
+    assert find_world(case["world"])(**case["options"]).options.max_moves == case["max_turns"]
 
 
 def test_area_is_the_mean_over_tokens_not_over_evaluations():

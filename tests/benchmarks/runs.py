@@ -1,6 +1,7 @@
 """Whole runs of a recipe over seeds, for benchmarks that compare what they learn."""
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.config import load_run
+from flowjax.launch.roles import HUGE_PAGES
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
 
@@ -33,7 +35,7 @@ def trained(recipe: str, seed: str, out: Path, fields: Sequence[str] = ()) -> tu
         fresh = [*named, f"--config.runs={out}", *fields]
         started_s = time.monotonic()
         call("flowjax.launch", *([f"--resume={run}"] if (run / "config.json").exists() else fresh))
-        took.write_text(json.dumps({"launch_s": time.monotonic() - started_s}))
+        took.write_text(json.dumps({"launch_s": time.monotonic() - started_s, "load": os.getloadavg()[1]}))
     return run, json.loads(took.read_text())["launch_s"]
 
 
@@ -62,6 +64,25 @@ def call(module: str, *arguments: str) -> None:
         raise SystemExit(status)
 
 
+def peer_python(peers: Path) -> Path:
+    """The interpreter of the peers' environment.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    python = peers / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"--peers is {peers}, which has no bin/python: run bash launch/benchmark_peers.sh")
+    return python
+
+
+def peer_environment(threads: int, *, huge_pages: bool) -> dict[str, str]:
+    """Environment variables of a trainer that is measured: nothing is fetched, `threads` cores are used."""
+    quiet = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    cores = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return {**os.environ, **quiet, **cores, **(HUGE_PAGES if huge_pages else {})}
+
+
 def machine(run: Path) -> str:
     """Commit and machine of a run, in a sentence."""
     start = read_starts(run)[0]
@@ -71,10 +92,11 @@ def machine(run: Path) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out success of a run by what had been spent, one entry for each evaluation."""
+    """Held-out success of a run by what had been spent, one entry for each evaluation, and when its spending began."""
 
     success: np.ndarray
     spent: Mapping[str, np.ndarray]
+    begun_s: float = 0.0
 
     def until(self, target: float) -> Mapping[str, float] | None:
         """What was spent until success first meets `target`, by straight lines between evaluations; None if never."""
@@ -89,9 +111,10 @@ class Curve:
         return {name: float(v[last - 1] + part * (v[last] - v[last - 1])) for name, v in self.spent.items()}
 
 
-def curve(run: Path) -> Curve:
+def curve(run: Path, later: Mapping[int, float] | None = None) -> Curve:
     """Read a finished run's metrics. An evaluation of step 0 has spent nothing. `tokens` are those that the engine
-    sampled and the trainer trained on."""
+    sampled and the trainer trained on. `later`: success by step of evaluations that were made after the run, which
+    stand in place of its own but for that of step 0."""
     lines = read_metrics(run)
     group_size = load_run(run).rollout.group_size
     leased = {line["step"]: line["tasks"] * group_size for line in lines if line["kind"] == "batch"}
@@ -101,16 +124,18 @@ def curve(run: Path) -> Curve:
     # A line is written at the end of its evaluation, beside which training is already under way.
     start = next(line for line in lines if line["kind"] == "eval" and line["step"] == 0)
     begun_s = start["time_s"] - start.get("seconds", 0.0)
-    evals = sorted((line for line in lines if line["kind"] == "eval"), key=lambda line: line["step"])
-    at = [line["step"] for line in evals]
+    evals = {line["step"]: line["success_rate"] for line in lines if line["kind"] == "eval"}
+    if later is not None:
+        evals = {0: evals[0], **{step: success for step, success in later.items() if step}}
+    at = sorted(evals)
     spent = {
         "rollouts": [leased[step] if step else 0 for step in at],
         "steps": at,
         "tokens": [tokens[step] if step else 0 for step in at],
         "seconds": [steps[step] - begun_s if step else 0.0 for step in at],
     }
-    success = np.array([line["success_rate"] for line in evals])
-    return Curve(success, {name: np.array(values, float) for name, values in spent.items()})
+    success = np.array([evals[step] for step in at])
+    return Curve(success, {name: np.array(values, float) for name, values in spent.items()}, begun_s)
 
 
 def spread(values: Sequence[float]) -> str:

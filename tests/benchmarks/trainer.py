@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import app, flags
 
-from flowjax.launch.roles import HUGE_PAGES
+from tests.benchmarks.runs import peer_environment, peer_python
 from tests.benchmarks.trainer_case import CASES, Case, write_case
 
 LOSS_TOLERANCE = 1e-5  # absolute; advantages have standard deviation 1
@@ -92,16 +92,12 @@ def write_base(case: Case, folder: Path) -> None:
 def start(name: str, folder: Path, threads: int, peers: Path, *, huge_pages: bool) -> Runner:
     """Start a trainer on a case; its first line is still to be read."""
     peer, _, variant = name.partition("-")
-    python = sys.executable if peer == "flowjax" else str(peers / "bin" / "python")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if huge_pages:
-        environment |= HUGE_PAGES
+    python = sys.executable if peer == "flowjax" else str(peer_python(peers))
     process = subprocess.Popen(
         [python, "-m", f"tests.benchmarks.trainer_{peer}", str(folder), variant, str(threads)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment,
+        env=peer_environment(threads, huge_pages=huge_pages),
         text=True,
     )
     return Runner(name, process)
@@ -167,8 +163,8 @@ def main(argv: list[str]) -> None:
     unknown = [*(set(_CASES.value) - set(CASES)), *(set(_TRAINERS.value) - set(TRAINERS))]
     if unknown:
         raise app.UsageError(f"{', '.join(unknown)}: cases are {', '.join(CASES)}; trainers {', '.join(TRAINERS)}")
-    if set(_TRAINERS.value) != {"flowjax"} and not (peers / "bin" / "python").exists():
-        raise app.UsageError(f"--peers is {peers}, which has no bin/python: run bash launch/benchmark_peers.sh")
+    if set(_TRAINERS.value) != {"flowjax"}:
+        peer_python(peers)
     settings = {"rounds": _ROUNDS.value, "steps": _STEPS.value, "threads": _THREADS.value, "peers": peers}
     agree = [report(CASES[name], measure(CASES[name], _TRAINERS.value, **settings)) for name in _CASES.value]
     if not all(agree):
