@@ -114,6 +114,12 @@ class Run:
         return "dataflow" in self.config.elsewhere
 
     @property
+    def presence_s(self) -> float:
+        """Seconds between the signs of life of a worker or node that has nothing else to say. A dataflow that is away
+        for as long as a lease lasts is waited for, but for this."""
+        return min(max(self.config.dataflow.lease_s / 12, 1.0), 10.0)
+
+    @property
     def engines(self) -> tuple[Engine, ...]:
         return tuple(engine for base in self.bases.values() for engine in base.engines)
 

@@ -3,8 +3,9 @@
     GET /run                                         {name, id, config, bases}: config as JSON, bases by name
     GET /files/bases/<base>                          {files: [[path, bytes, digest], ...]} of a base model's folder
     GET /files/bases/<base>/<path>                   one of them; a part of it by the header Range
-    GET /files/weights                               {policies: {policy: {step: identity}}, pinned: {policy: [step]}}:
-                                                     versions that may be needed, and those of evaluations
+    GET /files/weights?known=<mark>&hold_s=<seconds> {policies: {policy: {step: identity}}, pinned: {policy: [step]},
+                                                     mark}: versions that may be needed, and those of evaluations. With
+                                                     the mark of an earlier answer once they are others, or later
     GET /files/weights/<policy>/<step>?base=<key>&node=<name>
                                                      {pack: [name, bytes, digest], base: key}: a version as engines are
                                                      given it, packed (`flowjax.weights.delta`) against the base where
@@ -17,7 +18,9 @@ are SHA-256 of the content. 202: it is being made, ask again. 404: it is gone. 5
 """
 
 import asyncio
+import hashlib
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
@@ -40,6 +43,7 @@ _BASES = 3  # older ones there that nodes are at: whole versions over a slow lin
 _HEARD_S = 600.0  # that a node may be silent until what it is at is deleted
 _LONGEST = 20  # digits of a step
 _LONGEST_NAME = 100  # characters
+_LISTED_S, _LOOK_S = 0.1, 0.4  # how old the list of versions may be for who waits for others, who looks so often
 _HELD_S = 20.0  # so long an answer is held back at most: nodes hang up after half a minute of silence
 Listing = list[tuple[str, int, str]]
 
@@ -64,6 +68,9 @@ class RunFiles:
         self._nodes: dict[tuple[str, str], tuple[set[str], float]] = {}
         self._busy = asyncio.Lock()  # one folder is read at a time
         self._said = ""
+        self._listing: dict[str, Any] = {}  # the newest answer about versions, and when it was made
+        self._listed_s = -math.inf
+        self.stopping = False  # once set, no answer is held back any more
 
     def routes(self) -> dict[str, Callable]:
         """Handlers of GET requests, by path."""
@@ -82,9 +89,21 @@ class RunFiles:
         return _answer({**described, "bases": list(run.bases)})
 
     async def _versions(self, request: web.Request) -> web.Response:
+        known, until_s = request.query.get("known"), time.monotonic() + held_for(request)
+        while True:
+            # Many nodes wait for the next version: one look at the disk is for all of them.
+            if known is None or time.monotonic() - self._listed_s > _LISTED_S:
+                self._listing, self._listed_s = self._list_versions(), time.monotonic()
+            if self._listing["mark"] != known or time.monotonic() >= until_s or self.stopping:
+                return _answer(self._listing)
+            await asyncio.sleep(min(_LOOK_S, max(until_s - time.monotonic(), 0.0)))
+
+    def _list_versions(self) -> dict[str, Any]:
         listed = {policy: self._listed(policy) for policy in self._run.policies}
         policies = {policy: {str(step): commit for step, commit in known.items()} for policy, known in listed.items()}
-        return _answer({"policies": policies, "pinned": {policy: sorted(self._pinned(policy)) for policy in listed}})
+        answer = {"policies": policies, "pinned": {policy: sorted(self._pinned(policy)) for policy in listed}}
+        mark = hashlib.blake2b(pack(answer), digest_size=8).hexdigest()
+        return {**answer, "mark": mark}
 
     def _listed(self, policy: str) -> dict[int, str]:
         """Versions of a policy that may be needed, and their commits."""
@@ -242,6 +261,15 @@ class RunFiles:
     async def _list(self, folder: Path, identity: str) -> None:
         async with self._busy:
             self._listings[folder, identity] = await asyncio.to_thread(_listing, folder)
+
+
+def held_for(request: web.Request) -> float:
+    """Seconds for which a question asks its answer to be held back: what cannot be read is 0."""
+    try:
+        asked_s = float(request.query.get("hold_s", 0.0))
+    except ValueError:
+        return 0.0
+    return min(max(asked_s, 0.0), _HELD_S) if math.isfinite(asked_s) else 0.0
 
 
 def _listing(folder: Path) -> Listing:

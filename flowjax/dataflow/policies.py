@@ -102,14 +102,15 @@ _SLOW_FOR = 64  # times as long as an episode: so long one that plays nothing is
 _AWAY_S = 600.0  # since it last asked for them, after which a worker is not expected to play evaluations any more
 _MOST_PLAYED = 4096  # leases of a worker whose time is taken
 _CATCHING_UP_S = 3.0  # since a worker got a version, for which others are taken to get it at any moment
-_ASKING_S = 3.0  # since it asked, for which a worker is taken to wait for episodes: it asks again each second
+_ASKING_S = 3.0  # since it asked or was known to wait, for which a worker is taken to: that is noted each second
 
 
 @dataclass(slots=True)
 class _Seen:
     """State of one worker: version served by policy, those that it can serve where it says so, when it last said
     something and asked for training and for evaluations, episodes that counted, when it was given those that it plays,
-    the time that one takes it, slots for which there was nothing to play, whether it last left training to others."""
+    the time that one takes it, slots for which there was nothing to play, whether it last left training to others, and
+    whether it was asked for its versions."""
 
     heard_s: float
     free_slots: int = 0
@@ -124,6 +125,7 @@ class _Seen:
     weighed: int = 0  # episodes, of which that is the mean
     weighed_s: float = 0.0  # when the last of them was
     asked_s: float = -math.inf  # for training
+    prompted: bool = False
 
 
 class RolloutWorkers:
@@ -149,6 +151,17 @@ class RolloutWorkers:
         if held is not None:
             seen.held[policy] = frozenset(held)
         return before != (version, seen.held.get(policy))
+
+    def unreported(self, worker: str, policies: Collection[str]) -> list[str]:
+        """Those of the policies that the worker has not said its version of, as after a restart of this process."""
+        seen = self._seen.get(worker)
+        return [policy for policy in policies if seen is None or policy not in seen.serving]
+
+    def prompts(self, worker: str) -> bool:
+        """Note that a worker is asked for its versions. True if it is for the first time."""
+        seen = self._of(worker)
+        first, seen.prompted = not seen.prompted, True
+        return first
 
     def asks_evaluation(self, worker: str) -> None:
         """Note that a worker asks for evaluations."""
@@ -219,6 +232,12 @@ class RolloutWorkers:
     def yielded(self, worker: str) -> bool:
         """True if the worker, when it last asked for training, left that to a faster one."""
         return (seen := self._seen.get(worker)) is not None and seen.yielded
+
+    def still_waits(self, worker: str) -> None:
+        """Note that the worker, who asked for episodes, has got no answer yet."""
+        seen, now_s = self._seen.get(worker), self._clock()
+        if seen is not None and now_s - seen.asked_s < _ASKING_S:  # for training, that is
+            seen.asked_s = now_s
 
     def left_free(self, worker: str, slots: int) -> None:
         """Note how many of the slots that it asked for have got nothing."""

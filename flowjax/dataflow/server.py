@@ -2,7 +2,7 @@
 
     POST /<name>     a message to the dataflow (`flowjax.dataflow.service`) -> its answer
     GET  /status     -> JSON counts, of the last half second
-    GET  /finished   -> JSON: whether the run is over
+    GET  /finished   -> JSON: whether the run is over; with ?hold_s= so long after at most, once it is
     GET  /metrics    -> the same for Prometheus
     GET  /health     -> ok, without a token
 
@@ -33,7 +33,7 @@ from aiohttp.http import HttpProcessingError, HttpVersion11
 from ml_collections import ConfigDict
 
 from flowjax.broker import Answer, Busy, Evicted, Superseded
-from flowjax.dataflow.files import RunFiles
+from flowjax.dataflow.files import RunFiles, held_for
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import damaged, is_damage
 from flowjax.dataflow.service import HOLD_S, MOST_SLOTS, NAMES, NAMES_OF_NODES, DataflowService, sender_of
@@ -233,7 +233,8 @@ class Server:
         self._handling = asyncio.Semaphore(_HANDLED_AT_ONCE)
         self._refused: Counter[str] = Counter()  # by name and HTTP status
         self._last_refused: dict[str, str] = {}
-        self._asked_s = -math.inf  # when a node last asked whether the run is over
+        self._asked_s = -math.inf  # when a node last asked whether the run is over, or was known to wait for that
+        self._stopping = False
         self._shown, self._shown_s = b"", -math.inf  # the status as it was sent last, and when that was made
         self._heard: set[web.RequestHandler] = set()
         self._silent_since_s: dict[web.RequestHandler, float] = {}
@@ -354,8 +355,18 @@ class Server:
         return web.Response(body=self._shown, content_type="application/json")
 
     async def _finished(self, request: web.Request) -> web.Response:
-        self._asked_s = time.monotonic()
-        return web.json_response({"finished": self._flow.finished})
+        until_s = time.monotonic() + held_for(request)
+        while True:
+            self._asked_s = time.monotonic()
+            left_s = until_s - self._asked_s
+            if self._flow.finished or left_s <= 0 or self._stopping:
+                return web.json_response({"finished": self._flow.finished})
+            await asyncio.sleep(min(left_s, HOLD_S))
+
+    def stop_holding(self) -> None:
+        """Answer soon whatever is held back, and from now on: a server that stops waits for its answers."""
+        self._stopping = self._files.stopping = True
+        self._service.stop_holding()
 
     async def _metrics(self, request: web.Request) -> web.Response:
         text = exposition(self.status(), role="dataflow")
@@ -442,5 +453,6 @@ async def serve(flow: Flow, run_dir: Path, *, dataflow: ConfigDict, port: int, s
         if flow.finished and server.is_watched:  # a node that does not hear of the end waits for two leases' time
             await asyncio.sleep(_WATCHED_S)
     finally:
+        server.stop_holding()
         await runner.cleanup()
         flow.close()

@@ -1,8 +1,8 @@
 """Answers of the dataflow to each message, whatever carries it.
 
-    lease         {worker, slots, kind?, can?}         -> {leases, state: run | wait | done, retry_s}
-    renew         {worker, lease_ids}                  -> {lost}
-    episodes      {worker, items: [{lease_id, episode}]} -> {accepted, duplicate}
+    lease         {worker, slots, kind?, can?, hold_s?} -> {leases, state: run | wait | done, retry_s, report?}
+    renew         {worker, lease_ids}                  -> {lost, report?}
+    episodes      {worker, items: [{lease_id, episode}]} -> {accepted, duplicate, report?}
     give_back     {worker, lease_ids, error}           -> {}
     versions      {worker, policy, serving, in_use, held?} -> {oldest_needed}
     claim         {trainer, policies: {policy: version}, after} -> {claimed, epoch}
@@ -13,10 +13,12 @@
     evict         {evicted: worker or node}            -> {given_back}
 
 `lease` and `batch` hold the answer back for a while when there is nothing to give, `episodes` while the trainers have
-more groups waiting than they may. What is not as it should be in a message is refused before anything changes.
+more groups waiting than they may. `report` names policies whose `versions` this process has not heard of the worker.
+What is not as it should be in a message is refused before anything changes.
 """
 
 import asyncio
+import math
 import sqlite3
 import time
 from collections import Counter, deque
@@ -46,6 +48,7 @@ NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch"
 NAMES_OF_NODES = ("lease", "renew", "episodes", "give_back", "versions")  # that a node's key is good for
 _OF_WORKERS = ("lease", "renew", "episodes", "versions")  # that one which was evicted sends in vain
 HOLD_S = 1.0
+MOST_HELD_S = 20.0  # that a worker may ask for
 _FAILING_S = 10.0  # of nothing but a broken disk, after which the dataflow says so and ends
 # A full disk is waited for. When it is full for this process alone (a quota, a folder of its own) nobody else would say
 # so: then it ends, too, and the launcher starts it again once the run's folder can be written.
@@ -66,6 +69,8 @@ class DataflowService:
     def __init__(self, flow: Flow):
         self._flow = flow
         self._waiting: dict[Capabilities, deque[_Waiting]] = {}  # by what they can play
+        self._looked_s = -math.inf  # when those who wait were last offered what there is by the time alone
+        self._stopping = False
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
         self.failure: Exception | None = None  # that the dataflow is to end of
@@ -105,11 +110,11 @@ class DataflowService:
             self._refuse_evicted(sender_of(message))
         match name:
             case "lease":
-                return await self._lease(message, hold_s)
+                return self._prompting(message, await self._lease(message, hold_s))
             case "renew":
-                return {"lost": self._flow.ledger.renew(lease_ids_of(message))}
+                return self._prompting(message, {"lost": self._flow.ledger.renew(lease_ids_of(message))})
             case "episodes":
-                return await self._episodes(message, hold_s)
+                return self._prompting(message, await self._episodes(message, hold_s))
             case "give_back":
                 return self._give_back(message)
             case "versions":
@@ -126,11 +131,31 @@ class DataflowService:
                 return self._evict(message)
         raise WireError(f"there is no message {name!r}: send one of {', '.join(NAMES)}")
 
+    def _prompting(self, message: Any, answer: Answer) -> Answer:
+        """The answer to a worker, which asks for its versions where this process has not heard of them."""
+        worker = sender_of(message)
+        if worker and (unreported := self._flow.workers.unreported(worker, self._flow.policies)):
+            return {**answer, "report": unreported}
+        return answer
+
+    def stop_holding(self) -> None:
+        """Answer at once whatever is held back, and from now on."""
+        self._stopping = True
+        self._release(lambda asked: True)
+
+    def _release(self, whom: Callable[["_Waiting"], bool]) -> None:
+        """Answer some of those that wait for episodes: there is nothing for them."""
+        for queue in self._waiting.values():
+            for asked in [asked for asked in queue if whom(asked)]:
+                asked.leases.set_result([])
+                queue.remove(asked)
+
     async def _lease(self, message: Any, hold_s: float) -> Answer:
-        worker, slots, playable = (
+        worker, slots, playable, asked_s = (
             worker_of(message),
             slots_of(message),
             capabilities_of(message),
+            held_for(message),
         )
 
         def attempt() -> list[Lease]:
@@ -142,7 +167,13 @@ class DataflowService:
             return leases
 
         leases = attempt()  # whoever waits has been offered all that there was
-        if not leases and not self._flow.finished:
+        if asked_s is not None:
+            # Others may wait for what this one serves: it is to say so first.
+            if not self._flow.workers.unreported(worker, self._flow.policies):
+                hold_s = asked_s
+            elif self._flow.workers.prompts(worker):
+                hold_s = 0.0
+        if not leases and not self._flow.finished and not self._stopping:
             leases = await self._wait_for_leases(worker, playable, attempt, hold_s)
         state = "run" if leases else "done" if self._flow.finished else "wait"
         return {"leases": leases, "state": state, "retry_s": 1.0 if state == "done" else 0.0}
@@ -150,14 +181,20 @@ class DataflowService:
     async def _wait_for_leases(
         self, worker: str, playable: Capabilities, attempt: Callable[[], list[Lease]], hold_s: float
     ) -> list[Lease]:
-        """Stand in the queue of those who can play the same, for a while."""
+        """Stand in the queue of those who can play the same, for a while. Each second somebody in a queue looks whether
+        there is anything by the time alone, such as what a worker that died was playing."""
         asked = _Waiting(worker, attempt, asyncio.get_running_loop().create_future())
         queue = self._waiting.setdefault(playable, deque())
         queue.append(asked)
         try:
+            until_s = time.monotonic() + hold_s
             # Not `wait_for`, which cancels what it waits for: leases set at that very moment would be lost.
-            await asyncio.wait([asked.leases], timeout=hold_s)
-        except asyncio.CancelledError:  # the worker has gone, and may have been given leases just before
+            while not (await asyncio.wait([asked.leases], timeout=min(until_s - time.monotonic(), HOLD_S)))[0]:
+                if time.monotonic() >= until_s:
+                    break
+                self._flow.workers.still_waits(worker)
+                self._look()
+        except BaseException:  # the worker has gone, or the disk fails; it may have been given leases just before
             if asked.leases.done():
                 self._return([lease.lease_id for lease in asked.leases.result()], "")
             raise
@@ -167,6 +204,12 @@ class DataflowService:
             if not queue and self._waiting.get(playable) is queue:
                 del self._waiting[playable]
         return asked.leases.result() if asked.leases.done() else []
+
+    def _look(self) -> None:
+        """Offer those who wait what there is by the time alone, once a second however many they are."""
+        if time.monotonic() - self._looked_s > HOLD_S:
+            self._looked_s = time.monotonic()
+            self._serve_waiting()
 
     def _serve_waiting(self) -> None:
         """Give what there is to those who have waited longest; when the run is over, send all of them home."""
@@ -254,6 +297,7 @@ class DataflowService:
             known = ", ".join(self._flow.status()["workers"]) or "none"
             raise WireError(f"no worker {evicted[:_LONGEST_NAME]!r} plays for this run: there is {known}")
         leases = [lease_id for worker in workers for lease_id in self._flow.ledger.leases_of(worker)]
+        self._release(lambda asked: asked.worker in workers)
         self._return(leases, "")
         return {"given_back": len(leases)}
 
@@ -419,6 +463,14 @@ def slots_of(message: Any) -> int:
     if not 0 < slots <= MOST_SLOTS:
         raise WireError(f"field slots is {slots}: send 1 to {MOST_SLOTS}")
     return slots
+
+
+def held_for(message: Any) -> float | None:
+    """Seconds for which a worker asks its answer to be held back; None where it does not say."""
+    held_s = message.get("hold_s") if isinstance(message, dict) else None
+    if held_s is not None and not (type(held_s) in (int, float) and 0 <= held_s <= MOST_HELD_S):
+        raise WireError(f"field hold_s is {str(held_s)[:_LONGEST_NAME]}: send 0 to {MOST_HELD_S:g}, or leave it out")
+    return held_s
 
 
 def capabilities_of(message: Any) -> Capabilities:

@@ -43,6 +43,7 @@ _OF_HARDWARE = re.compile(
     r"(bases\.[^.]+\.)?(engine\..+|model\.path)|env\.workers|rollout\.(max|min)_concurrent_episodes|max_restarts|name|runs"
 )
 _LOOK_EVERY_S = 1.0
+_ANSWER_WITHIN_S = 10.0
 _SAY_EVERY_S = 30.0
 _SAY_WAITING_EVERY_S = 60.0
 _REASONS = {
@@ -152,13 +153,14 @@ async def until_done(run: Run, console: Console) -> None:
     """
     url, patience_s = run.config.dataflow.url, 2 * run.config.dataflow.lease_s
     heard_s = said_s = time.monotonic()
-    timeout = aiohttp.ClientTimeout(total=10.0)
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S + run.presence_s)
     headers = {**bearer(known_token(run.folder)), **of_run(known_run_id(run.folder))}
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         while True:
             problem = ""
             try:
-                async with session.get(f"{url}/finished", raise_for_status=True) as answer:
+                asked = {"hold_s": str(run.presence_s)}
+                async with session.get(f"{url}/finished", params=asked, raise_for_status=True) as answer:
                     if (await answer.json())["finished"]:
                         console.print(f"played here: {_playing(run)}", highlight=False, soft_wrap=True)
                         return
@@ -213,7 +215,7 @@ def _become_trainer(run_dir: Path) -> NoReturn:
 async def _under_way(run_dir: Path, console: Console) -> Run | None:
     """The run of a folder once its dataflow answers, by when config and base models are there; None after its end."""
     said_s = -_SAY_WAITING_EVERY_S
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S)) as session:
         while True:
             try:  # all anew each time: the launch may still have to make or to replace these files
                 url = read_endpoints(run_dir)["dataflow"]

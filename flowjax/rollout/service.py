@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from flowjax.rollout.client import EngineError, VersionAway
 from flowjax.rollout.engines import Admission, ServedBase
 from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
+from flowjax.weights.follow import Follower
 
 # ---------------------------------------------------------------------------------------------- the way to the dataflow
 
@@ -36,17 +37,25 @@ class DataflowClient:
         broker: to the dataflow.
         worker: who holds the leases.
         away_s: how long the dataflow may be away before a call fails.
+
+    `prompted` is called with policies of which the dataflow asks what this worker serves, as after a restart.
     """
 
     def __init__(self, broker: Broker, *, worker: str, away_s: float):
         self._broker, self.worker, self._away_s = broker, worker, away_s
+        self.prompted: Callable[[Sequence[str]], None] = lambda policies: None
 
-    async def lease(self, slots: int, playable: Mapping[str, Sequence[str]] | None = None) -> tuple[list[Lease], float]:
+    async def lease(
+        self, slots: int, playable: Mapping[str, Sequence[str]] | None = None, *, hold_s: float | None = None
+    ) -> tuple[list[Lease], float]:
         """Up to `slots` episodes to play, and the seconds to wait before asking again.
 
         `can` says what this worker plays: `worlds` (of tasks), `policies`, `kinds`; what it leaves out is anything.
+        While there are none the answer may take `hold_s`; None leaves that to the dataflow.
         """
-        answer = await self._call("lease", slots=slots, **({"can": dict(playable)} if playable else {}))
+        said: dict[str, Any] = {"can": dict(playable)} if playable else {}
+        said |= {} if hold_s is None else {"hold_s": hold_s}
+        answer = await self._call("lease", slots=slots, **said)
         return answer["leases"], answer["retry_s"]
 
     async def renew(self, lease_ids: Sequence[str]) -> list[str]:
@@ -72,7 +81,58 @@ class DataflowClient:
         return answer["oldest_needed"]
 
     async def _call(self, name: str, **message: Any) -> Answer:
-        return await self._broker.call(name, {"worker": self.worker, **message}, away_s=self._away_s)
+        answer = await self._broker.call(name, {"worker": self.worker, **message}, away_s=self._away_s)
+        if unreported := answer.get("report"):
+            self.prompted(unreported)
+        return answer
+
+
+class VersionReports:
+    """Reports of what is served here of one policy: at once when that changes, which admits the next groups, and when
+    the dataflow asks. Every `presence_s` it is said all the same, which mends whatever went wrong on the way."""
+
+    def __init__(self, policy: str, served: Follower, dataflow: DataflowClient, *, presence_s: float):
+        self._policy, self._served, self._dataflow, self._presence_s = policy, served, dataflow, presence_s
+        self._asked = asyncio.Event()  # since the newest report was begun
+        self._known = asyncio.Event()  # set while the dataflow, for all that it says, knows
+
+    def ask(self) -> None:
+        """Report again at once: the dataflow does not know."""
+        self._known.clear()
+        self._asked.set()
+
+    async def known(self) -> None:
+        """Return when the dataflow knows."""
+        await self._known.wait()
+
+    async def run(self) -> None:
+        """Report until cancelled. Raises as the client's calls do."""
+        policy, served, clock = self._policy, self._served, asyncio.get_running_loop().time
+        await served.ready()
+        said, due_s = None, clock()
+        while True:
+            # With its name: a version that is made anew after its trainer went back has its number.
+            current, held = served.current(policy), served.held(policy)
+            if (current, held) != said or self._asked.is_set() or clock() >= due_s:
+                self._asked.clear()
+                due_s = clock() + self._presence_s
+                oldest = await self._dataflow.report_versions(policy, current[0], served.in_use(policy), held)
+                served.keep_from(policy, oldest)
+                # Those that nobody may ask for any more are not held from here on, which is no news to the dataflow.
+                said = current, [version for version in held if version >= oldest]
+                if not self._asked.is_set():
+                    self._known.set()
+            await self._until_news(current[0], min(_LOOK_EVERY_S, due_s - clock()))
+
+    async def _until_news(self, version: int, timeout_s: float) -> None:
+        """Return when another version than this is served, or the dataflow asks; else after the time."""
+        news = [asyncio.ensure_future(self._served.changed(self._policy, version))]
+        news += [asyncio.ensure_future(self._asked.wait())]
+        try:
+            await asyncio.wait(news, timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in news:
+                task.cancel()
 
 
 # -------------------------------------------------------------------------------------------------------------- service
@@ -85,11 +145,12 @@ _NAMES_BYTES = 2048  # of the names and numbers of a turn, or of an episode's pa
 _FAILED_ROUNDS = 4  # of all slots, after which the service ends
 _EXECUTOR_AWAY_S = 1800.0  # what a world asks may be away for so long, after which the service ends
 _PROBE_EVERY_S = 1.0
-_LOOK_EVERY_S = 1.0  # at the engines' load
+_LOOK_EVERY_S = 1.0  # at the engines' load, at versions that came and went on the disk, at a lease that is held
 _REPORT_EVERY_S = 1.0
 _LOG_EVERY_S = 30.0
 _WINDOW_S = 10.0  # over which rates are taken
 _DRAIN_S = 5.0  # for the last messages to the dataflow
+_LAST_ANSWER_S = 1.5  # for leases that are on their way; a little longer than the dataflow holds them back unasked
 
 
 class RolloutError(RuntimeError):
@@ -159,7 +220,7 @@ class RolloutService:
         self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
         self._playable = {"worlds": [_world_name(run)], "policies": self._policies, "kinds": ["train", "eval"]}
         self._message_bytes = min(_MESSAGE_BYTES, config.dataflow.max_message_bytes // 2)
-        self._renew_every_s = config.dataflow.lease_s / 3
+        self._renew_every_s, self._presence_s = config.dataflow.lease_s / 3, run.presence_s
         self._run_dir = run.folder
         # By a service that was killed: nobody plays them now.
         self._previous_leases = read_leases(run.folder / "status-rollout.json")
@@ -170,8 +231,11 @@ class RolloutService:
         self._unplayed: list[tuple[str, str]] = []  # lease, why
         self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
         self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
-        # Set once the dataflow knows what is served of the policy.
-        self._reported = {policy: asyncio.Event() for policy in self._policies}
+        self._reports = {
+            policy: VersionReports(policy, follower, dataflow, presence_s=self._presence_s)
+            for policy, follower in self._followers.items()
+        }
+        dataflow.prompted = self._report_again
         self._failures_in_a_row = 0  # episodes since the last one that counts
         self._executor_away_since_s: float | None = None  # when the first of the latest executor errors came
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -191,7 +255,7 @@ class RolloutService:
         loops += [loop for base in self._bases for loop in (base.follower.run, partial(self._watch, base))]
         loops += [self._admit] if self._admission.adaptive else []
         tasks = [asyncio.create_task(loop()) for loop in (*loops, stop.wait)]
-        tasks += [asyncio.create_task(self._versions(policy)) for policy in self._policies]
+        tasks += [asyncio.create_task(reports.run()) for reports in self._reports.values()]
         try:
             done, _ = await asyncio.wait([*tasks, self._fatal], return_when=asyncio.FIRST_COMPLETED)
             for ended in done:  # of a loop that failed this raises the error; after `stop` nothing
@@ -210,17 +274,14 @@ class RolloutService:
         if self._previous_leases:
             await self._dataflow.give_back(self._previous_leases, "")
             self._previous_leases = []
-        # Until the dataflow knows what is served here, it may give what would be played with too old a version.
-        await asyncio.gather(*(reported.wait() for reported in self._reported.values()))
         while True:
+            # Until the dataflow knows what is served here, it may give what would be played with too old a version.
+            await asyncio.gather(*(reports.known() for reports in self._reports.values()))
             self._slot_freed.clear()
             free = self._admission.slots - len(self._playing)
             retry_s = 1.0
             if free > 0 and self._engines_up:
-                # Shielded: when this loop is cancelled the leases are on their way, and `_drain` gives them back.
-                self._asking = asyncio.create_task(self._dataflow.lease(free, self._playable))
-                leases, retry_s = await asyncio.shield(self._asking)
-                self._asking = None
+                leases, retry_s = await self._ask(free)
                 for lease in leases:
                     self._playing[lease.lease_id] = asyncio.create_task(self._episode(lease))
                 if leases:
@@ -231,6 +292,23 @@ class RolloutService:
                 async with asyncio.timeout(retry_s):  # not wait_for, which can lose a cancellation before Python 3.12
                     await self._slot_freed.wait()
                 await asyncio.sleep(_GATHER_S)
+
+    async def _ask(self, slots: int) -> tuple[list[Lease], float]:
+        """Ask for episodes. That may take long while there are none and no slot here can become free, unless engines
+        go away: others are to play then."""
+        hold_s = None if self._playing else self._presence_s
+        # A task of its own: when this loop is cancelled the leases are on their way, and `_drain` gives them back.
+        asking = self._asking = asyncio.create_task(self._dataflow.lease(slots, self._playable, hold_s=hold_s))
+        while not (await asyncio.wait([asking], timeout=_LOOK_EVERY_S))[0]:
+            if not self._engines_up:
+                asking.cancel()  # the dataflow gives to others what it has not sent yet
+        self._asking = None
+        return ([], 1.0) if asking.cancelled() else asking.result()
+
+    def _report_again(self, policies: Sequence[str]) -> None:
+        for policy in policies:
+            if policy in self._reports:
+                self._reports[policy].ask()
 
     async def _episode(self, lease: Lease) -> None:
         try:
@@ -300,20 +378,6 @@ class RolloutService:
                 if lease_id in self._playing:
                     _log.warning("lease %s is lost: another worker plays its episode", lease_id)
                     self._playing[lease_id].cancel()
-
-    async def _versions(self, policy: str) -> None:
-        """Tell the dataflow what is served, at once when it changes: that admits the next groups."""
-        follower = self._followers[policy]
-        await follower.ready()
-        while True:
-            serving, _ = follower.current(policy)
-            held = follower.held(policy)
-            oldest = await self._dataflow.report_versions(policy, serving, follower.in_use(policy), held)
-            follower.keep_from(policy, oldest)
-            self._reported[policy].set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REPORT_EVERY_S):
-                    await follower.changed(policy, serving)
 
     async def _watch(self, base: ServedBase) -> None:
         """No episodes are leased for engines that are away, and those that stay away end the service."""
@@ -390,7 +454,7 @@ class RolloutService:
         try:
             async with asyncio.timeout(_DRAIN_S):
                 if self._asking is not None:
-                    stopped += [lease.lease_id for lease in (await self._asking)[0]]
+                    stopped += [lease.lease_id for lease in await self._last_leases(self._asking)]
                 while self._finished or self._unplayed:
                     await self._send()
                 if stopped:
@@ -398,6 +462,13 @@ class RolloutService:
         except (DataflowError, TimeoutError):
             left = len(self._finished) + len(self._unplayed) + len(stopped)
             _log.warning("%d leases could not be given back to the dataflow: they expire and are played again", left)
+
+    async def _last_leases(self, asking: asyncio.Task[tuple[list[Lease], float]]) -> list[Lease]:
+        """Leases that are on their way. A request that goes on being held is withdrawn: none has been given for it."""
+        if not (await asyncio.wait([asking], timeout=_LAST_ANSWER_S))[0]:
+            asking.cancel()
+            await asyncio.wait([asking])
+        return [] if asking.cancelled() else asking.result()[0]
 
 
 def _world_name(run: Run) -> str:

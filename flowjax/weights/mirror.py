@@ -152,12 +152,16 @@ class WeightsMirror:
         run_dir: of the node.
         one_at_a_time: policies of which an engine holds one version, in place of its base: of these the newest is
             fetched, and what an evaluation needs.
+        hold_s: for which the run may hold an answer back while there is nothing new.
     """
 
-    def __init__(self, run_dir: Path, origin: RunSource, *, one_at_a_time: Collection[str] = ()):
+    def __init__(
+        self, run_dir: Path, origin: RunSource, *, one_at_a_time: Collection[str] = (), hold_s: float = _LOOK_EVERY_S
+    ):
         self._checkpoints, self._origin = run_dir / "checkpoints", origin
         self._one_at_a_time, self._latest = one_at_a_time, ""  # the policy of which something was fetched last
         self._name = uuid.uuid4().hex  # by which the run knows what is here
+        self._hold_s, self._mark = hold_s, ""  # what the run said last of its versions
 
     async def follow(self) -> None:
         """Do so until cancelled, however often the run is away."""
@@ -166,6 +170,8 @@ class WeightsMirror:
             try:
                 await self.update()
                 pause_s, said = _LOOK_EVERY_S, ""
+                await self._until_others()
+                continue
             except (OriginError, aiohttp.ClientError, OSError) as error:
                 if (problem := f"{type(error).__name__}: {error}") != said:
                     logging.warning("versions are not up to date: %s", problem)
@@ -202,12 +208,20 @@ class WeightsMirror:
         if refused:
             raise OriginError("; ".join(refused.values()))
 
+    async def _until_others(self) -> None:
+        """Return when the run has other versions than it last said. It holds its answers back for that."""
+        mark = self._mark
+        while mark == self._mark:
+            answer = await self._origin.ask(f"/files/weights?known={mark}&hold_s={self._hold_s:g}")
+            mark = answer["mark"]
+
     async def _ask(self) -> "Mapping[str, _Listed]":
         """Ask for the versions of each policy, and forget those here that the run has lost or made anew.
 
         These are an earlier run's, or those of a trainer that has gone back; engines must not play them.
         """
         answer = await self._origin.ask("/files/weights")
+        self._mark = answer["mark"]
         listed = {}
         for policy, identities in answer["policies"].items():
             steps = {int(step): identity for step, identity in identities.items()}
@@ -313,7 +327,7 @@ class WeightsMirror:
 async def _follow(run: Run) -> None:
     async with source(run.config.dataflow.url, known_token(run.folder), known_run_id(run.folder)) as origin:
         in_place = [name for name, policy in run.policies.items() if policy.train == "full"]
-        await WeightsMirror(run.folder, origin, one_at_a_time=in_place).follow()
+        await WeightsMirror(run.folder, origin, one_at_a_time=in_place, hold_s=run.presence_s).follow()
 
 
 def main() -> None:

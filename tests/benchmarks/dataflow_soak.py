@@ -1,23 +1,25 @@
 """Many workers at one dataflow process, for minutes:
 
-    python -m tests.benchmarks.dataflow_soak [--workers=1000] [--minutes=5] [--episode_s=8] [--tokens=8192]
+    python -m tests.benchmarks.dataflow_soak [--workers=1000] [--minutes=5] [--groups=128] [--tokens=8192]
 
 Simulated workers, in one process, lease episodes and hand over trajectories of `--tokens` tokens (4 turns of one
 conversation); a simulated trainer, in another, takes the batches. All that the dataflow does is real: ledger, credit,
 batches. The first two sixths of the time there are a hundredth and a tenth of the workers; a cost per trajectory that
 does not depend on their number, and memory that does not grow, is what is looked for. Memory is read every two seconds;
 its slope is the least-squares line through the second half of the last phase, with its standard error. /lease and
-/batch wait for up to a second while there is nothing to give.
+/batch are held back while there is nothing to give. Then the trainer stops, the workers play what there is, and for
+`--idle_s` all of them wait: what they send, and what it costs the dataflow, is the last line.
 """
 
 import argparse
 import asyncio
 import contextlib
+import math
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from flowjax.config import default_config
 from tests.benchmarks.dataflow_workers import Client, cancel, dataflow_process, train, work
 
 TURNS = 4
-_SLOTS = 2  # of a worker
+_SLOTS, _MEMBERS = 2, 8  # of a worker, of a group
 _LOOK_EVERY_S = 2.0
 
 
@@ -46,26 +48,33 @@ class Phase:
     mib_per_s: float
     memory: np.ndarray  # of the dataflow process: seconds and MiB, every `_LOOK_EVERY_S`
     file_mib: float  # of its SQLite file at the end
+    latencies_s: Mapping[str, Sequence[float]]  # of each request, by endpoint
+
+    def per_worker_s(self, endpoint: str) -> float:
+        """Requests of a worker in a second."""
+        return len(self.latencies_s.get(endpoint, ())) / self.workers / self.seconds
 
 
-def configuration(keep_trajectories: bool) -> ConfigDict:
+def configuration(keep_trajectories: bool, tokens: int, groups: int, workers: int) -> ConfigDict:
     config = default_config()
     config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 5, "columns": 5, "boxes": 1})
-    config.rollout.group_size, config.trainer.groups_per_step, config.trainer.steps = 8, 8, 1_000_000
+    config.rollout.group_size, config.trainer.groups_per_step, config.trainer.steps = _MEMBERS, groups, 1_000_000
+    config.rollout.max_prompt_tokens, config.rollout.max_new_tokens = tokens, tokens // TURNS
     config.reward.components = ConfigDict({"success": 1.0})
-    config.eval.tasks, config.dataflow.max_staleness = 0, 40  # so that every worker has something to play
+    # So that every worker has something to play.
+    config.eval.tasks, config.dataflow.max_staleness = 0, math.ceil(1.5 * workers * _SLOTS / (groups * _MEMBERS))
     config.dataflow.keep_trajectories = keep_trajectories
     return config
 
 
 async def soak(
-    url: str, pid: int, run_dir: Path, *, workers: int, minutes: float, episode_s: float, tokens: int
-) -> tuple[list[Phase], dict[str, list[float]]]:
-    """What each number of workers did, and the latencies with all of them."""
+    url: str, pid: int, run_dir: Path, *, workers: int, minutes: float, idle_s: float, episode_s: float, tokens: int
+) -> tuple[list[Phase], Phase]:
+    """What each number of workers did, and all of them while there was nothing to play."""
     phases, serving = [], {"agent": 0}
-    async with Client(url) as client, _trainer(client, url, serving) as trainer:
-        tasks: list[asyncio.Task[None]] = []
+    tasks: list[asyncio.Task[None]] = []
+    async with Client(url) as client:
 
         def employ(count: int) -> None:
             for number in range(len(tasks), count):
@@ -80,19 +89,32 @@ async def soak(
                 )
                 tasks.append(asyncio.create_task(worker))
 
-        employ(max(workers // 10, 1))
-        while serving["agent"] < 2:  # the first batches compile what gives credit
-            await asyncio.sleep(0.1)
+        async with _trainer(client, url, serving) as trainer:
+            employ(max(workers // 10, 1))
+            while serving["agent"] < 2:  # the first batches compile what gives credit
+                await asyncio.sleep(0.1)
+                _raise_of([trainer, *tasks])
+            await cancel(tasks)
+            tasks.clear()
+            for share, count in ((1 / 6, max(workers // 100, 1)), (1 / 6, max(workers // 10, 1)), (4 / 6, workers)):
+                employ(count)
+                await asyncio.sleep(episode_s)  # until the first have played
+                phases.append(await _phase(client, pid, run_dir, count, 60 * minutes * share, [trainer, *tasks]))
+        accepted = -1
+        while accepted < client.accepted:
+            accepted = client.accepted
+            await asyncio.sleep(2 * episode_s)
+            _raise_of(tasks)
+        idle = await _phase(client, pid, run_dir, workers, idle_s, tasks)
         await cancel(tasks)
-        tasks.clear()
-        for share, count in ((1 / 6, max(workers // 100, 1)), (1 / 6, max(workers // 10, 1)), (4 / 6, workers)):
-            employ(count)
-            await asyncio.sleep(episode_s)  # until the first have played
-            client.latencies_s = {}
-            phases.append(await _phase(client, pid, run_dir, count, 60 * minutes * share, [trainer, *tasks]))
-        latencies = client.latencies_s
-        await cancel(tasks)
-    return phases, latencies
+    return phases, idle
+
+
+def _raise_of(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Raise what one of them has ended of."""
+    for task in tasks:
+        if task.done():
+            task.result()
 
 
 @contextlib.asynccontextmanager
@@ -138,6 +160,7 @@ def _train(url: str, version: Any, took_s: "multiprocessing.SimpleQueue[tuple[st
 async def _phase(
     client: Client, pid: int, run_dir: Path, workers: int, seconds: float, tasks: list[asyncio.Task[None]]
 ) -> Phase:
+    client.latencies_s = {}
     started_s, cpu_s, sent, accepted = time.monotonic(), _cpu_s(pid), client.sent_bytes, client.accepted
     memory, failed = [(0.0, _memory_mib(pid))], False
     while not failed and memory[-1][0] < seconds:
@@ -152,6 +175,7 @@ async def _phase(
         (client.sent_bytes - sent) / 2**20 / took_s,
         np.array(memory),
         (run_dir / "dataflow.sqlite").stat().st_size / 2**20,
+        client.latencies_s,
     )
 
 
@@ -175,16 +199,18 @@ def _memory_mib(pid: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--minutes", type=float, default=5.0, help="in all")
+    parser.add_argument("--minutes", type=float, default=5.0, help="in all, but for what follows")
+    parser.add_argument("--idle_s", type=float, default=30.0, help="with nothing to play")
     parser.add_argument("--episode_s", type=float, default=8.0, help="that an episode takes")
     parser.add_argument("--tokens", type=int, default=8192, help="of a trajectory")
+    parser.add_argument("--groups", type=int, default=128, help="of a batch: a version follows each")
     parser.add_argument("--keep_trajectories", action="store_true", help="also write them down as text")
     arguments = parser.parse_args()
     console = Console(width=130)
-    config = configuration(arguments.keep_trajectories)
+    config = configuration(arguments.keep_trajectories, arguments.tokens, arguments.groups, arguments.workers)
     with tempfile.TemporaryDirectory() as folder, dataflow_process(config, Path(folder)) as (url, pid):
-        numbers = {name: getattr(arguments, name) for name in ("workers", "minutes", "episode_s", "tokens")}
-        phases, latencies = asyncio.run(soak(url, pid, Path(folder), **numbers))
+        numbers = {name: getattr(arguments, name) for name in ("workers", "minutes", "idle_s", "episode_s", "tokens")}
+        phases, idle = asyncio.run(soak(url, pid, Path(folder), **numbers))
     memory = "memory MiB: first, median, highest, last"
     table = Table("workers", "trajectories/s", "MiB/s", "CPU ms per trajectory", "CPU", memory, "file MiB")
     for phase in phases:
@@ -205,10 +231,15 @@ def main() -> None:
     console.print(f"memory, last {minutes:.1f} min: {change:+.1f} MiB/min, standard error {error:.1f}")
     console.print(f"load average of the machine: {os.getloadavg()[1]:.1f}")
     table = Table("endpoint", f"requests with {phases[-1].workers} workers", "p50 ms", "p99 ms")
-    for name, values in sorted(latencies.items()):
+    for name, values in sorted(phases[-1].latencies_s.items()):
         p50, p99 = 1000 * np.percentile(values, [50, 99])
         table.add_row(f"/{name}", str(len(values)), f"{p50:.1f}", f"{p99:.1f}")
     console.print(table)
+    sent = ", ".join(f"/{name} {idle.per_worker_s(name):.3f}" for name in sorted(idle.latencies_s))
+    console.print(
+        f"{idle.workers} idle workers: requests of each a second: {sent}; the dataflow's CPU "
+        f"{idle.cpu_s / idle.seconds:.1%}, {idle.trajectories} trajectories"
+    )
 
 
 if __name__ == "__main__":

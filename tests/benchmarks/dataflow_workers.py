@@ -21,7 +21,8 @@ from flowjax.launch.machine import free_port
 from flowjax.records import Episode, Lease, Trajectory, Turn, pack, unpack
 
 _UP_WITHIN_S = 60.0
-_REPORT_EVERY_S = 1.0
+_PRESENCE_S = 10.0  # `Run.presence_s`: between reports of versions that are the same, and while a lease is held
+_LOOK_EVERY_S = 0.2  # at the versions that are served
 
 
 @contextmanager
@@ -119,7 +120,7 @@ async def work(
     reports = asyncio.create_task(_report(client, worker, serving))
     try:
         while True:
-            answer = await client.post("lease", worker=worker, slots=slots)
+            answer = await client.post("lease", worker=worker, slots=slots, hold_s=_PRESENCE_S)
             if not answer["leases"]:
                 continue
             versions = dict(serving)
@@ -135,11 +136,15 @@ async def work(
 
 
 async def _report(client: Client, worker: str, serving: Mapping[str, int]) -> None:
-    """As often as the rollout service does."""
+    """As often as the rollout service does (`flowjax.rollout.service.VersionReports`)."""
+    said: dict[str, tuple[int, float]] = {}
     while True:
         for policy, version in dict(serving).items():
-            await client.post("versions", worker=worker, policy=policy, serving=version, in_use=[])
-        await asyncio.sleep(_REPORT_EVERY_S)
+            before, said_s = said.get(policy, (None, 0.0))
+            if version != before or time.monotonic() - said_s > _PRESENCE_S:
+                said[policy] = version, time.monotonic()
+                await client.post("versions", worker=worker, policy=policy, serving=version, in_use=[])
+        await asyncio.sleep(_LOOK_EVERY_S)
 
 
 async def train(client: Client, policy: str, serving: dict[str, int], *, step_s: float, steps: int = 10**9) -> None:
