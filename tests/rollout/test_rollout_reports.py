@@ -14,16 +14,24 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import aiohttp
 import pytest
+from aiohttp.test_utils import TestServer
+from rollout_run import RolloutRun, until
 
 from flowjax import broker as broker_module
 from flowjax.broker import Answer, Unanswered, until_answered
 from flowjax.dataflow import service as service_module
 from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.server import Server
 from flowjax.dataflow.service import DataflowService
-from flowjax.records import pack, unpack
+from flowjax.records import WireError, pack, unpack
 from flowjax.rollout.service import DataflowClient, VersionReports
+from flowjax.run import Run
 from flowjax.weights.follow import Follower
+from flowjax.weights.mirror import WeightsMirror
+from flowjax.weights.publish import committed_steps
+from flowjax.weights.source import source
 from tests.dataflow.test_flow import configuration, make_flow
 
 PRESENCE_S = 10.0
@@ -334,3 +342,195 @@ def test_the_dataflow_is_right_within_one_presence_of_whatever_happens(tmp_path,
             assert all(dataflow.serving(name) == before[name] for name in before if name.startswith("idle"))
 
     run(monkeypatch, scenario)
+
+
+# ------------------------------------------------------------------------------------- answers that are held back
+
+
+async def held(dataflow: Dataflow, name: str, **message: Any) -> asyncio.Task[Answer]:
+    """A request for episodes that waits for some."""
+    asked = {"worker": name, "slots": 8, **message}
+    waits = asyncio.create_task(dataflow.service.answer("lease", asked))
+    await asyncio.sleep(0.1)
+    return waits
+
+
+async def say(dataflow: Dataflow, name: str, version: int = 0) -> None:
+    message = {"worker": name, "policy": "agent", "serving": version, "in_use": []}
+    await dataflow.service.answer("versions", message)
+
+
+def test_a_worker_that_never_says_its_versions_is_held_as_ever(tmp_path, monkeypatch):
+    """One that knows nothing of `hold_s` and `report`."""
+
+    async def scenario() -> None:
+        dataflow, clock = Dataflow(tmp_path), asyncio.get_running_loop().time
+        started_s = clock()
+        answer = await dataflow.service.answer("lease", {"worker": "foreign", "slots": 8})
+        assert answer == {"leases": [], "state": "wait", "retry_s": 0.0, "report": ["agent"]}
+        assert clock() - started_s == pytest.approx(1.0)
+        waits = await held(dataflow, "foreign")
+        await say(dataflow, "another")
+        assert len((await waits)["leases"]) == 8, "it plays with what another serves"
+        await say(dataflow, "foreign")
+        assert await dataflow.service.answer("renew", {"worker": "foreign", "lease_ids": []}) == {"lost": []}
+
+    run(monkeypatch, scenario)
+
+
+def test_one_that_asks_for_a_long_hold_and_never_says_its_versions_is_no_storm(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        dataflow, clock = Dataflow(tmp_path), asyncio.get_running_loop().time
+        started_s = clock()
+        for _ in range(11):
+            answer = await dataflow.service.answer("lease", {"worker": "w", "slots": 8, "hold_s": 10.0})
+            assert answer["report"] == ["agent"]
+        assert clock() - started_s == pytest.approx(10.0), "but for the first, each is held as those of others"
+
+    run(monkeypatch, scenario)
+
+
+@pytest.mark.parametrize("hold_s", [-1, 21, math.nan, math.inf, True, "1", [1]])
+def test_a_hold_that_cannot_be_is_refused(tmp_path, monkeypatch, hold_s):
+    async def scenario() -> None:
+        with pytest.raises(WireError, match=r"field hold_s is .*: send 0 to 20"):
+            await Dataflow(tmp_path).service.answer("lease", {"worker": "w", "slots": 1, "hold_s": hold_s})
+
+    run(monkeypatch, scenario)
+
+
+def test_what_a_dead_worker_was_playing_goes_to_one_that_waits(tmp_path, monkeypatch):
+    """Nothing but time brings it about: nobody else says anything."""
+
+    async def scenario() -> None:
+        dataflow, clock = Dataflow(tmp_path, lease_s=12.0, max_staleness=0), asyncio.get_running_loop().time
+        await say(dataflow, "dies")
+        leases = (await dataflow.service.answer("lease", {"worker": "dies", "slots": 100}))["leases"]
+        died_s = clock()
+        await asyncio.sleep(5.0)
+        await say(dataflow, "waits")
+        waits = await held(dataflow, "waits", slots=100, hold_s=20.0)
+        given = (await waits)["leases"]
+        assert {lease.episode_id for lease in given} == {lease.episode_id for lease in leases}
+        assert 12.0 <= clock() - died_s <= 14.0, "within a second or so of the lease's end"
+
+    run(monkeypatch, scenario)
+
+
+def test_a_fast_worker_that_waits_long_still_counts_as_one_that_asks(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        dataflow = Dataflow(tmp_path, max_staleness=0)
+        workers = dataflow.flow.workers
+        for name, episode_s in (("fast", 1.0), ("slow", 10.0)):
+            await say(dataflow, name)
+            seen = workers._of(name)
+            seen.weighed, seen.episode_s = 16, episode_s
+        await asyncio.sleep(4.0)  # no version is as new as that
+        for name in ("fast", "slow"):
+            workers._of(name).weighed_s = asyncio.get_running_loop().time()
+        taken = await dataflow.service.answer("lease", {"worker": "third", "slots": 1000})
+        assert taken["leases"]
+        waits = await held(dataflow, "fast", hold_s=20.0)
+        await asyncio.sleep(8.0)
+        assert not waits.done() and workers.yields("slow", {"agent": 0})
+        waits.cancel()
+        await asyncio.sleep(4.0)
+        assert not workers.yields("slow", {"agent": 0}), "it has gone"
+
+    run(monkeypatch, scenario)
+
+
+def test_who_is_sent_away_and_who_waits_at_a_dataflow_that_stops_is_answered_at_once(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        dataflow, clock = Dataflow(tmp_path, lease_s=1e6), asyncio.get_running_loop().time
+        for name in ("sent away", "stays"):
+            await say(dataflow, name)
+        await dataflow.service.answer("lease", {"worker": "stays", "slots": 1000})
+        waits = {name: await held(dataflow, name, hold_s=20.0) for name in ("sent away", "stays")}
+        started_s = clock()
+        await dataflow.service.answer("evict", {"evicted": "sent away"})
+        assert (await waits["sent away"])["state"] == "wait" and not waits["stays"].done()
+        dataflow.service.stop_holding()
+        assert (await waits["stays"])["state"] == "wait"
+        answer = await dataflow.service.answer("lease", {"worker": "stays", "slots": 1, "hold_s": 20.0})
+        assert answer["state"] == "wait" and clock() == started_s
+
+    run(monkeypatch, scenario)
+
+
+def test_leases_of_a_worker_that_goes_while_it_waits_are_given_back(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        dataflow = Dataflow(tmp_path, lease_s=1e6)
+        await say(dataflow, "stays")
+        await say(dataflow, "goes")
+        first = (await dataflow.service.answer("lease", {"worker": "stays", "slots": 1000}))["leases"]
+        waits = await held(dataflow, "goes", slots=100, hold_s=20.0)
+        given_back = dataflow.service.answer("give_back", {"lease_ids": [first[0].lease_id], "error": ""})
+        await given_back  # which offers them to the one that waits
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        (again,) = (await dataflow.service.answer("lease", {"worker": "stays", "slots": 1000}))["leases"]
+        assert again.episode_id == first[0].episode_id
+
+    run(monkeypatch, scenario)
+
+
+def test_questions_of_nodes_are_held_until_there_is_news(tmp_path):
+    """Over HTTP, in the time of the machine: each answer has to wait for what is made to happen before it."""
+
+    async def scenario() -> None:
+        play = RolloutRun(tmp_path)
+        async with play.servers() as servers, source(servers.dataflow_url, "") as origin:
+            first = await origin.ask("/files/weights")
+            assert await origin.ask(f"/files/weights?known={first['mark']}&hold_s=0") == first
+            assert await origin.ask("/files/weights?known=another&hold_s=20") == first
+            assert await origin.ask(f"/files/weights?known={first['mark']}&hold_s=nan") == first
+            waits = asyncio.create_task(origin.ask(f"/files/weights?known={first['mark']}&hold_s=20"))
+            done, _ = await asyncio.wait([waits], timeout=1.0)
+            assert not done
+            play.publish(1)
+            second = await waits
+            assert set(second["policies"]["agent"]) == {"0", "1"} and second["mark"] != first["mark"]
+            node = tmp_path / "node"
+            following = asyncio.create_task(WeightsMirror(node, origin, hold_s=20.0).follow())
+            await until(lambda: committed_steps(node / "checkpoints" / "agent") == [0, 1])
+            play.publish(2)
+            await until(lambda: committed_steps(node / "checkpoints" / "agent")[-1:] == [2])
+            following.cancel()
+
+            async with aiohttp.ClientSession() as session:
+
+                async def finished(hold_s: str) -> bool:
+                    async with session.get(f"{servers.dataflow_url}/finished?hold_s={hold_s}") as answer:
+                        return (await answer.json())["finished"]
+
+                assert not await finished("0") and not await finished("soon") and not await finished("-3")
+                ends = asyncio.create_task(finished("20"))
+                done, _ = await asyncio.wait([ends], timeout=1.0)
+                assert not done
+                servers.flow.policies["agent"].committed = play.config.trainer.steps
+                assert await ends
+
+    asyncio.run(scenario())
+
+
+def test_a_service_reports_again_when_a_restarted_dataflow_asks(tmp_path, monkeypatch):
+    """The whole service; its presence would come in an hour."""
+    monkeypatch.setattr(Run, "presence_s", 20.0)
+
+    async def scenario() -> None:
+        play = RolloutRun(tmp_path, dataflow__lease_s=3600.0)
+        async with play.servers() as servers, play.serving(servers) as serving:
+            for reports in serving.service._reports.values():
+                reports._presence_s = 3600.0
+            await until(lambda: len(servers.counted) == 16 and not serving.service._playing)
+            port = servers.dataflow.port
+            servers.flow.close()
+            await servers.dataflow.close()
+            flow = servers.watch(play.flow())
+            assert not flow.status()["workers"]
+            servers.dataflow = TestServer(Server(flow).application(), port=port)
+            await servers.dataflow.start_server()
+            await until(lambda: flow.status()["workers"].get("test", {}).get("serving") == {"agent": 0})
+
+    asyncio.run(scenario())
