@@ -1,12 +1,13 @@
 """The carrier of messages to the dataflow and of its answers. Nothing above knows how: one way is HTTP.
 
-Messages and answers are maps as docs/dataflow.md lists them, packed as `flowjax.records` says.
+Messages and answers are maps as docs/dataflow.md lists them, packed as `flowjax.records` says; `DataflowClient` has
+those of a worker as calls.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ import aiohttp
 from flowjax.config import ConfigError
 from flowjax.monitor.token import bearer, known_run_id, known_token, of_run
 from flowjax.monitor.trouble import explain, telling_socket
-from flowjax.records import WireError, pack, unpack
+from flowjax.records import Episode, Lease, WireError, pack, unpack
 from flowjax.run import read_endpoints
 
 Answer = dict[str, Any]
@@ -187,3 +188,60 @@ async def until_answered(attempt: Callable[[], Awaitable[Answer]], *, where: str
                 raise DataflowError(f"{problem}: see logs/dataflow.log") from error
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LAST_RETRY_S)
+
+
+class DataflowClient:
+    """Client of one dataflow, as the worker of that name. Each call raises `DataflowError` as `Broker.call` does.
+
+    Args:
+        broker: to the dataflow.
+        worker: who holds the leases.
+        away_s: how long the dataflow may be away before a call fails.
+
+    `prompted` is called with policies of which the dataflow asks what this worker serves, as after a restart.
+    """
+
+    def __init__(self, broker: Broker, *, worker: str, away_s: float):
+        self._broker, self.worker, self._away_s = broker, worker, away_s
+        self.prompted: Callable[[Sequence[str]], None] = lambda policies: None
+
+    async def lease(
+        self, slots: int, playable: Mapping[str, Sequence[str]] | None = None, *, hold_s: float | None = None
+    ) -> tuple[list[Lease], float]:
+        """Up to `slots` episodes to play, and the seconds to wait before asking again.
+
+        `can` says what this worker plays: `worlds` (of tasks), `policies`, `kinds`; what it leaves out is anything.
+        While there are none the answer may take `hold_s`; None leaves that to the dataflow.
+        """
+        said: dict[str, Any] = {"can": dict(playable)} if playable else {}
+        said |= {} if hold_s is None else {"hold_s": hold_s}
+        answer = await self._call("lease", slots=slots, **said)
+        return answer["leases"], answer["retry_s"]
+
+    async def renew(self, lease_ids: Sequence[str]) -> list[str]:
+        """Put deadlines off. Returns the leases that are no longer ours."""
+        return (await self._call("renew", lease_ids=list(lease_ids)))["lost"]
+
+    async def push(self, items: Sequence[tuple[str, Episode]]) -> int:
+        """Hand over played episodes with their leases. Returns how many count; sending one twice does no harm."""
+        described = [{"lease_id": lease_id, "episode": episode} for lease_id, episode in items]
+        return (await self._call("episodes", items=described))["accepted"]
+
+    async def give_back(self, lease_ids: Sequence[str], error: str) -> None:
+        """Return episodes unplayed; with an error, that counts as one of the attempts that an episode has."""
+        await self._call("give_back", lease_ids=list(lease_ids), error=error)
+
+    async def report_versions(
+        self, policy: str, serving: int, in_use: Sequence[int], held: Sequence[int] | None = None
+    ) -> int:
+        """Say what the engine serves, and which versions it can serve; None: any. Returns the oldest version that may
+        still be asked for."""
+        said = {} if held is None else {"held": list(held)}
+        answer = await self._call("versions", policy=policy, serving=serving, in_use=list(in_use), **said)
+        return answer["oldest_needed"]
+
+    async def _call(self, name: str, **message: Any) -> Answer:
+        answer = await self._broker.call(name, {"worker": self.worker, **message}, away_s=self._away_s)
+        if unreported := answer.get("report"):
+            self.prompted(unreported)
+        return answer

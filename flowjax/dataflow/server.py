@@ -358,10 +358,9 @@ class Server:
         until_s = time.monotonic() + held_for(request)
         while True:
             self._asked_s = time.monotonic()
-            left_s = until_s - self._asked_s
-            if self._flow.finished or left_s <= 0 or self._stopping:
+            if self._flow.finished or self._asked_s >= until_s or self._stopping:
                 return web.json_response({"finished": self._flow.finished})
-            await asyncio.sleep(min(left_s, HOLD_S))
+            await asyncio.sleep(min(until_s - self._asked_s, HOLD_S))
 
     def stop_holding(self) -> None:
         """Answer soon whatever is held back, and from now on: a server that stops waits for its answers."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 from absl import app, flags, logging
 
-from flowjax.broker import DataflowError, Evicted, connect_to_run
+from flowjax.broker import DataflowClient, DataflowError, Evicted, connect_to_run
 from flowjax.config import ConfigError, asks_help
 from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError
 from flowjax.envs.pool import EnvPool
@@ -25,7 +25,7 @@ from flowjax.monitor.token import known_token, node_name
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodePlayer
-from flowjax.rollout.service import DataflowClient, RolloutError, RolloutService
+from flowjax.rollout.service import RolloutError, RolloutService
 from flowjax.run import Run, read_endpoints, read_run
 from flowjax.weights.follow import WeightsError
 from flowjax.workflows.codec import CodecError

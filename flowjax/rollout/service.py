@@ -10,13 +10,13 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowjax.broker import Answer, Broker, DataflowError
+from flowjax.broker import DataflowClient, DataflowError
 from flowjax.config import task_options
 from flowjax.envs import find_world
 from flowjax.monitor.metrics import write_status
@@ -27,64 +27,7 @@ from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
 from flowjax.weights.follow import Follower
 
-# ---------------------------------------------------------------------------------------------- the way to the dataflow
-
-
-class DataflowClient:
-    """Client of one dataflow, as the worker of that name. Each call raises `DataflowError` as `Broker.call` does.
-
-    Args:
-        broker: to the dataflow.
-        worker: who holds the leases.
-        away_s: how long the dataflow may be away before a call fails.
-
-    `prompted` is called with policies of which the dataflow asks what this worker serves, as after a restart.
-    """
-
-    def __init__(self, broker: Broker, *, worker: str, away_s: float):
-        self._broker, self.worker, self._away_s = broker, worker, away_s
-        self.prompted: Callable[[Sequence[str]], None] = lambda policies: None
-
-    async def lease(
-        self, slots: int, playable: Mapping[str, Sequence[str]] | None = None, *, hold_s: float | None = None
-    ) -> tuple[list[Lease], float]:
-        """Up to `slots` episodes to play, and the seconds to wait before asking again.
-
-        `can` says what this worker plays: `worlds` (of tasks), `policies`, `kinds`; what it leaves out is anything.
-        While there are none the answer may take `hold_s`; None leaves that to the dataflow.
-        """
-        said: dict[str, Any] = {"can": dict(playable)} if playable else {}
-        said |= {} if hold_s is None else {"hold_s": hold_s}
-        answer = await self._call("lease", slots=slots, **said)
-        return answer["leases"], answer["retry_s"]
-
-    async def renew(self, lease_ids: Sequence[str]) -> list[str]:
-        """Put deadlines off. Returns the leases that are no longer ours."""
-        return (await self._call("renew", lease_ids=list(lease_ids)))["lost"]
-
-    async def push(self, items: Sequence[tuple[str, Episode]]) -> int:
-        """Hand over played episodes with their leases. Returns how many count; sending one twice does no harm."""
-        described = [{"lease_id": lease_id, "episode": episode} for lease_id, episode in items]
-        return (await self._call("episodes", items=described))["accepted"]
-
-    async def give_back(self, lease_ids: Sequence[str], error: str) -> None:
-        """Return episodes unplayed; with an error, that counts as one of the attempts that an episode has."""
-        await self._call("give_back", lease_ids=list(lease_ids), error=error)
-
-    async def report_versions(
-        self, policy: str, serving: int, in_use: Sequence[int], held: Sequence[int] | None = None
-    ) -> int:
-        """Say what the engine serves, and which versions it can serve; None: any. Returns the oldest version that may
-        still be asked for."""
-        said = {} if held is None else {"held": list(held)}
-        answer = await self._call("versions", policy=policy, serving=serving, in_use=list(in_use), **said)
-        return answer["oldest_needed"]
-
-    async def _call(self, name: str, **message: Any) -> Answer:
-        answer = await self._broker.call(name, {"worker": self.worker, **message}, away_s=self._away_s)
-        if unreported := answer.get("report"):
-            self.prompted(unreported)
-        return answer
+# ----------------------------------------------------------------------------------------------------- what is served
 
 
 class VersionReports:

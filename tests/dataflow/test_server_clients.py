@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from rich.console import Console
 
-from flowjax.broker import DataflowError, Evicted, connect
+from flowjax.broker import DataflowClient, DataflowError, Evicted, connect
 from flowjax.config import default_config
 from flowjax.dataflow import server as server_module
 from flowjax.dataflow.flow import Flow
@@ -24,7 +24,6 @@ from flowjax.launch.machine import free_port
 from flowjax.launch.roles import publish_endpoints
 from flowjax.monitor.token import bearer, invite, known_token, make_run_id, send_away
 from flowjax.records import Lease, pack
-from flowjax.rollout.service import DataflowClient
 from flowjax.run import resolve
 from flowjax.trainer.sources import DataflowSource
 from flowjax.weights.source import OriginError, source

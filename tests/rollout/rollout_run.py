@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from aiohttp.test_utils import TestServer
 from fake_engine import FakeEngine
 
-from flowjax.broker import Connect, connect
+from flowjax.broker import Connect, DataflowClient, connect
 from flowjax.config import default_config, save_run
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
@@ -23,7 +23,7 @@ from flowjax.models.nano import build_tokenizer
 from flowjax.records import Episode
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodePlayer
-from flowjax.rollout.service import DataflowClient, RolloutService
+from flowjax.rollout.service import RolloutService
 from flowjax.run import resolve
 from flowjax.weights.publish import Checkpoints
 

@@ -6,9 +6,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from flowjax.broker import DataflowError, connect
+from flowjax.broker import DataflowClient, DataflowError, connect
 from flowjax.records import pack
-from flowjax.rollout.service import DataflowClient
 
 
 def _push(*statuses: int) -> tuple[int, int]:

@@ -20,13 +20,13 @@ from aiohttp.test_utils import TestServer
 from rollout_run import RolloutRun, until
 
 from flowjax import broker as broker_module
-from flowjax.broker import Answer, Unanswered, until_answered
+from flowjax.broker import Answer, DataflowClient, Unanswered, until_answered
 from flowjax.dataflow import service as service_module
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.server import Server
 from flowjax.dataflow.service import DataflowService
 from flowjax.records import WireError, pack, unpack
-from flowjax.rollout.service import DataflowClient, VersionReports
+from flowjax.rollout.service import VersionReports
 from flowjax.run import Run
 from flowjax.weights.follow import Follower
 from flowjax.weights.mirror import WeightsMirror

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from fake_engine import EOS
 from rollout_run import RolloutRun, Servers, until
 
-from flowjax.broker import DataflowError, connect
+from flowjax.broker import DataflowClient, DataflowError, connect
 from flowjax.config import ConfigError
 from flowjax.dataflow.server import Server
 from flowjax.records import Episode, Trajectory, Turn, pack
@@ -23,7 +23,7 @@ from flowjax.rollout import service as rollout_service
 from flowjax.rollout.client import EngineError, VersionAway
 from flowjax.rollout.engines import ServedBase
 from flowjax.rollout.episode import load_workflow
-from flowjax.rollout.service import DataflowClient, RolloutError
+from flowjax.rollout.service import RolloutError
 from flowjax.weights.publish import Checkpoints
 from flowjax.workflows import single
 from tests.dataflow import flows
