@@ -214,6 +214,7 @@ _BRIEFLY_S = 0.1  # so long is an answer held back where others stand behind
 _HANDLED_AT_ONCE = 4  # messages with episodes: as many may be held back at a time
 _SMALL_BYTES = 16 * 1024  # a message that is decoded faster than a thread is asked to
 _WAIT = 429
+_STATUS = {WireError: 400, Superseded: 409, Evicted: 403, Busy: _WAIT}  # HTTP's, of what a message is answered with
 _QUESTIONS = ("status", "finished", "metrics", "health")
 _SHOWN_S = 0.5  # for which a status is not made anew
 _HEADER_S = 20.0  # from connecting until the header of the first request is in
@@ -234,7 +235,6 @@ class Server:
         self._refused: Counter[str] = Counter()  # by name and HTTP status
         self._last_refused: dict[str, str] = {}
         self._asked_s = -math.inf  # when a node last asked whether the run is over, or was known to wait for that
-        self._stopping = False
         self._shown, self._shown_s = b"", -math.inf  # the status as it was sent last, and when that was made
         self._heard: set[web.RequestHandler] = set()
         self._silent_since_s: dict[web.RequestHandler, float] = {}
@@ -286,8 +286,7 @@ class Server:
 
     def _node(self, request: web.Request) -> InvitedNode | None:
         """The node that a request is of; None where it shows the run's token, or what lets nobody in."""
-        shows_token = accepts(request.headers, self._token)
-        return None if shows_token else known_node(self._flow.run.folder, request.headers)
+        return None if accepts(request.headers, self._token) else known_node(self._flow.run.folder, request.headers)
 
     def close_silent(self, connections: Sequence[web.RequestHandler]) -> None:
         """Close those over which no request has come in time. To be called again and again.
@@ -306,7 +305,6 @@ class Server:
     async def _message(self, request: web.Request) -> web.Response:
         """Answer a message; whatever goes wrong is answered in words, and counted."""
         name = request.match_info["name"]
-        status, headers = 200, None
         try:
             async with self._bodies.read(request, limit := self._limits.get(name, self._limits[""])) as body:
                 answer = await self._answer(name, body, limit, self._node(request))
@@ -315,23 +313,18 @@ class Server:
             return web.Response(body=packed, content_type="application/msgpack")
         except BodyError as error:
             status, reason = error.status, str(error)
-        except WireError as error:
-            status, reason = 400, str(error)
-        except Superseded as error:
-            status, reason = 409, str(error)
-        except Evicted as error:
-            status, reason = 403, str(error)
-        except Busy as error:
-            status, reason, headers = 429, str(error), {"Retry-After": "1"}
+        except (WireError, Superseded, Evicted, Busy) as error:
+            status, reason = _STATUS[type(error)], str(error)
         except ConnectionError:
             raise
         except Exception as error:
             logging.exception("%s failed", request.path)
             status, reason = 500, f"failed ({type(error).__name__}: {error})"
-        if status != _WAIT:
-            self._refused[f"{name} {status}"] += 1
-            self._last_refused[f"{name} {status}"] = f"from {request.remote}: {reason}"
-        return _refusal(status, f"{request.path}: {reason}", headers)
+        if status == _WAIT:
+            return _refusal(status, f"{request.path}: {reason}", {"Retry-After": "1"})
+        self._refused[f"{name} {status}"] += 1
+        self._last_refused[f"{name} {status}"] = f"from {request.remote}: {reason}"
+        return _refusal(status, f"{request.path}: {reason}")
 
     async def _answer(self, name: str, body: bytes, limit: Limit, node: InvitedNode | None) -> Answer:
         """Decode a message and answer it. A large one is decoded in a thread: no other waits for it meanwhile."""
@@ -358,13 +351,13 @@ class Server:
         until_s = time.monotonic() + held_for(request)
         while True:
             self._asked_s = time.monotonic()
-            if self._flow.finished or self._asked_s >= until_s or self._stopping:
+            if self._flow.finished or self._asked_s >= until_s or self._files.stopping:
                 return web.json_response({"finished": self._flow.finished})
             await asyncio.sleep(min(until_s - self._asked_s, HOLD_S))
 
     def stop_holding(self) -> None:
         """Answer soon whatever is held back, and from now on: a server that stops waits for its answers."""
-        self._stopping = self._files.stopping = True
+        self._files.stopping = True
         self._service.stop_holding()
 
     async def _metrics(self, request: web.Request) -> web.Response:

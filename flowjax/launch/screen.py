@@ -135,12 +135,10 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
     sampled, trained = number(rollout, "sampled_tokens_per_s"), progress.recent("tokens_per_s")
     lag, lag_most = progress.recent("staleness_mean"), progress.last("staleness_max")
     k3, most = progress.recent("mismatch_kl"), progress.last("mismatch_max")
+    no_signal = progress.recent("no_signal_share")
     return [
         ("success", f"{percent(progress.success())}  {sparkline(history, 24)}"),
-        (
-            "reward",
-            f"{fixed(progress.recent('reward_mean'))}, no signal in {percent(progress.recent('no_signal_share'))} of groups",
-        ),
+        ("reward", f"{fixed(progress.recent('reward_mean'))}, no signal in {percent(no_signal)} of groups"),
         ("replies", _replies(progress)),
         ("held out, before", interval(progress.evals.get(0))),
         ("held out, latest", interval(progress.evals.get(newest) if newest else None)),
