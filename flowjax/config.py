@@ -308,8 +308,11 @@ FIELDS = Section(
         micro_batch_rows=Entry(8, "rows per forward-backward pass, over all devices", at_least=1, at_most=10**6),
         trim_micro_batches=Entry(False, "fewer and shorter rows where tokens need no more; compiles more shapes"),
         logprob_chunk_tokens=Entry(1024, "trained tokens whose full-vocabulary logits exist at once", resume=True),
-        keep_checkpoints=Entry(3, "newest checkpoints kept", at_least=1, resume=True),
-        keep_every_steps=Entry(0, "also keep every n-th checkpoint; 0 keeps none", at_least=0, resume=True),
+        checkpoint_every=Entry(
+            1, "steps from one checkpoint to the next; versions between are published alone", at_least=1, resume=True
+        ),
+        keep_checkpoints=Entry(3, "newest checkpoints kept, and newest versions", at_least=1, resume=True),
+        keep_every_steps=Entry(0, "also keep every n-th version; 0 keeps none", at_least=0, resume=True),
         step_timeout_s=Entry(1800.0, "longest wait for a batch before the trainer gives up", resume=True),
         steps_in_flight=Entry(
             2,

@@ -70,7 +70,7 @@ from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStoppe
 from flowjax.rollout.sidecar import largest_code
 from flowjax.run import Run, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
 from flowjax.weights.follow import WeightsError
-from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
+from flowjax.weights.publish import CheckpointError, committed_steps, has_arrays, read_adapter
 from flowjax.workflows.codec import CodecError
 
 # Between the command and the checkpoint's run:
@@ -286,7 +286,8 @@ def _check_committed(checkpoint: Path) -> None:
     if not step.isdigit() or int(step) not in steps:
         there = f"{policy_folder} has committed steps {steps}" if steps else f"{policy_folder} has none"
         raise ConfigError(f"--checkpoint={checkpoint} is not a committed checkpoint: {there}")
-    read_adapter(policy_folder, int(step))
+    if has_arrays(policy_folder, int(step)):  # else engines are given what is there as it is
+        read_adapter(policy_folder, int(step))
 
 
 def _play_bases(config: ConfigDict) -> None:

@@ -35,7 +35,7 @@ from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
 from flowjax.run import Policy, Run, played_in, read_models, read_run
 from flowjax.weights.hand_over import decoder_of, peft_config, write_peft_folder
-from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
+from flowjax.weights.publish import HANDED_OVER, CheckpointError, committed_steps, has_arrays, read_adapter
 
 FORMATS = ("hf", "peft")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,14 +55,16 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
     if out.exists():
         raise ConfigError(f"--out={out} exists already: name a new folder")
     run, policy, step = _policy_of(checkpoint)
-    arrays = read_adapter(checkpoint.parent, step)
+    arrays = read_adapter(checkpoint.parent, step) if has_arrays(checkpoint.parent, step) else None
     card = model_card(run, policy, step, form)
     if form == "peft":
         _write_peft(policy, arrays, out, card)
         return
     base, precision = Path(policy.base.model.path), jnp.dtype(dtype or policy.base.model.dtype)
     with new_folder(out.absolute()) as unfinished:
-        if policy.train == "full":
+        if arrays is None:  # a version between two checkpoints: what engines were given
+            decoder = load_decoder(checkpoint / HANDED_OVER, dtype=precision)
+        elif policy.train == "full":
             decoder = decoder_of(read_config(base), arrays)
         else:
             lora = Lora(**policy.lora.to_dict())
@@ -85,8 +87,8 @@ def _policy_of(checkpoint: Path) -> tuple[Run, Policy, int]:
     return run, run.policies[name], int(checkpoint.name)
 
 
-def _write_peft(policy: Policy, arrays: dict, out: Path, card: str) -> None:
-    if policy.train == "full":
+def _write_peft(policy: Policy, arrays: dict | None, out: Path, card: str) -> None:
+    if policy.train == "full" or arrays is None:
         raise ConfigError("--format=peft is for adapters, but the run has config.policy.train 'full': use --format=hf")
     base = policy.base.model.path
     model, lora = read_config(Path(base)), Lora(**policy.lora.to_dict())

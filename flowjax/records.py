@@ -127,6 +127,8 @@ class Episode:
     """One play of a task, by one agent or several. `outcome` is that of the whole, which evaluation counts.
 
     `answer` is what the episode answered, in the form in which its world compares answers; "" where it does not.
+    `commits` tells the versions that it was played with from others of their numbers, by policy: a trainer that goes
+    back makes numbers anew.
     """
 
     episode_id: str
@@ -138,6 +140,7 @@ class Episode:
     status: Status = "ok"
     error: str = ""
     answer: str = ""
+    commits: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property
     def turns(self) -> list[Turn]:
@@ -345,6 +348,7 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], bounds: Bounds
     _check_fields(episode, {"episode_id": _TEXT, "answer": _TEXT, **_NAMES}, where)
     _check_status(episode.status, where)
     _check_outcome(episode.outcome, where)
+    _check_commits(episode.commits, where)
     trajectories = _sequence(episode.trajectories, Trajectory, f"{where}.trajectories")
     _check_turns(trajectories, bounds, where)
     known_ids: set[str] = set()
@@ -512,6 +516,18 @@ def _check_outcome(outcome: Any, where: str) -> None:
         if not named or not isinstance(value, (*_NUMBER, *_FLAG)) or not _usable(value):
             shown = f"{_short(name)} = {_short(value)}"
             raise WireError(f"field {where}.outcome has {shown}: it is a map of finite numbers, {_SIZE}")
+
+
+def _check_commits(commits: Any, where: str) -> None:
+    shown = f"field {where}.commits is {_short(commits)}: it is a map of policies to maps of versions to texts"
+    by_policy = list(commits.items()) if isinstance(commits, Mapping) else [None]
+    for policy, of in (item if isinstance(item, tuple) else (None, None) for item in by_policy):
+        if not isinstance(policy, str) or not isinstance(of, Mapping):
+            raise WireError(shown)
+        for version, commit in of.items():
+            known = type(version) is int and version >= 0 and isinstance(commit, str)
+            if not known or len(commit) > _LONGEST_NAME:
+                raise WireError(shown)
 
 
 def _sequence(values: Any, kind: type, where: str) -> Sequence[Any]:

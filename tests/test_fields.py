@@ -150,6 +150,7 @@ def test_every_field_refuses_on_the_command_line_before_anything_starts(launched
         ("trainer.coordinator", "host:99999"),
         ("trainer.step_timeout_s", 0.0),
         ("trainer.keep_every_steps", -1),
+        ("trainer.checkpoint_every", 0),
         ("policy.lora.rank", 0),
         ("policy.lora.alpha", NAN),
         ("policy.lora.dropout", 1.0),

@@ -391,7 +391,7 @@ class Batches:
                 self._ledger.commit(policy, version, changes=changes)
             state.committed = version
         # Also for a version that is known: the process may have died between its commit and the closing.
-        kept_versions = max(state.settings.trainer.keep_checkpoints, self._algorithms.keeps_used_versions)
+        kept_versions = max(state.kept_versions, self._algorithms.keeps_used_versions)
         self._ledger.close_batches(policy, version - kept_versions)
 
 

@@ -15,7 +15,7 @@ from flowjax.dataflow.ledger import Ledger
 from flowjax.dataflow.policies import PolicyStatus, RolloutWorkers
 from flowjax.models.config import vocabulary_sizes
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.records import Bounds, Task
+from flowjax.records import Bounds, Episode, Task
 from flowjax.rewards import required_outcomes
 from flowjax.run import Run
 
@@ -90,6 +90,15 @@ class Flow:
         newest = state.serving if state.serving >= 0 else state.committed
         newest_stale = newest - self.run.config.dataflow.max_staleness
         return min([max(newest_stale, 0), *self.evaluations.pinned(policy)])
+
+    def has_lost(self, episode: Episode) -> bool:
+        """True if an episode was played with a version that its trainer has gone back behind, by the word of who played
+        it (`Episode.commits`)."""
+        return any(
+            policy in self.policies and self.policies[policy].lost(version, commit)
+            for policy, commits in episode.commits.items()
+            for version, commit in commits.items()
+        )
 
     @property
     def finished(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.run import Policy, Run
+from flowjax.weights.publish import commit_of, committed_steps
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +45,12 @@ class PolicyStatus:
     @property
     def oldest_kept(self) -> int:
         """The oldest version whose checkpoint its trainer may still go back to."""
-        return max(self.committed - self.settings.trainer.keep_checkpoints, 0)
+        return max(self.committed - self.kept_versions, 0)
+
+    @property
+    def kept_versions(self) -> int:
+        """Versions from the newest to the oldest checkpoint that its trainer may go back to, at most."""
+        return self.settings.trainer.keep_checkpoints * self.settings.trainer.checkpoint_every
 
     @property
     def most_ready(self) -> int:
@@ -79,11 +85,20 @@ class PolicyStatus:
         self.went_back |= version < self.newest_served
         self.serving = min(self.serving, version)
 
+    def lost(self, version: int, commit: str) -> bool:
+        """True of weights that its trainer has gone back behind: the version is gone, or that of this number is another
+        by now. False where nobody knows, as of one that was thinned out."""
+        if (known := commit_of(self.checkpoints, version)) is not None:
+            return known != commit
+        return version > max(committed_steps(self.checkpoints), default=version)
+
     def flush_checkpoint(self, version: int) -> None:
-        """Have a checkpoint on the disk, not only in memory that a power cut loses. Changes nothing here: it may run in
-        a thread. Files that are not there are left out: a version of one's own may be kept elsewhere."""
-        folder = self.checkpoints / str(version)
-        for path in [*folder.rglob("*"), folder, self.checkpoints]:
+        """Have a version on the disk, not only in memory that a power cut loses, and those of which nobody has said
+        that they are committed: the newest checkpoint may be among them. Changes nothing here: it may run in a thread.
+        Files that are not there are left out: a version of one's own may be kept elsewhere."""
+        unsaid = [step for step in committed_steps(self.checkpoints) if self.committed < step <= version]
+        folders = [self.checkpoints / str(step) for step in {*unsaid, version}]
+        for path in [path for folder in folders for path in (*folder.rglob("*"), folder)] + [self.checkpoints]:
             with contextlib.suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDONLY)
                 try:

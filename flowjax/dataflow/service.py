@@ -252,6 +252,8 @@ class DataflowService:
         for index, (lease_id, episode) in enumerate(played):
             if leased := flow.ledger.leased(lease_id, episode.episode_id):
                 check_lease(episode, leased, where=f"items[{index}].episode")
+        received = len(played)
+        played = self._without_lost(played, worker)
         counted = []
         if flow.groups.full:
             # Training waits for room, evaluations do not: what they play waits for no trainer.
@@ -265,7 +267,17 @@ class DataflowService:
             self._refuse_evicted(worker)  # who was sent away meanwhile
         counted += self._accept(played, worker)
         self._notify()
-        return {"accepted": sum(counted), "duplicate": len(counted) - sum(counted)}
+        return {"accepted": sum(counted), "duplicate": received - sum(counted)}
+
+    def _without_lost(self, played: Sequence[Played], worker: str) -> list[Played]:
+        """Those of the episodes that were played with versions as they are now. The others wait to be played again: a
+        worker that was cut off, or whose message was, has not seen that the trainer has gone back."""
+        lost = {lease_id for lease_id, episode in played if self._flow.has_lost(episode)}
+        for lease_id in lost:
+            self._flow.workers.ended(worker, lease_id, counts=False)
+        if lost:
+            self._return(sorted(lost), "")
+        return [item for item in played if item[0] not in lost]
 
     def _refuse_evicted(self, worker: str) -> None:
         if self._flow.workers.is_evicted(worker):

@@ -86,11 +86,13 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
         kept = trainer.keep_checkpoints + 1  # the one being written
         kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
         adapters = run.config.dataflow.max_staleness + 2
+        versions = trainer.keep_checkpoints + 1 if trainer.checkpoint_every > 1 else 0  # between checkpoints
         if run.is_node:  # it has what engines read, and no state of the optimiser
             needed_bytes += max(kept, adapters) * model.get("adapter_bytes", 0)
             continue
         adapters += kept if policy.train == "full" else 0  # each checkpoint has its own
         needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
+        needed_bytes += versions * model.get("version_bytes", 0)
         if "rollout" in run.config.elsewhere or not is_loopback(run.config.dataflow.host):  # nodes may join
             from flowjax.dataflow.files import KEPT
 
@@ -249,10 +251,15 @@ def model_lines(run: Run, base: Base, model: Mapping[str, Any]) -> list[tuple[st
     kv_tokens = engine.max_concurrent_sequences * engine.max_model_tokens
     folder = f"{base.model.path}: {model['parameters']:,} parameters"
     if "trained" in model:
+        every = run.config.trainer.checkpoint_every
+        between = f", one in {every} steps; {size(model['version_bytes'])} for a version between" if every > 1 else ""
         lines = [
             ("base", f"{folder}, {base.model.dtype} in the trainer"),
             ("trained", f"{model['train']}, {model['trained']:,} parameters (float32)"),
-            ("checkpoint", f"{size(model['checkpoint_bytes'])} each, {run.config.trainer.keep_checkpoints} kept"),
+            (
+                "checkpoint",
+                f"{size(model['checkpoint_bytes'])} each, {run.config.trainer.keep_checkpoints} kept{between}",
+            ),
             ("handed to the engine", f"{size(model['adapter_bytes'])} per version"),
         ]
     else:

@@ -391,6 +391,8 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, plan: dic
         "checkpoint_bytes": 3 * cost.FLOAT32 * trained,  # the weights and AdamW's two moments
         "adapter_bytes": cost.DTYPE_BYTES.get(policy.base.engine.dtype, 2) * trained,
     }
+    copied = lora is None and trainer.processes == 1  # the engines' copy is all of a version between two checkpoints
+    plan["model"]["version_bytes"] = plan["model"]["adapter_bytes"] if copied else cost.FLOAT32 * trained
     if lora is not None and model.experts is not None:
         yield from unserved_targets(lora.targets)
     if settings.dtype not in cost.DTYPE_BYTES or mesh is None:
@@ -418,10 +420,10 @@ def _model(run: Run, base: Base) -> Any:
 
 def _newest_checkpoint(directory: Path) -> Iterator[str]:
     """The newest checkpoint, or one before it, can be read: the trainer goes back to that one."""
-    from flowjax.weights.publish import CheckpointError, committed_steps, read_adapter
+    from flowjax.weights.publish import CheckpointError, read_adapter, whole_steps
 
     problems = []
-    for step in reversed(committed_steps(directory)):
+    for step in reversed(whole_steps(directory)):
         try:
             read_adapter(directory, step)
         except CheckpointError as error:

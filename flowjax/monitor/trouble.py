@@ -1,17 +1,22 @@
 """Faults of the machine in words: a full disk, a folder that may not be written, too many open files.
 
 A run waits for those that may pass (`unwritable`): whoever makes room finds it going on. Memory that a burst took goes
-back to the machine (`return_freed_memory`). Connections say when they come to nothing (`telling_socket`).
+back to the machine (`return_freed_memory`). Connections say when they come to nothing (`telling_socket`). Orbax,
+which repeats an error for each array, is quiet about it (`quiet_orbax`).
 """
 
 import contextlib
 import ctypes
 import errno
+import functools
+import logging
 import os
 import resource
 import socket
 import sqlite3
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,3 +171,34 @@ def return_freed_memory() -> None:
     if hasattr(library, "mallopt"):
         library.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         library.mallopt(_TRIM_THRESHOLD, _LARGE_BYTES)
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname or record.levelno == logging.CRITICAL
+
+
+def _not_of_an_array(record: logging.LogRecord) -> bool:
+    """False for asyncio's record of an error that nobody waited for, where Orbax raised it while it wrote or read."""
+    trace = record.exc_info[2] if record.exc_info else None
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+    return not ("never retrieved" in record.getMessage() and any("orbax" in name for name in files))
+
+
+@functools.cache
+def quiet_orbax() -> None:
+    """Silence, in this process, the tracebacks that a failed save or restore leaves behind.
+
+    Orbax logs an error once per array before it raises it. After the first failed array it closes its event loop while
+    TensorStore still answers for the others: asyncio logs the errors that come before the end, and each later answer
+    prints "Event loop is closed". All of it says nothing that the raised error does not.
+    """
+    logging.getLogger("absl").addFilter(_not_from_orbax)
+    logging.getLogger("asyncio").addFilter(_not_of_an_array)
+    shown = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        late_answer = isinstance(unraisable.exc_value, RuntimeError) and unraisable.object is None
+        if not (late_answer and str(unraisable.exc_value) == "Event loop is closed"):
+            shown(unraisable)
+
+    sys.unraisablehook = hook

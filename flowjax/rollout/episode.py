@@ -43,7 +43,7 @@ from flowjax.rewards import required_outcomes
 from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions
 from flowjax.rollout.engines import ServedBase
 from flowjax.run import Run
-from flowjax.workflows import UNVERSIONED, Agent, Generate, Played, Reply
+from flowjax.workflows import UNVERSIONED, Agent, Generate, Played, Reply, served_version
 from flowjax.workflows.single import EpisodeOptions
 
 _LONGEST_ERROR = 2000  # characters of a world's fault that are passed on
@@ -105,9 +105,10 @@ class EpisodePlayer:
         """
         limit_s = self.config.rollout.episode_timeout_s
         timeout = asyncio.timeout(limit_s)
+        sampled: set[tuple[str, str]] = set()  # policy, and the engines' name of what it was sampled from
         try:
             async with timeout:
-                played = await self._play(lease)
+                played = await self._play(lease, sampled)
         except EngineError:
             raise
         except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
@@ -118,7 +119,7 @@ class EpisodePlayer:
                 played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
             else:
                 raise EngineError(f"the engine was away for longer than the {limit_s} s of an episode") from error
-        episode = self._episode(lease, played)
+        episode = replace(self._episode(lease, played), commits=self._commits(sampled))
         try:
             # The dataflow's own checks, before it is sent; the newest version it alone knows, so here any will do.
             trained = {policy for base in self.bases for policy in base.policies}
@@ -157,7 +158,16 @@ class EpisodePlayer:
             answer=played.answer,
         )
 
-    async def _play(self, lease: Lease) -> Played:
+    def _commits(self, sampled: Collection[tuple[str, str]]) -> dict[str, dict[int, str]]:
+        """The commits of what policies were sampled from, by policy and version, where they are known."""
+        found: dict[str, dict[int, str]] = {}
+        for base in self.bases:
+            for policy, name in sampled:
+                if policy in base.policies and (commit := base.follower.commit(name)):
+                    found.setdefault(policy, {})[served_version(name)[1]] = commit
+        return found
+
+    async def _play(self, lease: Lease, sampled: set[tuple[str, str]]) -> Played:
         env = self.config.env
         options = EpisodeOptions(
             self.worlds[lease.task.source],
@@ -167,7 +177,6 @@ class EpisodePlayer:
             history=env.history,
         )
         base_of = {model: base for base in self.bases for model in (base.name, *base.policies)}
-        sampled: set[tuple[str, str]] = set()  # policy, and the engines' name of what it was sampled from
         agents = {
             agent: self._agent(agent, base_of.get(model), model, lease, sampled) for agent, model in self.agents.items()
         }

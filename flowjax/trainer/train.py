@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from absl import logging
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from flowjax.broker import connect_to_run
@@ -32,7 +32,7 @@ from flowjax.models.cost import step_flops
 from flowjax.models.decoder import Decoder, with_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora, LoraParam
-from flowjax.models.shape import ModelConfig
+from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import ROW_AXES, make_mesh, on_mesh, place
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import trained_path
@@ -65,7 +65,7 @@ from flowjax.trainer.update import (
     logprobs_of,
 )
 from flowjax.weights.hand_over import FullHandOver
-from flowjax.weights.publish import Checkpoints
+from flowjax.weights.publish import HANDED_OVER, Checkpoints, has_arrays
 
 NUMBER_VARIABLE = "FLOWJAX_PROCESS"
 COORDINATOR_VARIABLE = "FLOWJAX_COORDINATOR"  # of processes that the launcher starts on one machine
@@ -261,11 +261,17 @@ class Learner:
     state: PolicyState
     recent: dict[int, Arrays]
     counters: UpdateCounters = field(default_factory=UpdateCounters)
-    save_s: float = 0.0  # of the newest checkpoint
+    save_s: float = 0.0  # of the newest version
 
     @property
     def name(self) -> str:
         return self.policy.name
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """True if its step is one whose whole state is saved, not what engines are given alone."""
+        trainer, step = self.policy.trainer, self.state.step
+        return step % trainer.checkpoint_every == 0 or step >= trainer.steps
 
     @property
     def uses_dropout(self) -> bool:
@@ -333,7 +339,14 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
         # A resumed run still gets rows of these versions, and compares log-probs under each.
         oldest = step - run.config.dataflow.max_staleness
         known = [version for version in checkpoints.committed_steps() if oldest <= version < step]
-        learner.recent |= checkpoints.restore_adapters(known, trained)
+        with_arrays = {version for version in known if has_arrays(checkpoints.directory, version)}
+        learner.recent |= checkpoints.restore_adapters(sorted(with_arrays), trained)
+        for version in sorted(set(known) - with_arrays):
+            served = checkpoints.directory / str(version) / HANDED_OVER
+            try:
+                learner.recent[version] = _as_served(served, decoder, trained)
+            except (ModelError, OSError) as error:
+                logging.warning("%s; the sampler's log-probs of that version are not compared with", error)
     learner.recent[step] = _copied(trained)
     return learner
 
@@ -352,14 +365,25 @@ def make_objective(run: Run, policy: Policy, graph: Any, trained: Arrays) -> Obj
     )
 
 
+def _as_served(folder: Path, decoder: Decoder, like: Arrays) -> Arrays:
+    """All weights of a version as engines were given them, which are the very ones that they sampled with; placed as
+    those of `decoder`."""
+    mesh = decoder.placement.mesh if decoder.placement is not None else None
+    assert not isinstance(mesh, AbstractMesh), "weights were put on its devices"
+    served = nnx.state(load_decoder(folder, dtype=jnp.float32, mesh=mesh), nnx.Param)
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(served))
+
+
 def publish(learner: Learner) -> None:
-    """Save a checkpoint. It is written in the background, and its commit marker is the publication of the version."""
+    """Save the version that a policy is at, as a checkpoint where it is due. It is written in the background, and its
+    commit marker is the publication of the version."""
     if learner.checkpoints is not None:
-        counters = {"skipped": learner.counters.skipped_updates, "empty": learner.counters.empty_updates}
         state, made = learner.state, None
         if learner.policy.train == "full" and jax.process_count() == 1:  # several hold a part of the arrays each
             made = FullHandOver(learner.model, learner.policy.base.engine.dtype).writer(state.trained)
-        learner.checkpoints.save(state.step, state.trained, state.optimizer, counters, hand_over=made)
+        counters = {"skipped": learner.counters.skipped_updates, "empty": learner.counters.empty_updates}
+        whole = learner.is_checkpoint
+        learner.checkpoints.save(state.step, state.trained, state.optimizer, counters, hand_over=made, whole=whole)
 
 
 def trained_model(learner: Learner) -> Decoder:
@@ -477,7 +501,7 @@ def train(
         # Without checkpoints nothing waits for a step's results: the next ones are dispatched meanwhile.
         log.write(in_flight=0 if learner.checkpoints else trainer.steps_in_flight)
 
-        # publish: the checkpoint's commit marker is the publication
+        # publish: a version's commit marker is the publication, whether it is a checkpoint or not
         logged_s = time.perf_counter()
         publish(learner)
         learner.save_s = time.perf_counter() - logged_s

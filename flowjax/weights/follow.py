@@ -121,6 +121,10 @@ class Follower:
         name = self._confirmed.get(policy, "")
         return name if self._current.get(policy) == version and self._lists(name) else self._committed(policy, version)
 
+    def commit(self, name: str) -> str:
+        """The commit of the version of that name, "" where it is not known."""
+        return self._names.commit(name)
+
     def lost(self, name: str) -> bool:
         """True if the trainer has gone back behind the version of that name: it is gone, or was made anew."""
         policy, version = served_version(name)

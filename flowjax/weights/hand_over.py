@@ -112,6 +112,10 @@ class ServedNames:
             return newest
         return model_name(policy, version, commit)
 
+    def commit(self, name: str) -> str:
+        """The commit that a name stands for, "" where that was not written down."""
+        return self._commits.get(name, "")
+
     def seen(self, names: Collection[str]) -> None:
         """Take in what an engine lists. A name without a commit that nobody wrote down here stands for weights of
         another run, or of another folder: it is not taken for ours."""

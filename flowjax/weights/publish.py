@@ -1,18 +1,18 @@
-"""Checkpoints of one policy. A committed checkpoint *is* the publication of its version: nothing else announces it.
+"""Versions of one policy. A committed step *is* the publication of its version: nothing else announces it.
 
-A step folder holds three items, each readable without the others: `adapter` (what the engine needs), `optimizer` and
-`data` (JSON: counters, iterator and random state). Where all weights are trained a fourth, `handed_over`, has them as
-engines read them, so that nobody reads the trained ones, twice as large, to make these.
+The folder of a checkpoint holds three items, each readable without the others: `adapter` (what the engine needs),
+`optimizer` and `data` (JSON: counters, iterator and random state). Where all weights are trained a fourth,
+`handed_over`, has them as engines read them, so that nobody reads the trained ones, twice as large, to make these.
+
+A version between two checkpoints has `handed_over` alone, or `adapter` where there is none. It is a version like any
+other, but no trainer can go on from it: `data` is what a checkpoint has and such a one lacks.
 """
 
 import errno
-import functools
 import logging
 import os
 import shutil
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +24,15 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import future
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from flowjax.files import FileHeldError, held, replace_file
-from flowjax.monitor.trouble import explain
+from flowjax.monitor.trouble import explain, quiet_orbax
 
 PyTree = Any
 COMMIT_MARKER = "commit_success.txt"
 HANDED_OVER = "handed_over"  # in a step: what engines are given; in a node's copy, in the place of the arrays
+_STATE = "data"  # in a checkpoint: what a version between two of them lacks
 _LOCK_FILE = "trainer.lock"
 _HANDOVER_S = 10.0  # longest that a trainer that is stopping may take
 _log = logging.getLogger(__name__)
@@ -49,37 +51,6 @@ class Restored:
     data: dict[str, Any]
 
 
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname or record.levelno == logging.CRITICAL
-
-
-def _not_of_an_array(record: logging.LogRecord) -> bool:
-    """False for asyncio's record of an error that nobody waited for, where Orbax raised it while it wrote or read."""
-    trace = record.exc_info[2] if record.exc_info else None
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
-    return not ("never retrieved" in record.getMessage() and any("orbax" in name for name in files))
-
-
-@functools.cache
-def quiet_orbax() -> None:
-    """Silence, in this process, the tracebacks that a failed save or restore leaves behind.
-
-    Orbax logs an error once per array before it raises it. After the first failed array it closes its event loop while
-    TensorStore still answers for the others: asyncio logs the errors that come before the end, and each later answer
-    prints "Event loop is closed". All of it says nothing that the raised error does not.
-    """
-    logging.getLogger("absl").addFilter(_not_from_orbax)
-    logging.getLogger("asyncio").addFilter(_not_of_an_array)
-    shown = sys.unraisablehook
-
-    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
-        late_answer = isinstance(unraisable.exc_value, RuntimeError) and unraisable.object is None
-        if not (late_answer and str(unraisable.exc_value) == "Event loop is closed"):
-            shown(unraisable)
-
-    sys.unraisablehook = hook
-
-
 def committed_steps(directory: Path) -> list[int]:
     """Steps published in `directory`, ascending. Cheap enough to poll: one listing, no manager.
 
@@ -92,6 +63,17 @@ def committed_steps(directory: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return sorted(int(name) for name in names if (directory / name / COMMIT_MARKER).exists())
+
+
+def whole_steps(directory: Path) -> list[int]:
+    """Those of the steps published in `directory` that a trainer can go on from, ascending."""
+    return [step for step in committed_steps(directory) if (directory / str(step) / _STATE).exists()]
+
+
+def has_arrays(directory: Path, step: int) -> bool:
+    """True of a step that `read_adapter` reads; False where it has what engines are given alone."""
+    folder = directory / str(step)
+    return (folder / "adapter").exists() or not (folder / HANDED_OVER).exists()
 
 
 def commit_of(directory: Path, step: int) -> str | None:
@@ -150,8 +132,30 @@ class _FolderSave(ocp.args.CheckpointArgs):
     make: Callable[[Path], None] = field(repr=False)  # it holds all weights
 
 
+class _KeepWhole(preservation_policy.PreservationPolicy):
+    """Keeps the newest checkpoints, however many versions lie between and after them."""
+
+    def __init__(self, directory: Path, keep: int):
+        self._directory, self._keep = directory, keep
+        self.saving: int | None = None  # a checkpoint that is on its way to the disk
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[preservation_policy.PolicyCheckpointInfo],
+        *,
+        context: preservation_policy.PreservationContext,
+    ) -> Sequence[bool]:
+        del context
+        whole = {*whole_steps(self._directory), self.saving}
+        newest = [info.step for info in checkpoints if info.step in whole][-self._keep :]
+        return [info.step in newest for info in checkpoints]
+
+
 class Checkpoints:
-    """Saves and restores the checkpoints of one policy, and keeps every other trainer away from them meanwhile.
+    """Saves and restores the versions of one policy, and keeps every other trainer away from them meanwhile.
+
+    Versions beyond the newest checkpoint are deleted: a trainer that was killed has lost how it came to them, and this
+    one makes others of their numbers.
 
     One writer per directory, which may be several processes: the first of them holds the lock. Without it a trainer
     that another has replaced at the dataflow could still commit the version that it was at, and engines serve whatever
@@ -159,8 +163,8 @@ class Checkpoints:
 
     Args:
         directory: of the policy, made where it is missing.
-        keep: newest steps that are kept.
-        keep_every: every step divisible by it is kept, too; 0: none of those.
+        keep: newest versions that are kept, and newest checkpoints.
+        keep_every: every step divisible by it is kept, too, as it is; 0: none of those.
 
     Raises:
         CheckpointError: another trainer writes there, or nobody can.
@@ -168,14 +172,17 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, keep: int = 3, keep_every: int = 0) -> None:
         self.directory = Path(directory).absolute()
-        self._keep = keep
-        self._keep_every = keep_every
+        whole = _KeepWhole(self.directory, keep)
+        policies = [preservation_policy.LatestN(keep), whole]
+        policies += [preservation_policy.EveryNSteps(keep_every)] if keep_every else []
+        self._whole, self._kept = whole, preservation_policy.AnyPreservationPolicy(policies)
         quiet_orbax()
         with _writable(self.directory), ExitStack() as opened:
             if jax.process_index() == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(_sole_writer(self.directory))
                 self._remove_unfinished()  # under the lock: another trainer's would be the version that it is saving
+                self._remove_lost(max(whole_steps(self.directory), default=None))
             if jax.process_count() > 1:  # the others wait until the first has the lock and has swept
                 multihost_utils.sync_global_devices(f"checkpoints of {self.directory}")
             self._manager = self._open()
@@ -189,24 +196,32 @@ class Checkpoints:
         data: dict[str, Any],
         *,
         hand_over: Callable[[Path], None] | None = None,
+        whole: bool = True,
     ) -> None:
         """Copy the state off the devices and return; writing goes on in the background until the step commits.
 
         A failure in the background is raised by the next `save`, `wait` or `close`.
 
         Args:
-            hand_over: makes the folder that engines are given, which is then a part of the checkpoint.
+            hand_over: makes the folder that engines are given, which is then a part of the version.
+            whole: as a checkpoint. Else as a version that no trainer goes on from: what engines are given, or where
+                nothing makes that, the adapter.
         """
         self.wait()  # one at a time: versions commit in order, and a failed one is not followed by a later one
-        trees = {"adapter": adapter, "optimizer": optimizer}
+        trees = {"adapter": adapter, "optimizer": optimizer} if whole else {}
+        if not whole and hand_over is None:
+            trees["adapter"] = adapter
         # An empty tree, such as the state of plain SGD, cannot be saved: `_restore_like` does without it, too.
         items: dict[str, ocp.args.CheckpointArgs] = {
             name: ocp.args.PyTreeSave(tree) for name, tree in trees.items() if jax.tree.leaves(tree)
         }
+        if whole:
+            items[_STATE] = ocp.args.JsonSave(data)
         if hand_over is not None:
             items[HANDED_OVER] = _FolderSave(hand_over)
+        self._whole.saving = step if whole else None
         with self._saving():
-            self._manager.save(step, args=ocp.args.Composite(data=ocp.args.JsonSave(data), **items))
+            self._manager.save(step, args=ocp.args.Composite(**items))
 
     def wait(self) -> None:
         """Return when the last save is committed.
@@ -233,13 +248,18 @@ class Checkpoints:
     def restore_newest(self, *, adapter: PyTree, optimizer: PyTree) -> tuple[int, Restored] | None:
         """The newest checkpoint that can be read and its step, as `restore`; None where there is no checkpoint at all.
 
-        Later ones are set aside as `damaged-<step>` with a warning. Their versions are made anew: the dataflow still
-        has the batches that led to them, as it keeps those of as many steps as there are checkpoints.
+        Later ones are set aside as `damaged-<step>` with a warning. Their versions are made anew, and those between:
+        the dataflow still has the batches that led to them, as it keeps those of as many steps as checkpoints span.
 
         Raises:
             CheckpointError: none can be read; says why the newest cannot.
         """
-        steps = self.committed_steps()
+        steps = whole_steps(self.directory)
+        if not steps and (versions := self.committed_steps()):
+            raise CheckpointError(
+                f"{self.directory} has versions {', '.join(map(str, versions))}, but no checkpoint to go on from: put "
+                "one back, or start another run"
+            )
         problems: dict[int, CheckpointError] = {}
         for step in reversed(steps):
             try:
@@ -266,6 +286,7 @@ class Checkpoints:
                 shutil.rmtree(aside)
             (self.directory / str(damaged)).rename(aside)
             _log.warning("%s. It is set aside as %s; the run goes on from step %d", error, aside, step)
+        self._remove_lost(step)
         self._manager = self._open()  # the old one still knows the steps
 
     def restore_adapters(self, steps: Iterable[int], adapter: PyTree) -> dict[int, PyTree]:
@@ -315,9 +336,7 @@ class Checkpoints:
                 "data": ocp.JsonCheckpointHandler(),
                 HANDED_OVER: _FolderHandler(),
             },
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep, keep_period=self._keep_every or None, lightweight_initialize=True
-            ),
+            options=ocp.CheckpointManagerOptions(preservation_policy=self._kept, lightweight_initialize=True),
         )
 
     def _remove_unfinished(self) -> None:
@@ -326,6 +345,20 @@ class Checkpoints:
         for entry in self.directory.iterdir():
             if entry.name.split(".")[0].isdecimal() and entry.name not in committed:
                 shutil.rmtree(entry, ignore_errors=True)
+
+    def _remove_lost(self, newest: int | None) -> None:
+        """Delete the versions beyond the step that the trainer goes on from, the newest first: followers, who serve the
+        newest that there is, go back and never to a gap."""
+        lost = [step for step in self.committed_steps() if newest is not None and step > newest]
+        for step in reversed(lost):
+            (self.directory / str(step) / COMMIT_MARKER).unlink()  # first: half of a version is none
+            shutil.rmtree(self.directory / str(step))
+        if lost:
+            _log.warning(
+                "versions %s were published after checkpoint %s and are lost: they are made anew",
+                ", ".join(map(str, lost)),
+                newest,
+            )
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

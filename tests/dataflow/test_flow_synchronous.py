@@ -1,13 +1,17 @@
 """With a staleness of 0 training is exactly synchronous, however eager the workers are."""
 
+import asyncio
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.service import DataflowService
 from flowjax.monitor.metrics import read_metrics
+from flowjax.records import WireError
 from tests.dataflow import flows
 from tests.dataflow.test_flow import configuration, make_flow, played
 
@@ -109,3 +113,78 @@ def test_what_a_lost_version_has_played_is_not_trained_on(tmp_path, turns):
     assert served and all((row.versions[row.sampled] <= 1).all() for row in served[0].rows)
     assert flows.credited(flow, "agent", 2), "made of what version 2 played: that was batch 2, as it was"
     assert flow.status()["policies"]["agent"]["dropped"] == {"lost_version": 3}
+
+
+def publish(flow: Flow, version: int, commit: str) -> None:
+    """A version as it lies in the run's folder, made anew where there is one."""
+    folder = flow.policies["agent"].checkpoints / str(version)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "commit_success.txt").write_text(commit)
+
+
+def test_what_a_lost_version_played_is_played_again_however_late_it_comes(tmp_path):
+    """A node that was cut off while the trainer went back: by the number alone it would be the new version's."""
+    flow = after_three_batches(tmp_path)
+    service = DataflowService(flow)
+    for version in range(4):
+        publish(flow, version, f"1{version}")
+    leases = flows.lease(flow, "w", 4)
+    shutil.rmtree(flow.policies["agent"].checkpoints / "3")
+    shutil.rmtree(flow.policies["agent"].checkpoints / "2")
+    assert flow.batches.claim("restarted", {"agent": 1}, 0) == (True, 1)
+
+    def send(lease, version, commit, worker="w"):
+        episode = replace(played(lease, version=version), commits={"agent": {version: commit}})
+        item = {"lease_id": lease.lease_id, "episode": episode}
+        answer = asyncio.run(service.answer("episodes", {"worker": worker, "items": [item]}, hold_s=0.0))
+        return {name: answer[name] for name in ("accepted", "duplicate")}
+
+    assert send(leases[0], 3, "13") == {"accepted": 0, "duplicate": 1}, "there is no version 3 now"
+    for version, commit in ((2, "22"), (3, "23")):
+        publish(flow, version, commit)
+    for lease, version in zip(leases[1:3], (2, 3), strict=True):
+        assert send(lease, version, f"1{version}")["accepted"] == 0, "that number is another's now"
+    assert flow.ledger.count_causes("failed") == {}, "it is no fault of the episodes"
+    assert send(leases[3], 1, "11") == {"accepted": 1, "duplicate": 0}
+    again = flows.lease(flow, "v", 3)
+    assert {lease.episode_id for lease in again} == {lease.episode_id for lease in leases[:3]}
+    assert send(leases[0], 3, "13")["accepted"] == 0
+    assert send(again[0], 3, "23", "v")["accepted"] == 1
+    publish(flow, 5, "25")
+    assert send(again[1], 0, "10", "v")["accepted"] == 1
+    shutil.rmtree(flow.policies["agent"].checkpoints / "1")
+    assert send(again[2], 1, "11", "v")["accepted"] == 1, "thinned out, which says nothing"
+    for wrong in ({"agent": {-1: "1"}}, {"agent": ["1"]}, ["agent"], {"agent": {1: 11}}, {3: {1: "11"}}):
+        item = {"lease_id": "x", "episode": replace(played(again[2], version=1), commits=wrong)}
+        with pytest.raises(WireError, match=r"commits is .*: it is a map of policies to maps of versions to texts"):
+            asyncio.run(service.answer("episodes", {"worker": "v", "items": [item]}, hold_s=0.0))
+
+
+def test_batches_are_kept_for_as_long_as_a_trainer_may_go_back(tmp_path):
+    """It goes back to its newest checkpoint, or where that is damaged to one before, and gets their batches again."""
+    config = configuration(max_staleness=1)
+    config.trainer.update({"steps": 20, "keep_checkpoints": 2, "checkpoint_every": 4})
+    config.eval.tasks = 0
+    flow = make_flow(tmp_path, config)
+    _, epoch = flow.batches.claim("first", {"agent": 0}, 0)
+    made, trained = {}, []
+
+    def step(version):
+        flow.workers.report("w", "agent", version)
+        flow.report_serving("agent", version)
+        for lease in flows.lease(flow, "w", 1000):
+            assert flows.accept(flow, lease.lease_id, played(lease, version=version))
+        taken = flows.take(flow, "agent", version)
+        assert taken, version
+        flow.batches.commit("agent", version + 1)
+        return {part.trajectory_id for group in taken.groups for part in group.trajectories}
+
+    for version in range(11):
+        made[version] = step(version)
+    assert flow.ledger.batch("agent", 4), "that of the checkpoint before the newest one"
+    assert flow.batches.claim("second", {"agent": 8}, epoch)[0]
+    for version in range(8, 14):
+        trained.append(step(version))
+    assert trained[0] == made[8], "its batch is as it was"
+    kept = [made[version] for version in range(8)] + trained
+    assert len(set().union(*kept)) == sum(map(len, kept)), "no trajectory is in two batches that led to a version"

@@ -24,6 +24,7 @@ CALLED_FROM_OUTSIDE = {
     "facts_with_signature": "textworld's State",
     "find_class": "pickle.Unpickler",
     "log_message": "http.server",
+    "should_preserve": "Orbax's preservation policies",
     "update_metadata": "vLLM's LoRA wrapper",
 }
 # Pages whose code uses parts of flowjax as libraries; elsewhere only commands count.

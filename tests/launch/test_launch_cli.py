@@ -134,6 +134,7 @@ def test_unreadable_checkpoint_is_refused_before_anything_starts(config, tmp_pat
     save_run(config, run_dir)
     step = run_dir / "checkpoints" / "agent" / "3"
     (step / "adapter").mkdir(parents=True)
+    (step / "data").mkdir()
     (step / "commit_success.txt").write_text("")
     (step / "adapter" / "_METADATA").write_text("not JSON")
     found = examine(resolve(config, run_dir), Devices(), resume=True)
@@ -149,6 +150,9 @@ def test_disk_estimate_counts_what_is_kept(config):
     assert disk_bytes(resolve(config), plan) == 4 * 30 + 3 * 10
     config.trainer.keep_every_steps = 50
     assert disk_bytes(resolve(config), plan) == 6 * 30 + 3 * 10
+    plan["bases"]["base"]["model"]["version_bytes"] = 1
+    config.trainer.checkpoint_every = 10
+    assert disk_bytes(resolve(config), plan) == 6 * 30 + 3 * 10 + 4, "the newest versions lie between two checkpoints"
 
 
 def test_memory_is_planned_for_the_devices_that_the_trainer_gets(config, tmp_path):

@@ -24,7 +24,7 @@ from flowjax.rollout.client import EngineError, VersionAway
 from flowjax.rollout.engines import ServedBase
 from flowjax.rollout.episode import load_workflow
 from flowjax.rollout.service import RolloutError
-from flowjax.weights.publish import Checkpoints
+from flowjax.weights.publish import Checkpoints, commit_of
 from flowjax.workflows import single
 from tests.dataflow import flows
 
@@ -114,6 +114,8 @@ def test_what_a_lost_version_has_played_is_played_again(tmp_path, anew):
             await until(lambda: servers.counted)
             assert serving.service.totals.given_back == 8
             assert {turn.version for turn in servers.counted[0].turns} == {int(anew)}
+            commit = commit_of(run.folder / "checkpoints/agent", int(anew))
+            assert servers.counted[0].commits == {"agent": {int(anew): commit}}
             assert servers.flow.ledger.count_causes("failed") == {"given_back": 8}
 
     asyncio.run(scenario())

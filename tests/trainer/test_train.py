@@ -60,8 +60,9 @@ class SeededSource:
         self.newest_commit = version
 
 
-def settings(steps: int, **mesh: int):
+def settings(steps: int, *, every: int = 1, **mesh: int):
     config = default_config()
+    config.trainer.checkpoint_every = every
     config.trainer.update({"steps": steps, "updates_per_step": 2, "row_tokens": 16, "micro_batch_rows": 8})
     config.optimizer.update({"learning_rate": 1e-2, "warmup_steps": 0})
     config.rollout.update({"max_prompt_tokens": 6, "max_new_tokens": 2})

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 from test_train import MODEL, SeededSource, losses, run, settings
 
 from flowjax.config import ConfigError
@@ -27,10 +28,19 @@ from flowjax.trainer.optimizer import OptimizerMemory
 from flowjax.trainer.sources import Served
 from flowjax.trainer.train import make_objective, train_one, use_compile_cache
 from flowjax.trainer.update import PolicyState, compile_count, logprobs_of
-from flowjax.weights.publish import Checkpoints, committed_steps, read_adapter
+from flowjax.weights.publish import (
+    HANDED_OVER,
+    CheckpointError,
+    Checkpoints,
+    commit_of,
+    committed_steps,
+    read_adapter,
+    whole_steps,
+)
 
 ADAPTER = Lora(rank=4, alpha=8.0, targets=("q_proj",))
 TINY = nano_config(40, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
+WIDE = nano_config(40, hidden_size=128, layers=1, heads=2, kv_heads=1, head_dim=64, ffn_size=1024)  # 0.4 M numbers
 
 
 class Spoilt(SeededSource):
@@ -166,13 +176,18 @@ def test_engine_and_trainer_are_compared_under_the_version_that_sampled(tmp_path
     assert len(apart) == (4 if dropout else 2)
 
 
-def full(folder: Path, steps: int, *, dtype: str = "float32", save: bool = True):
-    config = settings(steps)
+def full_settings(steps: int, *, every: int = 1):
+    config = settings(steps, every=every)
     with config.unlocked():
         config.policy.train, config.loss.kl_coefficient, config.trainer.updates_per_step = "full", 0.0, 1
         config.optimizer.learning_rate = 1e-4
+    return config
+
+
+def full(folder: Path, steps: int, *, dtype: str = "float32", save: bool = True, every: int = 1, wide: bool = False):
+    config = full_settings(steps, every=every)
     mesh = make_mesh(data=1, fsdp=1)
-    model = Decoder(TINY, dtype=jnp.dtype(dtype), remat="none", key=jax.random.key(0), mesh=mesh)
+    model = Decoder(WIDE if wide else TINY, dtype=jnp.dtype(dtype), remat="none", key=jax.random.key(0), mesh=mesh)
     before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
     metrics = MetricsWriter(folder)
     if not save:
@@ -257,3 +272,76 @@ def test_compiled_programs_are_kept_where_the_config_says(tmp_path, monkeypatch)
             assert folder_in_use() == place
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+class Killed(BaseException):
+    pass
+
+
+class Stopping(SeededSource):
+    """Ends the trainer when the batch of a step is asked for."""
+
+    def __init__(self, step: int):
+        super().__init__()
+        self._step = step
+
+    def batch(self, steps: Mapping[str, int]) -> Served:
+        if steps["agent"] == self._step:
+            raise Killed
+        return super().batch(steps)
+
+
+def test_a_trainer_killed_between_checkpoints_goes_on_from_the_one_before(tmp_path: Path):
+    """8 steps straight, every one a checkpoint, are 6, a death, and those from the checkpoint of step 4."""
+    straight, _ = run(tmp_path / "straight", settings(8), dropout=0.2)
+    with pytest.raises(Killed):
+        run(tmp_path / "resumed", settings(8, every=4), source=Stopping(6), dropout=0.2)
+    folder = tmp_path / "resumed" / "checkpoints"
+    assert (committed_steps(folder), whole_steps(folder)) == ([0, 1, 2, 3, 4, 5, 6], [0, 4])
+    lost = {step: commit_of(folder, step) for step in (5, 6)}
+    resumed, source = run(tmp_path / "resumed", settings(8, every=4), dropout=0.2)
+    assert source.asked == [4, 5, 6, 7] and source.newest_commit == 8
+    assert (committed_steps(folder), whole_steps(folder)) == (list(range(9)), [0, 4, 8])
+    assert all(commit_of(folder, step) not in (None, commit) for step, commit in lost.items())
+    for one, other in zip(jax.tree.leaves(straight), jax.tree.leaves(resumed), strict=True):
+        np.testing.assert_array_equal(one, other)
+    lines = losses(tmp_path / "resumed")
+    assert lines[:4] + lines[6:] == lines[:6] + lines[8:] == losses(tmp_path / "straight"), "steps 5 and 6, made twice"
+
+
+def test_the_last_step_is_a_checkpoint_whatever_its_number(tmp_path: Path):
+    run(tmp_path, settings(5, every=3))
+    assert whole_steps(tmp_path / "checkpoints") == [0, 3, 5]
+
+
+def size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_version_between_checkpoints_of_all_weights_is_what_engines_are_given(tmp_path: Path, monkeypatch):
+    """And a trainer that goes on compares log-probs under it all the same."""
+    full(tmp_path, 4, every=4, wide=True)
+    folder = tmp_path / "checkpoints"
+    assert whole_steps(folder) == [0, 4]
+    served = tmp_path / "checkpoints" / "4" / HANDED_OVER / "model.safetensors"
+    for step in (1, 2, 3):
+        weights = folder / str(step) / HANDED_OVER / "model.safetensors"
+        assert weights.stat().st_size == served.stat().st_size
+        assert size_bytes(folder / str(step)) < weights.stat().st_size + 20_000, "its JSON files and Orbax's"
+    # Beside bfloat16's two bytes a checkpoint has three times four; what Orbax compresses is random, so hardly at all.
+    assert 5 * size_bytes(folder / "3") < size_bytes(folder / "4")
+    with pytest.raises(CheckpointError):
+        read_adapter(folder, 3)
+
+    config, mesh = full_settings(9, every=4), make_mesh(data=1, fsdp=1)
+    with config.unlocked():
+        config.dataflow.max_staleness = 2
+    arrays = read_adapter(folder, 4)
+    with Checkpoints(folder, keep=20) as checkpoints:
+        model = Decoder(WIDE, dtype=jnp.float32, remat="none", key=jax.random.key(0), mesh=mesh)
+        learner = train.start(resolve(config), resolve(config).policies["agent"], model, checkpoints)
+    assert sorted(learner.recent) == [2, 3, 4]
+    was = load_file(folder / "3" / HANDED_OVER / "model.safetensors")
+    embedding = np.asarray(nnx.to_pure_dict(learner.recent[3])["embedding"])
+    np.testing.assert_array_equal(embedding, was["model.embed_tokens.weight"].astype(np.float32))
+    assert np.abs(embedding - arrays["embedding"]).max() > 0

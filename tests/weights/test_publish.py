@@ -17,17 +17,26 @@ import optax
 import pytest
 from flax import nnx
 
+from flowjax.monitor.trouble import quiet_orbax
 from flowjax.weights import publish
-from flowjax.weights.publish import CheckpointError, Checkpoints, committed_steps, read_adapter
+from flowjax.weights.publish import (
+    CheckpointError,
+    Checkpoints,
+    commit_of,
+    committed_steps,
+    read_adapter,
+    whole_steps,
+)
 
 
 def small_adapter(value: float, leaves: int = 3) -> dict:
     return {f"layer_{i}": {"a": jnp.full((4, 8), value + i), "b": jnp.full((8, 4), -value)} for i in range(leaves)}
 
 
-def save(checkpoints: Checkpoints, step: int) -> None:
+def save(checkpoints: Checkpoints, step: int, *, whole: bool = True) -> None:
     adapter = small_adapter(float(step))
-    checkpoints.save(step, adapter=adapter, optimizer=optax.adam(1e-3).init(adapter), data={"step": step})
+    optimizer = optax.adam(1e-3).init(adapter)
+    checkpoints.save(step, adapter=adapter, optimizer=optimizer, data={"step": step}, whole=whole)
 
 
 def test_restores_what_was_saved_in_the_asked_structure(tmp_path):
@@ -184,6 +193,7 @@ def test_the_later_processes_of_one_trainer_need_no_lock(tmp_path, first_trainer
 READ_DAMAGED = """
 import sys, time, jax.numpy as jnp
 from pathlib import Path
+from flowjax.monitor.trouble import quiet_orbax
 from flowjax.weights import publish
 from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
 folder = Path(sys.argv[1])
@@ -227,6 +237,7 @@ def test_another_shape_and_a_missing_step_are_refused(tmp_path):
 FILL_THE_DISK = """
 import resource, signal, sys, jax.numpy as jnp, numpy as np
 from pathlib import Path
+from flowjax.monitor.trouble import quiet_orbax
 from flowjax.weights import publish
 from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
 folder = Path(sys.argv[1])
@@ -273,7 +284,7 @@ def test_full_disk_is_said_once_and_earlier_checkpoints_stay(tmp_path):
 
 @pytest.mark.parametrize("raised_in, shown", [("orbax/checkpoint/x.py", False), ("flowjax/x.py", True)])
 def test_errors_of_arrays_that_nobody_waited_for_are_not_told_again(raised_in, shown, caplog):
-    publish.quiet_orbax()
+    quiet_orbax()
     names = {}
     exec(compile("async def write():\n    raise OSError('no space')", raised_in, "exec"), names)
 
@@ -333,3 +344,39 @@ def test_checkpoints_of_another_shape_are_not_taken_for_damaged(tmp_path):
         damage(tmp_path / "1", "adapter")
         found = checkpoints.restore_adapters([1, 2], {"a": jnp.zeros(3)})
         assert list(found) == [2]
+
+
+def test_versions_between_checkpoints_go_first_and_the_newest_checkpoints_stay(tmp_path):
+    with Checkpoints(tmp_path, keep=2, keep_every=8) as checkpoints:
+        for step in range(14):
+            save(checkpoints, step, whole=step % 3 == 0)
+    assert whole_steps(tmp_path) == [0, 9, 12], "the newest two, and one that is kept for good"
+    assert committed_steps(tmp_path) == [0, 8, 9, 12, 13], "the newest two versions, too"
+    assert [path.name for path in (tmp_path / "13").iterdir() if path.is_dir()] == ["adapter"]
+    assert read_adapter(tmp_path, 13)["layer_1"]["a"][0, 0] == 14.0
+
+
+def test_a_trainer_goes_on_from_the_newest_checkpoint_and_makes_the_versions_after_it_anew(tmp_path, caplog):
+    adapter = small_adapter(0.0)
+    like = {"adapter": adapter, "optimizer": optax.adam(1e-3).init(adapter)}
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        for step in range(6):
+            save(checkpoints, step, whole=step % 3 == 0)
+    lost = {step: commit_of(tmp_path, step) for step in (4, 5)}
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        assert checkpoints.committed_steps() == [0, 1, 2, 3], "nobody may serve the others any more"
+        assert "versions 4, 5 were published after checkpoint 3 and are lost" in caplog.text
+        newest = checkpoints.restore_newest(**like)
+        assert newest is not None and newest[0] == 3 and newest[1].data == {"step": 3}
+        for step in (4, 5):
+            save(checkpoints, step, whole=False)
+        checkpoints.wait()
+        assert all(commit_of(tmp_path, step) not in (None, commit) for step, commit in lost.items())
+    damage(tmp_path / "3", "optimizer")
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        newest = checkpoints.restore_newest(**like)
+        assert newest is not None and newest[0] == 0
+        assert checkpoints.committed_steps() == [0], "what came between the two checkpoints is lost with the second"
+    shutil.rmtree(tmp_path / "0" / "data")
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="no checkpoint to go on from"):
+        checkpoints.restore_newest(**like)
