@@ -24,16 +24,17 @@ _RECIPES = flags.DEFINE_list("recipes", ["code"], "Recipes in configs/, each wit
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "config.seed of each run.")
 _TASKS = flags.DEFINE_integer("tasks", 512, "Held-out episodes of each evaluation.", lower_bound=2)
 _OUT = flags.DEFINE_string("out", "runs/skills", "Folder of the runs and of the table.")
-HEAD = """| recipe | seed | sampled: base | trained | greedy: base | trained | greedy gain, points | minutes |
+HEAD = """| recipe | seed | greedy: base | trained | gain, points | sampled: base | trained | minutes |
 |---|---|---|---|---|---|---|---|"""
 
 
 def row(recipe: str, seed: str, minutes: float, base: Mapping[str, Path], policy: Mapping[str, Path]) -> str:
     """A line of the table: both ways to play, and what greedy play gained on the same tasks."""
     gain = difference(*shared_tasks(*([read_scores(side["greedy"], "success")] for side in (policy, base))))
-    cells = [percent(success(side[how])) for how in ("sampled", "greedy") for side in (base, policy)]
+    cells = {how: " | ".join(percent(success(side[how])) for side in (base, policy)) for how in HOW}
     mean, low, high = (f"{100 * value:+.1f}" for value in (gain.mean, gain.low, gain.high))
-    return f"| {recipe} | {seed} | {' | '.join(cells)} | {mean} [{low}, {high}] | {minutes:.1f} |"
+    gained = f"{mean} [{low}, {high}]"
+    return f"| {recipe} | {seed} | {cells['greedy']} | {gained} | {cells['sampled']} | {minutes:.1f} |"
 
 
 def main(argv: Sequence[str]) -> None:
