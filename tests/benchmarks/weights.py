@@ -87,7 +87,7 @@ def row(label: str, base: Path, new: Path, folder: Path) -> str:
     opened.rmdir()
     astraflow = changed * (4 + width)
     return (
-        f"| {label} | {whole / 1e6:.1f} | {changed * width / whole:.1%} | {astraflow / 1e6:.2f} "
+        f"| {label} | {whole / 1e6:,.1f} | {100 * changed * width / whole:.1f} % | {astraflow / 1e6:.2f} "
         f"| {exclusive / 1e6:.2f} "
         f"| {ours / 1e6:.2f} | {ours / changed:.2f} | {astraflow / ours:.1f} x | {whole / ours:.1f} x "
         f"| {whole / packed_s / 1e9:.2f} | {whole / opened_s / 1e9:.2f} |"
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
     for share in SHARES:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            print(row(f"made, {share:.1%}", *made(folder, share, _GIGABYTES.value), folder), flush=True)
+            print(row(f"made, {100 * share:.1f} %", *made(folder, share, _GIGABYTES.value), folder), flush=True)
     if _RUN.value:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
