@@ -82,6 +82,8 @@ def test_loops_of_both_sides_are_read_and_set_beside_each_other(tmp_path: Path):
     assert (ours["episodes to 65%"], theirs["episodes to 65%"], ratio["episodes to 65%"]) == ("648", "never", "")
     assert (ours["tokens/s"], theirs["tokens/s"], theirs["episodes/s"]) == ("160", "450", "32.0")
     assert (ours["start-up, s"], theirs["start-up, s"], theirs["load"]) == ("6.0", "7.0", "2.5")
+    three = loop.table({**sides, "another": {"7": loop.ours(run)}}, [0.4]).splitlines()
+    assert [line.split(" | ")[0] for line in three[5:7]] == ["| TRL / flowjax", "| another / flowjax"]
     assert "flowjax, seed 7: 20 70" in lines and "trl 1.16.0" in loop.versions_of(peer)
 
 

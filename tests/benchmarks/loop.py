@@ -1,19 +1,21 @@
 """The whole loop beside TRL's, from one base to the same held-out success:
 
     bash launch/benchmark_peers.sh
-    python -m tests.benchmarks.loop [--seeds=0,1,2] [--steps=0] [--targets=0.4,0.5]
+    python -m tests.benchmarks.loop [--seeds=0,1,2] [--steps=0] [--targets=0.4,0.5] [--ours=grpo,fresh,recipe]
 
 Both train `configs/sokoban.py:nano,grpo`: base model, adapter, rooms in their order, prompts (one per turn), GRPO over
 groups of episodes, budget and optimiser are those of its config, and the machine's cores. flowjax runs by its launcher;
-TRL by `tests.benchmarks.loop_trl` in the peers' environment, whose GRPOTrainer plays in its `rollout_func`.
+TRL by `tests.benchmarks.loop_trl` in the peers' environment, whose GRPOTrainer plays in its `rollout_func`. Others of
+flowjax can stand beside: `fresh` plays each batch with the newest version, as TRL does, and `recipe` is
+`configs/sokoban.py:nano` as it is, with RewardFlow for GRPO.
 
 Every `--every_steps` steps the policy plays the same held-out rooms, sampled; TRL's between its steps, flowjax's from
 its checkpoints after the run. Seconds count from the first rollout on, and neither these evaluations nor starting up,
 but whatever else the machine does. (flowjax's run also plays its base beside the first rollouts, which does count.)
 docs/benchmarks/trainer.md says what differs between the sides.
 
-Prints, and writes to `<out>/loop.md`, for both sides episodes and seconds until held-out success first meets each
-target (by straight lines between evaluations), episodes and sampled tokens per second, and their ratio. What is
+Prints, and writes to `<out>/loop.md`, for each side episodes and seconds until held-out success first meets each
+target (by straight lines between evaluations), episodes and sampled tokens per second, and ratios to the first. What is
 finished is kept in `--out`; the same command again goes on, flowjax's run where it stopped, TRL's from its start.
 """
 
@@ -34,7 +36,11 @@ from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
 from flowjax.monitor.provenance import read_starts
 from tests.benchmarks.runs import Curve, call, curve, machine, peer_environment, peer_python, success, trained
 
-RECIPE = "sokoban:nano,grpo"
+OURS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # flowjax's runs: recipe, and further fields
+    "grpo": ("sokoban:nano,grpo", ()),
+    "fresh": ("sokoban:nano,grpo", ("--config.dataflow.max_staleness=0",)),
+    "recipe": ("sokoban:nano", ()),
+}
 
 
 @dataclass(frozen=True)
@@ -148,10 +154,10 @@ def figures(loops: Sequence[Loop], targets: Iterable[float]) -> dict[str, list[f
 
 
 def table(sides: Mapping[str, Mapping[str, Loop]], targets: Sequence[float]) -> str:
-    """A line for each side, whose loops are by seed: mean and every seed; and the ratio of the second's means to the
+    """A line for each side, whose loops are by seed: mean and every seed; and the ratio of each one's means to the
     first's, where every seed met the target on both. Below it the curves."""
     found = {name: figures(list(loops.values()), targets) for name, loops in sides.items()}
-    (first, us), (second, them) = found.items()
+    (first, us), *others = found.items()
     seeds = len(sides[first])
 
     def number(value: float) -> str:
@@ -164,13 +170,13 @@ def table(sides: Mapping[str, Mapping[str, Loop]], targets: Sequence[float]) -> 
         missed = f", {seeds - len(values)} never" if len(values) < seeds else ""
         return f"{number(statistics.mean(values))}{each}{missed}"
 
-    def ratio(name: str) -> str:
+    def ratio(name: str, them: Mapping[str, Sequence[float]]) -> str:
         whole = len(us[name]) == len(them[name]) == seeds
         return f"{statistics.mean(them[name]) / statistics.mean(us[name]):.2f}" if whole else ""
 
     lines = [f"| side | {' | '.join(us)} |", "|" + "---|" * (len(us) + 1)]
     lines += [f"| {name} | {' | '.join(map(cell, columns.values()))} |" for name, columns in found.items()]
-    lines += [f"| {second} / {first} | {' | '.join(map(ratio, us))} |"]
+    lines += [f"| {name} / {first} | {' | '.join(ratio(each, them) for each in us)} |" for name, them in others]
     curves = [
         f"{name}, seed {seed}: " + " ".join(f"{100 * value:.0f}" for value in each.curve.success)
         for name, loops in sides.items()
@@ -188,19 +194,26 @@ def main(argv: Sequence[str]) -> None:
     targets = [float(target) for target in given.targets]
     fields = [f"--config.trainer.keep_every_steps={given.every_steps}", f"--config.eval.tasks={given.tasks}"]
     fields += [f"--config.trainer.steps={given.steps}"] if given.steps else []
-    sides: dict[str, dict[str, Loop]] = {"flowjax": {}, "TRL": {}}
+    sides: dict[str, dict[str, Loop]] = {name: {} for name in (*(f"flowjax, {each}" for each in given.ours), "TRL")}
     for seed in given.seeds:
-        run, _ = trained(RECIPE, seed, out, fields)
-        run_trl(run, out / f"trl-{seed}", peers, given.threads)
-        evaluate_ours(run)
-        sides["flowjax"][seed], sides["TRL"][seed] = ours(run), theirs(out / f"trl-{seed}")
-        text = f"{table(sides, targets)}\n{machine(run)} {versions_of(out / f'trl-{seed}')}\n"
+        runs = []
+        for name in given.ours:
+            recipe, more = OURS[name]
+            run, _ = trained(recipe, seed, out / name, [*fields, *more])
+            evaluate_ours(run)
+            sides[f"flowjax, {name}"][seed] = ours(run)
+            runs.append(run)
+        run_trl(runs[0], out / f"trl-{seed}", peers, given.threads)
+        sides["TRL"][seed] = theirs(out / f"trl-{seed}")
+        text = f"{table(sides, targets)}\n{machine(runs[0])} {versions_of(out / f'trl-{seed}')}\n"
         (out / "loop.md").write_text(text)
         print(text, flush=True)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("seeds", ["0", "1", "2"], "config.seed of each pair of runs.")
+    flags.DEFINE_list("ours", ["grpo"], f"Runs of flowjax, of {', '.join(OURS)}; TRL's has the config of the first.")
+    flags.register_validator("ours", lambda names: names and set(names) <= set(OURS), f"of {', '.join(OURS)}")
+    flags.DEFINE_list("seeds", ["0", "1", "2"], "config.seed of each set of runs.")
     flags.DEFINE_integer("steps", 0, "Steps of each run; the recipe's where 0.", lower_bound=0)
     flags.DEFINE_integer("every_steps", 5, "Steps between held-out evaluations.", lower_bound=1)
     flags.DEFINE_integer("tasks", 256, "Held-out episodes of each evaluation.", lower_bound=2)
