@@ -33,6 +33,7 @@ EXTRAS: dict[str, list[str]] = {
     "code": ["pyarrow>=15.0"],
     "math": ["math-verify>=0.9", "pyarrow>=15.0"],
     "search": ["bm25s>=0.3.16", "PyStemmer>=2.2", "pyarrow>=15.0"],
+    "search-dense": ["faiss-cpu>=1.11"],  # whose indices are mapped from the disk from 1.11 on
     "webshop": ["rapidfuzz>=3.9"],
     "test": [
         "beartype>=0.20",  # checks the shapes in signatures
@@ -52,7 +53,11 @@ EXTRAS: dict[str, list[str]] = {
     "dev": ["pre-commit>=4.0"],
 }
 EXTRAS["worlds"] = sorted(
-    {package for world in ("alfworld", "code", "math", "search", "webshop") for package in EXTRAS[world]}
+    {
+        package
+        for world in ("alfworld", "code", "math", "search", "search-dense", "webshop")
+        for package in EXTRAS[world]
+    }
 )
 
 setup(

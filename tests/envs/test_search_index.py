@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import faiss
 import letter_encoder
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from flowjax.envs import WorldError
 from flowjax.envs.search import index as index_module
+from flowjax.envs.search import server
 from flowjax.envs.search.corpus import encyclopedia
 from flowjax.envs.search.index import BM25Index, DenseIndex, load_encoder
 
@@ -86,6 +88,47 @@ def test_vectors_are_kept(tmp_path: Path):
     assert loaded.search(["zebras"], 2) == built.search(["zebras"], 2)
     with pytest.raises(WorldError, match=r"only as a \.npy file"):
         DenseIndex.build(texts, letter_encoder.encode, save_to=tmp_path / "vectors.index")
+
+
+def started(folder: Path, *flags: str) -> tuple[Any, Any]:
+    """Documents and index of a server over 3,000 generated passages."""
+    paths = [f"--index_path={folder / 'made.index'}", "--encoder=letter_encoder:encode", "--index=dense"]
+    return server.load(server.read_arguments(["--documents=3000", *paths, *flags]))
+
+
+@pytest.mark.parametrize("given_vectors", ["", "vectors.npy", "exact.index"])
+def test_a_compressed_index_is_made_once_and_finds_nearly_what_the_exact_one_does(tmp_path: Path, given_vectors: str):
+    texts = [document.contents for document in encyclopedia(3000, 0).documents()]
+    vectors = letter_encoder.encode(texts, "passage")
+    exact = DenseIndex(letter_encoder.encode, vectors)
+    np.save(tmp_path / "vectors.npy", vectors)
+    faiss.write_index(exact._index, str(tmp_path / "exact.index"))
+    more = [f"--vectors={tmp_path / given_vectors}"] if given_vectors else []
+    found, recall = [], {}
+    for probes in (64, 1, 64):  # made by the first, read by the others
+        _, index = started(tmp_path, "--compress=IVF64,SQ8", f"--probes={probes}", *more)
+        found = index.search(texts[:200], 3)
+        pairs = zip(found, exact.search(texts[:200], 3), strict=True)
+        recall[probes] = np.mean([len({row for row, _ in one} & {row for row, _ in other}) / 3 for one, other in pairs])
+    assert recall[64] > 0.9 > recall[1] > 0.3  # passages of few letters differ by little
+    assert all(found[row][0][0] == row and abs(found[row][0][1] - 1.0) < 0.01 for row in range(200))
+    assert [path.name for path in tmp_path.iterdir() if "made" in path.name] == ["made.index"]
+
+
+def test_what_makes_no_compressed_index_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(WorldError, match=r"--compress=IVF64,XY: faiss makes no such index of 3000 passages"):
+        started(tmp_path, "--compress=IVF64,XY")
+    with pytest.raises(WorldError, match=r"--compress=IVF4000,SQ8: faiss makes no such index of 3000 passages"):
+        started(tmp_path, "--compress=IVF4000,SQ8")
+    with pytest.raises(WorldError, match=r"needs --index_path: a file that is not \.npy"):
+        started(tmp_path, "--compress=IVF64,SQ8", "--index_path=index.npy")
+    with pytest.raises(WorldError, match=r"--probes=0: it looks into one cell at least"):
+        started(tmp_path, "--probes=0")
+    with pytest.raises(WorldError, match=r"--compress and --vectors are for --index=dense"):
+        started(tmp_path, "--compress=IVF64,SQ8", "--index=bm25")
+    monkeypatch.setattr(index_module, "_faiss", lambda: None)
+    with pytest.raises(WorldError, match=r"--compress=IVF64,SQ8 needs faiss: pip install -e \"\.\[search-dense\]"):
+        started(tmp_path, "--compress=IVF64,SQ8")
 
 
 def test_an_encoder_is_found_by_its_dotted_path_or_said_to_be_missing():

@@ -28,6 +28,7 @@ from flowjax.records import state_key
 
 Scored = list[tuple[int, float]]  # rows and their scores, best first
 Encoder = Callable[[Sequence[str], Literal["query", "passage"]], Float[np.ndarray, "texts width"]]
+Vectors = Callable[[int, int], Float[np.ndarray, "passages width"]]  # of the passages from one row to before another
 _WORD = re.compile(r"(?u)\b\w\w+\b")
 _BLOCK = 1024  # passages encoded at once
 MAX_TOKENS = 256  # of a passage that a folder's encoder reads
@@ -91,7 +92,8 @@ class BM25Index:
 
 
 class DenseIndex:
-    """Inner products of unit vectors, exactly. faiss holds them where it is installed, numpy otherwise."""
+    """Inner products of unit vectors: exact ones, by faiss where it is installed and numpy otherwise; or those of a
+    compressed faiss index, nearly right."""
 
     kind = "dense"
 
@@ -121,13 +123,18 @@ class DenseIndex:
 
     @classmethod
     def load(cls, path: str | Path, encode: Encoder) -> "DenseIndex":
-        """Vectors from a .npy file, or a faiss index from any other (the published e5_Flat.index among them)."""
+        """Vectors from a .npy file, or a faiss index from any other (the published e5_Flat.index among them), mapped
+        from the disk."""
         if Path(path).suffix == ".npy":
             return cls(encode, np.load(path))
-        faiss = _faiss()
-        if faiss is None:
-            raise WorldError(f"{path} is a faiss index and faiss is not installed: pip install faiss-cpu")
-        return cls(encode, faiss.read_index(str(path)))
+        faiss = read_faiss(str(path))
+        return cls(encode, faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY))
+
+    def probe(self, cells: int) -> None:
+        """Look for each query in so many cells of an index that has some (IVF); more take longer and miss less."""
+        with contextlib.suppress(RuntimeError):  # one without
+            if self._index is not None and (faiss := _faiss()) is not None:
+                faiss.extract_index_ivf(self._index).nprobe = cells
 
     def search(self, queries: Sequence[str], count: int) -> list[Scored]:
         wanted = np.ascontiguousarray(self._encode(queries, "query"), np.float32)
@@ -161,11 +168,29 @@ def _ordered(rows: Int[np.ndarray, "found"], scores: Float[np.ndarray, "found"])
 
 
 def _faiss() -> Any:
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it tells at length how it is loaded
     try:
         import faiss
     except ImportError:
         return None
     return faiss
+
+
+def read_faiss(needed_for: str) -> Any:
+    """The module faiss. Raises WorldError where it is not installed."""
+    if (faiss := _faiss()) is None:
+        raise WorldError(f'{needed_for} needs faiss: pip install -e ".[search-dense]"')
+    return faiss
+
+
+def read_vectors(path: Path) -> tuple[Vectors, int]:
+    """The vectors of a .npy file or of an exact faiss index, mapped from the disk, and how many there are."""
+    if path.suffix == ".npy":
+        array = np.load(path, mmap_mode="r")
+        return lambda start, end: array[start:end], len(array)
+    faiss = read_faiss(f"--vectors={path}")
+    index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    return lambda start, end: index.reconstruct_n(start, end - start), int(index.ntotal)
 
 
 def import_bm25s() -> tuple[Any, frozenset[str], Any]:

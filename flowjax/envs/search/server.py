@@ -30,11 +30,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from flowjax.envs import WorldError
 from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, encyclopedia
-from flowjax.envs.search.index import KEY_VARIABLE, BM25Index, DenseIndex, Index, Scored, load_encoder, pages
+from flowjax.envs.search.index import (
+    KEY_VARIABLE,
+    BM25Index,
+    DenseIndex,
+    Encoder,
+    Index,
+    Scored,
+    Vectors,
+    encode_passages,
+    load_encoder,
+    pages,
+    read_faiss,
+    read_vectors,
+)
 
 MAX_WAITING = 16_384  # queries
 MAX_BODY_BYTES = 1 << 20
@@ -43,6 +57,8 @@ MAX_URLS = 64
 MAX_TOPK = 100
 MAX_QUERY_CHARACTERS = 4000
 DEFAULT_TOPK, DEFAULT_MIN_WORDS = 3, 20
+ADDED_AT_ONCE = 16_384  # vectors in memory while an index is compressed
+SAMPLED = 16  # so many of them, spread over all passages, are what it learns its cells and codes from
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -210,7 +226,7 @@ class RetrievalService:
         return {"id": passage.id, "url": passage.url, "contents": passage.contents}
 
     async def _search(self, request: web.Request) -> web.Response:
-        """`backend` and `nprobe` are read and change nothing: there is one exact index. `min_words` drops shorter
+        """`backend` and `nprobe` are read and change nothing: there is one index. `min_words` drops shorter
         passages, out of twice as many as are asked for."""
         body = await _body(request)
         query = _text(body.get("query"), "query")
@@ -276,6 +292,9 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--index", choices=("bm25", "dense"), default="bm25")
     parser.add_argument("--index_path", default="", help="load the index from here; if nothing is there, save it")
     parser.add_argument("--encoder", default="", help="dense: a Hugging Face folder or package.module:function")
+    parser.add_argument("--compress", default="", help="dense: form of a faiss index to be made, such as IVF4096,SQ8")
+    parser.add_argument("--vectors", default="", help="that it is made of: .npy, or an exact faiss index")
+    parser.add_argument("--probes", type=int, default=64, help="cells of a compressed index that a query looks into")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
     parser.add_argument("--open", action="store_true", help="serve other machines without a key")
@@ -294,6 +313,10 @@ def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
         raise WorldError(f"give either --corpus=FILE or --documents=N (generated): {HOW_TO_GET}")
     if arguments.index == "dense" and not arguments.encoder:
         raise WorldError("--index=dense needs --encoder: a Hugging Face folder or package.module:function")
+    if arguments.index != "dense" and (arguments.compress or arguments.vectors):
+        raise WorldError("--compress and --vectors are for --index=dense")
+    if arguments.probes < 1:
+        raise WorldError(f"--probes={arguments.probes}: it looks into one cell at least")
     documents: Sequence[Document] = (
         Corpus(arguments.corpus)
         if arguments.corpus
@@ -319,8 +342,51 @@ def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) ->
         return index
     encode = load_encoder(arguments.encoder)
     if path is not None and path.is_file():
-        return DenseIndex.load(path, encode)
-    return DenseIndex.build([passage.contents for passage in documents], encode, save_to=path)
+        index = DenseIndex.load(path, encode)
+    elif arguments.compress:
+        index = _compressed(arguments, documents, encode, path)
+    else:
+        index = DenseIndex.build([passage.contents for passage in documents], encode, save_to=path)
+    index.probe(arguments.probes)
+    return index
+
+
+def _compressed(
+    arguments: argparse.Namespace, documents: Sequence[Document], encode: Encoder, path: Path | None
+) -> DenseIndex:
+    if path is None or path.suffix == ".npy":
+        raise WorldError("--compress needs --index_path: a file that is not .npy, where the index is kept")
+
+    def encoded(start: int, end: int) -> np.ndarray:
+        return encode_passages([documents[row].contents for row in range(start, end)], encode)
+
+    vectors, count = read_vectors(Path(arguments.vectors)) if arguments.vectors else (encoded, len(documents))
+    compress(vectors, count, arguments.compress, path)
+    return DenseIndex.load(path, encode)
+
+
+def compress(vectors: Vectors, passages: int, form: str, path: Path) -> None:
+    """Write a faiss index of that form (what faiss calls a factory string), made a block of vectors at a time.
+
+    Raises:
+        WorldError: faiss is not installed, or makes no index of that form of so many passages.
+    """
+    faiss = read_faiss(f"--compress={form}")
+
+    def block(start: int) -> np.ndarray:
+        return np.ascontiguousarray(vectors(start, min(start + ADDED_AT_ONCE, passages)), np.float32)
+
+    starts = range(0, passages, ADDED_AT_ONCE)
+    try:
+        index = faiss.index_factory(vectors(0, 1).shape[1], form, faiss.METRIC_INNER_PRODUCT)
+        index.train(np.concatenate([block(start) for start in starts[:: max(len(starts) // SAMPLED, 1)]]))
+    except RuntimeError as error:
+        raise WorldError(f"--compress={form}: faiss makes no such index of {passages} passages ({error})") from error
+    for start in starts:
+        index.add(block(start))
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    faiss.write_index(index, str(unfinished))
+    unfinished.replace(path)
 
 
 def check_exposure(host: str, key: str, open_to_all: bool) -> None:
