@@ -106,7 +106,7 @@ def test_a_compressed_index_is_made_once_and_finds_nearly_what_the_exact_one_doe
     more = [f"--vectors={tmp_path / given_vectors}"] if given_vectors else []
     found, recall = [], {}
     for probes in (64, 1, 64):  # made by the first, read by the others
-        _, index = started(tmp_path, "--compress=IVF64,SQ8", f"--probes={probes}", *more)
+        _, index = started(tmp_path, "--compress=IVF64,SQ8", f"--search_with=nprobe={probes}", *more)
         found = index.search(texts[:200], 3)
         pairs = zip(found, exact.search(texts[:200], 3), strict=True)
         recall[probes] = np.mean([len({row for row, _ in one} & {row for row, _ in other}) / 3 for one, other in pairs])
@@ -122,10 +122,11 @@ def test_what_makes_no_compressed_index_is_said(tmp_path: Path, monkeypatch: pyt
         started(tmp_path, "--compress=IVF4000,SQ8")
     with pytest.raises(WorldError, match=r"needs --index_path: a file that is not \.npy"):
         started(tmp_path, "--compress=IVF64,SQ8", "--index_path=index.npy")
-    with pytest.raises(WorldError, match=r"--probes=0: it looks into one cell at least"):
-        started(tmp_path, "--probes=0")
-    with pytest.raises(WorldError, match=r"--compress and --vectors are for --index=dense"):
+    with pytest.raises(WorldError, match=r"--compress, --vectors and --search_with are for --index=dense"):
         started(tmp_path, "--compress=IVF64,SQ8", "--index=bm25")
+    with pytest.raises(WorldError, match=r"--search_with=probes=3: the index has no such parameter"):
+        started(tmp_path, "--compress=IVF64,SQ8", "--search_with=probes=3")
+    (tmp_path / "made.index").unlink()
     monkeypatch.setattr(index_module, "_faiss", lambda: None)
     with pytest.raises(WorldError, match=r"--compress=IVF64,SQ8 needs faiss: pip install -e \"\.\[search-dense\]"):
         started(tmp_path, "--compress=IVF64,SQ8")

@@ -130,11 +130,18 @@ class DenseIndex:
         faiss = read_faiss(str(path))
         return cls(encode, faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY))
 
-    def probe(self, cells: int) -> None:
-        """Look for each query in so many cells of an index that has some (IVF); more take longer and miss less."""
-        with contextlib.suppress(RuntimeError):  # one without
-            if self._index is not None and (faiss := _faiss()) is not None:
-                faiss.extract_index_ivf(self._index).nprobe = cells
+    def search_with(self, options: str) -> None:
+        """Set what faiss calls search parameters, such as nprobe=64: of an index with cells (IVF), in how many to look
+        for each query. More take longer and miss less.
+
+        Raises:
+            WorldError: the index has no such parameter.
+        """
+        faiss = read_faiss(f"--search_with={options}")
+        try:
+            faiss.ParameterSpace().set_index_parameters(self._index, options)
+        except (RuntimeError, TypeError) as error:
+            raise WorldError(f"--search_with={options}: the index has no such parameter ({error})") from error
 
     def search(self, queries: Sequence[str], count: int) -> list[Scored]:
         wanted = np.ascontiguousarray(self._encode(queries, "query"), np.float32)

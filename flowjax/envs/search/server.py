@@ -294,7 +294,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--encoder", default="", help="dense: a Hugging Face folder or package.module:function")
     parser.add_argument("--compress", default="", help="dense: form of a faiss index to be made, such as IVF4096,SQ8")
     parser.add_argument("--vectors", default="", help="that it is made of: .npy, or an exact faiss index")
-    parser.add_argument("--probes", type=int, default=64, help="cells of a compressed index that a query looks into")
+    parser.add_argument("--search_with", default="", help="of a compressed index, as faiss writes it: nprobe=64")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
     parser.add_argument("--open", action="store_true", help="serve other machines without a key")
@@ -313,10 +313,8 @@ def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
         raise WorldError(f"give either --corpus=FILE or --documents=N (generated): {HOW_TO_GET}")
     if arguments.index == "dense" and not arguments.encoder:
         raise WorldError("--index=dense needs --encoder: a Hugging Face folder or package.module:function")
-    if arguments.index != "dense" and (arguments.compress or arguments.vectors):
-        raise WorldError("--compress and --vectors are for --index=dense")
-    if arguments.probes < 1:
-        raise WorldError(f"--probes={arguments.probes}: it looks into one cell at least")
+    if arguments.index != "dense" and (arguments.compress or arguments.vectors or arguments.search_with):
+        raise WorldError("--compress, --vectors and --search_with are for --index=dense")
     documents: Sequence[Document] = (
         Corpus(arguments.corpus)
         if arguments.corpus
@@ -347,7 +345,8 @@ def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) ->
         index = _compressed(arguments, documents, encode, path)
     else:
         index = DenseIndex.build([passage.contents for passage in documents], encode, save_to=path)
-    index.probe(arguments.probes)
+    if arguments.search_with:
+        index.search_with(arguments.search_with)
     return index
 
 
