@@ -92,8 +92,7 @@ class BM25Index:
 
 
 class DenseIndex:
-    """Inner products of unit vectors: exact ones, by faiss where it is installed and numpy otherwise; or those of a
-    compressed faiss index, nearly right."""
+    """Inner products of unit vectors: exact, by faiss where it is installed and numpy otherwise, or a faiss index's."""
 
     kind = "dense"
 
