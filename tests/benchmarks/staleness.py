@@ -8,8 +8,8 @@ throughout. `bfloat16` is PPO with an engine that samples in it while the traine
 `bfloat16_truncated` the same with truncated importance weights.
 
 Prints, and writes to `<out>/<objective>.md` and `.svg`, what `tests/benchmarks/learning.py` says of them: sentences are
-on the difference from the freshest. Runs are kept in `--out`; the same command again goes on where it stopped. No
-table of full runs has been made yet.
+on the difference from the freshest. Runs are kept in `--out`; the same command again goes on where it stopped.
+docs/losses.md has what was run so far.
 """
 
 from collections.abc import Mapping, Sequence
