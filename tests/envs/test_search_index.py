@@ -124,6 +124,12 @@ def test_what_makes_no_compressed_index_is_said(tmp_path: Path, monkeypatch: pyt
         started(tmp_path, "--compress=IVF64,SQ8", "--index_path=index.npy")
     with pytest.raises(WorldError, match=r"--compress, --vectors and --search_with are for --index=dense"):
         started(tmp_path, "--compress=IVF64,SQ8", "--index=bm25")
+    np.save(tmp_path / "few.npy", np.eye(8, dtype=np.float32))
+    with pytest.raises(WorldError, match=r"--vectors=.*few\.npy holds 8 passages and the corpus 3000"):
+        started(tmp_path, "--compress=IVF64,SQ8", f"--vectors={tmp_path / 'few.npy'}")
+    for flags in ([f"--vectors={tmp_path / 'few.npy'}"], ["--compress=IVF64,SQ8", "--vectors=nowhere.npy"]):
+        with pytest.raises(WorldError, match=r"is the file that --compress makes an index of: give both"):
+            started(tmp_path, *flags)
     with pytest.raises(WorldError, match=r"--search_with=probes=3: the index has no such parameter"):
         started(tmp_path, "--compress=IVF64,SQ8", "--search_with=probes=3")
     (tmp_path / "made.index").unlink()

@@ -58,7 +58,7 @@ MAX_TOPK = 100
 MAX_QUERY_CHARACTERS = 4000
 DEFAULT_TOPK, DEFAULT_MIN_WORDS = 3, 20
 ADDED_AT_ONCE = 16_384  # vectors in memory while an index is compressed
-SAMPLED = 16  # so many of them, spread over all passages, are what it learns its cells and codes from
+SAMPLED = 16  # so many of them, or up to twice, spread over all passages, teach it its cells and codes
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -315,6 +315,8 @@ def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
         raise WorldError("--index=dense needs --encoder: a Hugging Face folder or package.module:function")
     if arguments.index != "dense" and (arguments.compress or arguments.vectors or arguments.search_with):
         raise WorldError("--compress, --vectors and --search_with are for --index=dense")
+    if arguments.vectors and not (arguments.compress and Path(arguments.vectors).is_file()):
+        raise WorldError(f"--vectors={arguments.vectors} is the file that --compress makes an index of: give both")
     documents: Sequence[Document] = (
         Corpus(arguments.corpus)
         if arguments.corpus
@@ -360,6 +362,8 @@ def _compressed(
         return encode_passages([documents[row].contents for row in range(start, end)], encode)
 
     vectors, count = read_vectors(Path(arguments.vectors)) if arguments.vectors else (encoded, len(documents))
+    if count != len(documents):
+        raise WorldError(f"--vectors={arguments.vectors} holds {count} passages and the corpus {len(documents)}")
     compress(vectors, count, arguments.compress, path)
     return DenseIndex.load(path, encode)
 
