@@ -6,7 +6,8 @@ A table that a command can make again has a mark in the line above it, which a r
 
     <!-- made by: python -m tests.benchmarks.skills --recipes=code --out={out}; minutes: 30; not compared: minutes -->
 
-`{out}` is a new folder, so that no run is taken for its own repetition. Others say `<!-- not made again: why -->`.
+`{out}` is a new folder, so that no run is taken for its own repetition; `minutes` are a guess, for two cores. Others
+say `<!-- not made again: why -->`.
 
 A page may leave out rows and columns of what the command prints. Rows are found by their first cell, columns by their
 heading. Figures with a spread agree where their intervals overlap; figures without one, and words, where they are
