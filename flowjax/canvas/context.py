@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ParamSpec, TypeVar
 
-from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Completion, Request
+from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Completion, OnText, Request
 from flowjax.canvas.operators import OperatorError
 from flowjax.canvas.values import Message, Problem, State, Usage, Value, in_thinking
 from flowjax.grading import code, sandbox
@@ -213,6 +213,7 @@ class CallContext:
         sandbox: Sandbox,
         meter: Meter,
         slots: asyncio.Semaphore,
+        on_text: OnText | None = None,
     ):
         self.problem = problem
         self.instruction = instruction
@@ -222,7 +223,7 @@ class CallContext:
         self.complete = True  # every request was answered
         self._backend, self._operator, self._inputs = backend, operator, inputs
         self._seed, self._sampling, self._sandbox = seed, sampling, sandbox
-        self._meter, self._slots = meter, slots
+        self._meter, self._slots, self._on_text = meter, slots, on_text
 
     # The signatures of `Context` in operators/__init__.py, which this implements.
     async def ask(
@@ -246,6 +247,7 @@ class CallContext:
                 "instruction": self.instruction,
                 **{f"input.{name}": _as_text(value) for name, value in self._inputs.items()},
             },
+            self._on_text,
         )
         completion = await self._completed(request)
         longer = self._sampling.retry_new_tokens

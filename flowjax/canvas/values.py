@@ -94,9 +94,10 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True)
 class NodeEvent:
-    """Start or end of one call of a run, as it happens; `node_run` is what its end leaves in the trace.
+    """Start or end of one call of a run, or a reply to it on its way, as it happens.
 
-    Calls side by side start and end in whatever order they do. `seconds` are since the start of the run.
+    `node_run` is what the end leaves in the trace; `text` is the reply so far. Calls side by side start and end in
+    whatever order they do. `seconds` are since the start of the run.
     """
 
     node_id: str
@@ -104,6 +105,7 @@ class NodeEvent:
     turn: int
     seconds: float
     node_run: NodeRun | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,17 @@ def chat(text: str | None = "42", **extra: Any) -> web.Response:
     return web.json_response({"model": "m", "choices": choices, "usage": usage} | extra)
 
 
+def streamed(*pieces: str, end: bool = True) -> web.Response:
+    """A usual answer in pieces, as OpenAI and vLLM stream it; without `end`, one that breaks off."""
+    said: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, *({"content": piece} for piece in pieces)]
+    events: list[dict[str, Any]] = [{"model": "m", "choices": [{"index": 0, "delta": delta}]} for delta in said]
+    if end:
+        events.append({"model": "m", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        events.append({"model": "m", "choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 3}})
+    lines = [": working\n\n", *(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n" * end]
+    return web.Response(text="".join(lines), content_type="text/event-stream")
+
+
 def refusal(status: int, message: str = "no", **headers: str) -> web.Response:
     """An error in OpenAI's form."""
     return web.json_response({"error": {"message": message}}, status=status, headers=headers)

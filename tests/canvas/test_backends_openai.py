@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import email.utils
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -16,12 +17,13 @@ from aiohttp import web
 from flowjax.canvas.backends import Backend, BackendError, Prices, Request
 from flowjax.canvas.backends.openai import Limiter, OpenAIBackend, Patience, RateLimits, retry_after_s
 from flowjax.canvas.context import Budget
-from tests.canvas.chat_server import ChatServer, Reply, chat, refusal, serving
+from tests.canvas.chat_server import ChatServer, Reply, chat, refusal, serving, streamed
 from tests.canvas.toy_operators import Ask, going
 
 QUICK = Patience(timeout_s=2.0, connect_timeout_s=1.0, retries=2, first_retry_s=0.01, last_retry_s=0.02)
 REQUEST = Request([{"role": "user", "content": "What is 6 times 7?"}], 0.5, 0.9, 64, 7)
 SECRET = "sk-very-secret"
+EVENTS = "text/event-stream"
 
 
 @contextlib.asynccontextmanager
@@ -103,6 +105,48 @@ def test_usage_that_is_missing_is_estimated_with_a_warning(usage, caplog):
     with caplog.at_level(logging.WARNING):
         go(scenario())
     assert "estimated" in caplog.text
+
+
+def test_a_stream_is_told_as_it_grows_and_adds_up_to_the_same_answer():
+    async def scenario():
+        told: list[str] = []
+        asked = replace(REQUEST, on_text=told.append)
+        replies: list[Reply] = [lambda body: streamed("4", "2 ", "apples"), lambda body: chat("whole")]
+        async with serving(*replies) as server, client(server) as backend:
+            found = await backend.complete(asked)
+            assert (found.text, told) == ("42 apples", ["4", "42 ", "42 apples"])
+            assert (found.usage.prompt_tokens, found.usage.sampled_tokens, found.finish_reason) == (11, 3, "stop")
+            assert server.bodies[0]["stream"] and server.bodies[0]["stream_options"] == {"include_usage": True}
+            assert (await backend.complete(asked)).text == "whole"  # by an endpoint that knows no streams
+            await backend.complete(REQUEST)
+            assert "stream" not in server.bodies[-1] and len(told) == 3
+
+    go(scenario())
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda body: streamed("4", "2", end=False), "not a chat completion: (nothing)"),
+        (lambda body: web.Response(text='data: {"error": {"message": "full"}}\n\n', content_type=EVENTS), "full"),
+        (lambda body: web.Response(text="data: {\n\n", content_type=EVENTS), "not a chat completion: {"),
+        (lambda body: web.Response(text="data: [1]\n\n", content_type=EVENTS), "not a chat completion: [1]"),
+        (lambda body: web.Response(text="data: " + "x" * 2_000_000, content_type=EVENTS), "not a chat completion: xxx"),
+        (lambda body: refusal(503), "HTTP 503"),
+    ],
+)
+def test_a_stream_that_breaks_off_is_begun_anew(bad: Reply, message: str):
+    async def scenario():
+        told: list[str] = []
+        asked = replace(REQUEST, on_text=told.append)
+        async with serving(bad, lambda body: streamed("yes")) as server, client(server) as backend:
+            assert (await backend.complete(asked)).text == "yes"
+            assert told[-1] == "yes" and len(server.bodies) == 2
+        async with serving(bad) as server, client(server) as backend:
+            with pytest.raises(BackendError, match=re.escape(message)):
+                await backend.complete(asked)
+
+    go(scenario())
 
 
 def cut_short(body: dict[str, Any]) -> web.Response:

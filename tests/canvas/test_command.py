@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_server import chat, refusal
+from chat_server import chat, refusal, streamed
 from test_outage import endpoint
 
 from flowjax.canvas.run.__main__ import main
@@ -49,6 +49,21 @@ def test_text_and_json_form_are_the_same_workflow(tmp_path: Path, capsys: pytest
         assert (found["answer"], found["status"], found["errors"]) == ("42", "ok", [])
         assert [(call["operator"], call["usage"]["calls"]) for call in found["trace"]] == [("Custom", 1), ("Format", 0)]
     assert drawn.read_text().startswith("<svg")
+
+
+def test_replies_are_printed_as_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    solved, judged = ("6 times", " 7\nis 4", "2.\nAnswer: 42"), ('{"passed": true,', ' "feedback": "It is."}')
+    with endpoint(lambda body: streamed(*solved), lambda body: streamed(*judged)) as server:
+        command = [backends(tmp_path, server.url), "--problem=What is 6 times 7?", "--kind=math", "--stream"]
+        assert main([*command, "--workflow=Custom -> Review"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "42\n"
+    assert [line.split(maxsplit=2)[2] for line in printed.err.splitlines()[:-1]] == [
+        "n1 Custom: starts", "n1 Custom | 6 times 7", "n1 Custom | is 42.", "n1 Custom | Answer: 42",
+        "n1 Custom: ok, 1 calls", "n2 Review: starts", 'n2 Review | {"passed": true, "feedback": "It is."}',
+        "n2 Review: ok, 1 calls",
+    ]  # fmt: skip
+    assert printed.err.splitlines()[-1] == "ok: 2 calls, 28 tokens, 0 cost"
 
 
 def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -6,7 +6,9 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_rollout_real_engine import START_S, VllmRun
@@ -30,6 +32,29 @@ def test_operators_are_answered_by_the_runs_own_engine(tmp_path: Path):
     backends = backends_from_config({"base": endpoint | {"model": "base"}, "policy": endpoint | {"model": "agent@1"}})
     workflow = parse("[Custom, Custom, Custom@policy] -> ScEnsemble")
     cache = Cache()
+
+    async def streamed() -> None:
+        """Replies that are told as they grow are those that come whole, in text and tokens."""
+        told: list[str] = []
+        plain = await alone()
+        grown = await alone(on_event=lambda event: told.append(event.text or ""), stream=True)
+        told = [text for text in told if text]
+        assert len(told) > 1 and any(later.startswith(text) for text, later in pairwise(told))
+        assert [(node.outputs, node.usage, node.error) for node in grown.trace] == [
+            (node.outputs, node.usage, node.error) for node in plain.trace
+        ]
+
+    async def alone(**options: Any):
+        return await run(
+            parse("Custom -> Custom -> Custom"),  # one after the other: a batch may round otherwise
+            Problem("up down left right"),
+            operators=load_operators(),
+            backends=backends,
+            default_backend="base",
+            temperature=1.0,
+            max_new_tokens=1024,
+            **options,
+        )
 
     async def answered(seed: int):
         return await run(
@@ -56,6 +81,7 @@ def test_operators_are_answered_by_the_runs_own_engine(tmp_path: Path):
             )
             await engine.load_adapter("agent@1", folder)
             first, again, other = await answered(0), await answered(0), await answered(1)
+            await streamed()
         for backend in backends.values():
             assert isinstance(backend, OpenAIBackend)
             await backend.close()

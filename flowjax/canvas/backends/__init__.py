@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from flowjax.canvas.values import Message, Usage
 _log = logging.getLogger(__name__)
 _CHARACTERS_PER_TOKEN = 4  # rough; only where an endpoint does not count
 _TOKENS_PER_MILLION = 1_000_000
+OnText = Callable[[str], None]
 
 
 class BackendError(RuntimeError):
@@ -36,6 +37,7 @@ class Request:
     `seed` tells apart calls that are meant to differ (the branches of a parallel, the votes of an ensemble). `tags` say
     what the call is for (`operator`, and the operator's `input.<field>` values as text): endpoints ignore them, offline
     backends live by them. `schema` is a JSON schema that the answer must follow, where the backend can hold it to one.
+    `on_text` gets the reply so far while it is sampled, from backends that can; a try that fails begins anew.
     """
 
     messages: Sequence[Message]
@@ -45,6 +47,7 @@ class Request:
     seed: int = 0
     schema: Mapping[str, Any] | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
+    on_text: OnText | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,49 @@ def usage_of(answer: Mapping[str, Any], messages: Sequence[Message], text: str, 
         _log.warning("The endpoint of model %r does not state its usage: it is estimated", answer.get("model"))
         prompt_tokens, sampled_tokens = prompt_estimate(messages), -(-len(text) // _CHARACTERS_PER_TOKEN)
     return Usage(1, prompt_tokens, sampled_tokens, prices.cost(prompt_tokens, sampled_tokens))
+
+
+async def streamed_answer(chunks: AsyncIterable[bytes], on_text: OnText) -> bytes:
+    """The answer of the chat API that the server-sent events of a stream add up to, as if it had come whole.
+
+    What is no such event, or says an error, is returned as it stands, and nothing where the stream has no end.
+    """
+    answer: dict[str, Any] = {}
+    text, refusal, finish_reason = "", "", None
+    async for line in _lines(chunks):
+        name, _, data = line.partition(b":")
+        if name.strip() != b"data":
+            continue  # a comment, which keeps the connection open, or the line between two events
+        if data.strip() == b"[DONE]":
+            break
+        try:
+            event = json.loads(data)
+            stated = {key: value for key in ("model", "usage") if (value := event.get(key)) is not None}
+            choice = choices[0] if (choices := event.get("choices")) else {}
+            delta = choice.get("delta") or {}
+            text, refusal = text + (delta.get("content") or ""), refusal + (delta.get("refusal") or "")
+            finish_reason = choice.get("finish_reason") or finish_reason
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return data
+        if event.get("error"):
+            return data
+        answer |= stated
+        if delta.get("content"):
+            on_text(text)
+    if finish_reason is None:
+        return b""
+    message = {"content": text, "refusal": refusal}
+    return json.dumps({**answer, "choices": [{"message": message, "finish_reason": finish_reason}]}).encode()
+
+
+async def _lines(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Lines of any length; the stream's own reader has a longest one."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest
 
 
 def prompt_estimate(messages: Sequence[Message]) -> int:

@@ -27,9 +27,11 @@ from flowjax.canvas.backends import (
     BackendError,
     BackendUnavailable,
     Completion,
+    OnText,
     Prices,
     Request,
     prompt_estimate,
+    streamed_answer,
     usage_of,
 )
 
@@ -96,6 +98,7 @@ _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY
 _REFUSALS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
 _ASKS_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 _ERROR_CHARACTERS = 300
+_EVENTS = "text/event-stream"
 _NO_LIMITS, _FREE = RateLimits(), Prices()
 
 
@@ -322,7 +325,7 @@ class OpenAIBackend:
 
     async def _try(self, connections: _Connections, url: str, body: str, request: Request) -> Completion:
         async with connections.limiter.grant(prompt_estimate(request.messages) + request.max_new_tokens) as grant:
-            status, headers, content = await self._post(connections.session, url, body)
+            status, headers, content = await self._post(connections.session, url, body, request.on_text)
             if status != HTTPStatus.OK:
                 message = f"HTTP {status}: {self._error_text(content)}"
                 if status in _REFUSALS:
@@ -337,11 +340,17 @@ class OpenAIBackend:
             grant.tokens = usage.prompt_tokens + usage.sampled_tokens
             return Completion(text, usage, finish_reason)
 
-    async def _post(self, session: aiohttp.ClientSession, url: str, body: str) -> tuple[int, Mapping[str, str], bytes]:
+    async def _post(
+        self, session: aiohttp.ClientSession, url: str, body: str, on_text: OnText | None
+    ) -> tuple[int, Mapping[str, str], bytes]:
         try:
             # A redirect could carry the key elsewhere.
             async with session.post(url, data=body, headers=self._headers(), allow_redirects=False) as response:
-                return response.status, response.headers, await response.read()
+                if on_text is not None and response.content_type == _EVENTS:
+                    content = await streamed_answer(response.content.iter_any(), on_text)
+                else:
+                    content = await response.read()
+                return response.status, response.headers, content
         except TimeoutError as error:
             raise _TryAgain(f"no answer within {self._patience.timeout_s:g} s") from error
         except aiohttp.ClientError as error:
@@ -372,6 +381,8 @@ class OpenAIBackend:
         if request.schema is not None and self._structured:
             schema = {"name": "answer", "strict": True, "schema": request.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if request.on_text is not None:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps({name: value for name, value in (body | self._extra_body).items() if value is not None})
 
     def _headers(self) -> dict[str, str]:

@@ -77,6 +77,7 @@ async def run(
     retry_new_tokens: int = 4096,
     sandbox: Sandbox = _SANDBOX,
     on_event: OnEvent | None = None,
+    stream: bool = False,
 ) -> WorkflowRun:
     """Run the workflow; what goes wrong in it is in the result.
 
@@ -90,6 +91,7 @@ async def run(
         retry_new_tokens: what a request may take that is sent again because its reply was cut at `max_new_tokens`.
         sandbox: where operators' programs run.
         on_event: called in the event loop when a call starts and when it ends.
+        stream: call `on_event` with each reply so far, too, while it is sampled, where the backend can.
 
     Raises:
         ValueError: `default_backend` or `max_concurrent` makes no sense.
@@ -104,7 +106,7 @@ async def run(
     meter = Meter(budget)
     sampling = Sampling(temperature, top_p, max_new_tokens, retry_new_tokens)
     interpreter = _Interpreter(
-        problem, operators, backends, default_backend, cache, sampling, sandbox, meter, max_concurrent, on_event
+        problem, operators, backends, default_backend, cache, sampling, sandbox, meter, max_concurrent, on_event, stream
     )
     scope = _Scope({"problem": problem.text}, {}, seed)
     status: RunStatus = "ok" if calls else "empty"
@@ -178,6 +180,7 @@ class _Interpreter:
         meter: Meter,
         max_concurrent: int,
         on_event: OnEvent | None,
+        stream: bool,
     ):
         self._problem, self._operators = problem, operators
         self._backends, self._default_backend = backends, default_backend
@@ -185,7 +188,7 @@ class _Interpreter:
         # Calls and requests take slots, the structures around them do not: nesting cannot use all of them up.
         self._call_slots = asyncio.Semaphore(max_concurrent)
         self._request_slots = asyncio.Semaphore(max_concurrent)
-        self._on_event = on_event
+        self._on_event, self._stream = on_event, stream and on_event is not None
         self._turns: dict[str, int] = {}
         self._problem_key = problem_digest(problem) if cache is not None else ""
         self._sampling_key = repr((sampling, sandbox))
@@ -274,7 +277,7 @@ class _Interpreter:
             self._meter.start_step()
             operator, backend = self._operator(call), self._backend(call)
             inputs = read_inputs(call, self._operators, scope.state, scope.outputs)
-            context = self._context(call, operator, backend, inputs, scope.seed)
+            context = self._context(call, turn, operator, backend, inputs, scope.seed)
             self._meter.check_time()
             async with asyncio.timeout_at(self._meter.deadline_s):
                 outcome, cached = await self._outcome(operator, backend, inputs, context, scope.seed)
@@ -299,9 +302,9 @@ class _Interpreter:
             raise _Failed(f"{call.id} {call.operator}: {outcome.error}")
         scope.write(call.id, outcome.outputs)
 
-    def _tell(self, call: Call, turn: int, node_run: NodeRun | None = None) -> None:
+    def _tell(self, call: Call, turn: int, node_run: NodeRun | None = None, text: str | None = None) -> None:
         if self._on_event is not None:
-            self._on_event(NodeEvent(call.id, call.operator, turn, self._meter.seconds, node_run))
+            self._on_event(NodeEvent(call.id, call.operator, turn, self._meter.seconds, node_run, text))
 
     def _operator(self, call: Call) -> type[Operator]:
         if (operator := self._operators.get(call.operator)) is None:
@@ -313,7 +316,9 @@ class _Interpreter:
             raise OperatorError(f"there is no backend {call.backend}; there are {', '.join(sorted(self._backends))}")
         return backend
 
-    def _context(self, call: Call, operator: type[Operator], backend: Backend, inputs: State, seed: int) -> CallContext:
+    def _context(
+        self, call: Call, turn: int, operator: type[Operator], backend: Backend, inputs: State, seed: int
+    ) -> CallContext:
         return CallContext(
             self._problem,
             call.instruction or operator.instruction,
@@ -325,6 +330,7 @@ class _Interpreter:
             sandbox=self._sandbox,
             meter=self._meter,
             slots=self._request_slots,
+            on_text=(lambda text: self._tell(call, turn, text=text)) if self._stream else None,
         )
 
     async def _outcome(

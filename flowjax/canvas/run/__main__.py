@@ -5,7 +5,8 @@
     python -m flowjax.canvas.run --workflow=workflow.json --problem=@problem.txt --kind=qa --backends=backends.json
 
 The workflow is its text, or a file of its JSON form; backends.json is as for `flowjax.canvas.doctor`. The answer goes
-to standard output; status, cost and what failed to standard error, with --verbose each call as it starts and ends.
+to standard output; status, cost and what failed to standard error, with --verbose each call as it starts and ends,
+with --stream its replies, too, as they are written.
 --json writes the run (`WorkflowRun.to_json`), --save the workflow's JSON form, --svg a drawing, --export a Python file
 that makes the same requests (`flowjax.canvas.forms`). Exit status: 0 with an answer, 1 without, 2 for what is wrong in
 the command.
@@ -57,7 +58,8 @@ async def _run(arguments: argparse.Namespace) -> WorkflowRun:
             backends=backends,
             default_backend=default,
             sandbox=Sandbox(allow_none=arguments.allow_no_isolation),
-            on_event=_print_event if arguments.verbose else None,
+            on_event=_EventPrinter() if arguments.verbose or arguments.stream else None,
+            stream=arguments.stream,
         )
     if arguments.svg:
         Path(arguments.svg).write_text(svg(workflow, result, operators), encoding="utf-8")
@@ -68,10 +70,39 @@ async def _run(arguments: argparse.Namespace) -> WorkflowRun:
     return result
 
 
-def _print_event(event: NodeEvent) -> None:
-    run = event.node_run
-    said = "starts" if run is None else f"{run.status}{' (cached)' if run.cached else ''}, {run.usage.calls} calls"
-    print(f"{event.seconds:7.2f} s  {event.node_id} {event.operator}: {said}", file=sys.stderr)
+class _EventPrinter:
+    """Prints events. Replies are printed line by line, so that calls side by side can be told apart."""
+
+    def __init__(self):
+        self._replies: dict[str, str] = {}  # node id -> the part of its reply that is not printed yet
+        self._texts: dict[str, str] = {}  # node id -> its reply so far
+
+    def __call__(self, event: NodeEvent) -> None:
+        about = f"{event.seconds:7.2f} s  {event.node_id} {event.operator}"
+        if event.text is not None:
+            before = self._texts.get(event.node_id, "")
+            if not event.text.startswith(before):  # another request, or another try
+                self._end_reply(event, about)
+                before = ""
+            *lines, rest = (self._replies.pop(event.node_id, "") + event.text[len(before) :]).split("\n")
+            _print_lines(about, lines)
+            self._replies[event.node_id], self._texts[event.node_id] = rest, event.text
+            return
+        run = event.node_run
+        if run is not None:
+            self._end_reply(event, about)
+        said = "starts" if run is None else f"{run.status}{' (cached)' if run.cached else ''}, {run.usage.calls} calls"
+        print(f"{about}: {said}", file=sys.stderr)
+
+    def _end_reply(self, event: NodeEvent, about: str) -> None:
+        self._texts.pop(event.node_id, None)
+        if rest := self._replies.pop(event.node_id, ""):
+            _print_lines(about, [rest])
+
+
+def _print_lines(about: str, lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"{about} | {line}", file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,6 +118,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--allow-no-isolation", action="store_true", help="run programs with resource limits only")
     parser.add_argument("--export", default="", help="where to write the workflow as a Python file")
     parser.add_argument("--verbose", action="store_true", help="print each call as it starts and ends")
+    parser.add_argument("--stream", action="store_true", help="print replies, too, as they are written")
     try:
         result = asyncio.run(_run(parser.parse_args(argv)))
     except (WorkflowError, BackendConfigError, OperatorRegistryError) as error:
