@@ -62,12 +62,12 @@ async def play(
     status: Status = "ok"
     error = answer = ""
     try:
-        said, answer, right = await _attempt(task, seed, env, agents[SOLVER], options, "", parts)
+        said, answer, right = await attempt(task, seed, env, agents[SOLVER], options, "", parts)
         outcome |= {"success": right, "attempts": 1.0}
         verdict, review, agrees = await _judge(task, env, seed, agents[VERIFIER], options, said, right, parts)
         outcome |= {"approved": float(verdict == APPROVE), "verdict_right": agrees}
         if verdict == REJECT:
-            _, answer, right = await _attempt(task, seed, env, agents[SOLVER], options, said, parts, review)
+            _, answer, right = await attempt(task, seed, env, agents[SOLVER], options, said, parts, review)
             outcome |= {"success": right, "attempts": 2.0}
     except PromptTooLong as too_long:
         status, error = "truncated", str(too_long)
@@ -76,7 +76,7 @@ async def play(
     return Played(parts, outcome, status, error, kept_answer(answer))
 
 
-async def _attempt(
+async def attempt(
     task: Task,
     seed: int,
     env: RemoteEnv,
@@ -86,7 +86,8 @@ async def _attempt(
     parts: list[AgentTurns],
     review: str = "",
 ) -> tuple[str, str, float]:
-    """The solver's reply without thoughts, its answer in the form that the world compares, and whether it is right."""
+    """One attempt, which becomes a part: the solver's reply without thoughts, its answer in the form that the world
+    compares, and whether it is right."""
     observation = await env.reset(task, seed)
     asked = _asked(options.world, observation, options.prompt, rejected, review)
     move = await take_turn(solver, asked, observation, options=options, env=env)
@@ -123,15 +124,21 @@ async def _judge(
 
 
 def parse_verdict(reply: str, style: Style = "instruct") -> str:
-    """The verdict in the last tags; without tags the last word in compact style, else the whole reply; "" for none."""
+    """The verdict of a reply, "" for none."""
+    return parse_choice(reply, "verdict", (APPROVE, REJECT), style)
+
+
+def parse_choice(reply: str, tag: str, choices: Sequence[str], style: Style) -> str:
+    """The choice in the last tags; without tags the last word in compact style, else the whole reply; "" for none.
+    Choices are in lower case."""
     text = reply.lower().strip()
-    end = text.rfind("</verdict>")
+    end = text.rfind(f"</{tag}>")
     if end >= 0:
-        text = text[:end].rpartition("<verdict>")[2].strip()
+        text = text[:end].rpartition(f"<{tag}>")[2].strip()
     elif style == "compact":
         text = text.rpartition(" ")[2]
     text = text.strip(" .*`'\"")  # as a model may set it off
-    return text if text in (APPROVE, REJECT) else ""
+    return text if text in choices else ""
 
 
 def _asked(world: World, observation: Observation, style: Style, rejected: str, review: str) -> list[Message]:
@@ -147,8 +154,12 @@ def _to_judge(world: World, problem: Observation, style: Style, answer: str) -> 
     if style == "compact":
         *before, last = world.prompt(problem, [], style)
         return [*before, {**last, "content": f"{last['content']} {CHECK} {answer}"}]
-    bare = getattr(problem.view, "question", None) or world.prompt(problem, [], style)[-1]["content"]
-    return [{"role": "user", "content": VERIFY.format(problem=bare, answer=answer)}]
+    return [{"role": "user", "content": VERIFY.format(problem=question(world, problem), answer=answer)}]
+
+
+def question(world: World, problem: Observation) -> str:
+    """The problem in words, without the form of an answer that its solver is asked for, where the world has it so."""
+    return getattr(problem.view, "question", None) or world.prompt(problem, [], "instruct")[-1]["content"]
 
 
 def vocabulary() -> tuple[str, ...]:
@@ -176,24 +187,30 @@ def demonstrations(
     answer for right.
     """
     del max_turns, context, history
+    for problem, right, wrong in answered(world, tasks, style, rng):
+        wrong = near_miss(right, rng) if style == "compact" and rng.random() < 0.5 else wrong
+        shown = wrong if rng.random() < path_noise else right
+        slip = near_miss(right, rng) if style == "compact" else wrong
+        attempt, held, again = (slip if rng.random() < label_noise else right for _ in range(3))
+        yield [(world.prompt(problem, [], style), attempt)]
+        yield [(_to_judge(world, problem, style, shown), _verdict_reply(held, shown, style))]
+        if shown != right:
+            yield [(_asked(world, problem, style, shown, _verdict_reply(right, shown, style)), again)]
+
+
+def answered(
+    world: World, tasks: Tasks, style: Style, rng: np.random.Generator
+) -> Iterator[tuple[Observation, str, str]]:
+    """Problems of the tasks with an expert's reply and one at random, without end."""
     env = world.env()
     while True:
         for index in range(len(tasks)):
             task: Task = tasks[index]
             problem = env.reset(task, task.seed)
-            right = world.reply(world.expert(env), style)
-            wrong = world.reply(world.random_action(problem, rng), style)
-            wrong = _near_miss(right, rng) if style == "compact" and rng.random() < 0.5 else wrong
-            shown = wrong if rng.random() < path_noise else right
-            slip = _near_miss(right, rng) if style == "compact" else wrong
-            attempt, held, again = (slip if rng.random() < label_noise else right for _ in range(3))
-            yield [(world.prompt(problem, [], style), attempt)]
-            yield [(_to_judge(world, problem, style, shown), _verdict_reply(held, shown, style))]
-            if shown != right:
-                yield [(_asked(world, problem, style, shown, _verdict_reply(right, shown, style)), again)]
+            yield problem, world.reply(world.expert(env), style), world.reply(world.random_action(problem, rng), style)
 
 
-def _near_miss(reply: str, rng: np.random.Generator) -> str:
+def near_miss(reply: str, rng: np.random.Generator) -> str:
     """The reply with one of its digits changed."""
     words: Sequence[str] = reply.split()
     digits = [i for i, word in enumerate(words) if word.isdigit() and len(word) == 1]

@@ -50,6 +50,7 @@ DATA: dict[str, dict[str, object]] = {
     "math": {},
     "math_efficient": {},
     "math_pair": {},
+    "math_select": {},
     "search": {"env.options": {"documents": 200, "hops": 2, "topk": 1}, "env.train_tasks": 64},
     "sokoban": {},
     "webshop": {"env.options": {"path": "", "products": 40}},
