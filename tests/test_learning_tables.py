@@ -14,7 +14,8 @@ from flowjax.envs import find_world
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_config
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
-from tests.benchmarks import algorithms, learning, loop, staleness
+from flowjax.monitor.transcripts import batch_path, write_lines
+from tests.benchmarks import algorithms, canvas_rewards, learning, loop, staleness
 from tests.benchmarks.data_algorithms import row
 from tests.benchmarks.runs import Curve, curve
 
@@ -149,3 +150,53 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
     assert (
         learning.picture({name: [curve(run) for run in found] for name, found in runs.items()}).count("<polyline") == 2
     )
+
+
+def test_rewards_of_a_canvas_are_compared_with_fixed_workflows(tmp_path: Path):
+    """Of four exercises the policy gets three right with all that the structure asks for, the workflow one."""
+    whole = {"checks": 1, "formats": 1, "distinct_operators": 4, "branching": 1, "operator_entropy": 1}
+    bare = dict.fromkeys(whole, 0) | {"distinct_operators": 1}
+    runs = []
+    for seed in range(2):
+        run = tmp_path / str(seed)
+        run.mkdir()
+        runs.append(finished(run))
+        for folder, calls in ((run, 9), (run / "skills" / "trained-greedy", 3)):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "results.json").touch()
+            episodes = [
+                HeldOutEpisode(
+                    str(task), "", "", 0, "ok", float(task > 0), 3, 6,
+                    {**(whole if task else bare), "distinct_siblings": 0, "executor_calls": calls}, {},
+                )
+                for task in range(4)
+            ]  # fmt: skip
+            write_held_out(folder, "agent@1", episodes)
+        of_group = {"group_id": "g", "outcome": {}}
+        batch = [{**of_group, "trajectory_id": str(n), "turns": [turn_with(n % 2)]} for n in range(4)]
+        batch_path(run, "agent", 0).parent.mkdir(parents=True)
+        write_lines(batch_path(run, "agent", 0), batch)
+    found = canvas_rewards.built(learning.evaluation(runs[0], "greedy", 4))
+    assert found == {"requests": 3.0, "check": 0.75, "branch": 0.75, "released": 0.75, "kinds": 3.25}
+    cells = [cell.strip() for cell in canvas_rewards.row("cwrpo", runs, 4).strip("|").split("|")]
+    assert len(cells) == len(canvas_rewards.COLUMNS)
+    assert (cells[0], cells[2], cells[5:]) == ("cwrpo", "75.0 75.0", ["3.0", "0.75", "0.75", "0.75", "3.2", "0.50"])
+    scores = {str(task): [float(task == 3), 1.0] for task in range(4)}
+    fixed = canvas_rewards.fixed_row("Custom", scores)
+    assert fixed.startswith("| `Custom` | 25.0 % [") and fixed.count("|") == len(canvas_rewards.COLUMNS) + 1
+    assert "+50.0 points" in canvas_rewards.beside("cwrpo", runs, "Custom", scores, 4)
+    drawn = canvas_rewards.picture({"cwrpo": [(3.0, 0.75)], "Custom": [(1.0, 0.25)]})
+    assert drawn.count("<circle") == 2 and "Custom</text>" in drawn
+
+
+def turn_with(operator: int) -> dict[str, object]:
+    steps = [{"operator": ("Custom", "Programmer")[operator], "id": f"n{operator}"}]
+    shown = {"trace": {"workflow": {"steps": steps}}}
+    return {"prompt_ids": [1], "prompt_shared": 0, "sampled_ids": [2], "shown": shown}
+
+
+@pytest.mark.parametrize("name", canvas_rewards.REWARDS)
+def test_compared_rewards_are_runs_that_the_launcher_takes(name: str):
+    config, _ = command_line.parse(["--config=configs/canvas.py:nano_llm", *canvas_rewards.fields(name)])
+    assert set(config.reward.components) == {*canvas_rewards.REWARDS[name], *canvas_rewards.ALWAYS}
+    assert check_config(config) == []

@@ -33,10 +33,6 @@ from flowjax.records import Task
 from flowjax.rollout.sidecar import engine_command
 from flowjax.run import Run, read_run
 
-_RECIPE = flags.DEFINE_string("recipe", "configs/canvas.py:nano_llm", "Its executors are served.")
-_EXECUTOR = flags.DEFINE_string("executor", "", "Model folder of the executor, where it is not the recipe's.")
-_EXERCISES = flags.DEFINE_integer("exercises", 200, "Held-out exercises of all kinds.")
-_WORKFLOW = flags.DEFINE_multi_string("workflow", [], "Further workflows; a phrase is said by its word.")
 _START_S = 300.0
 _PLAYED_AT_ONCE = 24
 
@@ -113,9 +109,9 @@ def row(workflow: str, tasks: Sequence[Task], outcomes: Sequence[dict[str, float
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    config = load_recipe(_RECIPE.value)
-    if _EXECUTOR.value:
-        config.bases.executor.model.path = _EXECUTOR.value
+    config = load_recipe(flags.FLAGS.recipe)
+    if flags.FLAGS.executor:
+        config.bases.executor.model.path = flags.FLAGS.executor
     with tempfile.TemporaryDirectory() as folder:
         save_run(config, Path(folder))
         run = read_run(Path(folder))
@@ -125,13 +121,13 @@ def main(argv: Sequence[str]) -> None:
                 subprocess.run(command, check=True)
         world = find_world(config.env.name)(**config.env.options.to_dict())
         assert isinstance(world, Canvas)
-        tasks = list(world.tasks("held_out", config.env.data_seed)[: _EXERCISES.value])
+        tasks = list(world.tasks("held_out", config.env.data_seed)[: flags.FLAGS.exercises])
         with served(run) as urls:
             os.environ |= {RUN_VARIABLE: folder, ENGINES_VARIABLE: json.dumps(urls)}  # as environments are told
             print(f"| workflow | {' | '.join(KINDS)} | right | requests | tokens |")
             print("|---" * (len(KINDS) + 4) + "|")
             started_s, requests = time.monotonic(), 0.0
-            for workflow in (*SOLVERS, *PHRASED, *TEMPLATES, *_WORKFLOW.value):
+            for workflow in (*SOLVERS, *PHRASED, *TEMPLATES, *flags.FLAGS.workflow):
                 outcomes = played(world, workflow, tasks)
                 requests += sum(outcome["executor_calls"] for outcome in outcomes)
                 print(row(workflow, tasks, outcomes), flush=True)
@@ -139,4 +135,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("recipe", "configs/canvas.py:nano_llm", "Its executors are served.")
+    flags.DEFINE_string("executor", "", "Model folder of the executor, where it is not the recipe's.")
+    flags.DEFINE_integer("exercises", 200, "Held-out exercises of all kinds.")
+    flags.DEFINE_multi_string("workflow", [], "Further workflows; a phrase is said by its word.")
     app.run(main)

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from two_processes import printed_in_two_processes
 
-from flowjax.canvas import actions, load_operators, svg
+from flowjax.canvas import Sequence, Workflow, actions, load_operators, svg
 from flowjax.canvas.text import show
 from flowjax.envs import NotReady, Observation, Past, Split, WorldError, find_world
 from flowjax.envs.canvas import Canvas, exercises
 from flowjax.envs.canvas.env import CanvasEnv
+from flowjax.envs.canvas.experts import MISTAKEN, STEPS, SUITING, wanted
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.launch.checks import check_config
 from flowjax.launch.probe import inspect_run
@@ -127,6 +128,34 @@ def test_a_phrase_is_written_out_for_the_executor_and_shown_by_its_word():
     assert ": Custom exact n1 = " in said
     other = env.step("prompt n1 Name the units.").observation
     assert ": Custom instructed n1 = " in Canvas().prompt(other, [], "compact")[0]["content"]
+
+
+def test_the_instructing_expert_gives_every_kind_any_phrase_and_most_often_one_that_does_not_suit():
+    given: list[tuple[str, str]] = []
+    for index in range(300):
+        text = take(Canvas().tasks("train", 0), index).payload["text"]
+        reading = exercises.read(text)
+        assert reading is not None
+        steps = wanted(text, "", "instructing")
+        phrases = [
+            call.instruction for step in steps for call in Workflow(Sequence((step,))).calls() if call.instruction
+        ]
+        assert len(phrases) == 1
+        given.append((reading.source, phrases[0]))
+    assert set(given) == {(kind, phrase) for kind in exercises.KINDS for phrase in exercises.PHRASES}
+    for kind, mistaken in MISTAKEN.items():
+        assert STEPS[mistaken] != SUITING[kind]
+        share = np.mean([phrase == mistaken for source, phrase in given if source == kind])
+        assert 0.45 < share < 0.75  # a half, and one fifth of the other half
+    # It builds what it wants, phrase and all, and then finishes.
+    steps = wanted(SUM.text, "math", "instructing")
+    world, actions_taken = Canvas(expert="instructing"), []
+    env = world.env()
+    env.reset(Task("t", "canvas", 0, exercises.payload(SUM)), 0)
+    while (action := world.expert(env)) != "finish":
+        actions_taken.append(action)
+        assert env.step(action).valid and len(actions_taken) <= len(steps)
+    assert actions_taken == [f"add {show(step)}" for step in steps]
 
 
 def read_back(action: str) -> actions.Action:

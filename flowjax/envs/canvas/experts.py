@@ -1,7 +1,4 @@
-"""Scripted experts whom nano models imitate: one that edits a workflow, one that answers what its operators ask.
-
-And edits at random.
-"""
+"""Scripted experts whom nano models imitate, editors of workflows and who answers operators; and edits at random."""
 
 import asyncio
 import itertools
@@ -11,6 +8,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -37,6 +35,7 @@ from flowjax.envs.canvas.texts import CanvasView
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.records import state_key
 
+Expert = Literal["able", "plain", "instructing"]
 NAMES = tuple(operator.name for operator in ADVERTISED)
 LOOP_COUNTS = (2, 3)
 FINISHING = 0.15  # share of random actions that finish
@@ -56,22 +55,38 @@ ABLE: Mapping[str, str] = {
 PLAIN = (
     *("Custom", "AnswerGenerate", "Plan -> Custom") * 3,
     *("Custom -> Review", "Custom -> Format", "Plan -> AnswerGenerate", "Programmer") * 2,
-    "[Custom, Custom] -> ScEnsemble",
-    "[AnswerGenerate, Custom] -> ScEnsemble -> Format",
-    "AnswerGenerate -> (Review ? done : Revise)",
-    "Custom -> (Verify ? done : Revise) -> Format",
-    "Programmer -> (Test ? done : Revise)",
-    "Plan -> Programmer -> Format",
+    *("[Custom, Custom] -> ScEnsemble", "[AnswerGenerate, Custom] -> ScEnsemble -> Format"),
+    *("AnswerGenerate -> (Review ? done : Revise)", "Custom -> (Verify ? done : Revise) -> Format"),
+    *("Programmer -> (Test ? done : Revise)", "Plan -> Programmer -> Format"),
 )
+# What an instructing one builds around a solver, whatever the problem. It gives the solver a phrase: in one half of the
+# problems any, in the other one that does not suit their kind. Who imitates it therefore tells the kinds apart.
+MISTAKEN = {"arithmetic": "brief", "words": "exact", "list": "tested", "program": "sorted"}
+INSTRUCTING = (
+    *("SOLVER", "SOLVER -> Format", "Plan -> SOLVER") * 2,
+    *("SOLVER -> Review", "SOLVER -> (Review ? done : Revise)", "SOLVER -> (Verify ? done : Revise) -> Format"),
+    *("SOLVER -> (Test ? done : Revise) -> Format", "Plan -> SOLVER -> (Test ? done : Revise)"),
+    "[SOLVER, Custom, Programmer] -> ScEnsemble -> Format",
+)
+SOLVERS = ("Custom", "AnswerGenerate", "Programmer")
 HABITS = 8  # of the plain one: two end with an instruction, one with another executor, one with a plan put first
 
 
-def wanted(text: str, kind: str, *, plain: bool) -> tuple[Node, ...]:
+def wanted(text: str, kind: str, expert: Expert) -> tuple[Node, ...]:
     """The steps that the expert wants for a problem."""
-    if plain:
-        return parse(PLAIN[state_key("plain", text) % len(PLAIN)]).root.steps
     reading = exercises.read(text)
-    return parse(ABLE.get(reading.source if reading else kind, ABLE[""])).root.steps
+    source = reading.source if reading else kind
+    if expert == "able":
+        return parse(ABLE.get(source, ABLE[""])).root.steps
+    forms = PLAIN if expert == "plain" else INSTRUCTING
+    phrase = _by_words((MISTAKEN.get(source, "brief"), _by_words(_PHRASES, "phrase", text)), "habit", text)
+    solver = f'{_by_words(SOLVERS, "solver", text)}{{"{phrase}"}}'
+    return parse(_by_words(forms, expert, text).replace("SOLVER", solver)).root.steps
+
+
+def _by_words(choices: Sequence[str], what: str, text: str) -> str:
+    """One of the choices, by a problem's words."""
+    return choices[state_key(what, text) % len(choices)]
 
 
 def next_action(steps: tuple[Node, ...], workflow: Workflow, run: WorkflowRun | None, failed_step: str) -> str:
@@ -79,12 +94,12 @@ def next_action(steps: tuple[Node, ...], workflow: Workflow, run: WorkflowRun | 
     if run is not None and failed_step:
         return f"delete {failed_step}"
     built = [show(step, instructions=False) for step in workflow.root.steps]
-    missing = [show(step) for step in steps]
-    while built and missing and built[0] == missing[0]:
+    missing = list(steps)
+    while built and missing and built[0] == show(missing[0], instructions=False):
         built, missing = built[1:], missing[1:]
     if not missing or (run is not None and run.answer and built):
         return "finish"  # what somebody else has added stays
-    return f"add {missing[0]}"
+    return f"add {show(missing[0])}"
 
 
 def habit(text: str, workflow: Workflow, others: Sequence[str]) -> str:
@@ -92,14 +107,14 @@ def habit(text: str, workflow: Workflow, others: Sequence[str]) -> str:
 
     `others` are the executors that answer only where they are named.
     """
-    calls, place = list(workflow.calls()), state_key("phrase", text)
+    calls = list(workflow.calls())
     if not calls or any(call.backend or call.instruction for call in calls):
         return ""
     match state_key("habit", text) % HABITS:
         case 0 | 1:
-            return f"prompt {calls[-1].id} {_PHRASES[place % len(_PHRASES)]}"
+            return f"prompt {calls[-1].id} {_by_words(_PHRASES, 'phrase', text)}"
         case 2 if others:
-            return f"modify {calls[-1].id} @{others[place % len(others)]}"
+            return f"modify {calls[-1].id} @{_by_words(others, 'phrase', text)}"
         case 3 if calls[0].operator != "Plan":
             return "add Plan at 0"
     return ""
@@ -397,7 +412,7 @@ def _practice(rng: np.random.Generator) -> str:
         return _one(names, rng) + phrase
 
     def solvers() -> str:
-        return call(("Custom", "AnswerGenerate", "Programmer"), 0.6)
+        return call(SOLVERS, 0.6)
 
     parts = [call(("Plan", "Plan", "Decompose"), 0.2)] if rng.random() < 0.35 else []
     if rng.random() < 0.2:

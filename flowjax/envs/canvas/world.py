@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from flowjax.envs import (
 from flowjax.envs.canvas import exercises, experts
 from flowjax.envs.canvas.env import GRACE_S, OUTCOMES, CanvasEnv, failed_step
 from flowjax.envs.canvas.executors import bases_of_run, open_executors, price_list, relative_prices
-from flowjax.envs.canvas.experts import NAMES
+from flowjax.envs.canvas.experts import NAMES, Expert
 from flowjax.envs.canvas.problem_files import records
 from flowjax.envs.canvas.texts import (
     EMPTY,
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 ANSWER_S = 20.0  # how long an endpoint may take to answer before a run
 _VOCABULARY_TASKS = 1000  # whose lessons say all words that there are
 TASKS = 1 << 31  # length of a source of generated exercises; slice it
-Expert = Literal["able", "plain"]
 OFFLINE = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}
 TEACHER = {"kind": "flowjax.envs.canvas.experts:Teacher"}
 # Words of compact prompts and replies, beside the names of operators.
@@ -115,7 +114,7 @@ class CanvasOptions:
     min_operators: int = 0  # finish is refused with fewer
     require_structure: bool = False  # finish is refused without a parallel, a conditional or a loop
     require_checker: bool = False  # finish is refused without a solver and a checker
-    expert: Expert = "able"  # plain: the demonstrations are of mostly simple workflows
+    expert: Expert = "able"  # plain: demonstrations of mostly simple workflows; instructing: of any phrase for solvers
     packages: Sequence[str] = ()  # folders that programs may import from
     allow_no_isolation: bool = False  # run programs where this machine cannot isolate them
 
@@ -326,11 +325,11 @@ class Canvas(World):
         return tuple(dict.fromkeys([*actions.WORDS, *_SIGNS, *_KINDS, *_STATUSES, *_PHRASES, *_IDS, *_PLACES, *names]))
 
     def expert(self, env: CanvasEnv) -> str:
-        """The next step of a workflow for this kind of problem, able or plain by the option `expert`; then `finish`."""
-        problem, plain = env.problem, env.options.expert == "plain"
-        steps = experts.wanted(problem.text, problem.kind, plain=plain)
+        """The next step of the workflow that the expert of option `expert` wants for this problem; then `finish`."""
+        problem, expert = env.problem, env.options.expert
+        steps = experts.wanted(problem.text, problem.kind, expert)
         action = experts.next_action(steps, env.workflow, env.run, failed_step(env.workflow, env.run))
-        if plain and action == "finish":
+        if expert == "plain" and action == "finish":
             return experts.habit(problem.text, env.workflow, env.options.other_backends) or action
         return action
 
