@@ -41,7 +41,7 @@ from flowjax.report.episodes import batches_of, read_batch, workflow_use
 from flowjax.rewards import canvas
 from flowjax.run import read_run
 from tests.benchmarks.canvas_executor import played, served
-from tests.benchmarks.learning import COLOURS, cells, evaluation
+from tests.benchmarks.learning import COLOURS, HEIGHT, LEFT, TOP, axes, cells, evaluation
 from tests.benchmarks.runs import HOW, evaluated, machine, trained
 
 REWARDS: Mapping[str, Mapping[str, object]] = {
@@ -156,28 +156,16 @@ def compared(name: str, first: str, runs: Mapping[str, Sequence[Path]], tasks: i
 
 def picture(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Success over requests as SVG, one dot for each policy or fixed workflow."""
-    left, top, width, height = 60, 20, 420, 300
+    width = 420
     most = max(requests for found in points.values() for requests, _ in found) * 1.1
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 420} {top + height + 50}" '
-        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-    ]
-    for percent in range(0, 101, 20):
-        y = top + height * (1 - percent / 100)
-        parts.append(f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{percent} %</text>')
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        x = left + width * share
-        parts.append(f'<text x="{x}" y="{top + height + 18}" text-anchor="middle">{share * most:.1f}</text>')
-    middle = left + width / 2
-    parts.append(f'<text x="{middle}" y="{top + height + 38}" text-anchor="middle">requests an episode</text>')
+    parts = axes(most, "requests an episode", width=width, names=420, digits=1)
     for index, (name, found) in enumerate(points.items()):
         colour = COLOURS[index] if index < len(COLOURS) else "#777"
         for requests, success in found:
-            x, y = left + width * requests / most, top + height * (1 - success)
+            x, y = LEFT + width * requests / most, TOP + HEIGHT * (1 - success)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}" opacity="0.8"/>')
-        y = top + 14 + 20 * index
-        parts.append(f'<text x="{left + width + 14}" y="{y}" fill="{colour}">{escape(name)}</text>')
+        y = TOP + 14 + 20 * index
+        parts.append(f'<text x="{LEFT + width + 14}" y="{y}" fill="{colour}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

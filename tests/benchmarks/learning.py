@@ -20,6 +20,7 @@ from tests.benchmarks.runs import HOW, Curve, curve, evaluated, machine, spread
 
 SHARE = 0.9  # of the first way's gain
 LAST = 5  # steps
+LEFT, TOP, HEIGHT = 60, 20, 300  # of pictures, in pixels
 COLUMNS = (
     "greedy [95 %]", "each seed", "sampled [95 %]", "each seed", "area", "tokens to the target", "seconds", "entropy",
     "invalid",
@@ -82,29 +83,32 @@ def compared(name: str, runs: Sequence[Path], first: str, others: Sequence[Path]
     return said
 
 
-def picture(curves: Mapping[str, Sequence[Curve]]) -> str:
-    """Held-out success over tokens as SVG: the mean over seeds, and their range as a band."""
-    left, top, width, height = 60, 20, 520, 300
-    most = max(float(each.spent["tokens"][-1]) for found in curves.values() for each in found)
-
-    def point(tokens: float, success: float) -> str:
-        return f"{left + width * tokens / most:.1f},{top + height * (1 - success):.1f}"
-
+def axes(most: float, what: str, *, width: int, names: int, digits: int = 0) -> list[str]:
+    """Head of an SVG of success over `what`, from 0 to `most`, with `names` pixels for a legend on its right."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 190} {top + height + 50}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + width + names} {TOP + HEIGHT + 50}" '
         'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
     ]
     for percent in range(0, 101, 20):
-        y = top + height * (1 - percent / 100)
-        parts.append(f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{percent} %</text>')
+        y = TOP + HEIGHT * (1 - percent / 100)
+        parts.append(f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{percent} %</text>')
     for share in (0, 0.25, 0.5, 0.75, 1):
-        x, y = point(share * most, 0).split(",")
-        parts.append(f'<text x="{x}" y="{float(y) + 18}" text-anchor="middle">{share * most:,.0f}</text>')
-    middle = left + width / 2
-    parts.append(
-        f'<text x="{middle}" y="{top + height + 38}" text-anchor="middle">tokens sampled and trained on</text>'
-    )
+        x, y = LEFT + width * share, TOP + HEIGHT + 18
+        parts.append(f'<text x="{x}" y="{y}" text-anchor="middle">{share * most:,.{digits}f}</text>')
+    middle = LEFT + width / 2
+    return [*parts, f'<text x="{middle}" y="{TOP + HEIGHT + 38}" text-anchor="middle">{what}</text>']
+
+
+def picture(curves: Mapping[str, Sequence[Curve]]) -> str:
+    """Held-out success over tokens as SVG: the mean over seeds, and their range as a band."""
+    width = 520
+    most = max(float(each.spent["tokens"][-1]) for found in curves.values() for each in found)
+
+    def point(tokens: float, success: float) -> str:
+        return f"{LEFT + width * tokens / most:.1f},{TOP + HEIGHT * (1 - success):.1f}"
+
+    parts = axes(most, "tokens sampled and trained on", width=width, names=190)
     for index, (name, found) in enumerate(curves.items()):
         colour = COLOURS[index % len(COLOURS)]
         tokens = np.mean([each.spent["tokens"] for each in found], axis=0)
@@ -115,7 +119,7 @@ def picture(curves: Mapping[str, Sequence[Curve]]) -> str:
         line = " ".join(point(*pair) for pair in zip(tokens, means, strict=True))
         parts.append(f'<polygon points="{" ".join(band)}" fill="{colour}" opacity="0.12"/>')
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{left + width + 14}" y="{top + 14 + 20 * index}" fill="{colour}">{escape(name)}</text>')
+        parts.append(f'<text x="{LEFT + width + 14}" y="{TOP + 14 + 20 * index}" fill="{colour}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
