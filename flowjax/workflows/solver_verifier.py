@@ -191,8 +191,8 @@ def demonstrations(
         wrong = near_miss(right, rng) if style == "compact" and rng.random() < 0.5 else wrong
         shown = wrong if rng.random() < path_noise else right
         slip = near_miss(right, rng) if style == "compact" else wrong
-        attempt, held, again = (slip if rng.random() < label_noise else right for _ in range(3))
-        yield [(world.prompt(problem, [], style), attempt)]
+        attempted, held, again = (slip if rng.random() < label_noise else right for _ in range(3))
+        yield [(world.prompt(problem, [], style), attempted)]
         yield [(_to_judge(world, problem, style, shown), _verdict_reply(held, shown, style))]
         if shown != right:
             yield [(_asked(world, problem, style, shown, _verdict_reply(right, shown, style)), again)]
