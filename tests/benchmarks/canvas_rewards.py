@@ -160,7 +160,7 @@ def picture(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     most = max(requests for found in points.values() for requests, _ in found) * 1.1
     parts = axes(most, "requests an episode", width=width, names=420, digits=1)
     for index, (name, found) in enumerate(points.items()):
-        colour = COLOURS[index] if index < len(COLOURS) else "#777"
+        colour = COLOURS[index % len(COLOURS)]
         for requests, success in found:
             x, y = LEFT + width * requests / most, TOP + HEIGHT * (1 - success)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}" opacity="0.8"/>')

@@ -25,7 +25,7 @@ COLUMNS = (
     "greedy [95 %]", "each seed", "sampled [95 %]", "each seed", "area", "tokens to the target", "seconds", "entropy",
     "invalid",
 )  # fmt: skip
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#333")
 
 
 def area(found: Curve) -> float:
