@@ -1,6 +1,7 @@
 """Benchmarks that compare what runs learn: curves, what was spent until a target is met, and the tables."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -172,10 +173,7 @@ def test_rewards_of_a_canvas_are_compared_with_fixed_workflows(tmp_path: Path):
                 for task in range(4)
             ]  # fmt: skip
             write_held_out(folder, "agent@1", episodes)
-        of_group = {"group_id": "g", "outcome": {}}
-        batch = [{**of_group, "trajectory_id": str(n), "turns": [turn_with(n % 2)]} for n in range(4)]
-        batch_path(run, "agent", 0).parent.mkdir(parents=True)
-        write_lines(batch_path(run, "agent", 0), batch)
+        write_batches(run, whole | {"distinct_siblings": 0})
     found = canvas_rewards.built(learning.evaluation(runs[0], "greedy", 4))
     assert found == {"requests": 3.0, "check": 0.75, "branch": 0.75, "released": 0.75, "kinds": 3.25}
     cells = [cell.strip() for cell in canvas_rewards.row("cwrpo", runs, 4).strip("|").split("|")]
@@ -187,6 +185,30 @@ def test_rewards_of_a_canvas_are_compared_with_fixed_workflows(tmp_path: Path):
     assert "+50.0 points" in canvas_rewards.beside("cwrpo", runs, "Custom", scores, 4)
     drawn = canvas_rewards.picture({"cwrpo": [(3.0, 0.75)], "Custom": [(1.0, 0.25)]})
     assert drawn.count("<circle") == 2 and "Custom</text>" in drawn
+
+    # Of 4 x (1 + 2 + ... + 8) requests a run, 144, a half has been made in the sixth batch, a quarter in the fourth.
+    lines = canvas_rewards.training_rows({"cwrpo": runs, "grpo": runs})
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [(line[0], line[1]) for line in lines[::2]] == [(n, "cwrpo") for n in ("36", "72", "144", "all, 144")]
+    assert [line[2:5] for line in lines[::2]] == [
+        ["4", "37.5 %", "38 38"],  # the batches get 0, 1, 2, 3, 0, 1, 2, 3 of 4 right; of the last five or fewer
+        ["6", "35.0 %", "35 35"],
+        ["8", "45.0 %", "45 45"],
+        ["8", "45.0 %", "45 45"],
+    ]
+    assert lines[0][5:] == ["1.00", "4.00", "0.50", "Custom 0.50, Programmer 0.50"]
+
+
+def write_batches(run: Path, structure: Mapping[str, float]) -> None:
+    """Eight training batches of four episodes; each asks one request more an episode than the one before."""
+    batch_path(run, "agent", 0).parent.mkdir(parents=True)
+    for step in range(8):
+        outcomes = [{**structure, "success": float(n < step % 4), "executor_calls": 1 + step} for n in range(4)]
+        lines = [
+            {"group_id": "g", "outcome": outcome, "trajectory_id": str(n), "turns": [turn_with(n % 2)]}
+            for n, outcome in enumerate(outcomes)
+        ]
+        write_lines(batch_path(run, "agent", step), lines)
 
 
 def turn_with(operator: int) -> dict[str, object]:

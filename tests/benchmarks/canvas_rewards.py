@@ -14,14 +14,18 @@ one `Custom`) are played on the same exercises by the same executors. What a pol
 of them. Prints, and writes to `<out>/canvas_rewards.md`, success with its 95 % interval over seeds and exercises,
 requests an episode, shares of workflows with a check and a branch that mattered and of those that reach the structure
 at which `canvas` releases correctness, the kinds of operators at work, and the share of different ones among the
-workflows of the last five batches; beside it a picture of success over requests.
+workflows of the last five batches; beside it a picture of success over requests. A second table says what was built
+over training, by requests that the executor had been asked: rewards are at equal executor budget in its lines.
 
 Runs are kept in `--out`; the same command again goes on where it stopped.
 """
 
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -56,11 +60,17 @@ FIXED = (
     'Programmer{"tested"}', 'Programmer{"stepwise"}', "Plan -> Programmer",
     'Plan -> Programmer{"tested"} -> (Test ? done : Revise) -> Format',
 )  # fmt: skip
+POLICY = "agent"
 LAST = 5  # batches
+BUDGETS = (0.25, 0.5, 1.0)  # of the requests of the run that made fewest
+NAMED = 4  # operators
 STRUCTURE = ("checks", "formats", "distinct_operators", "branching", "operator_entropy", "distinct_siblings")
 COLUMNS = (
     "reward", "greedy [95 %]", "each seed", "sampled [95 %]", "each seed", "requests", "check", "branch", "released",
     "kinds", "different",
+)  # fmt: skip
+TRAINING_COLUMNS = (
+    "requests so far", "reward", "step", "right", "each seed", "released", "kinds", "different", "operators a workflow",
 )  # fmt: skip
 
 
@@ -73,25 +83,97 @@ def fields(reward: str) -> list[str]:
 
 def built(evaluation: Path) -> dict[str, float]:
     """Means over the episodes of an evaluation: requests, and what stands in the workflows."""
-    outcomes = [episode.outcome for episode in read_held_out(evaluation)]
+    return structure([episode.outcome for episode in read_held_out(evaluation)])
+
+
+def structure(outcomes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over episodes: requests, and what stands in the workflows."""
     values = {
         name: jnp.array([outcome[name] for outcome in outcomes], float) for name in (*STRUCTURE, "executor_calls")
     }
-    structure = canvas(jnp.zeros(len(outcomes)), *(values[name] for name in STRUCTURE), base=0.0)
+    score = canvas(jnp.zeros(len(outcomes)), *(values[name] for name in STRUCTURE), base=0.0)
     return {
         "requests": float(values["executor_calls"].mean()),
         "check": float((values["checks"] > 0).mean()),
         "branch": float((values["branching"] > 0).mean()),
-        "released": float((structure >= 1 - 1e-6).mean()),
+        "released": float((score >= 1 - 1e-6).mean()),
         "kinds": float(values["distinct_operators"].mean()),
     }
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What the episodes of a training batch built."""
+
+    episodes: int
+    success: float
+    structure: Mapping[str, float]
+    different: float  # share among the workflows
+    operators: Mapping[str, float]  # in a workflow on average
+
+
+@functools.cache
+def batches(run: Path) -> Sequence[Batch]:
+    """The training batches of a run, in order."""
+    found: list[Batch] = []
+    for step in batches_of(run, POLICY):
+        groups = read_batch(run, POLICY, step)
+        outcomes = [line["outcome"] for group in groups for line in group.lines]
+        use = workflow_use(groups)
+        right = float(np.mean([outcome["success"] for outcome in outcomes]))
+        shares = use.get("unique", 0.0), use.get("operators", {})
+        found.append(Batch(len(outcomes), right, structure(outcomes), *shares))
+    return found
+
+
+def requests_of(run: Path) -> np.ndarray:
+    """Requests of the episodes trained on, up to and with each batch."""
+    return np.cumsum([batch.episodes * batch.structure["requests"] for batch in batches(run)])
+
+
+def until(run: Path, requests: float) -> tuple[int, Sequence[Batch]]:
+    """The step at which so many requests had been made, and the batches that led to it."""
+    step = min(int(np.searchsorted(requests_of(run), requests)) + 1, len(batches(run)))
+    return step, batches(run)[max(0, step - LAST) : step]
+
+
+def mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def training_rows(runs: Mapping[str, Sequence[Path]]) -> list[str]:
+    """What was built over training, at equal numbers of requests; then at the end of each reward's runs."""
+    least = min(float(requests_of(run)[-1]) for found in runs.values() for run in found)
+    rows = [
+        training_row(name, found, f"{share * least:,.0f}", [until(run, share * least) for run in found])
+        for share in BUDGETS
+        for name, found in runs.items()
+    ]
+    for name, found in runs.items():
+        all_of = mean(float(requests_of(run)[-1]) for run in found)
+        rows.append(training_row(name, found, f"all, {all_of:,.0f}", [until(run, np.inf) for run in found]))
+    return rows
+
+
+def training_row(name: str, runs: Sequence[Path], budget: str, found: Sequence[tuple[int, Sequence[Batch]]]) -> str:
+    """A line of the second table."""
+    each = [mean(batch.success for batch in some) for _, some in found]
+    every = [batch for _, some in found for batch in some]
+    use: Counter[str] = Counter()
+    for batch in every:
+        use.update({operator: count / len(every) for operator, count in batch.operators.items()})
+    named = ", ".join(f"{operator} {count:.2f}" for operator, count in use.most_common(NAMED))
+    seeds = " ".join(f"{100 * value:.0f}" for value in each)
+    step = mean(step for step, _ in found)
+    shares = [mean(batch.structure["released"] for batch in every), mean(batch.structure["kinds"] for batch in every)]
+    shares.append(mean(batch.different for batch in every))
+    parts = [budget, name, f"{step:.0f}", f"{100 * mean(each):.1f} %", seeds, *(f"{value:.2f}" for value in shares)]
+    return f"| {' | '.join([*parts, named])} |"
+
+
 def different(run: Path) -> float:
     """Share of different ones among the workflows of each of the last batches, in the mean."""
-    policy = "agent"
-    steps = batches_of(run, policy)[-LAST:]
-    return float(np.mean([workflow_use(read_batch(run, policy, step)).get("unique", 0.0) for step in steps]))
+    return mean(batch.different for batch in batches(run)[-LAST:])
 
 
 def line(*parts: str) -> str:
@@ -194,7 +276,8 @@ def main(argv: Sequence[str]) -> None:
         table += [fixed_row(workflow, each) for workflow, each in scores.items()]
         said = [beside(name, found, best, scores[best], given.tasks) for name, found in runs.items()]
         said += [compared(name, first, runs, given.tasks) for name in rest]
-        text = "\n".join([*table, "", machine(runs[first][0]), "", *said, ""])
+        over = [f"| {' | '.join(TRAINING_COLUMNS)} |", "|" + "---|" * len(TRAINING_COLUMNS), *training_rows(runs)]
+        text = "\n".join([*table, "", machine(runs[first][0]), "", *said, "", *over, ""])
         (out / "canvas_rewards.md").write_text(text)
         points = {
             name: [
