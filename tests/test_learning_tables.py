@@ -18,7 +18,7 @@ from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.transcripts import batch_path, write_lines
 from tests.benchmarks import algorithms, canvas_rewards, learning, loop, staleness
 from tests.benchmarks.data_algorithms import row
-from tests.benchmarks.runs import Curve, curve
+from tests.benchmarks.runs import Curve, curve, evaluated
 
 RISING = Curve(np.array([0.2, 0.4, 0.8, 0.6]), {"rollouts": np.array([0.0, 100.0, 300.0, 500.0])})
 
@@ -46,6 +46,26 @@ def finished(tmp_path: Path) -> Path:
     start = {"started_s": 4.0, "code": {"commit": "0123456789ab"}, "machine": {"cpus_allowed": 2, "cpu": "Some CPU"}}
     (tmp_path / "run.json").write_text(json.dumps({"starts": [start]}))
     return tmp_path
+
+
+def as_evaluated(folder: Path, *, tasks: int) -> None:
+    """What the tables look for in the folder of an evaluation, beside its episodes."""
+    config = default_config()
+    config.eval.tasks = tasks
+    config.rollout.group_size = 8
+    folder.mkdir(parents=True, exist_ok=True)
+    save_run(config, folder)
+    (folder / "results.json").touch()
+
+
+@pytest.mark.parametrize(("tasks", "plays"), [(100, False), (200, False), (201, True)])
+def test_what_an_evaluation_lacks_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, plays: bool):
+    as_evaluated(tmp_path / "skills" / "base-greedy", tasks=200)
+    called: list[tuple[str, ...]] = []
+    monkeypatch.setattr("tests.benchmarks.runs.call", lambda *arguments: called.append(arguments))
+    evaluated(tmp_path, how="greedy", base=True, tasks=tasks)
+    assert len(called) == plays
+    assert not plays or "--config.eval.tasks=201" in called[0]
 
 
 def test_a_run_is_read_from_its_own_lines(tmp_path: Path):
@@ -133,8 +153,8 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
                 for how in ("greedy", "sampled"):
                     own = (side, how) == ("trained", "sampled")  # the last one beside training
                     evaluation = folder if own else folder / "skills" / f"{side}-{how}"
-                    evaluation.mkdir(parents=True, exist_ok=True)
-                    (evaluation / "results.json").touch()
+                    if not own:
+                        as_evaluated(evaluation, tasks=200)
                     wins = rng.random(200) < (chance if side == "trained" else 0.1)
                     episodes = [
                         HeldOutEpisode(str(task), "", "", 0, "ok", float(won), 3, 6, {}, {})
@@ -163,8 +183,7 @@ def test_rewards_of_a_canvas_are_compared_with_fixed_workflows(tmp_path: Path):
         run.mkdir()
         runs.append(finished(run))
         for folder, calls in ((run, 9), (run / "skills" / "trained-greedy", 3)):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "results.json").touch()
+            as_evaluated(folder, tasks=4)
             episodes = [
                 HeldOutEpisode(
                     str(task), "", "", 0, "ok", float(task > 0), 3, 6,

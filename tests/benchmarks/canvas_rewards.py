@@ -195,20 +195,20 @@ def row(name: str, runs: Sequence[Path], tasks: int) -> str:
 def fixed_scores(run: Path, workflows: Sequence[str], tasks: int, kept: Path) -> dict[str, dict[str, list[float]]]:
     """Success and requests of fixed workflows on the exercises of the evaluations, by exercise."""
     found: dict[str, dict[str, list[float]]] = json.loads(kept.read_text()) if kept.exists() else {}
-    if missing := [workflow for workflow in workflows if workflow not in found]:
-        config = load_run(run)
-        world = find_world(config.env.name)(**config.env.options.to_dict())
-        assert isinstance(world, Canvas)
-        exercises = list(world.tasks("held_out", config.env.data_seed)[:tasks])
-        names = [content_of(task) for task in exercises]
+    config = load_run(run)
+    world = find_world(config.env.name)(**config.env.options.to_dict())
+    assert isinstance(world, Canvas)
+    exercises = {content_of(task): task for task in world.tasks("held_out", config.env.data_seed)[:tasks]}
+    missing = {each: [name for name in exercises if name not in found.get(each, {})] for each in workflows}
+    if any(missing.values()):
         with served(read_run(run)) as urls:
             os.environ |= {RUN_VARIABLE: str(run), ENGINES_VARIABLE: json.dumps(urls)}  # as environments are told
-            for workflow in missing:
-                outcomes = played(world, workflow, exercises)
+            for workflow, names in missing.items():
+                outcomes = played(world, workflow, [exercises[name] for name in names]) if names else []
                 pairs = [[each["success"], each["executor_calls"]] for each in outcomes]
-                found[workflow] = dict(zip(names, pairs, strict=True))
+                found.setdefault(workflow, {}).update(zip(names, pairs, strict=True))
                 kept.write_text(json.dumps(found))
-    return {workflow: found[workflow] for workflow in workflows}
+    return {workflow: {name: found[workflow][name] for name in exercises} for workflow in workflows}
 
 
 def fixed_row(workflow: str, scores: Mapping[str, Sequence[float]]) -> str:

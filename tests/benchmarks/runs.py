@@ -40,9 +40,10 @@ def trained(recipe: str, seed: str, out: Path, fields: Sequence[str] = ()) -> tu
 
 
 def evaluated(run: Path, *, how: str, base: bool, tasks: int) -> Path:
-    """The folder of an evaluation of a run's newest checkpoint or of its base model, played where it is not there."""
+    """The folder of an evaluation of a run's newest checkpoint or of its base model on so many tasks, or on more that
+    it was made for before; what is missing is played."""
     folder = run / "skills" / f"{'base' if base else 'trained'}-{how}"
-    if not (folder / "results.json").exists():
+    if not (folder / "results.json").exists() or load_run(folder).eval.tasks < tasks:
         fields = [f"--config.eval.temperature={HOW[how]}", f"--config.eval.tasks={tasks}"]
         call("flowjax.evaluate", str(run), f"--out={folder}", *fields, *(["--base"] if base else []))
     return folder
