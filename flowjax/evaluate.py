@@ -230,7 +230,7 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
         of_one = ConfigDict(config.to_dict())
         of_one.eval.versions = tuple(sorted(set(steps.values())))
         name = ",".join(f"{policy}@{step}" for policy, step in steps.items())
-        played = {"name": name, "checkpoints": {policy: str(path) for policy, path in each.items()}}
+        played = {"name": name, "checkpoints": {policy: str(path.absolute()) for policy, path in each.items()}}
         short = next(iter(each.values())).name if len(each) == 1 else name
         found.append(
             _evaluation(of_one, folder, given["out"], each, played, called=short, weights=next(iter(each.values())))
@@ -350,6 +350,8 @@ def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
     # These may differ in a run that is resumed, not here: other engines give other episodes.
     if saved.eval.seed != config.eval.seed or _precisions(saved) != _precisions(config):
         return False
+    places: Mapping[str, str] = of.get("checkpoints", {})  # relative ones in evaluations made before
+    of |= {"checkpoints": {policy: str(Path(place).absolute()) for policy, place in places.items()}} if places else {}
     return of == played and not check_unchanged(saved, config)
 
 

@@ -245,6 +245,16 @@ def test_a_run_of_before_with_a_field_that_is_no_more_is_evaluated_as_ever(run):
     assert only([str(run)]).name == "solver@2"
 
 
+def test_a_run_is_the_same_by_a_relative_and_an_absolute_path(run, monkeypatch):
+    saved(run, "one")
+    monkeypatch.chdir(run.parent)
+    begin(only([run.name, "--out=out"]))
+    assert only([str(run), f"--out={run.parent / 'out'}"]).run.folder == run.parent / "out"
+    record = run.parent / "out" / "evaluation.json"
+    record.write_text(record.read_text().replace(f"{run.parent}/", ""))  # as it was written before
+    assert only([run.name, "--out=out"]).name == "solver@2"
+
+
 def test_a_run_without_a_checkpoint_has_its_base_alone(run):
     saved(run, "one")
     shutil.rmtree(run / "checkpoints")
