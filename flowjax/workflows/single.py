@@ -45,7 +45,11 @@ async def take_turn(
     after: Reply | None = None,
 ) -> Move:
     """Ask `agent`, who sees `observation` worded as `messages`, and do what it says. `after` as for `Agent.act`."""
-    reply = await agent.act(messages, after=after)
+    return await do(await agent.act(messages, after=after), observation, options=options, env=env)
+
+
+async def do(reply: Reply, observation: Observation, *, options: EpisodeOptions, env: RemoteEnv) -> Move:
+    """Do what a reply to `observation` says."""
     action, well_formed = options.world.read(reply.text, observation.legal_actions, options.prompt)
     started_s = time.perf_counter()
     step = await env.step(action)

@@ -43,6 +43,7 @@ def play_scripted(
     codec: Codec,
     agents: Sequence[str],
     replies: Sequence[str],
+    max_turns: int = 1,
 ) -> tuple[Played, list[str]]:
     """The episode in which whoever is asked replies with the next of `replies`, and the prompts that were seen."""
     left, prompts = iter(replies), []
@@ -55,6 +56,6 @@ def play_scripted(
 
         return Agent(codec, generate)
 
-    options = EpisodeOptions(world, max_turns=1, prompt="compact")
+    options = EpisodeOptions(world, max_turns=max_turns, prompt="compact")
     who = {name: agent(name) for name in agents}
     return asyncio.run(play(task, seed=0, env=LocalSession(world), agents=who, options=options)), prompts
