@@ -29,8 +29,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   the executor is a language model of 0.9 M parameters on an engine of its own, taught on what operators
                   ask
     nano_llm_grpo    the same, rewarded for right answers and few requests alone; 8 min, and 25 for the bases, once
-                  held-out correct, greedy, 16.5 % [13.5, 20.2] -> 75.4 % [71.7, 79.1], three seeds; the best fixed
-                  workflow has 67.8 %: docs/worlds/canvas.md
+                  held-out correct, greedy, 16.5 % [13.5, 20.2] -> 75.6 % [71.9, 79.2], five seeds; the best fixed
+                  workflow has 67.8 % [63.7, 71.8]: docs/worlds/canvas.md
     nano_llm_sizes   nano_llm with two sizes of it at different prices, an engine each   (never run)
     qwen3_8b      8 x A100 80 GB, and an executor, without thinking   (not run by us)
                   python -m flowjax.launch --config=configs/canvas.py:qwen3_8b
