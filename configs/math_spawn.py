@@ -9,7 +9,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """`configs/math.py` with problems that an agent may split: `config.env.max_turns` replies for all that are asked.
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_spawn.py:nano
-               sums of six digits; its base splits three in ten of them, the trained policy hardly any: docs/dataflow.md
+               sums of six one-digit numbers; the base splits three in ten of them,
+               the trained policy hardly any: docs/dataflow.md
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_spawn.py:qwen3_8b
                problems: data/deepscaler.json, or --config.env.options.path=FILE            (never run)
     qwen3_0_6b 1 GPU of 16 GB, the same problems, without thinking                          (never run)

@@ -145,17 +145,17 @@ def training_rows(runs: Mapping[str, Sequence[Path]]) -> list[str]:
     """What was built over training, at equal numbers of requests; then at the end of each reward's runs."""
     least = min(float(requests_of(run)[-1]) for found in runs.values() for run in found)
     rows = [
-        training_row(name, found, f"{share * least:,.0f}", [until(run, share * least) for run in found])
+        training_row(name, f"{share * least:,.0f}", [until(run, share * least) for run in found])
         for share in BUDGETS
         for name, found in runs.items()
     ]
     for name, found in runs.items():
         all_of = mean(float(requests_of(run)[-1]) for run in found)
-        rows.append(training_row(name, found, f"all, {all_of:,.0f}", [until(run, np.inf) for run in found]))
+        rows.append(training_row(name, f"all, {all_of:,.0f}", [until(run, np.inf) for run in found]))
     return rows
 
 
-def training_row(name: str, runs: Sequence[Path], budget: str, found: Sequence[tuple[int, Sequence[Batch]]]) -> str:
+def training_row(name: str, budget: str, found: Sequence[tuple[int, Sequence[Batch]]]) -> str:
     """A line of the second table."""
     each = [mean(batch.success for batch in some) for _, some in found]
     every = [batch for _, some in found for batch in some]

@@ -3,13 +3,28 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from flowjax.envs import Observation, Step, World
+import pytest
+
+from flowjax.envs import Observation, Step, World, find_world
+from flowjax.models.nano import build_tokenizer
 from flowjax.records import Task
 from flowjax.workflows import Agent, Played
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import EpisodeOptions
+
+WORLD = find_world("flowjax.envs.math:Math")(answer="whole", digits=1, terms=4, operators="+")
+SUM = Task("sum", "math", 0, {"question": "1+2+3+4=?", "answer": "10", "expression": "1+2+3+4"})
+ASKED = "1 + 2 + 3 + 4 = ?"
+
+
+def word_folder(tmp_path_factory: pytest.TempPathFactory, words: Sequence[str]) -> Path:
+    """A folder with a tokenizer of the words of `WORLD` and of a workflow."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer((*WORLD.vocabulary(), *words, "<think>", "</think>"), folder)
+    return folder
 
 
 class LocalSession:

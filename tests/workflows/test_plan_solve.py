@@ -6,25 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowjax.envs import find_world
-from flowjax.models.nano import build_tokenizer
-from flowjax.records import Task
 from flowjax.workflows import Played, plan_solve
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.plan_solve import demonstrations, play, to_plan, to_solve
-from tests.workflows.scripted import play_scripted
-
-OPTIONS = {"answer": "whole", "digits": 1, "terms": 4, "operators": "+"}
-WORLD = find_world("flowjax.envs.math:Math")(**OPTIONS)
-SUM = Task("sum", "math", 0, {"question": "1+2+3+4=?", "answer": "10", "expression": "1+2+3+4"})
-ASKED = "1 + 2 + 3 + 4 = ?"
+from tests.workflows.scripted import ASKED, SUM, WORLD, play_scripted, word_folder
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer((*WORLD.vocabulary(), *plan_solve.vocabulary(), "<think>", "</think>"), folder)
-    return folder
+    return word_folder(tmp_path_factory, plan_solve.vocabulary())
 
 
 def played(tokenizer: Path, *replies: str, most: int = 20) -> tuple[Played, list[str]]:

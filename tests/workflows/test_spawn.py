@@ -6,25 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowjax.envs import find_world, user_says
-from flowjax.models.nano import build_tokenizer
-from flowjax.records import Task
+from flowjax.envs import user_says
 from flowjax.workflows import Played, spawn
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.spawn import demonstrations, parse_spawn, play, split_sum, worded
-from tests.workflows.scripted import play_scripted
-
-OPTIONS = {"answer": "whole", "digits": 1, "terms": 4, "operators": "+"}
-WORLD = find_world("flowjax.envs.math:Math")(**OPTIONS)
-SUM = Task("sum", "math", 0, {"question": "1+2+3+4=?", "answer": "10", "expression": "1+2+3+4"})
-ASKED = "1 + 2 + 3 + 4 = ?"
+from tests.workflows.scripted import ASKED, SUM, WORLD, play_scripted, word_folder
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer((*WORLD.vocabulary(), *spawn.vocabulary(), "<think>", "</think>"), folder)
-    return folder
+    return word_folder(tmp_path_factory, spawn.vocabulary())
 
 
 @pytest.fixture(scope="module")
