@@ -8,7 +8,7 @@ from flowjax.recipes import find_variant, recipe_beside
 def get_config(arg: str = "nano") -> ConfigDict:
     """`configs/math_pair.py` with a planner before the solver in the verifier's place, both rewarded for the answer.
 
-    nano       2 CPU cores        python -m flowjax.launch --config=configs/math_plan.py:nano    (never run)
+    nano       2 CPU cores        python -m flowjax.launch --config=configs/math_plan.py:nano    (run for 3 steps)
                sums of six one-digit numbers
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_plan.py:qwen3_8b
                problems: data/deepscaler.json, or --config.env.options.path=FILE            (never run)
