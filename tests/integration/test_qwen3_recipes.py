@@ -51,6 +51,7 @@ DATA: dict[str, dict[str, object]] = {
     "math_efficient": {},
     "math_pair": {},
     "math_plan": {},
+    "math_router": {"bases": {}, "agents": {"router": "router", "small": "base", "large": "base"}},  # one engine
     "math_select": {},
     "math_spawn": {},
     "search": {"env.options": {"documents": 200, "hops": 2, "topk": 1}, "env.train_tasks": 64},

@@ -22,6 +22,7 @@ from flowjax.recipes import nano_on_two_cores, one_node_8_gpus
 from flowjax.run import resolve
 
 ROOT = Path(__file__).parents[2]
+ROUTER = "math_router.py"  # the one recipe for Qwen3 with two base models
 
 
 def variants() -> list[str]:
@@ -61,7 +62,8 @@ def test_every_recipe_can_be_planned_without_model_and_data(variant: str, elsewh
     if run.config.model.nano is None:
         assert "which does not exist" in plan
         each = 4 if variant.endswith("_8b") else 1
-        assert (len(devices.trainer), len(devices.engine)) == (each, each), "its docstring promises as many"
+        engines = max(each, len(run.bases))
+        assert (len(devices.trainer), len(devices.engine)) == (each, engines), "its docstring promises as many"
 
 
 def test_the_preset_for_two_cores_needs_no_accelerator_and_serves_what_is_trained():
@@ -85,7 +87,9 @@ def test_the_preset_for_one_node_leaves_no_gpu_idle_or_shared():
     assert config.trainer.micro_batch_rows % len(devices.trainer) == 0
 
 
-@pytest.mark.parametrize("variant", [name for name in variants() if name.endswith(":qwen3_0_6b")])
+@pytest.mark.parametrize(
+    "variant", [name for name in variants() if name.endswith(":qwen3_0_6b") and ROUTER not in name]
+)
 def test_a_small_recipe_fits_one_gpu_that_engine_and_trainer_share(variant: str, elsewhere: Path):
     request = read_request([f"--config={ROOT / variant}", "--dry_run", "--devices=1"])
     run, devices = request.run, request.devices
@@ -100,7 +104,17 @@ def test_a_small_recipe_fits_one_gpu_that_engine_and_trainer_share(variant: str,
     assert run.config.model.template_options.to_dict() == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("variant", [name for name in variants() if ":qwen3" in name])
+def test_the_router_has_an_engine_for_each_of_its_models(elsewhere: Path):
+    for variant, gpus in ("qwen3_8b", 8), ("qwen3_0_6b", 2):
+        request = read_request([f"--config={ROOT}/configs/{ROUTER}:{variant}", "--dry_run", f"--devices={gpus}"])
+        small, large = (base.model.template_options.enable_thinking for base in request.run.bases.values())
+        assert (small, large) == (False, True)
+        wanted = [base.engine.tensor_parallel for base in request.run.bases.values()]
+        assert wanted[0] == wanted[1] and sum(wanted) == len(request.devices.engine)
+        assert request.devices.shared == (gpus == 2)
+
+
+@pytest.mark.parametrize("variant", [name for name in variants() if ":qwen3" in name and ROUTER not in name])
 def test_a_model_thinks_where_its_replies_have_room_for_it(variant: str):
     config = load_recipe(str(ROOT / variant))
     assert ("enable_thinking" in config.model.template_options) == (config.rollout.max_new_tokens < 4096)
