@@ -167,7 +167,8 @@ def _nano_llm_sizes(config: ConfigDict) -> None:
         }
     )
     config.env.options.default_backend = "small"
-    config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 1e6, "per_cost": 0.02})
+    _pay_right_answers(config)  # less what they cost: a few tenths of one where all is asked of the large one
+    config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 1e6, "per_cost": 0.005})
 
 
 def _qwen3_8b(config: ConfigDict) -> None:

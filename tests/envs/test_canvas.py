@@ -147,7 +147,9 @@ def test_the_instructing_expert_gives_every_kind_any_phrase_and_most_often_one_t
         assert STEPS[mistaken] != SUITING[kind]
         share = np.mean([phrase == mistaken for source, phrase in given if source == kind])
         assert 0.45 < share < 0.75  # a half, and one fifth of the other half
-    # It builds what it wants, phrase and all, and then finishes.
+
+
+def test_the_instructing_expert_builds_what_it_wants_and_then_finishes():
     steps = wanted(SUM.text, "math", "instructing")
     world, actions_taken = Canvas(expert="instructing"), []
     env = world.env()
@@ -156,6 +158,14 @@ def test_the_instructing_expert_gives_every_kind_any_phrase_and_most_often_one_t
         actions_taken.append(action)
         assert env.step(action).valid and len(actions_taken) <= len(steps)
     assert actions_taken == [f"add {show(step)}" for step in steps]
+
+
+def test_the_instructing_expert_sends_half_of_the_solvers_to_the_other_executor():
+    texts = [take(Canvas().tasks("train", 0), index).payload["text"] for index in range(300)]
+    sent = [any("@large" in show(step) for step in wanted(text, "", "instructing", ("large",))) for text in texts]
+    assert 0.4 < np.mean(sent) < 0.6
+    alone = [any("@" in show(step) for step in wanted(text, "", "instructing")) for text in texts]
+    assert not any(alone)
 
 
 def read_back(action: str) -> actions.Action:

@@ -60,7 +60,8 @@ PLAIN = (
     *("Programmer -> (Test ? done : Revise)", "Plan -> Programmer -> Format"),
 )
 # What an instructing one builds around a solver, whatever the problem. It gives the solver a phrase: in one half of the
-# problems any, in the other one that does not suit their kind. Who imitates it therefore tells the kinds apart.
+# problems any, in the other one that does not suit their kind. Who imitates it therefore tells the kinds apart. The
+# solver is sent to any executor, whatever suits.
 MISTAKEN = {"arithmetic": "brief", "words": "exact", "list": "tested", "program": "sorted"}
 INSTRUCTING = (
     *("SOLVER", "SOLVER -> Format", "Plan -> SOLVER") * 2,
@@ -72,15 +73,16 @@ SOLVERS = ("Custom", "AnswerGenerate", "Programmer")
 HABITS = 8  # of the plain one: two end with an instruction, one with another executor, one with a plan put first
 
 
-def wanted(text: str, kind: str, expert: Expert) -> tuple[Node, ...]:
-    """The steps that the expert wants for a problem."""
+def wanted(text: str, kind: str, expert: Expert, others: Sequence[str] = ()) -> tuple[Node, ...]:
+    """The steps that the expert wants for a problem; `others` as for `habit`."""
     reading = exercises.read(text)
     source = reading.source if reading else kind
     if expert == "able":
         return parse(ABLE.get(source, ABLE[""])).root.steps
     forms = PLAIN if expert == "plain" else INSTRUCTING
     phrase = _by_words((MISTAKEN.get(source, "brief"), _by_words(_PHRASES, "phrase", text)), "habit", text)
-    solver = f'{_by_words(SOLVERS, "solver", text)}{{"{phrase}"}}'
+    sent = _by_words(("", *(f"@{other}" for other in others)), "executor", text)
+    solver = f'{_by_words(SOLVERS, "solver", text)}{{"{phrase}"}}{sent}'
     return parse(_by_words(forms, expert, text).replace("SOLVER", solver)).root.steps
 
 

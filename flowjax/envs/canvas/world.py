@@ -327,7 +327,7 @@ class Canvas(World):
     def expert(self, env: CanvasEnv) -> str:
         """The next step of the workflow that the expert of option `expert` wants for this problem; then `finish`."""
         problem, expert = env.problem, env.options.expert
-        steps = experts.wanted(problem.text, problem.kind, expert)
+        steps = experts.wanted(problem.text, problem.kind, expert, env.options.other_backends)
         action = experts.next_action(steps, env.workflow, env.run, failed_step(env.workflow, env.run))
         if expert == "plain" and action == "finish":
             return experts.habit(problem.text, env.workflow, env.options.other_backends) or action
