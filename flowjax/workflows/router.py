@@ -18,7 +18,7 @@ from flowjax.records import Status, Task, state_key
 from flowjax.workflows import Agent, AgentTurns, Played, Reply, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
-from flowjax.workflows.solver_verifier import answered, parse_choice, question, slipped
+from flowjax.workflows.solver_verifier import answered, near_miss, parse_choice, question
 
 ROUTER = "router"
 MODELS = ("small", "large")  # agents, the cheapest first
@@ -106,10 +106,16 @@ def vocabulary() -> tuple[str, ...]:
 def demonstrations(
     world: World, tasks: Tasks, *, label_noise: float, style: Style, rng: np.random.Generator, **_: Any
 ) -> Iterator[list[Exchange]]:
-    """Answers of an expert, a share `label_noise` of them near misses, and choices at random, in turn, without end."""
+    """Answers of an expert, and choices, in turn, without end.
+
+    A share `label_noise` of the answers is wrong. Who chooses knows nothing of the models, and sends the longer of two
+    problems that follow each other to the large one, and one that is as long as the last to either.
+    """
+    last = 0
     for problem, right, wrong in answered(world, tasks, style, rng):
-        slip = slipped(right, label_noise, rng) if style == "compact" else right
-        answer = slip if style == "compact" or rng.random() >= label_noise else wrong
-        yield [(world.prompt(problem, [], style), answer)]
-        choice = MODELS[rng.integers(len(MODELS))]
+        slip = near_miss(right, rng) if style == "compact" else wrong
+        yield [(world.prompt(problem, [], style), slip if rng.random() < label_noise else right)]
+        length = len(question(world, problem))
+        choice = MODELS[rng.integers(len(MODELS))] if length == last else MODELS[int(length > last)]
+        last = length
         yield [(to_route(world, problem, style), choice if style == "compact" else f"<model>{choice}</model>")]

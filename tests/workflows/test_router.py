@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flowjax.envs import find_world
 from flowjax.workflows import Played, router
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.router import MODELS, demonstrations, play, score_choice, to_route
@@ -76,17 +77,19 @@ def test_in_words_the_router_is_shown_the_problem_without_the_form_of_its_answer
 
 
 @pytest.mark.parametrize("style", ["compact", "instruct"])
-def test_clean_demonstrations_answer_rightly_and_choose_either_model(style):
+def test_clean_demonstrations_answer_rightly_and_send_longer_problems_to_the_large_model(style):
+    world = find_world("flowjax.envs.math:Math")(answer="whole", digits=2, terms=3, operators="+")
     walk = demonstrations(
-        WORLD, WORLD.tasks("train", 0)[:50], label_noise=0.0, style=style, rng=np.random.default_rng(0)
+        world, world.tasks("train", 0)[:50], label_noise=0.0, style=style, rng=np.random.default_rng(0)
     )
-    chosen = set()
+    last, chosen = 0, set()
     for ((problem, answer),), ((routed, choice),) in itertools.islice(zip(walk, walk, strict=False), 100):
         named = choice.removeprefix("<model>").removesuffix("</model>")
-        assert named in MODELS and (style == "compact") == (named == choice)
         chosen.add(named)
         if style == "compact":
             summands, value = problem[-1]["content"].replace(" ", "").partition("=?")[0], "".join(answer.split())
-            assert sum(map(int, summands.split("+"))) == int(value)
+            assert sum(map(int, summands.split("+"))) == int(value) and named == choice
             assert routed[-1]["content"] == f"{problem[-1]['content']} route"
+            assert len(summands) == last or named == MODELS[len(summands) > last]
+            last = len(summands)
     assert chosen == set(MODELS)
