@@ -9,7 +9,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """`configs/math.py` with a router before two models, of which one has to answer. It alone is trained.
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_router.py:nano
-               sums of three numbers, of which the small model has seen those of one digit
+               sums of two numbers, of which the small model has seen those of one digit
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_router.py:qwen3_8b
                Qwen3-8B without thinking and with it; problems: data/deepscaler.json,
                or --config.env.options.path=FILE                                            (never run)
@@ -29,7 +29,6 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
 def _nano(config: ConfigDict) -> None:
     config.model.path = "models/nano-math-router"
-    config.env.options.terms = 3
     config.env.sources = ConfigDict({"one_digit": {"options": {"digits": 1}}, "two_digits": {}})
     config.warm_start.steps = 1600
     config.warm_start.label_noise = 0.0
@@ -38,7 +37,7 @@ def _nano(config: ConfigDict) -> None:
     # Numbers of two digits the small model has never seen, so that the router is trained on the large one.
     config.bases.small = ConfigDict({"model": small, "warm_start": {"steps": 600, "env_options": {"digits": 1}}})
     config.agents.small, config.agents.large = "small", "base"
-    config.rollout.max_prompt_tokens = 11  # a sum, and a word
+    config.rollout.max_prompt_tokens = 8  # a sum, and a word
 
 
 def _qwen3_8b(config: ConfigDict) -> None:

@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -114,6 +115,15 @@ def module_file(module: str) -> str:
     except (ImportError, ValueError):
         spec = None
     return spec.origin or "" if spec else ""
+
+
+def declared(module: str, name: str) -> tuple[str, ...]:
+    """The words that a module's constant of this name lists, () where it has none."""
+    origin = module_file(module)
+    for node in ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else ():
+        if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
+            return tuple(ast.literal_eval(node.value))
+    return ()
 
 
 def defined_names(module: ast.Module) -> set[str]:

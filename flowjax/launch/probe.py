@@ -18,12 +18,12 @@ from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
 from flowjax.envs import NotReady, World, WorldError, find_world
-from flowjax.envs.demonstrations import base_words, defined_names, is_executor, module_file
+from flowjax.envs.demonstrations import base_words, declared, defined_names, is_executor, module_file
 from flowjax.fields import NAMED
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.launch.devices import adapter_slots_bytes, memory_plan, memory_together
 from flowjax.rollout.sidecar import unserved_targets
-from flowjax.run import Base, Policy, Run, resolve
+from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 
 
 def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
@@ -229,18 +229,9 @@ def _reward(components: ConfigDict, config: ConfigDict) -> Iterator[str]:
     from flowjax.rewards import check_reward
 
     if components:
-        outcomes = (*find_world(config.env.name).OUTCOMES, *_workflow_outcomes(config.workflow))
+        outcomes = (*find_world(config.env.name).OUTCOMES, *declared(config.workflow.partition(":")[0], "OUTCOMES"))
         check_reward(components.to_dict(), outcomes, config.env.name)
     yield from ()
-
-
-def _workflow_outcomes(path: str) -> tuple[str, ...]:
-    """Outcomes that the workflow's module adds to the world's, by its OUTCOMES."""
-    origin = module_file(path.partition(":")[0])
-    for node in ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else ():
-        if isinstance(node, ast.Assign) and "OUTCOMES" in [ast.unparse(target) for target in node.targets]:
-            return tuple(ast.literal_eval(node.value))
-    return ()
 
 
 def _workflow(config: ConfigDict) -> Iterator[str]:
@@ -252,6 +243,12 @@ def _workflow(config: ConfigDict) -> Iterator[str]:
         yield f"{field}, but there is no module {module!r}: {remedy}"
     elif origin.endswith(".py") and name not in defined_names(ast.parse(Path(origin).read_text())):
         yield f"{field}, but {module} has no {name!r}: {remedy}"
+    asked, named = declared(module, "AGENTS"), tuple(config.agents) or (ONLY_AGENT,)
+    if asked and set(asked) != set(named):
+        yield (
+            f"config.agents has {', '.join(named)}, and the agents of {config.workflow} are {', '.join(asked)}: name "
+            "for each of these, and for no other, the policy or base that speaks for it"
+        )
 
 
 def _demonstrates(path: str) -> bool:

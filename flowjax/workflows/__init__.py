@@ -1,6 +1,7 @@
 """Episodes as async functions over named agents.
 
-An agent: messages in, one reply of one policy out, with the exact tokens that made it.
+An agent: messages in, one reply of one policy out, with the exact tokens that made it. The module of a workflow lists
+the agents that it asks as AGENTS, and outcomes that it adds to the world's as OUTCOMES: a launch is checked by both.
 """
 
 import json

@@ -21,7 +21,8 @@ from flowjax.workflows.solver_verifier import SOLVER, answered, question, slippe
 from flowjax.workflows.spawn import AND, split_sum
 
 OUTCOMES = ("planned",)  # beside the world's
-PLANNER = "planner"
+AGENTS = ("planner", "solver")
+PLANNER = AGENTS[0]
 PLAN = "plan"  # compact: after a problem, and before its plan where there is one
 
 MAKE_PLAN = """Another agent is to solve this problem:

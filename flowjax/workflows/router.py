@@ -20,8 +20,8 @@ from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
 from flowjax.workflows.solver_verifier import answered, near_miss, parse_choice, question
 
-ROUTER = "router"
-MODELS = ("small", "large")  # agents, the cheapest first
+AGENTS = ("router", "small", "large")
+ROUTER, MODELS = AGENTS[0], AGENTS[1:]  # the cheapest model first
 OUTCOMES = ("score", "small_success", "large_success", "either_success", "large_chosen")  # beside the world's
 ROUTE = "route"  # compact: after a problem that is to be routed
 

@@ -11,7 +11,8 @@ from flowjax.workflows.codec import PromptTooLong
 
 OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own
 DEFAULT_HISTORY: Mapping[Style, int] = {"instruct": 2, "compact": 0}
-AGENT = "agent"  # its name among the agents
+AGENTS = ("agent",)  # those that it asks: `config.agents` says who speaks for them
+AGENT = AGENTS[0]
 
 
 @dataclass(frozen=True, slots=True)

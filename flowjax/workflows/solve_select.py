@@ -21,7 +21,8 @@ from flowjax.workflows.single import EpisodeOptions, turn_counts
 from flowjax.workflows.solver_verifier import SOLVER, answered, attempt, near_miss, parse_choice, question
 
 OUTCOMES = ("score", "decided_right", "first_success", "either_success")  # beside the world's
-SELECTOR = "selector"
+AGENTS = ("solver", "selector")
+SELECTOR = AGENTS[1]
 CHOICES = ("a", "b")
 PICK, OR = "pick", "or"  # compact: before the two answers, and between them
 

@@ -19,7 +19,8 @@ from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
 
 OUTCOMES = ("answer_right", "approved_right", "rejected_wrong")  # of verdicts, beside the world's
-SOLVER, VERIFIER = "solver", "verifier"
+AGENTS = ("solver", "verifier")
+SOLVER, VERIFIER = AGENTS
 APPROVE, REJECT = "approve", "reject"
 CHECK, WRONG = "check", "not"  # compact: before an answer to be judged, and before one that was rejected
 

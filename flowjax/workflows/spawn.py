@@ -24,7 +24,8 @@ from flowjax.workflows.single import AGENT, EpisodeOptions, do, turn_counts
 from flowjax.workflows.solver_verifier import answered, slipped
 
 OUTCOMES = ("helpers",)  # beside the world's
-HELPER = "helper"
+AGENTS = ("agent", "helper")
+HELPER = AGENTS[1]
 MOST_TASKS = 4  # of a spawn
 DEPTH = 2  # levels of helpers
 SPAWN, AND, GOT = "spawn", "and", "got"  # compact: before the tasks, between them, and before what they came to

@@ -26,7 +26,8 @@ from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, Move, take_turn, turn_counts
 
 OUTCOMES = ("answer_right", "tests_valid", "first_success", "attempts", "approved")  # beside the world's
-WRITER, TESTER = "writer", "tester"
+AGENTS = ("writer", "tester")
+WRITER, TESTER = AGENTS
 TESTS = 2  # of one reply; more are not run
 ASK, GIVES, AND = "tests", "gives", "and"  # compact: after a problem, between input and result, between tests
 

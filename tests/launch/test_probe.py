@@ -1,5 +1,6 @@
 """What is refused of the modules that a config names, for each policy."""
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -9,11 +10,13 @@ import pytest
 
 from configs import canvas, code, sokoban
 from configs.math_pair import get_config
+from flowjax.envs.demonstrations import declared
 from flowjax.launch.probe import inspect_run
 from flowjax.models.config import hf_config, known_shape
 from flowjax.models.nano import nano_config
 from flowjax.models.shape import Experts
 from flowjax.run import resolve
+from flowjax.workflows import single
 
 
 def problems(**changes) -> list[str]:
@@ -76,8 +79,31 @@ def test_data_algorithms_that_cannot_be_made_are_refused(algorithms, message):
 
 
 def test_outcomes_of_another_workflow_are_not_there():
-    (found,) = problems(workflow="flowjax.workflows.single:play")
+    agents = {"agent": "solver"}
+    (found,) = problems(workflow="flowjax.workflows.single:play", agents=agents)
     assert "needs the outcome 'answer_right'" in found
+
+
+@pytest.mark.parametrize(
+    ("agents", "named"),
+    [
+        ({"solver": "solver"}, "solver"),
+        ({"solver": "solver", "verifier": "verifier", "judge": "verifier"}, "judge, solver, verifier"),
+        ({"agent": "solver"}, "agent"),
+    ],
+)
+def test_each_agent_of_the_workflow_has_somebody_who_speaks_for_it_and_there_are_no_others(agents, named):
+    (found,) = (text for text in problems(agents=agents) if "the agents of" in text)
+    assert found.startswith(
+        f"config.agents has {named}, and the agents of flowjax.workflows.solver_verifier:play are solver, verifier: "
+    )
+
+
+def test_every_workflow_of_ours_lists_its_agents():
+    for path in Path(single.__file__).parent.glob("*.py"):
+        module = importlib.import_module(f"flowjax.workflows.{path.stem}")
+        if hasattr(module, "play"):
+            assert declared(module.__name__, "AGENTS") == module.AGENTS != ()
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
