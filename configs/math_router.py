@@ -9,7 +9,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """`configs/math.py` with a router before two models, of which one has to answer. It alone is trained.
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_router.py:nano
-               sums of two numbers, of which the small model has seen those of one digit
+               sums of two to six one-digit numbers, of which the small model has seen those of two and three
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_router.py:qwen3_8b
                Qwen3-8B without thinking and with it; problems: data/deepscaler.json,
                or --config.env.options.path=FILE                                            (never run)
@@ -29,15 +29,16 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
 def _nano(config: ConfigDict) -> None:
     config.model.path = "models/nano-math-router"
-    config.env.sources = ConfigDict({"one_digit": {"options": {"digits": 1}}, "two_digits": {}})
+    config.env.options.update({"digits": 1, "terms": 6, "fewest_terms": 2})
     config.warm_start.steps = 1600
     config.warm_start.label_noise = 0.0
     shape = {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_size": 192}
     small = {"path": "models/nano-math-router-small", "nano": shape}
-    # Numbers of two digits the small model has never seen, so that the router is trained on the large one.
-    config.bases.small = ConfigDict({"model": small, "warm_start": {"steps": 600, "env_options": {"digits": 1}}})
+    # Longer sums the small model has never seen, so that the router is trained on the large one.
+    config.bases.small = ConfigDict({"model": small, "warm_start": {"steps": 600, "env_options": {"terms": 3}}})
     config.agents.small, config.agents.large = "small", "base"
-    config.rollout.max_prompt_tokens = 8  # a sum, and a word
+    config.rollout.max_prompt_tokens = 14  # a sum, and a word
+    config.trainer.row_tokens = 19
 
 
 def _qwen3_8b(config: ConfigDict) -> None:

@@ -269,6 +269,12 @@ def test_generated_answers_are_what_python_says():
             assert payload["question"] == f"{payload['expression']}=?"
 
 
+def test_problems_of_several_lengths_have_each_of_them_about_as_often():
+    source = Math(digits=1, terms=4, fewest_terms=2).tasks("held_out", 0)
+    lengths = [take(source, index).payload["expression"].count("+") + 1 for index in range(300)]
+    assert set(lengths) == {2, 3, 4} and all(70 < lengths.count(length) < 130 for length in (2, 3, 4))
+
+
 def test_formulas_are_judged_outside_the_main_thread_too():
     task = Task("t", "math", 0, {"question": "Expand.", "answer": "x^2+2x+1"})
     env, _ = begin(task)
@@ -336,6 +342,8 @@ def test_demonstrations_in_one_conversation():
     [
         ({"digits": 0}, "digits is 0: it must be at least 1 and at most 12"),
         ({"terms": 1}, "terms is 1: it must be at least 2"),
+        ({"fewest_terms": 1}, "fewest_terms is 1: "),
+        ({"fewest_terms": 3}, "fewest_terms is 3: it must be at most env.options.terms, 2"),
         ({"operators": "+x"}, "operators is '\\+x'"),
         ({"answer": "first"}, "answer is 'first': use one of boxed"),
         ({"calculator": -1}, "calculator is -1"),

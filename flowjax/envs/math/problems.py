@@ -58,16 +58,22 @@ def _content(question: str) -> str:
 class Arithmetic:
     """Options of generated problems: `terms` numbers of 1 to `digits` digits, joined by `operators`.
 
-    Divisions come out even. With * or / a problem is read with the usual precedence.
+    With `fewest_terms` there are any number of them, from this one to `terms`. Divisions come out even.
+    With * or / a problem is read with the usual precedence.
     """
 
     digits: Annotated[int, Interval(at_least=1, at_most=12)] = 2
     terms: Annotated[int, Interval(at_least=2, at_most=8)] = 2
     operators: str = "+"
+    fewest_terms: Annotated[int, Interval(at_least=2, at_most=8, also=(0,))] = 0  # 0: as many as `terms`
 
     def __post_init__(self):
         if not self.operators or set(self.operators) - set(OPERATORS):
             raise WorldError(f"env.options.operators is {self.operators!r}: give some of {OPERATORS}")
+        if self.fewest_terms > self.terms:
+            raise WorldError(
+                f"env.options.fewest_terms is {self.fewest_terms}: it must be at most env.options.terms, {self.terms}"
+            )
 
 
 def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> MathProblem:
@@ -77,9 +83,10 @@ def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> Mat
         WorldError: the options allow hardly any.
     """
     for _ in range(MAX_ATTEMPTS):
-        lengths = rng.integers(1, options.digits + 1, size=options.terms)
+        count = int(rng.integers(options.fewest_terms, options.terms + 1)) if options.fewest_terms else options.terms
+        lengths = rng.integers(1, options.digits + 1, size=count)
         numbers = [int(rng.integers(10 ** (int(n) - 1) if n > 1 else 0, 10 ** int(n))) for n in lengths]
-        signs = [options.operators[i] for i in rng.integers(len(options.operators), size=options.terms - 1)]
+        signs = [options.operators[i] for i in rng.integers(len(options.operators), size=count - 1)]
         expression = "".join(f"{sign}{number}" for sign, number in zip(["", *signs], numbers, strict=True))
         value = _evaluate(numbers, signs)
         if value is not None and split_of(question := f"{expression}=?") == split:
