@@ -9,7 +9,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """`configs/math.py` with a router before two models, of which one has to answer. It alone is trained.
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_router.py:nano
-               sums of two to six one-digit numbers, of which the small model has seen those of two and three
+               sums of two to six one-digit numbers, of which the small model has seen those of two and three;
+               held out 0.71 -> 0.91, 0.71 -> 0.93, 0.73 -> 0.92, the large model asked for 0.77 to 0.79 of them
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_router.py:qwen3_8b
                Qwen3-8B without thinking and with it; problems: data/deepscaler.json,
                or --config.env.options.path=FILE                                            (never run)
