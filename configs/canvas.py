@@ -168,7 +168,7 @@ def _nano_llm_sizes(config: ConfigDict) -> None:
         }
     )
     config.env.options.default_backend = "small"
-    _pay_right_answers(config)  # less what they cost: a few tenths of one where all is asked of the large one
+    _pay_right_answers(config)  # less what they cost: a tenth of one for a request to the large one
     config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 1e6, "per_cost": 0.005})
 
 

@@ -4,6 +4,7 @@ A workflow that has more to teach brings words and demonstrations of its own.
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -118,11 +119,12 @@ def module_file(module: str) -> str:
 
 
 def declared(module: str, name: str) -> tuple[str, ...]:
-    """The words that a module's constant of this name lists, () where it has none."""
+    """The words that a module's constant of this name lists, () where it has none or makes them as it runs."""
     origin = module_file(module)
     for node in ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else ():
         if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
-            return tuple(ast.literal_eval(node.value))
+            with contextlib.suppress(ValueError):
+                return tuple(ast.literal_eval(node.value))
     return ()
 
 

@@ -99,6 +99,12 @@ def test_each_agent_of_the_workflow_has_somebody_who_speaks_for_it_and_there_are
     )
 
 
+def test_agents_that_are_not_written_out_are_not_checked(tmp_path, monkeypatch):
+    (tmp_path / "computed.py").write_text("AGENTS = tuple('ab')\n\nasync def play(*_, **__): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not any("agents" in text for text in problems(workflow="computed:play"))
+
+
 def test_every_workflow_of_ours_lists_its_agents():
     for path in Path(single.__file__).parent.glob("*.py"):
         module = importlib.import_module(f"flowjax.workflows.{path.stem}")
