@@ -25,6 +25,7 @@ from flowjax.launch.roles import (
 from flowjax.rollout.sidecar import served_folder
 from flowjax.run import resolve
 
+WORKFLOW = "flowjax.workflows.solver_verifier:play"
 JUDGE = {"model": {"path": "models/Qwen3-8B"}, "engine": {"tensor_parallel": 2, "replicas": 2}}
 
 
@@ -32,6 +33,7 @@ JUDGE = {"model": {"path": "models/Qwen3-8B"}, "engine": {"tensor_parallel": 2, 
 def judged(config) -> ConfigDict:
     """A frozen judge beside the policy."""
     config.bases = ConfigDict({"judge": JUDGE})
+    config.workflow = WORKFLOW
     config.agents = {"solver": "agent", "verifier": "judge"}
     return config
 
@@ -41,6 +43,7 @@ def both(config) -> ConfigDict:
     """A policy trained on each of two base models."""
     config.bases = ConfigDict({"small": {"model": {"path": "absent-small", "nano": {"hidden_size": 32, "layers": 1}}}})
     config.policies = {"solver": {}, "verifier": {"policy": {"base": "small"}}}
+    config.workflow = WORKFLOW
     config.agents = {"solver": "solver", "verifier": "verifier"}
     config.separate_trainers = True
     return config
