@@ -63,7 +63,7 @@ def test_equal_outcomes_of_all_models_leave_nothing_to_choose_but_the_price():
     assert len({score_choice(choice, {"small": 0.4, "large": 0.0}) for choice in MODELS}) == 1, "almost is not right"
 
 
-def test_a_prompt_that_is_too_long_for_the_models_ends_the_episode_without_a_choice(tokenizer):
+def test_a_prompt_that_is_too_long_for_the_router_ends_the_episode_without_a_choice(tokenizer):
     episode, _ = played(tokenizer, "large", RIGHT, RIGHT, most=len(ASKED.split()))
     assert episode.status == "truncated" and episode.parts == []
     assert episode.outcome["success"] == episode.outcome["large_chosen"] == 0.0
