@@ -11,6 +11,7 @@ from flowjax.recipes import (
     find_variant,
     lengths,
     nano_on_two_cores,
+    on_8_v5e_chips,
     one_gpu_16_gb,
     one_node_8_gpus,
     published_variants,
@@ -28,6 +29,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b      8 x A100 80 GB, and a retrieval server, without thinking   (not run by us)
                   python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
                   python -m flowjax.launch --config=configs/search.py:qwen3_8b
+    qwen3_8b_v5e  the same on one host of 8 TPU chips, v5e: docs/trainer.md   (never run)
     qwen3_0_6b    1 GPU of 16 GB, the same server, without thinking   (never run)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
                   2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
@@ -148,6 +150,7 @@ VARIANTS = {
     "nano": _nano,
     "nano_append": _nano_append,
     "qwen3_8b": _qwen3_8b,
+    "qwen3_8b_v5e": on_8_v5e_chips(_qwen3_8b),
     "qwen3_0_6b": _qwen3_0_6b,
     **published_variants("search", PUBLISHED, _published),
 }

@@ -11,6 +11,7 @@ from flowjax.recipes import (
     find_variant,
     lengths,
     nano_on_two_cores,
+    on_8_v5e_chips,
     one_gpu_16_gb,
     one_node_8_gpus,
     published_variants,
@@ -30,6 +31,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
                an episode is one conversation, in rooms of any distance (no full run measured)
     qwen3_8b   8 x A100 80 GB, without thinking   (not run by us)
                python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b
+    qwen3_8b_v5e
+               the same on one host of 8 TPU chips, v5e: docs/trainer.md   (never run)
     qwen3_0_6b 1 GPU of 16 GB       6 x 6, without thinking   (never run)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
                2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
@@ -123,6 +126,7 @@ VARIANTS = {
     "nano": _nano,
     "nano_append": _nano_append,
     "qwen3_8b": _qwen3_8b,
+    "qwen3_8b_v5e": on_8_v5e_chips(_qwen3_8b),
     "qwen3_0_6b": _qwen3_0_6b,
     **published_variants("sokoban", PUBLISHED, _published),
 }

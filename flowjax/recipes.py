@@ -81,6 +81,19 @@ def one_node_8_gpus(config: ConfigDict, world: str) -> None:
     config.optimizer.learning_rate = 2e-5
 
 
+def on_8_v5e_chips(variant: Variant) -> Variant:
+    """A variant for `one_node_8_gpus` on one host of eight TPU chips (v5e, 16 GB each): the engine on four, the trainer
+    on the other four, over which the base is split, since none has room for it whole."""
+
+    def build(config: ConfigDict) -> None:
+        variant(config)
+        config.name += "-v5e"
+        config.mesh.data, config.mesh.fsdp = 1, 4
+        config.model.remat = "layer"
+
+    return build
+
+
 def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
     """Qwen3-0.6B with an adapter of rank 32 on one GPU of 16 GB, which engine and trainer share; without thinking.
     `--dry_run --devices=1` plans for it."""

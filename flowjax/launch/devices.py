@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ml_collections import ConfigDict
 
-from flowjax.rollout.sidecar import adapter_slots
+from flowjax.rollout.sidecar import adapter_slots, tpu_chips
 from flowjax.run import Base, Policy, Run
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ _OVERLAP = (
 _FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 MEMORY_FRACTION = 0.92  # of a GPU that is the trainer's alone; JAX's 0.75 leaves a fifth of it idle
+# Chips of one process on a host of TPUs, and how they lie (width, height, depth), as JAX's own tests have it.
+TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+_TPU = "tpu"  # before the number of a chip
+_TPU_PORT = 8476  # of libtpu, and those above it: one for each chip
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Devices:
     """Accelerators by number; both lists are empty on a machine without any, where everything runs on the CPU.
 
     `trainers` is how many trainers share theirs out evenly, or use the same ones where too few. `assumed` marks
-    a plan for a machine that is not this one. `hosts` as large as this one hold a trainer together.
+    a plan for a machine that is not this one. `hosts` as large as this one hold a trainer together. `on_host` is how
+    many accelerators this one has, in use or not. Chips of TPUs are called tpu0, tpu1 and so on.
     """
 
     trainer: tuple[str, ...] = ()
@@ -44,6 +49,11 @@ class Devices:
     assumed: bool = False
     trainers: int = 1
     hosts: int = 1
+    on_host: int = 0
+
+    @property
+    def of_tpus(self) -> bool:
+        return any(name.startswith(_TPU) for name in (*self.trainer, *self.engine))
 
     @property
     def trainer_count(self) -> int:
@@ -64,7 +74,9 @@ class Devices:
             return {}
         count = self._trainer_count_here
         start = index * count % len(self.trainer)  # round again where there are more trainers than accelerators
-        found = {"CUDA_VISIBLE_DEVICES": ",".join(self.trainer[start : start + count])}
+        found = self._visible(self.trainer[start : start + count])
+        if self.of_tpus:
+            return found
         crowded = self.shared or len(self.trainer) < self.trainers
         if crowded:  # JAX takes most of a device's memory at its start, and would leave nothing for the others
             found |= {} if _PREALLOCATE in env else {_PREALLOCATE: "false"}
@@ -85,20 +97,41 @@ class Devices:
             return [{"JAX_PLATFORMS": "cpu"}] * count
         each = len(self.trainer) // count
         parts = [self.trainer[each * index : each * (index + 1)] for index in range(count)]
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+        return [self._visible(part) for part in parts]
 
     def engine_env(self, first: int, count: int) -> dict[str, str]:
         """Of an engine that gets `count` of the engines' accelerators, from the `first` on."""
-        part = self.engine[first : first + count] or self.engine
-        return {"CUDA_VISIBLE_DEVICES": ",".join(part)} if part else {}
+        return self._visible(self.engine[first : first + count] or self.engine)
+
+    def _visible(self, part: Sequence[str]) -> dict[str, str]:
+        """Variables that show a process these accelerators and no others."""
+        if not part:
+            return {}
+        if not self.of_tpus:
+            return {"CUDA_VISIBLE_DEVICES": ",".join(part)}
+        if len(part) == self.on_host:
+            return {}  # a whole host needs no word, and may be one of a slice of several
+        chips = [name.removeprefix(_TPU) for name in part]
+        port = str(_TPU_PORT + int(chips[0]))
+        return {
+            "TPU_VISIBLE_CHIPS": ",".join(chips),
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(part)],
+            "TPU_PROCESS_BOUNDS": "1,1,1",
+            "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
+            "TPU_PROCESS_PORT": port,
+            "CLOUD_TPU_TASK_ID": "0",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
 
 
 def visible_accelerators(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, ...]:
-    """Numbers (or names) of the CUDA devices that this process may use."""
+    """Numbers (or names) of the CUDA devices that this process may use; without any, the host's TPU chips."""
     if "CUDA_VISIBLE_DEVICES" in env:
         return tuple(part.strip() for part in env["CUDA_VISIBLE_DEVICES"].split(",") if part.strip() not in ("", "-1"))
     listed = len(list((root / "proc/driver/nvidia/gpus").glob("*"))) or len(list((root / "dev").glob("nvidia[0-9]*")))
-    return tuple(str(number) for number in range(listed))
+    if listed:
+        return tuple(str(number) for number in range(listed))
+    return tuple(f"{_TPU}{number}" for number in range(tpu_chips(root)))
 
 
 def host_device_count(env: Mapping[str, str] = os.environ) -> int:
@@ -131,7 +164,7 @@ def share_out(
     engine = tuple(accelerators[-engine_count:]) if engine_count else ()  # [-0:] would be all of them
     trainer = tuple(accelerators[: len(accelerators) - len(engine)]) or tuple(accelerators)
     most = None if trainer_count is None else trainer_count // hosts * trainers  # of this host, for all its trainers
-    return Devices(trainer[:most], engine, cpu_devices, assumed, trainers, hosts)
+    return Devices(trainer[:most], engine, cpu_devices, assumed, trainers, hosts, len(accelerators))
 
 
 def processes_here(trainer: ConfigDict) -> int:

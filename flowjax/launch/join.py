@@ -206,7 +206,8 @@ def train(run_dir: Path, console: Console) -> None:
 
 
 def _become_trainer(run_dir: Path) -> NoReturn:
-    sees = Devices(visible_accelerators(), hosts=2)  # or more: it matters only that there are others
+    seen = visible_accelerators()
+    sees = Devices(seen, hosts=2, on_host=len(seen))  # or more hosts: it matters only that there are others
     environment = {**os.environ, **OFFLINE, **HUGE_PAGES, **sees.trainer_env()}
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "flowjax.trainer", f"--run={run_dir}", "--scheduled"], environment)

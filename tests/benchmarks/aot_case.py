@@ -58,6 +58,7 @@ MACHINES: dict[str, tuple[int, Gpu | str, float]] = {
     "a100x8": (8, A100, 80.0),
     "h100x8": (8, H100, 80.0),
     "h200x8": (8, H200, 141.0),
+    "v5e-8": (4, "v5e:2x2", 16.0),  # a host of eight, of which the engine has the other half
     "v5e-16": (16, "v5e:4x4", 16.0),
     "v5p-8": (4, "v5p:2x2x1", 95.0),
     "v6e-8": (8, "v6e:2x4", 32.0),

@@ -8,6 +8,7 @@ import pytest
 
 from flowjax.launch import machine
 from flowjax.launch.devices import host_device_count, mesh_count, share_out, visible_accelerators
+from flowjax.rollout import sidecar
 from flowjax.run import TAUGHT_FILE, resolve
 
 
@@ -186,6 +187,19 @@ def test_accelerators_are_counted_as_cuda_would(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (container / "dev" / name).write_text("")
     assert visible_accelerators({}, container) == ("0", "1", "2")
+
+
+def test_tpu_chips_are_counted_where_there_is_no_gpu(tmp_path, monkeypatch):
+    for number, (vendor, kind) in enumerate([("0x1ae0", "0x0063"), ("0x1ae0", "0x0063"), ("0x1ae0", "0x0042")]):
+        device = tmp_path / f"sys/bus/pci/devices/0000:0{number}:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "device").write_text(f"{kind}\n")
+    assert visible_accelerators({}, tmp_path) == ("tpu0", "tpu1")  # the third is a network card
+    monkeypatch.setattr(sidecar, "_is_cpu_build", lambda python: False)
+    assert not sidecar.serves_on_cpu("python", {}, tmp_path)
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    assert visible_accelerators({}, tmp_path) == ("0",)
 
 
 def test_sharing_out():

@@ -6,7 +6,7 @@ import pytest
 
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config
-from flowjax.launch.devices import Devices, engine_accelerators, share_out
+from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out
 from flowjax.launch.roles import choose_ports, engine_roles, publish_endpoints, run_roles, stop_order
 from flowjax.run import resolve
 
@@ -55,6 +55,46 @@ def test_separate_trainers_are_roles_with_accelerators_of_their_own(config, tmp_
     assert crowded.trainer_env(1)["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     config.trainer.processes, config.trainer.coordinator = 2, "here:1"
     assert any("config.separate_trainers is True" in problem for problem in check_config(config))
+
+
+def test_processes_on_a_host_of_tpus_see_their_own_chips(config, tmp_path):
+    config.engine.replicas, config.engine.tensor_parallel = 2, 2
+    devices = share_out(tuple(f"tpu{chip}" for chip in range(8)), engine_accelerators(resolve(config)), 4)
+    assert machine.check_accelerators(resolve(config), devices) == []
+    roles = {role.name: role for role in run_roles(resolve(config, tmp_path), choose_ports(resolve(config)), devices)}
+    seen = {name: roles[name].env for name in ("trainer", "engine-0", "engine-1")}
+    assert [env["TPU_VISIBLE_CHIPS"] for env in seen.values()] == ["0,1,2,3", "4,5", "6,7"]
+    assert [env["TPU_CHIPS_PER_PROCESS_BOUNDS"] for env in seen.values()] == ["2,2,1", "1,2,1", "1,2,1"]
+    assert len({env["TPU_PROCESS_PORT"] for env in seen.values()}) == 3
+    assert not any(name.startswith(("CUDA", "XLA_")) for env in seen.values() for name in env)
+    assert not any(name.startswith("TPU_") for name in roles["rollout"].env | roles["dataflow"].env)
+
+
+def test_a_trainer_with_a_whole_host_of_tpus_may_be_part_of_a_slice():
+    whole = share_out(("tpu0", "tpu1", "tpu2", "tpu3"), 0, 8, hosts=2)
+    assert (whole.trainer_env(), whole.trainer_count) == ({}, 8)
+    part = share_out(("tpu0", "tpu1", "tpu2", "tpu3"), 0, 2)
+    assert part.trainer_env()["TPU_VISIBLE_CHIPS"] == "0,1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "chips", "named"),
+    [
+        ({}, 1, "the trainer would share TPU chips tpu0 with the engines"),
+        ({}, 4, "the trainer gets 3 of 4 TPU chips, but a process has 1, 2, 4, 8 of them"),
+        ({"engine.tensor_parallel": 3}, 4, "config.engine.tensor_parallel gets 3 of 4 TPU chips"),
+        ({"trainer.processes": 2, "mesh.fsdp": 2}, 4, "config.trainer.processes is 2, but a host of TPUs has one"),
+        ({"policy.train": "full", "mesh.fsdp": 2}, 4, "policy.train of agent is 'full', but vllm-tpu cannot take"),
+    ],
+)
+def test_what_a_host_of_tpus_does_not_do(config, monkeypatch, changes, chips, named):
+    monkeypatch.delenv("FLOWJAX_PROCESS", raising=False)
+    config.update_from_flattened_dict(changes)
+    run = resolve(config)
+    names = tuple(f"tpu{chip}" for chip in range(chips))
+    devices = share_out(names, engine_accelerators(run), mesh_count(tuple(config.mesh.to_dict().values())))
+    (problem,) = machine.check_accelerators(run, devices)
+    assert named in problem
 
 
 def test_a_configured_port_is_the_first_of_several(config):

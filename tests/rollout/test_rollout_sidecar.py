@@ -151,6 +151,12 @@ def test_prompts_are_read_whole_on_a_cpu(config, cpu, tmp_path):
     assert "--no-enable-chunked-prefill" in argv and int(_value(argv, "--max-num-batched-tokens")) >= 4000
 
 
+def test_adapters_on_tpus_take_the_form_of_the_model_that_has_them(config, gpu, tmp_path, monkeypatch):
+    assert "MODEL_IMPL_TYPE" not in command(config)[1]
+    monkeypatch.setattr(sidecar, "tpu_chips", lambda: 8)
+    assert command(config)[1]["MODEL_IMPL_TYPE"] == "vllm"
+
+
 def test_extra_arguments_come_last_and_so_win(config, cpu, tmp_path):
     config.engine.python, config.engine.extra_args = "/opt/vllm/bin/python", ("--max-num-seqs", "7")
     argv, _ = command(config)
