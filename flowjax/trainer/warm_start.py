@@ -8,7 +8,9 @@ has to mend.
 A base that environments ask themselves, such as an executor of the canvas, is taught by the world's lessons instead.
 """
 
+import contextlib
 import itertools
+import json
 import math
 import shutil
 import sys
@@ -25,6 +27,7 @@ from ml_collections import ConfigDict
 from flowjax.config import BASE_NAME, ConfigError, asks_help, taught_options
 from flowjax.envs import World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations, is_executor
+from flowjax.files import FileHeldError, held
 from flowjax.models.hf import save_decoder
 from flowjax.models.nano import create_nano
 from flowjax.models.shape import ModelError
@@ -39,6 +42,30 @@ from flowjax.workflows.codec import Codec
 
 _ROOM = 1.1  # of a batch of lessons, beside their mean length
 _ROWS_MULTIPLE = 8  # packed rows divide over so many devices
+
+
+def have_base(run: Run, base: Base) -> None:
+    """See that a base model is at its `model.path`: runs that are launched at once and share it wait for the first.
+
+    Raises:
+        ConfigError: `model.nano` names no shape, or that run has taught it otherwise.
+    """
+    folder = Path(base.model.path)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f".{folder.name}.lock")
+    with contextlib.ExitStack() as sole:
+        try:
+            sole.enter_context(held(lock, wait_s=0.0))
+        except FileHeldError as other:
+            logging.info("%s makes %s: waiting for it", other, folder)
+            sole.enter_context(held(lock, wait_s=math.inf))
+        if not folder.exists():
+            build_base(run, base)
+        elif json.loads((folder / TAUGHT_FILE).read_text()) != json.loads(base.warm_start.to_json()):
+            raise ConfigError(
+                f"config.model.path is {str(folder)!r}, which another run has made meanwhile by another "
+                "config.warm_start: give another path"
+            )
 
 
 def build_base(run: Run, base: Base) -> None:
@@ -206,7 +233,7 @@ def main(argv: list[str]) -> None:
     try:
         run = read_run(run_dir)
         use_compile_cache(run.config.trainer.compile_cache)
-        build_base(run, run.bases[flags.FLAGS.base])
+        have_base(run, run.bases[flags.FLAGS.base])
     except (BatchError, ConfigError, ModelError, WorldError) as error:
         sys.exit(f"warm start: {error}")
 

@@ -1,12 +1,15 @@
 """The making of a nano base that the world asks: an executor of the canvas."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from configs import sokoban
+from flowjax.config import ConfigError
 from flowjax.envs import Split
 from flowjax.envs.canvas import Canvas
 from flowjax.envs.demonstrations import is_executor
@@ -14,7 +17,7 @@ from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.levels import moves_to_go
 from flowjax.launch.command_line import load_recipe
 from flowjax.monitor.metrics import read_metrics
-from flowjax.run import resolve
+from flowjax.run import TAUGHT_FILE, resolve
 from flowjax.trainer import warm_start
 from flowjax.trainer.warm_start import build_base
 from flowjax.workflows.codec import Codec
@@ -41,6 +44,30 @@ def test_an_executor_is_made_of_lessons(tmp_path: Path):
     messages, reply = next(world.lessons(world.tasks("train", 0)[:4], np.random.default_rng(0)))
     codec = Codec(tmp_path / "executor")
     assert codec.decode(codec.encode_reply(reply)) == reply and len(codec.encode(messages)) < 200
+
+
+def test_runs_that_share_a_base_wait_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = sokoban.get_config("nano")
+    folder = tmp_path / "base"
+    config.model.path = str(folder)
+    run = resolve(config, tmp_path / "run")
+    code = f"""
+import pathlib, time
+from flowjax.files import held
+folder = pathlib.Path({str(folder)!r})
+with held(folder.with_name(".base.lock"), wait_s=0):
+    print("held", flush=True)
+    time.sleep(1)
+    folder.mkdir()
+    (folder / {TAUGHT_FILE!r}).write_text({config.warm_start.to_json()!r})
+"""
+    monkeypatch.setattr(warm_start, "build_base", lambda *_: pytest.fail("a base that another run makes"))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        warm_start.have_base(run, run.bases["base"])
+    config.warm_start.steps += 1
+    with pytest.raises(ConfigError, match="another run has made meanwhile"):
+        warm_start.have_base(resolve(config, tmp_path / "run"), resolve(config).bases["base"])
 
 
 class Seen(Exception):
