@@ -171,20 +171,22 @@ def check_accelerators(run: Run, devices: Devices) -> list[str]:
 def _tpu_chips(run: Run, devices: Devices) -> list[str]:
     """Uses that TPUs do not have: a chip of two processes, three chips of one, all weights reloaded."""
     problems = []
-    if devices.shared and run.trains:
+    trains = run.trains and not run.config.eval.versions
+    if devices.shared and trains:
         problems.append(
             f"the trainer would share TPU chips {','.join(devices.engine)} with the engines, and a chip is of one "
             "process: lower config.engine.replicas or tensor_parallel, or have engines elsewhere (config.engine.urls)"
         )
-    each = {"the trainer": devices.trainer_count // devices.hosts} if run.trains and devices.trainer else {}
-    each |= {in_base(name, "config.engine.tensor_parallel"): count for name, count in _started(run)}
+    each = {"the trainer": devices.trainer_count // devices.hosts} if trains and devices.trainer else {}
+    for name, base in run.bases.items():
+        each |= {in_base(name, "config.engine.tensor_parallel"): base.engine.tensor_parallel} if devices.engine else {}
     problems += [
         f"{name} gets {count} of {devices.on_host} TPU chips, but a process has {', '.join(map(str, TPU_BOUNDS))} of "
         "them: set config.mesh and config.engine.tensor_parallel to such numbers"
         for name, count in each.items()
         if count not in TPU_BOUNDS
     ]
-    if run.trains and processes_here(run.config.trainer) > 1:
+    if trains and processes_here(run.config.trainer) > 1:
         problems.append(
             f"config.trainer.processes is {run.config.trainer.processes}, but a host of TPUs has one process of a "
             "trainer: leave it at 1, or start --role=trainer on each host (docs/clusters.md)"
@@ -196,10 +198,6 @@ def _tpu_chips(run: Run, devices: Devices) -> list[str]:
             "an adapter ('lora'), or have engines on GPUs (config.engine.urls)"
         )
     return problems
-
-
-def _started(run: Run) -> list[tuple[str, int]]:
-    return [(name, base.engine.tensor_parallel) for name, base in run.bases.items() if not base.engine.urls]
 
 
 def _trainer_processes(trainer: ConfigDict, devices: Devices) -> list[str]:

@@ -67,7 +67,7 @@ def test_processes_on_a_host_of_tpus_see_their_own_chips(config, tmp_path):
     assert [env["TPU_CHIPS_PER_PROCESS_BOUNDS"] for env in seen.values()] == ["2,2,1", "1,2,1", "1,2,1"]
     assert len({env["TPU_PROCESS_PORT"] for env in seen.values()}) == 3
     assert not any(name.startswith(("CUDA", "XLA_")) for env in seen.values() for name in env)
-    assert not any(name.startswith("TPU_") for name in roles["rollout"].env | roles["dataflow"].env)
+    assert not any(name.startswith("TPU_") for name in [*roles["rollout"].env, *roles["dataflow"].env])
 
 
 def test_a_trainer_with_a_whole_host_of_tpus_may_be_part_of_a_slice():
@@ -75,6 +75,15 @@ def test_a_trainer_with_a_whole_host_of_tpus_may_be_part_of_a_slice():
     assert (whole.trainer_env(), whole.trainer_count) == ({}, 8)
     part = share_out(("tpu0", "tpu1", "tpu2", "tpu3"), 0, 2)
     assert part.trainer_env()["TPU_VISIBLE_CHIPS"] == "0,1"
+
+
+def test_an_evaluation_may_have_all_chips_of_a_host_for_its_engine(config):
+    config.engine.tensor_parallel = 4
+    whole = share_out(("tpu0", "tpu1", "tpu2", "tpu3"), 4)
+    assert "would share TPU chips" in machine.check_accelerators(resolve(config), whole)[0]
+    config.eval.versions = (7,)
+    assert machine.check_accelerators(resolve(config), whole) == []
+    assert whole.engine_env(0, 4) == {}
 
 
 @pytest.mark.parametrize(
