@@ -31,8 +31,11 @@ from flowjax.weights.hand_over import hand_over, model_name
 from flowjax.workflows.codec import Codec
 
 _log = logging.getLogger(__name__)
-_MOST_OVER_MEAN = 1.25  # calls at one engine, relative to the mean over the engines that could take them
-_ALWAYS_ROOM = 8  # calls that no engine is too busy for
+_MOST_OVER_MEAN = 1.25  # calls at one engine, relative to its share of those of all that could take them
+_ALWAYS_ROOM = 8  # calls that no engine is too busy for, but slow ones
+_SLOW = 1.5  # times the fastest engine's seconds for a token
+_LEAST_SHARE, _SHARE_STEP = 1 / 8, 1.02
+_REMEMBERED_CALLS = 32
 _HUNG_S = 15.0  # an engine that has not answered for this long is away
 _PREFIX_TOKENS = 64  # what tells conversations apart where the caller does not
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 1.0
@@ -41,7 +44,8 @@ _FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 1.0
 class Member:
     """One engine of a pool, with what is known of it. Its adapters are kept in step by the follower.
 
-    `names` are the models that it listed last, `in_flight` the pool's calls that it is working on.
+    `names` are the models that it listed last, `in_flight` the pool's calls that it is working on, `token_s` what a
+    token of its late calls took, `share` the calls that it gets for each one of the fastest engine.
     """
 
     def __init__(self, client: EngineClient):
@@ -49,6 +53,7 @@ class Member:
         self.up = True
         self.names: set[str] = set()
         self.in_flight = 0
+        self.token_s, self.share = 0.0, 1.0
 
     async def models(self) -> set[str]:
         self.names = await self.client.models()
@@ -121,8 +126,10 @@ class EnginePool:
             try:
                 # What another engine had sampled is part of the prompt now: this one goes on behind it.
                 prompt = [*prompt_ids, *before.sampled_ids]
-                asked = replace(sampling, max_new_tokens=left)
-                before.append(await member.client.generate(model, prompt, asked, pinned=pinned))
+                asked, began_s = replace(sampling, max_new_tokens=left), clock()
+                reply = await member.client.generate(model, prompt, asked, pinned=pinned)
+                share_calls(self.members, member, (clock() - began_s) / max(len(reply.sampled_ids), 1))
+                before.append(reply)
                 return before.completion()
             except UnknownModel:  # restarted, or unloaded since it was asked: another may have it, see `_choose`
                 member.names.discard(model)
@@ -168,7 +175,8 @@ class EnginePool:
     def status(self) -> dict[str, Any]:
         """State of each engine, and how often a call had to move."""
         engines = [
-            {"url": m.client.url, "up": m.up, "in_flight": m.in_flight, "models": sorted(m.names)} for m in self.members
+            {"url": m.client.url, "up": m.up, "in_flight": m.in_flight, "share": m.share, "models": sorted(m.names)}
+            for m in self.members
         ]
         return {"engines": engines, "moved_calls": self.moved_calls, "continued_calls": self.continued_calls}
 
@@ -189,19 +197,31 @@ class EnginePool:
         return choose(key, able)
 
 
+def share_calls(members: Sequence[Member], member: Member, token_s: float) -> None:
+    """Note what a token of a call took at `member`. Where that is above 1.5 times the fastest's, it gets fewer calls,
+    down to an eighth of the fastest's; else more, up to as many. With fewer calls an engine samples each one faster."""
+    member.token_s += (token_s - member.token_s) / _REMEMBERED_CALLS if member.token_s else token_s
+    fastest_s = min(each.token_s for each in members if each.token_s and (each.up or each is member))
+    step = 1 / _SHARE_STEP if member.token_s > _SLOW * fastest_s else _SHARE_STEP
+    member.share = min(max(member.share * step, _LEAST_SHARE), 1.0)
+
+
 def choose(key: str, members: Sequence[Member]) -> Member:
     """Rendezvous hashing with bounded loads: of the engines, in the key's own order, the first that has room.
 
-    Room is below max(8, ceil(1.25 * (calls + 1) / engines)), so one of them always has some. The order follows from
-    key and address alone: an engine that goes or comes moves the keys that it is the first for, no others
-    (Thaler and Ravishankar, 1998; Mirrokni, Thorup and Zadimoghaddam, 2018).
+    Room is below max(8 * share, ceil(1.25 * (calls + 1) * share / all shares)), so one of them always has some. The
+    order follows from key and address alone: an engine that goes or comes moves the keys that it is the first for, no
+    others (Thaler and Ravishankar, 1998; Mirrokni, Thorup and Zadimoghaddam, 2018).
     """
     if len(members) == 1:
         return members[0]
-    calls = sum(member.in_flight for member in members)
-    most = max(_ALWAYS_ROOM, math.ceil(_MOST_OVER_MEAN * (calls + 1) / len(members)))
+    mean = (sum(member.in_flight for member in members) + 1) / sum(member.share for member in members)
     preferred = sorted(members, key=lambda member: _score(key, member.client.url), reverse=True)
-    return next(member for member in preferred if member.in_flight < most)
+    return next(
+        member
+        for member in preferred
+        if member.in_flight < max(_ALWAYS_ROOM * member.share, math.ceil(_MOST_OVER_MEAN * mean * member.share))
+    )
 
 
 def _score(key: str, url: str) -> bytes:

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from counting_engine import CountingEngine
 
 from flowjax.config import default_config
 from flowjax.rollout import engines as engines_module
 from flowjax.rollout.client import EngineAway, EngineClient, EngineError, SamplingOptions, UnknownModel
-from flowjax.rollout.engines import EnginePool, Member, choose, engines_of_base
+from flowjax.rollout.engines import EnginePool, Member, choose, engines_of_base, share_calls
 from flowjax.run import resolve
 
 MODEL = "agent@3"
@@ -70,6 +71,68 @@ def test_one_popular_conversation_cannot_flood_an_engine(count):
         choose("the same for all", members).in_flight += 1
     loads = [member.in_flight for member in members]
     assert sum(loads) == 100 * count and max(loads) <= 126
+
+
+class Simulated:
+    """Engines that share a rate of tokens evenly between their calls; 64 groups of 4 conversations whose turns, of 20
+    to 60 tokens, follow each other without end."""
+
+    def __init__(self, rates_per_s: Sequence[float]):
+        self.members = _members(len(rates_per_s))
+        self.rates_per_s = rates_per_s
+        self.rng = np.random.default_rng(0)
+
+    def run(self, seconds: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each call: the engine, its tokens and its seconds, of those begun in the second half."""
+        calls = [self._begin(conversation, 0.0) for conversation in range(256)]
+        done = []
+        step_s = 0.01
+        for now_s in np.arange(0.0, seconds, step_s).tolist():
+            loads = Counter(engine for engine, *_ in calls)
+            for place, (engine, tokens, left, began_s) in enumerate(calls):
+                left -= step_s * self.rates_per_s[engine] / loads[engine]
+                calls[place] = (engine, tokens, left, began_s)
+                if left > 0:
+                    continue
+                took_s = now_s + step_s - began_s
+                self.members[engine].in_flight -= 1
+                share_calls(self.members, self.members[engine], took_s / tokens)
+                done += [(engine, tokens, took_s)] if began_s > seconds / 2 else []
+                calls[place] = self._begin(place, now_s)
+        engines, tokens, took_s = zip(*done, strict=True)
+        return np.array(engines), np.array(tokens), np.array(took_s)
+
+    def _begin(self, conversation: int, now_s: float) -> tuple[int, int, float, float]:
+        member = choose(f"group-{conversation // 4}", self.members)
+        member.in_flight += 1
+        tokens = int(self.rng.integers(20, 61))
+        return self.members.index(member), tokens, float(tokens), now_s
+
+
+def test_a_slow_engine_gets_fewer_calls_until_they_take_about_as_long():
+    rates = (4000.0, 4000.0, 4000.0, 1000.0)
+    engines, tokens, took_s = Simulated(rates).run(60.0)
+    assert tokens.sum() > 0.9 * 30.0 * sum(rates), "no engine idles"
+    token_s = [np.median(took_s[engines == engine] / tokens[engines == engine]) for engine in range(4)]
+    assert token_s[3] < 1.7 * max(token_s[:3]), token_s
+
+
+def test_an_engine_that_is_slow_however_few_calls_it_has_keeps_an_eighth():
+    members = _members(4)
+    for _ in range(1000):
+        for member, token_s in zip(members, (0.01, 0.01, 0.01, 0.04), strict=True):
+            share_calls(members, member, token_s)
+    assert [member.share for member in members] == [1, 1, 1, 1 / 8]
+    for _ in range(200):  # it has become as fast
+        share_calls(members, members[3], 0.01)
+    assert members[3].share == 1
+
+
+def test_equal_engines_have_equal_shares_however_their_calls_vary():
+    pool = Simulated((1000.0, 1000.0, 1000.0, 1000.0))
+    engines, *_ = pool.run(30.0)
+    assert min(member.share for member in pool.members) > 0.9
+    assert np.bincount(engines).min() > 0.6 * np.bincount(engines).max()
 
 
 def test_calls_of_a_group_meet_at_one_engine(pair):
