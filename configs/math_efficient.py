@@ -19,7 +19,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """
     algorithms = find_variant(VARIANTS, arg, __file__)
     nano = arg.startswith("nano")
-    config = recipe_beside(__file__, "math", "nano" if nano else arg)
+    config = recipe_beside(__file__, "math", "nano_direct" if nano else arg)
     config.name = f"math-efficient-{arg.replace('_', '-')}"
     config.env.train_tasks = 512 if nano else 8000
     config.dataflow.algorithms = ConfigDict(algorithms)

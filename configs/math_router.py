@@ -17,7 +17,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_0_6b 2 GPUs of 16 GB, the same of Qwen3-0.6B                                      (never run)
     """
     choose = find_variant(VARIANTS, arg, __file__)
-    config = recipe_beside(__file__, "math", arg)
+    config = recipe_beside(__file__, "math", "nano_direct" if arg == "nano" else arg)
     config.name = f"math-router-{arg.replace('_', '-')}"
     config.workflow = "flowjax.workflows.router:play"
     config.policies = ConfigDict({"router": {}})

@@ -16,7 +16,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_0_6b 1 GPU of 16 GB, the same problems, without thinking                          (never run)
     """
     choose = find_variant(VARIANTS, arg, __file__)
-    config = recipe_beside(__file__, "math", arg)
+    config = recipe_beside(__file__, "math", "nano_direct" if arg == "nano" else arg)
     config.name = f"math-spawn-{arg.replace('_', '-')}"
     config.workflow = "flowjax.workflows.spawn:play"
     config.agents = ConfigDict({"agent": "agent", "helper": "agent"})

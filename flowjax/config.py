@@ -419,6 +419,10 @@ FIELDS = Section(
         batch_rows=Entry(128, "states per batch", at_least=1, at_most=10**6),
         learning_rate=Entry(2e-3, "highest, with warm-up and a cosine after it", above=0, at_most=100),
         noisy_share=Entry(0.25, "last share of the batches, whose labels are noisy", at_least=0, at_most=1),
+        noisy_env_options=Free(
+            "options in which the world of those batches differs further: the habit that the base ends with, where "
+            "env_options is what it knows"
+        ),
         label_noise=Entry(0.6, "share of noisy labels that are a random legal action instead", at_least=0, at_most=1),
         path_noise=Entry(
             0.2, "share of random moves on the expert's path, so that odd states are seen", at_least=0, at_most=1
@@ -462,9 +466,11 @@ def task_options(config: ConfigDict, source: str) -> dict[str, Any]:
     return {**options, **config.env.sources[source].get("options", {})} if source else options
 
 
-def taught_options(config: ConfigDict, warm_start: ConfigDict) -> dict[str, Any]:
-    """Options of the world that a base's demonstrations are made in; `warm_start` is the base's own section."""
-    return {**config.env.options.to_dict(), **warm_start.env_options.to_dict()}
+def taught_options(config: ConfigDict, warm_start: ConfigDict, *, noisy: bool = False) -> dict[str, Any]:
+    """Options of the world that a base's demonstrations are made in, or those of its `noisy_share`; `warm_start` is the
+    base's own section."""
+    options = {**config.env.options.to_dict(), **warm_start.env_options.to_dict()}
+    return {**options, **warm_start.noisy_env_options.to_dict()} if noisy else options
 
 
 _LEFT = ("trainer.tensorboard",)  # fields that are no more, and change nothing of what a run has trained

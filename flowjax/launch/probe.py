@@ -6,6 +6,7 @@ this one lacks, and sizes.
 """
 
 import ast
+import itertools
 import json
 import math
 import os
@@ -115,14 +116,15 @@ def _world(config: ConfigDict) -> Iterator[str]:
 def _taught(run: Run) -> Iterator[str]:
     """The world that a nano base is taught in, where that has other options than the run's."""
     config = run.config
-    for name, base in run.bases.items():
-        if base.model.nano is None or not base.warm_start.env_options or Path(base.model.path).exists():
+    sections = ("env_options", "noisy_env_options")
+    for (name, base), section in itertools.product(run.bases.items(), sections):
+        if base.model.nano is None or not base.warm_start[section] or Path(base.model.path).exists():
             continue
-        field = in_base(name, f"config.warm_start.env_options is {base.warm_start.env_options.to_dict()}")
+        field = in_base(name, f"config.warm_start.{section} is {base.warm_start[section].to_dict()}")
         kind = find_world(config.env.name)
         words = base_words(run, name, kind(**config.env.options.to_dict()))
         try:
-            taught = kind(**taught_options(config, base.warm_start))
+            taught = kind(**taught_options(config, base.warm_start, noisy=section == "noisy_env_options"))
         except WorldError as error:
             yield f"{field}, beside config.env.options: {error}"
             continue

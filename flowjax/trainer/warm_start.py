@@ -84,7 +84,7 @@ def build_base(run: Run, base: Base) -> None:
     world = kind(**config.env.options.to_dict())
     executor = is_executor(run, base.name, world)
     words = base_words(run, base.name, world)
-    taught = kind(**taught_options(config, base.warm_start))
+    taught, at_the_end = (kind(**taught_options(config, base.warm_start, noisy=noisy)) for noisy in (False, True))
     model = create_nano(words, partial, key=jax.random.key(config.seed), pieces=executor, **nano.to_dict())
     codec = Codec(partial, template_options=base.model.template_options.to_dict())
     if executor:
@@ -93,7 +93,8 @@ def build_base(run: Run, base: Base) -> None:
         epochs = _epochs(rows, base.warm_start.batch_rows, np.random.default_rng(config.seed))
         batches = itertools.islice(epochs, base.warm_start.steps)
     else:
-        imitation, batches = _imitation(run, base), _batches(config, base.warm_start, taught.without_engines(), codec)
+        worlds = taught.without_engines(), at_the_end.without_engines()
+        imitation, batches = _imitation(run, base), _batches(config, base.warm_start, worlds, codec)
     trained = train_one(
         imitation,
         model,
@@ -146,11 +147,13 @@ def _row(codec: Codec, conversation: Sequence[Exchange]) -> TokenRow:
     return TokenRow("expert", tokens, sampled, nothing, sampled.astype(np.float32), np.where(sampled, 0, -1))
 
 
-def _batches(config: ConfigDict, warm: ConfigDict, world: World, codec: Codec) -> Iterator[list[TokenRow]]:
-    """`warm_start.steps` batches: clean labels first, then noisy ones."""
+def _batches(
+    config: ConfigDict, warm: ConfigDict, worlds: tuple[World, World], codec: Codec
+) -> Iterator[list[TokenRow]]:
+    """`warm_start.steps` batches: of the first world with clean labels, then of the second with noisy ones."""
     noisy = round(warm.noisy_share * warm.steps)
     rng = np.random.default_rng(config.seed)
-    for steps, label_noise in ((warm.steps - noisy, 0.0), (noisy, warm.label_noise)):
+    for world, steps, label_noise in zip(worlds, (warm.steps - noisy, noisy), (0.0, warm.label_noise), strict=True):
         states = min(warm.states, steps * warm.batch_rows)
         started_s = time.perf_counter()
         rows = imitation_rows(config, warm, world, codec, states=states, label_noise=label_noise)

@@ -12,7 +12,7 @@ from two_processes import printed_in_two_processes
 from flowjax.envs import Observation, Past, Split, Step, WorldError, find_world
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.math import Math
-from flowjax.envs.math.problems import split_of
+from flowjax.envs.math.problems import split_of, worked_out
 from flowjax.envs.math.world import ANSWER, CALCULATE, CalculatorError, MathEnv, MathView, Rule, calculate
 from flowjax.envs.pool import EnvPool
 from flowjax.records import Task
@@ -21,6 +21,7 @@ KINDS = [
     {},
     {"answer": "whole", "digits": 1},
     {"answer": "last_number", "operators": "+-*/", "terms": 4},
+    {"answer": "last_number", "operators": "+-*/", "terms": 4, "worked_share": 0.5},
     {"calculator": 2, "operators": "+-*/", "terms": 3},
 ]
 WORLD = Math()
@@ -275,6 +276,22 @@ def test_problems_of_several_lengths_have_each_of_them_about_as_often():
     assert set(lengths) == {2, 3, 4} and all(70 < lengths.count(length) < 130 for length in (2, 3, 4))
 
 
+def test_a_share_of_the_expert_s_replies_is_worked_out_one_operation_at_a_time():
+    assert worked_out("12+34+5") == "=46+5=51"
+    assert worked_out("7-8/4*3+1") == "=7-2*3+1=7-6+1=1+1=2"
+    assert worked_out("3-5+4") == "=-2+4=2"
+    env = Math(answer="last_number", operators="+-*/", terms=4, worked_share=0.3).env()
+    replies = []
+    for task in Math(operators="+-*/", terms=4).tasks("train", 0)[:2000]:
+        env.reset(take([task], 0), 0)
+        replies.append(env.best_action())
+    long = [reply for reply in replies if reply.startswith("=")]
+    assert 0.26 < len(long) / 2000 < 0.34
+    for reply in long:
+        values = {eval(side) for side in reply.replace("/", "//").split("=")[1:]}
+        assert len(values) == 1, reply
+
+
 def test_formulas_are_judged_outside_the_main_thread_too():
     task = Task("t", "math", 0, {"question": "Expand.", "answer": "x^2+2x+1"})
     env, _ = begin(task)
@@ -347,6 +364,8 @@ def test_demonstrations_in_one_conversation():
         ({"operators": "+x"}, "operators is '\\+x'"),
         ({"answer": "first"}, "answer is 'first': use one of boxed"),
         ({"calculator": -1}, "calculator is -1"),
+        ({"worked_share": 0.5}, 'worked_share is 0.5: .* with answer="last_number"'),
+        ({"worked_share": 1.5, "answer": "last_number"}, "worked_share is 1.5: it must be at least 0 and at most 1"),
         ({"level": 3}, "level"),
     ],
 )

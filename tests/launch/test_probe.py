@@ -188,9 +188,11 @@ def test_a_base_is_taught_in_a_world_of_the_same_words(recipe, options: dict, me
     config.model.path = str(tmp_path / "absent")
     if recipe is code:
         config.env.options.kinds = ("int",)
-    config.warm_start.env_options = options
-    found = [text for text in inspect_run(resolve(config), 1, None)["problems"] if "env_options" in text]
-    assert len(found) == bool(message) and all(re.search(message, text) for text in found), found
+    for section in ("env_options", "noisy_env_options"):
+        config.warm_start.update({"env_options": {}, "noisy_env_options": {}, section: options})
+        found = [text for text in inspect_run(resolve(config), 1, None)["problems"] if f"_start.{section}" in text]
+        expected = message.replace("start.env_options", f"start.{section}")
+        assert len(found) == bool(message) and all(re.search(expected, text) for text in found), found
 
 
 def test_an_executor_is_taught_with_pieces_that_it_has(tmp_path: Path):

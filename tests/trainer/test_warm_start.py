@@ -5,17 +5,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from configs import sokoban
-from flowjax.config import ConfigError
+from configs import math, sokoban
+from flowjax.config import ConfigError, taught_options
 from flowjax.envs import Split
 from flowjax.envs.canvas import Canvas
-from flowjax.envs.demonstrations import is_executor
+from flowjax.envs.demonstrations import base_words, is_executor
+from flowjax.envs.math import Math
 from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.levels import moves_to_go
 from flowjax.launch.command_line import load_recipe
+from flowjax.models.nano import create_nano
 from flowjax.monitor.metrics import read_metrics
 from flowjax.run import TAUGHT_FILE, resolve
 from flowjax.trainer import warm_start
@@ -68,6 +71,20 @@ with held(folder.with_name(".base.lock"), wait_s=0):
     config.warm_start.steps += 1
     with pytest.raises(ConfigError, match="another run has made meanwhile"):
         warm_start.have_base(resolve(config, tmp_path / "run"), resolve(config).bases["base"])
+
+
+def test_the_last_batches_teach_a_habit(tmp_path: Path):
+    config = math.get_config("nano")
+    config.warm_start.update({"states": 64, "steps": 8, "batch_rows": 16, "noisy_share": 0.5})
+    run = resolve(config, tmp_path)
+    world = Math(**config.env.options.to_dict())
+    create_nano(base_words(run, "base", world), tmp_path, key=jax.random.key(0), pieces=False, **SHAPE)
+    codec = Codec(tmp_path)
+    knows, does = (Math(**taught_options(config, config.warm_start, noisy=noisy)) for noisy in (False, True))
+    batches = list(warm_start._batches(config, config.warm_start, (knows, does), codec))
+    (sign,) = codec.encode_reply("=")[:1]
+    worked = [sum(sign == row.tokens[row.sampled.argmax()] for row in batch) for batch in batches]
+    assert worked[:4] == [16] * 4 and max(worked[4:]) <= 6
 
 
 class Seen(Exception):

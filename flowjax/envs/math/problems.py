@@ -94,6 +94,18 @@ def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> Mat
     raise WorldError(f"no problem in {MAX_ATTEMPTS} attempts with {options}: raise digits or terms")
 
 
+def worked_out(expression: str) -> str:
+    """A generated expression with one operation done after the other: `=46+5=51` for `12+34+5`."""
+    numbers = [int(number) for number in re.findall(r"\d+", expression)]
+    signs = re.findall(r"[-+*/]", expression)
+    lines = ""
+    while signs:
+        first = next((place for place, sign in enumerate(signs) if sign in "*/"), 0)
+        numbers[first : first + 2] = [_evaluate(numbers[first : first + 2], [signs.pop(first)]) or 0]
+        lines += "".join(f"{sign}{number}" for sign, number in zip(["=", *signs], numbers, strict=True))
+    return lines
+
+
 def _evaluate(numbers: list[int], signs: list[str]) -> int | None:
     """The value with the usual precedence; None where a division leaves a rest."""
     products = [numbers[0]]

@@ -27,10 +27,11 @@ from flowjax.envs import (
     Step,
     Style,
     World,
+    WorldError,
     check_split,
     user_says,
 )
-from flowjax.envs.math.problems import Arithmetic, MathProblem, generate, load
+from flowjax.envs.math.problems import Arithmetic, MathProblem, generate, load, worked_out
 from flowjax.fields import Interval
 from flowjax.grading import math as grading
 from flowjax.grading.answers import without_thoughts
@@ -63,15 +64,22 @@ class MathOptions(Arithmetic):
     `path` names a file or folder with problems ("": arithmetic is generated). `calculator` is the number of
     calculations that an episode may hold; 0 makes it a single turn. `answer` says where the answer of a single turn
     stands in the reply: boxed, last_number, whole, or anywhere, which hands the whole reply to math-verify as the
-    published recipe does.
+    published recipe does. `worked_share` is the share of problems that the expert works out before it answers them: a
+    base that is taught with it has two ways to answer, of which the longer one can do more.
     """
 
     path: str = ""
     calculator: Annotated[int, Interval(at_least=0)] = 0
     answer: Rule = "boxed"
+    worked_share: Annotated[float, Interval(at_least=0, at_most=1)] = 0.0
 
     def __post_init__(self):
         super().__post_init__()
+        if self.worked_share and (self.answer != "last_number" or self.path or self.calculator):
+            raise WorldError(
+                f"env.options.worked_share is {self.worked_share}: what is worked out are generated problems "
+                '(path="", calculator=0) with answer="last_number"'
+            )
         if (self.path or self.answer == "anywhere") and importlib.util.find_spec("math_verify") is None:
             raise NotReady('answers that are formulas need math-verify: pip install -e ".[math]"')
 
@@ -264,6 +272,8 @@ class MathEnv:
             return f"calculate[{problem.expression}]"
         if self._options.calculator:
             return f"answer[{problem.answer}]"
+        if state_key("worked", problem.question) % 1000 < 1000 * self._options.worked_share:
+            return worked_out(problem.expression)
         return BOXED.replace("<text>", problem.answer) if self._options.answer == "boxed" else problem.answer
 
     @property
