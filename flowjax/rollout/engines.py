@@ -35,7 +35,7 @@ _MOST_OVER_MEAN = 1.25  # calls at one engine, relative to its share of those of
 _ALWAYS_ROOM = 8  # calls that no engine is too busy for, but slow ones
 _SLOW = 1.5  # times the fastest engine's seconds for a token
 _LEAST_SHARE, _SHARE_STEP = 1 / 8, 1.02
-_REMEMBERED_CALLS = 32
+_REMEMBERED_CALLS = 128
 _HUNG_S = 15.0  # an engine that has not answered for this long is away
 _PREFIX_TOKENS = 64  # what tells conversations apart where the caller does not
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 1.0
@@ -44,8 +44,8 @@ _FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 1.0
 class Member:
     """One engine of a pool, with what is known of it. Its adapters are kept in step by the follower.
 
-    `names` are the models that it listed last, `in_flight` the pool's calls that it is working on, `token_s` what a
-    token of its late calls took, `share` the calls that it gets for each one of the fastest engine.
+    `names` are the models that it listed last, `in_flight` the pool's calls that it is working on. `seconds` and
+    `tokens` are sums over its late calls, and `share` bounds its calls beside those of the fastest engine.
     """
 
     def __init__(self, client: EngineClient):
@@ -53,7 +53,8 @@ class Member:
         self.up = True
         self.names: set[str] = set()
         self.in_flight = 0
-        self.token_s, self.share = 0.0, 1.0
+        self.seconds = self.tokens = 0.0
+        self.share = 1.0
 
     async def models(self) -> set[str]:
         self.names = await self.client.models()
@@ -128,7 +129,7 @@ class EnginePool:
                 prompt = [*prompt_ids, *before.sampled_ids]
                 asked, began_s = replace(sampling, max_new_tokens=left), clock()
                 reply = await member.client.generate(model, prompt, asked, pinned=pinned)
-                share_calls(self.members, member, (clock() - began_s) / max(len(reply.sampled_ids), 1))
+                share_calls(self.members, member, len(reply.sampled_ids), clock() - began_s)
                 before.append(reply)
                 return before.completion()
             except UnknownModel:  # restarted, or unloaded since it was asked: another may have it, see `_choose`
@@ -197,12 +198,13 @@ class EnginePool:
         return choose(key, able)
 
 
-def share_calls(members: Sequence[Member], member: Member, token_s: float) -> None:
-    """Note what a token of a call took at `member`. Where that is above 1.5 times the fastest's, it gets fewer calls,
-    down to an eighth of the fastest's; else more, up to as many. With fewer calls an engine samples each one faster."""
-    member.token_s += (token_s - member.token_s) / _REMEMBERED_CALLS if member.token_s else token_s
-    fastest_s = min(each.token_s for each in members if each.token_s and (each.up or each is member))
-    step = 1 / _SHARE_STEP if member.token_s > _SLOW * fastest_s else _SHARE_STEP
+def share_calls(members: Sequence[Member], member: Member, tokens: int, took_s: float) -> None:
+    """Note a call that `member` has answered. Where its tokens take more than 1.5 times as long as the fastest's, its
+    share is lowered, to an eighth at least; else raised. With fewer calls an engine samples each one faster."""
+    kept = 1 - 1 / _REMEMBERED_CALLS
+    member.seconds, member.tokens = kept * member.seconds + took_s, kept * member.tokens + max(tokens, 1)
+    fastest_s = min(each.seconds / each.tokens for each in members if each.tokens and (each.up or each is member))
+    step = 1 / _SHARE_STEP if member.seconds / member.tokens > _SLOW * fastest_s else _SHARE_STEP
     member.share = min(max(member.share * step, _LEAST_SHARE), 1.0)
 
 

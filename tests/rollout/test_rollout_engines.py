@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import heapq
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -96,7 +97,7 @@ class Simulated:
                     continue
                 took_s = now_s + step_s - began_s
                 self.members[engine].in_flight -= 1
-                share_calls(self.members, self.members[engine], took_s / tokens)
+                share_calls(self.members, self.members[engine], tokens, took_s)
                 done += [(engine, tokens, took_s)] if began_s > seconds / 2 else []
                 calls[place] = self._begin(place, now_s)
         engines, tokens, took_s = zip(*done, strict=True)
@@ -121,18 +122,46 @@ def test_an_engine_that_is_slow_however_few_calls_it_has_keeps_an_eighth():
     members = _members(4)
     for _ in range(1000):
         for member, token_s in zip(members, (0.01, 0.01, 0.01, 0.04), strict=True):
-            share_calls(members, member, token_s)
+            share_calls(members, member, 1, token_s)
     assert [member.share for member in members] == [1, 1, 1, 1 / 8]
-    for _ in range(200):  # it has become as fast
-        share_calls(members, members[3], 0.01)
+    for _ in range(400):  # it has become as fast
+        share_calls(members, members[3], 1, 0.01)
     assert members[3].share == 1
 
 
-def test_equal_engines_have_equal_shares_however_their_calls_vary():
+def test_equal_engines_have_equal_shares():
     pool = Simulated((1000.0, 1000.0, 1000.0, 1000.0))
     engines, *_ = pool.run(30.0)
     assert min(member.share for member in pool.members) > 0.9
     assert np.bincount(engines).min() > 0.6 * np.bincount(engines).max()
+
+
+def test_short_replies_do_not_make_an_engine_slow():
+    """Groups of 8 replies of 2 or of 300 tokens, each reply with 0.3 s before its first token."""
+    members, rng = _members(4), np.random.default_rng(0)
+    running: list[tuple[float, int, int, int, float]] = []  # end, number, engine, tokens, start
+    least, begun = 1.0, 0
+
+    def begin_group(now_s: float) -> None:
+        nonlocal begun
+        tokens = int(rng.choice([2, 300]))
+        for _ in range(8):
+            begun += 1
+            engine = members.index(choose(f"group-{begun // 8}", members))
+            members[engine].in_flight += 1
+            heapq.heappush(running, (now_s + 0.3 + 0.02 * tokens, begun, engine, tokens, now_s))
+
+    for _ in range(64):
+        begin_group(0.0)
+    for ended in range(1, 40_001):
+        now_s, _, engine, tokens, began_s = heapq.heappop(running)
+        members[engine].in_flight -= 1
+        share_calls(members, members[engine], tokens, now_s - began_s)
+        if ended > 10_000:
+            least = min(least, *(member.share for member in members))
+        if ended % 8 == 0:
+            begin_group(now_s)
+    assert least > 0.75
 
 
 def test_calls_of_a_group_meet_at_one_engine(pair):
