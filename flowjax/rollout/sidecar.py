@@ -171,7 +171,8 @@ def serves_on_cpu(python: str, environment: Mapping[str, str] = os.environ, root
     visible = environment.get("CUDA_VISIBLE_DEVICES", "all")
     nvidia = visible not in ("", "-1") and any((root / "proc/driver/nvidia/gpus").glob("*"))
     amd = (root / "dev/kfd").exists()
-    return not (nvidia or amd or tpu_chips(root)) or _is_cpu_build(python)
+    tpu = "CUDA_VISIBLE_DEVICES" not in environment and tpu_chips(root)
+    return not (nvidia or amd or tpu) or _is_cpu_build(python)
 
 
 def _is_cpu_build(python: str) -> bool:

@@ -156,7 +156,8 @@ def join(trainer: ConfigDict, *, scheduled: bool = False) -> None:
 
     Every process runs the same command. Its number, from 0, is FLOWJAX_PROCESS of the environment, and
     `config.trainer.processes` says how many there are. One that is `scheduled` and has no such variable learns all that
-    from the scheduler by which it was started, if JAX knows it: SLURM, Open MPI, Kubernetes (with jax[k8s]).
+    from the scheduler by which it was started, if JAX knows it: SLURM, Open MPI, Kubernetes (with jax[k8s]), or from
+    the slice of TPUs whose host it is on.
 
     Raises:
         ConfigError: the number is missing or out of range, or there is no coordinator's address.

@@ -138,6 +138,7 @@ def get_config():
     config.env.options = ConfigDict({"rows": 6})
     config.env.sources = ConfigDict({"large": {"options": {"rows": 8}}})
     config.warm_start.env_options = ConfigDict({"max_moves": 3})
+    config.warm_start.noisy_env_options = ConfigDict({"max_moves": 2})
     config.loss.options.aggregation = "constant"
     config.policies = ConfigDict({"solver": {}, "verifier": {"credit": {"options": {"gamma": 0.5}}}})
     config.policies.checker = ConfigDict({"credit": {"name": "gigpo", "options": {"gamma": 0.7}}})

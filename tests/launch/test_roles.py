@@ -104,6 +104,14 @@ def test_what_a_host_of_tpus_does_not_do(config, monkeypatch, changes, chips, na
     devices = share_out(names, engine_accelerators(run), mesh_count(tuple(config.mesh.to_dict().values())))
     (problem,) = machine.check_accelerators(run, devices)
     assert named in problem
+    assert run_roles(run, choose_ports(run), devices), "a plan is shown with what is refused"
+
+
+def test_two_trainers_do_not_share_a_tpu_chip(config):
+    config.policies = {"solver": {}, "verifier": {}}
+    config.separate_trainers = True
+    (problem,) = machine.check_accelerators(resolve(config), share_out(("tpu0", "tpu1"), 1, trainers=2))
+    assert "share TPU chips tpu0 with the engines or another trainer" in problem
 
 
 def test_a_configured_port_is_the_first_of_several(config):
