@@ -28,8 +28,9 @@ from flowjax.config import BASE_NAME, ConfigError, asks_help, taught_options
 from flowjax.envs import World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations, is_executor
 from flowjax.files import FileHeldError, held
+from flowjax.models.config import read_config
 from flowjax.models.hf import save_decoder
-from flowjax.models.nano import create_nano
+from flowjax.models.nano import create_nano, nano_config
 from flowjax.models.shape import ModelError
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter
@@ -48,7 +49,7 @@ def have_base(run: Run, base: Base) -> None:
     """See that a base model is at its `model.path`: runs that are launched at once and share it wait for the first.
 
     Raises:
-        ConfigError: `model.nano` names no shape, or that run has taught it otherwise.
+        ConfigError: `model.nano` names no shape, or that run has made or taught it otherwise.
     """
     folder = Path(base.model.path)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -59,13 +60,20 @@ def have_base(run: Run, base: Base) -> None:
         except FileHeldError as other:
             logging.info("%s makes %s: waiting for it", other, folder)
             sole.enter_context(held(lock, wait_s=math.inf))
-        if not folder.exists():
+        if not (folder / "config.json").exists():
             build_base(run, base)
-        elif json.loads((folder / TAUGHT_FILE).read_text()) != json.loads(base.warm_start.to_json()):
+        elif not _is_made_like(folder, base):
             raise ConfigError(
-                f"config.model.path is {str(folder)!r}, which another run has made meanwhile by another "
-                "config.warm_start: give another path"
+                f"config.model.path is {str(folder)!r}, which another run has made meanwhile with another "
+                "config.warm_start or config.model.nano: give another path"
             )
+
+
+def _is_made_like(folder: Path, base: Base) -> bool:
+    made, note = read_config(folder), folder / TAUGHT_FILE
+    taught = json.loads(note.read_text()) if note.exists() else None  # a model that is not of our making has no note
+    same_shape = made == nano_config(made.vocab_size, **(base.model.nano or {}))
+    return same_shape and taught in (None, json.loads(base.warm_start.to_json()))
 
 
 def build_base(run: Run, base: Base) -> None:

@@ -51,8 +51,11 @@ def test_an_executor_is_made_of_lessons(tmp_path: Path):
 
 def test_runs_that_share_a_base_wait_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = sokoban.get_config("nano")
-    folder = tmp_path / "base"
-    config.model.path = str(folder)
+    made, folder = tmp_path / "made", tmp_path / "base"
+    create_nano([str(n) for n in range(9)], made, key=jax.random.key(0), pieces=False, **SHAPE)
+    (made / TAUGHT_FILE).write_text(config.warm_start.to_json())
+    folder.mkdir()  # empty, as a run that was stopped may leave it
+    config.model.path, config.model.nano = str(folder), SHAPE
     run = resolve(config, tmp_path / "run")
     code = f"""
 import pathlib, time
@@ -60,17 +63,18 @@ from flowjax.files import held
 folder = pathlib.Path({str(folder)!r})
 with held(folder.with_name(".base.lock"), wait_s=0):
     print("held", flush=True)
-    time.sleep(1)
-    folder.mkdir()
-    (folder / {TAUGHT_FILE!r}).write_text({config.warm_start.to_json()!r})
+    time.sleep(3)
+    pathlib.Path({str(made)!r}).rename(folder)
 """
     monkeypatch.setattr(warm_start, "build_base", lambda *_: pytest.fail("a base that another run makes"))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         warm_start.have_base(run, run.bases["base"])
-    config.warm_start.steps += 1
-    with pytest.raises(ConfigError, match="another run has made meanwhile"):
-        warm_start.have_base(resolve(config, tmp_path / "run"), resolve(config).bases["base"])
+    for changed in ({"warm_start.steps": 7}, {"model.nano": SHAPE | {"layers": 2}}):
+        other = config.copy_and_resolve_references()
+        other.update_from_flattened_dict(changed)
+        with pytest.raises(ConfigError, match="another run has made meanwhile"):
+            warm_start.have_base(run, resolve(other).bases["base"])
 
 
 def test_the_last_batches_teach_a_habit(tmp_path: Path):
