@@ -10,7 +10,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that answers problems whose answers can be checked, in one turn or with a calculator.
 
     nano             2 CPU cores         python -m flowjax.launch --config=configs/math.py:nano
-                     sums of three numbers; the base guesses, the trained agent works them out (README)
+                     sums of three numbers; the base guesses, the trained agent works them out:
+                     held-out success, greedy, three seeds: 0.09 -> 0.81 [0.77, 0.84], 0.79, 0.83
     nano_direct      2 CPU cores         python -m flowjax.launch --config=configs/math.py:nano_direct
                      sums of two numbers of at most two digits, answered at once
                      Training only sharpens: played greedily the base solves 0.709, the trained agent 0.713 (README).

@@ -420,8 +420,8 @@ FIELDS = Section(
         learning_rate=Entry(2e-3, "highest, with warm-up and a cosine after it", above=0, at_most=100),
         noisy_share=Entry(0.25, "last share of the batches, whose labels are noisy", at_least=0, at_most=1),
         noisy_env_options=Free(
-            "options in which the world of those batches differs further: the habit that the base ends with, where "
-            "env_options is what it knows"
+            "further options of the world in those batches: the habit that the base ends with, where env_options is "
+            "what it knows (not of executors)"
         ),
         label_noise=Entry(0.6, "share of noisy labels that are a random legal action instead", at_least=0, at_most=1),
         path_noise=Entry(

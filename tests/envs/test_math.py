@@ -290,6 +290,8 @@ def test_a_share_of_the_expert_s_replies_is_worked_out_one_operation_at_a_time()
     for reply in long:
         values = {eval(side) for side in reply.replace("/", "//").split("=")[1:]}
         assert len(values) == 1, reply
+    env.reset(SUM, 0)
+    assert env.step(worked_out("12+34")).reward == 1.0
 
 
 def test_formulas_are_judged_outside_the_main_thread_too():

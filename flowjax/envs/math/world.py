@@ -64,8 +64,7 @@ class MathOptions(Arithmetic):
     `path` names a file or folder with problems ("": arithmetic is generated). `calculator` is the number of
     calculations that an episode may hold; 0 makes it a single turn. `answer` says where the answer of a single turn
     stands in the reply: boxed, last_number, whole, or anywhere, which hands the whole reply to math-verify as the
-    published recipe does. `worked_share` is the share of problems that the expert works out before it answers them: a
-    base that is taught with it has two ways to answer, of which the longer one can do more.
+    published recipe does. `worked_share` is the share of problems that the expert works out before it answers them.
     """
 
     path: str = ""
