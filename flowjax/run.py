@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ml_collections import ConfigDict
 
@@ -114,6 +115,11 @@ class Run:
         return "dataflow" in self.config.elsewhere
 
     @property
+    def is_relayed(self) -> bool:
+        """True where nodes are reached over a NATS server, or on a node the run is (`flowjax.relay`)."""
+        return is_nats(self.config.dataflow.url) if self.is_node else bool(self.config.dataflow.relay)
+
+    @property
     def presence_s(self) -> float:
         """Seconds between the signs of life of a worker or node that has nothing else to say. A dataflow that is away
         for as long as a lease lasts is waited for, but for this."""
@@ -131,6 +137,11 @@ class Run:
     def replaced_bases(self) -> set[str]:
         """Base models whose own weights a policy trains: their engines have no copy of them as they were."""
         return {policy.base.name for policy in self.policies.values() if policy.train == "full"}
+
+
+def is_nats(url: str) -> bool:
+    """True of a run's address at a NATS server, which is `<servers>/<run id>`."""
+    return urlsplit(url).scheme in ("nats", "tls", "ws", "wss")
 
 
 def read_run(folder: Path) -> Run:

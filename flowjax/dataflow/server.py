@@ -424,7 +424,7 @@ async def serve(flow: Flow, run_dir: Path, *, dataflow: ConfigDict, port: int, s
         OSError, sqlite3.Error: the disk fails again and again.
     """
     host = dataflow.host
-    token = "" if is_loopback(host) else make_token(run_dir)
+    token = "" if is_loopback(host) and not dataflow.relay else make_token(run_dir)
     server = Server(flow, token=token, max_message_bytes=dataflow.max_message_bytes)
     runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, keepalive_timeout=_IDLE_S)
     await runner.setup()

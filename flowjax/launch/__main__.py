@@ -61,7 +61,7 @@ from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.metrics import Progress, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
-from flowjax.monitor.token import VARIABLE, invite, is_loopback, make_run_id, send_away
+from flowjax.monitor.token import make_run_id, send_away
 from flowjax.run import Run, resolve, write_models
 
 _ANSWERS_S = 10.0  # longest that the dataflow is waited for
@@ -283,17 +283,15 @@ def _show_status(run_dir: Path) -> int:
 
 def _invite(run_dir: Path, node: str) -> int:
     """Print a key for a node of a run."""
+    from flowjax.launch import join
+
     try:
-        host = load_run(run_dir).dataflow.host
-        if is_loopback(host):
-            reason = f"{host}, which only this machine reaches and where no key is asked for: start the run with"
-            return _refuse([f"config.dataflow.host of {run_dir} is {reason} --config.dataflow.host=0.0.0.0"])
-        key = invite(run_dir, node)
+        shown = join.invitation(run_dir, node)
     except ConfigError as error:
         return _refuse([str(error)])
     except OSError as error:
         return _refuse([f"{run_dir} cannot be written ({error.strerror}): give the folder of a run"])
-    print(f"{VARIABLE}={key}")
+    print(shown)
     return OK
 
 

@@ -28,14 +28,25 @@ import aiohttp
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from flowjax.config import ConfigError, default_config
+from flowjax.config import ConfigError, default_config, load_run
+from flowjax.fields import DATAFLOW_URL
 from flowjax.launch.checks import differences, in_base
 from flowjax.launch.devices import Devices, visible_accelerators
 from flowjax.launch.roles import HUGE_PAGES, OFFLINE
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import read_status
-from flowjax.monitor.token import VARIABLE, bearer, keep_run_id, known_run_id, known_token, of_run
-from flowjax.run import Run, read_endpoints, read_run
+from flowjax.monitor.token import (
+    VARIABLE,
+    bearer,
+    invite,
+    is_loopback,
+    keep_run_id,
+    known_run_id,
+    known_token,
+    of_run,
+)
+from flowjax.relay import reached
+from flowjax.run import Run, is_nats, read_endpoints, read_run
 from flowjax.weights.mirror import OtherModelError, fetch_bases
 from flowjax.weights.source import OriginError, RunSource, source
 
@@ -53,6 +64,25 @@ _REASONS = {
 }
 
 
+def invitation(run_dir: Path, node: str) -> str:
+    """Key of a node of that name, before its command where the run is reached by a relay.
+
+    Raises:
+        ConfigError: nodes cannot reach the run, or that is no name.
+        OSError: the run's folder cannot be written.
+    """
+    dataflow = load_run(run_dir).dataflow
+    if is_loopback(dataflow.host) and not dataflow.relay:
+        raise ConfigError(
+            f"config.dataflow.host of {run_dir} is {dataflow.host}, which only this machine reaches and where no key "
+            "is asked for: start the run with --config.dataflow.host=0.0.0.0 or --config.dataflow.relay=nats://host:4222"
+        )
+    shown = f"{VARIABLE}={invite(run_dir, node)}"
+    return (
+        f"{shown} python -m flowjax.launch --join={dataflow.relay}/{known_run_id(run_dir)}" if dataflow.relay else shown
+    )
+
+
 def config_of_run(url: str) -> ConfigDict:
     """The config of the run whose dataflow is at `url`, as a node of it begins with.
 
@@ -61,18 +91,24 @@ def config_of_run(url: str) -> ConfigDict:
     """
 
     async def ask() -> dict:
-        async with source(url, os.environ.get(VARIABLE, "")) as origin:
+        async with reached(url) as here, source(here, os.environ.get(VARIABLE, "")) as origin:
             return await _described(origin, "name", "config")
 
+    if not DATAFLOW_URL.fits(url):
+        raise ConfigError(f"--join is {url!r}: {DATAFLOW_URL.remedy}")
     try:
         described = asyncio.run(ask())
         config = default_config()
         config.update(json.loads(described["config"]))
     except (aiohttp.ClientError, OSError) as error:
-        raise ConfigError(
-            f"--join={url}: no dataflow answers there ({error}): give host and port of the run's config.dataflow, "
-            "whose host has to be one that this machine reaches"
-        ) from error
+        remedy = (
+            "give what --invite printed at the run, while that is under way"
+            if is_nats(url)
+            else "give host and port of the run's config.dataflow, whose host has to be one that this machine reaches"
+        )
+        raise ConfigError(f"--join={url}: no dataflow answers there ({error}): {remedy}") from error
+    except ConfigError as error:
+        raise ConfigError(f"--join={url}: {error}") from error
     except OriginError as error:
         raise ConfigError(f"--join={url}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -81,7 +117,7 @@ def config_of_run(url: str) -> ConfigDict:
         ) from error
     config.name = f"{described['name']}-{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())}"[:200]
     config.update({"elsewhere": ("dataflow", "trainer"), "runs": default_config().runs})
-    config.dataflow.update({"url": url, "host": "127.0.0.1", "port": 0})
+    config.dataflow.update({"url": url, "host": "127.0.0.1", "port": 0, "relay": ""})
     for section in (config, *config.bases.values()):  # what names engines of the run's own machine means nothing here
         if "engine" in section:
             section.engine.update({"port": 0, "urls": ()})
@@ -124,12 +160,12 @@ def fetch(run: Run) -> None:
     """
 
     async def copy() -> None:
-        async with source(run.config.dataflow.url, known_token(run.folder)) as origin:
+        url, token = run.config.dataflow.url, known_token(run.folder)
+        async with reached(url) as here, source(here, token) as origin:
             run_id = (await _described(origin, "id"))["id"]
             if known_run_id(run.folder) not in ("", run_id):
                 raise ConfigError(
-                    f"{run.folder} is a node's of another run than {run.config.dataflow.url}: give another --name, or "
-                    "delete the folder"
+                    f"{run.folder} is a node's of another run than {url}: give another --name, or delete the folder"
                 )
             keep_run_id(run.folder, run_id)
             await fetch_bases(run, origin)
@@ -159,8 +195,8 @@ async def until_done(run: Run, console: Console) -> None:
         while True:
             problem = ""
             try:
-                asked = {"hold_s": str(run.presence_s)}
-                async with session.get(f"{url}/finished", params=asked, raise_for_status=True) as answer:
+                asked, here = {"hold_s": str(run.presence_s)}, read_endpoints(run.folder)["dataflow"]
+                async with session.get(f"{here}/finished", params=asked, raise_for_status=True) as answer:
                     if (await answer.json())["finished"]:
                         console.print(f"played here: {_playing(run)}", highlight=False, soft_wrap=True)
                         return

@@ -1,6 +1,7 @@
 """All checks of a run, on the config, this machine and the run's own modules, with what they find put together; and the
 plan that `--dry_run` shows, for this machine or a larger one."""
 
+import asyncio
 import json
 import os
 import shlex
@@ -16,6 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flowjax.config import ConfigError
 from flowjax.launch.checks import check_config, on_each_base
 from flowjax.launch.devices import Devices
 from flowjax.launch.machine import (
@@ -52,6 +54,8 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     problems = check_config(run.config)
     here = [*on_each_base(run, check_model), *check_ports(run), *on_each_base(run, check_engine)]
     here += [*check_accelerators(run, devices), *check_unused(run.folder), *check_sinks(run.config)]
+    if run.is_relayed and not run.is_node:  # a node has been there already
+        here += _relay_problems(run.config.dataflow.relay)
     if not here:
         problems += _engine_problems(run)
     found, lacking, plan = _finish_probe(probe)
@@ -59,6 +63,21 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     here += lacking
     here += check_folder(run.folder, 0 if problems else disk_bytes(run, plan))
     return Findings(problems, here, plan)
+
+
+def _relay_problems(servers: str) -> list[str]:
+    """Messages where none of the NATS servers can be used from here."""
+    from flowjax.relay import dialled
+
+    async def dial() -> None:
+        async with dialled(servers):
+            pass
+
+    try:
+        asyncio.run(dial())
+    except ConfigError as error:
+        return [f"config.dataflow.relay: {error}"]
+    return []
 
 
 def _engine_problems(run: Run) -> list[str]:
@@ -93,7 +112,8 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
         adapters += kept if policy.train == "full" else 0  # each checkpoint has its own
         needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
         needed_bytes += versions * model.get("version_bytes", 0)
-        if "rollout" in run.config.elsewhere or not is_loopback(run.config.dataflow.host):  # nodes may join
+        # Nodes may join.
+        if "rollout" in run.config.elsewhere or run.is_relayed or not is_loopback(run.config.dataflow.host):
             from flowjax.dataflow.files import KEPT
 
             needed_bytes += 2 * (KEPT + 1) * model.get("adapter_bytes", 0)  # versions on their way, and their packs

@@ -41,22 +41,25 @@ def trainer_roles(run: Run) -> dict[str, str]:
 
 
 def stop_order(run: Run) -> tuple[tuple[str, ...], ...]:
-    """Rollout and trainers together; then dataflow and engines."""
-    return (("rollout", *trainer_roles(run)),)
+    """Rollout and trainers together; then dataflow and engines. Nodes hear the dataflow's last word by the relay."""
+    together = ("rollout", *trainer_roles(run))
+    return (together, ("dataflow",)) if run.is_relayed and not run.is_node else (together,)
 
 
 def choose_ports(run: Run) -> dict[str, int]:
     """A port for each server that is started here, as configured or free; kept for the whole run, restarts included."""
     ports = {engine.name: engine.port or free_port() for engine in run.engines if not engine.url}
-    return ports if run.is_node else {**ports, "dataflow": run.config.dataflow.port or free_port()}
+    if not run.is_node:
+        return {**ports, "dataflow": run.config.dataflow.port or free_port()}
+    return {**ports, "relay": free_port()} if run.is_relayed else ports
 
 
 def publish_endpoints(run: Run, ports: Mapping[str, int]) -> None:
     """Say where roles find each other, and the engines that run elsewhere."""
     given = {engine.name: engine.url for engine in run.engines if engine.url}
     hosts = {"dataflow": reachable(run.config.dataflow.host)}
-    given |= {"dataflow": run.config.dataflow.url} if run.is_node else {}
     started = {name: f"http://{hosts.get(name, '127.0.0.1')}:{port}" for name, port in ports.items()}
+    given |= {"dataflow": str(started.get("relay", run.config.dataflow.url))} if run.is_node else {}
     write_endpoints(run.folder, {**given, **started})
 
 
@@ -154,11 +157,27 @@ def _trainer_command(run: Run, policy: str, devices: Devices) -> Sequence[str]:
     return [sys.executable, str(_TOGETHER), json.dumps(devices.process_envs(count)), *command]
 
 
+def _relay_roles(run: Run) -> list[Role]:
+    """This machine's end of the way to nodes, or to the run, where that leads over a NATS server."""
+    if not run.is_relayed:
+        return []
+    return [
+        Role(
+            "relay",
+            [sys.executable, "-m", "flowjax.relay", f"--run={run.folder}"],
+            env={**OFFLINE, **_ON_CPU},
+            restarts=run.config.max_restarts,
+        )
+    ]
+
+
 def run_roles(run: Run, ports: dict[str, int], devices: Devices) -> list[Role]:
-    """Engines, dataflow (on a node: the mirror of the run), trainers and rollout, in the order in which they start."""
+    """Engines, relay, dataflow (on a node: the mirror of the run), trainers and rollout, in the order in which they
+    start."""
     python = [sys.executable, "-m"]
     roles = [
         *engine_roles(run, ports, devices),
+        *_relay_roles(run),
         Role(
             "mirror",
             [*python, "flowjax.weights.mirror", f"--run={run.folder}"],

@@ -23,7 +23,7 @@ from absl import logging
 from flowjax.config import ConfigError
 from flowjax.files import FileHeldError, digest_of, held, new_folder
 from flowjax.monitor.token import known_run_id, known_token
-from flowjax.run import Run, read_run
+from flowjax.run import Run, read_endpoints, read_run
 from flowjax.weights.delta import DeltaError, open_folder
 from flowjax.weights.publish import HANDED_OVER, commit_copy, commit_of, committed_steps
 from flowjax.weights.source import OriginError, RunSource, source
@@ -325,7 +325,8 @@ class WeightsMirror:
 
 
 async def _follow(run: Run) -> None:
-    async with source(run.config.dataflow.url, known_token(run.folder), known_run_id(run.folder)) as origin:
+    url = read_endpoints(run.folder)["dataflow"]
+    async with source(url, known_token(run.folder), known_run_id(run.folder)) as origin:
         in_place = [name for name, policy in run.policies.items() if policy.train == "full"]
         await WeightsMirror(run.folder, origin, one_at_a_time=in_place, hold_s=run.presence_s).follow()
 

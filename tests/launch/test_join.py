@@ -21,8 +21,9 @@ from flowjax.launch import join
 from flowjax.launch.__main__ import main, read_request
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import read_metrics
-from flowjax.monitor.token import bearer, keep_run_id, known_token
-from flowjax.run import read_endpoints, resolve
+from flowjax.monitor.token import bearer, keep_run_id, known_run_id, known_token
+from flowjax.run import read_endpoints, resolve, write_endpoints
+from tests.nats_server import nats_server
 
 
 @pytest.mark.integration
@@ -72,9 +73,54 @@ def test_nodes_play_a_run_whose_own_machine_plays_nothing(tmp_path):
         assert train == list(range(1, 25)), "every version once"
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_a_node_plays_a_run_that_neither_side_can_reach_by_a_nats_server(tmp_path, capsys):
+    """The dataflow listens on loopback and asks for keys all the same. The server is killed on the way, and a node."""
+    options: dict[str, Any] = {"trainer__steps": 24, "dataflow__lease_s": 12.0, "elsewhere": ("rollout",)}
+    with nats_server() as nats, LightRun(tmp_path, dataflow__relay=nats.url, **options) as light, started() as all_of:
+        run = light.launch()
+        all_of.append(run)
+        wait_for(lambda: "nodes join by --join=" in light.logs() or run.poll() is not None, light.logs)
+        assert run.poll() is None, light.logs()
+        assert main([f"--status={light.run_dir}", "--invite=berlin"]) == 0
+        key, *command = capsys.readouterr().out.split()
+        url = command[-1].removeprefix("--join=")
+        assert key.startswith("FLOWJAX_TOKEN=berlin:") and command[:-1] == ["python", "-m", "flowjax.launch"]
+        assert url == f"{nats.url}/{known_run_id(light.run_dir)}"
+        first = Node(light, url, "first")
+        all_of.append(first.process)
+        wait_for(lambda: first.episodes > 8 or first.process.poll() is not None, first.logs)
+        assert (first.folder / "model" / "config.json").exists(), "the base model came that way, too"
+        endpoints = read_endpoints(first.folder / "runs" / "node")
+        assert endpoints["dataflow"] != read_endpoints(light.run_dir)["dataflow"]
+        nats.kill()
+        nats.start()
+        before = first.episodes
+        wait_for(lambda: first.episodes > before + 8 or run.poll() is not None, first.logs)
+        first.process.send_signal(signal.SIGKILL)  # its guards end the roles
+        second = Node(light, url, "second")
+        all_of.append(second.process)
+        wait_for(lambda: run.poll() is not None, lambda: light.logs() + second.logs(), 500.0)
+        assert run.returncode == 0, light.logs() + second.logs()
+        assert second.process.wait(timeout=120) == 0, second.logs()
+        assert "the run has ended" in second.output.read_text()
+        train = [line["step"] for line in read_metrics(light.run_dir) if line["kind"] == "train"]
+        assert train == list(range(1, 25)), "every version once"
+
+
 def test_joining_nothing_says_so():
     with pytest.raises(ConfigError, match=r"--join=http://127\.0\.0\.1:9: no dataflow answers there"):
         join.config_of_run("http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"--join=nats://127\.0\.0\.1:9/0f: no NATS server lets this machine in"):
+        join.config_of_run("nats://127.0.0.1:9/0f")
+    with pytest.raises(ConfigError, match=r"--join is 'nats://127\.0\.0\.1:9': give an address such as"):
+        join.config_of_run("nats://127.0.0.1:9")
+    with (
+        nats_server() as nats,
+        pytest.raises(ConfigError, match=r"/0f: no dataflow answers.*give what --invite printed"),
+    ):
+        join.config_of_run(f"{nats.url}/0f")
 
 
 def test_a_node_differs_in_its_hardware_alone(config, tmp_path, monkeypatch):
@@ -104,6 +150,7 @@ def test_a_node_may_place_the_models_of_its_bases_and_nothing_else_of_them(confi
 def test_a_node_ends_when_its_run_has_been_away_for_two_leases(config, tmp_path):
     config.dataflow.update({"url": "http://127.0.0.1:9", "lease_s": 1.0})
     run = resolve(config, tmp_path)
+    write_endpoints(tmp_path, {"dataflow": "http://127.0.0.1:9"})
     with pytest.raises(RoleFailed, match=r"the run at http://127\.0\.0\.1:9 has not answered for 2 s"):
         asyncio.run(join.until_done(run, Console()))
 
@@ -133,7 +180,9 @@ def test_a_node_says_why_it_is_refused(config, tmp_path):
         app = web.Application()
         app.router.add_get("/finished", AsyncMock(side_effect=lambda request: web.Response(status=401)))
         async with TestServer(app) as server:
-            config.dataflow.update({"url": str(server.make_url("")).rstrip("/"), "lease_s": 1.0})
+            url = str(server.make_url("")).rstrip("/")
+            config.dataflow.update({"url": url, "lease_s": 1.0})
+            write_endpoints(tmp_path, {"dataflow": url})
             with pytest.raises(RoleFailed, match=r"it wants another key: set FLOWJAX_TOKEN"):
                 await join.until_done(resolve(config, tmp_path), Console())
 

@@ -1,0 +1,450 @@
+"""The way between a run and its nodes where neither can reach the other: both dial out to a NATS server.
+
+    python -m flowjax.relay --run=<run folder, or a node's>
+
+At the node's end roles speak to loopback, as if the dataflow listened there. At the run's end what they say goes to the
+dataflow, with their keys: what it means and who may say it is for the dataflow alone (docs/dataflow.md). NATS carries
+and keeps nothing. What is lost on the way is sent again by who said it, as it is where HTTP goes all the way.
+
+    flowjax.<run id>         requests [{id, method, path, headers}, body], answered with [{status, headers}, body]
+                             or [{lost}, body], a reason
+    flowjax.<run id>.gone    ids of requests whose senders have gone
+
+in msgpack. A body is [bytes, size, subject]: its beginning, its size, and where the rest is to be had, which does not
+fit into one message. "<first> <bytes>" asks for a part of it there, nothing says that all of it has come.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgpack
+from absl import logging
+from aiohttp import web
+from yarl import URL
+
+from flowjax.broker import Address
+from flowjax.config import ConfigError
+from flowjax.monitor.token import RUN_HEADER, accepts, known_node, known_run_id, known_token
+from flowjax.monitor.trouble import allow_many_files
+from flowjax.records import pack
+from flowjax.run import Run, is_nats, read_endpoints, read_run
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+
+# As the command nats reads them.
+_CREDENTIALS = {"user_credentials": "NATS_CREDS", "user": "NATS_USER", "password": "NATS_PASSWORD"}
+_CONNECTIONS = 8  # where a packet in a hundred is lost each is slow, however wide the line is
+_PART_BYTES, _PARTS_AT_ONCE = 256 * 1024, 8
+_HEAD_BYTES = 8 * 1024  # of a message, beside the part of a body
+_DIAL_S = 10
+_FOR_EVER = -1  # attempts to reconnect, as nats-py counts them
+_ANSWER_S = 60.0  # the dataflow holds some back for 20 s
+_LOOK_S = 1.0  # between looks whether the connection is still there
+_PART_S, _TRIES = 15.0, 3  # that a part may take, and how often it is asked for
+_MOST_REQUESTS = 4096  # at the run's end at a time
+_MOST_LARGE = 4  # of them with a body that comes in parts
+_MOST_ANSWER_BYTES = 16 * 1024**2  # pieces of files have 1 MiB at most; a config or a list of files may be large
+_INBOX = "_INBOX."
+_SENT_HEADERS = ("Authorization", "Content-Type", "Range", RUN_HEADER)
+_ANSWERED_HEADERS = ("Allow", "Content-Range", "Content-Type", "Retry-After")
+
+
+class Lost(Exception):
+    """A request has not come to the dataflow, or its answer not back; says why."""
+
+
+@contextlib.asynccontextmanager
+async def reached(url: str) -> AsyncIterator[str]:
+    """An address at which this process reaches a run's dataflow over HTTP, while entered: `url` itself, or that of a
+    node's end where `url` is at a NATS server.
+
+    Raises:
+        ConfigError: there is no such server, or it does not let this process in.
+    """
+    if not is_nats(url):
+        yield url
+        return
+    servers, _, run_id = url.rpartition("/")
+    async with dialled(servers) as line, node_end(line, run_id) as here:
+        yield here
+
+
+# ---------------------------------------------------------------------------------------------------------------- lines
+
+
+@contextlib.asynccontextmanager
+async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["NatsLine"]:
+    """Connections to one of the NATS servers (addresses with commas between), which are made again when they break.
+
+    Args:
+        patient: wait for a server as long as it takes.
+
+    Raises:
+        ConfigError: nats-py is missing; not `patient`: no server answers, or it refuses.
+    """
+    try:
+        from nats.aio.client import Client
+        from nats.errors import Error
+    except ImportError as error:
+        raise ConfigError(f"{servers} is a NATS server, which takes nats-py: pip install 'flowjax[cluster]'") from error
+    problems = _Problems(servers)
+    clients = [Client() for _ in range(_CONNECTIONS)]
+    attempts = _FOR_EVER if patient else 1
+    options: dict[str, Any] = {"name": "flowjax", "error_cb": problems.note, "max_reconnect_attempts": attempts}
+    options |= {"connect_timeout": _DIAL_S, "reconnect_time_wait": 1, "ping_interval": 5}
+    options |= {name: os.environ[variable] for name, variable in _CREDENTIALS.items() if os.environ.get(variable)}
+    try:
+        try:
+            async with asyncio.timeout(None if patient else _DIAL_S):
+                await asyncio.gather(*(client.connect(servers.split(","), **options) for client in clients))
+            for client in clients:
+                client.options["max_reconnect_attempts"] = _FOR_EVER
+        except (Error, OSError, ValueError) as error:  # TimeoutError is an OSError; ValueError is of a bad file of keys
+            reason = problems.last or f"{type(error).__name__}: {error}"
+            remedy = f"start nats-server there, and give what it asks for in {', '.join(_CREDENTIALS.values())}"
+            raise ConfigError(f"no NATS server lets this machine in at {servers} ({reason}): {remedy}") from error
+        yield NatsLine(servers, clients)
+    finally:
+        await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+
+
+class _Problems:
+    """Logs what goes wrong at NATS connections, as long as that is the same once."""
+
+    def __init__(self, servers: str):
+        self._servers, self.last = servers, ""
+
+    async def note(self, error: Exception) -> None:
+        if (text := str(error) or type(error).__name__) != self.last:
+            logging.warning("%s: %s", self._servers, text)
+        self.last = text
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A body as a message holds it."""
+
+    begin: bytes
+    size_bytes: int
+    subject: str
+
+
+class NatsLine:
+    """Connections to a NATS server, taken by turns."""
+
+    def __init__(self, servers: str, clients: Sequence["Client"]):
+        self.servers, self.clients = servers, clients
+        self._turns = itertools.count()
+
+    def connection(self) -> "Client":
+        """The next one that is up.
+
+        Raises:
+            Lost: none is.
+        """
+        if not (up := [client for client in self.clients if client.is_connected]):
+            raise Lost(f"the NATS server {self.servers} does not answer")
+        return up[next(self._turns) % len(up)]
+
+    async def ask(self, subject: str, head: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        """Head and body of the answer to a request.
+
+        Raises:
+            Lost: there is none.
+        """
+        from nats.errors import Error, NoRespondersError
+
+        client = self.connection()
+        try:
+            async with _offered(client, body) as (offer, _):
+                answer = await _answered(client, subject, _packed(head, offer))
+            answered, rest = _unpacked(answer)
+            return answered, await self.fetched(rest)
+        except NoRespondersError as error:
+            raise Lost(f"no run is under way at {self.servers} with the id {subject.rpartition('.')[2]}") from error
+        except (Error, OSError, ValueError) as error:
+            raise Lost(f"{self.servers}: {type(error).__name__}: {error}") from error
+
+    async def fetched(self, body: _Parcel) -> bytes:
+        """All of a body.
+
+        Raises:
+            Lost: whoever offered it does not answer any more.
+        """
+        if len(body.begin) == body.size_bytes:
+            return body.begin
+        slots, whole = asyncio.Semaphore(_PARTS_AT_ONCE), bytearray(body.begin.ljust(body.size_bytes, b"\0"))
+
+        async def fetch(first: int) -> None:
+            size_bytes = min(_PART_BYTES, body.size_bytes - first)
+            async with slots:
+                whole[first : first + size_bytes] = await self._part(body.subject, first, size_bytes)
+
+        await asyncio.gather(*map(fetch, range(len(body.begin), body.size_bytes, _PART_BYTES)))
+        await self.connection().publish(body.subject, b"")
+        return bytes(whole)
+
+    async def _part(self, subject: str, first: int, size_bytes: int) -> bytes:
+        from nats.errors import Error
+
+        problem = ""
+        for _ in range(_TRIES):
+            try:
+                asked = f"{first} {size_bytes}".encode()
+                part = (await self.connection().request(subject, asked, timeout=_PART_S)).data
+                if len(part) == size_bytes:
+                    return part
+                problem = f"{len(part)} bytes came for {size_bytes}"
+            except (Error, OSError) as error:
+                problem = f"{type(error).__name__}: {error}"
+        raise Lost(f"{self.servers}: a part did not come ({problem})")
+
+
+async def _answered(client: "Client", subject: str, message: bytes) -> bytes:
+    """The answer to a request; without the connection that it was to come by it is not waited for.
+
+    Raises:
+        ConnectionError, nats.errors.Error: there is none.
+    """
+    before, asked = client.stats["reconnects"], asyncio.ensure_future(client.request(subject, message, _ANSWER_S))
+    try:
+        while not (await asyncio.wait([asked], timeout=_LOOK_S))[0]:
+            if not client.is_connected or client.stats["reconnects"] != before:
+                raise ConnectionError("the connection to it broke")
+        return asked.result().data
+    finally:
+        asked.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _offered(client: "Client", body: bytes) -> AsyncIterator[tuple[_Parcel, asyncio.Event]]:
+    """A body that can be had while entered by whoever gets what is yielded, and what is set once all of it has come."""
+    most_bytes, fetched = min(_PART_BYTES, client.max_payload - _HEAD_BYTES), asyncio.Event()
+    if len(body) <= most_bytes:
+        fetched.set()
+        yield _Parcel(body, len(body), ""), fetched
+        return
+
+    async def give(message: "Msg") -> None:
+        if not message.data:
+            fetched.set()
+            return
+        with contextlib.suppress(ValueError):  # who asks for anything else gets nothing
+            first, size_bytes = map(int, message.data.split())
+            await message.respond(body[first : first + min(size_bytes, most_bytes)])
+
+    subject = client.new_inbox()
+    offer = await client.subscribe(subject, cb=give)
+    try:
+        yield _Parcel(body[:most_bytes], len(body), subject), fetched
+    finally:
+        from nats.errors import Error
+
+        with contextlib.suppress(Error):  # the connection is gone, and the offer with it
+            await offer.unsubscribe()
+
+
+def _packed(head: Mapping[str, Any], body: _Parcel) -> bytes:
+    return cast(bytes, msgpack.packb([head, [body.begin, body.size_bytes, body.subject]]))
+
+
+def _unpacked(message: bytes) -> tuple[dict[str, Any], _Parcel]:
+    """
+    Raises:
+        ValueError: it is none of ours.
+    """
+    match msgpack.unpackb(message):
+        case [dict(head), [bytes(begin), int(size_bytes), str(subject)]]:
+            if len(begin) == size_bytes or (len(begin) < size_bytes and subject.startswith(_INBOX)):
+                return head, _Parcel(begin, size_bytes, subject)
+    raise ValueError("no message of this version")
+
+
+# ----------------------------------------------------------------------------------------------------------------- ends
+
+
+@contextlib.asynccontextmanager
+async def node_end(line: NatsLine, run_id: str, port: int = 0) -> AsyncIterator[str]:
+    """Take requests on loopback and send them to the run, while entered. Yields the address; port 0 is a free one."""
+    problems = _Problems(line.servers)
+
+    async def pass_on(request: web.Request) -> web.Response:
+        headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
+        head = {"id": secrets.token_hex(8), "method": request.method, "path": request.raw_path, "headers": headers}
+        try:
+            answer, body = await line.ask(f"flowjax.{run_id}", head, await request.read())
+            if "lost" in answer:
+                raise Lost(body.decode(errors="replace"))
+            return web.Response(status=answer["status"], headers=answer["headers"], body=body)
+        except (Lost, KeyError, TypeError) as error:
+            await problems.note(error)
+            if request.method == "GET" and request.transport is not None:  # as if nobody listened here
+                request.transport.abort()
+            return web.Response(status=503, body=pack({"error": str(error)}), content_type="application/msgpack")
+        except asyncio.CancelledError:  # who asked has gone: it is given no leases
+            with contextlib.suppress(Exception):
+                await line.connection().publish(f"flowjax.{run_id}.gone", str(head["id"]).encode())
+            raise
+
+    app = web.Application(client_max_size=2**40)  # the run's bounds hold
+    app.router.add_route("*", "/{path:.*}", pass_on)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class RunEnd:
+    """Sends what comes from nodes to the dataflow of a run.
+
+    Args:
+        line: where they come from.
+        run: the one that they are for.
+        session: by which the dataflow is asked.
+    """
+
+    def __init__(self, line: NatsLine, run: Run, session: aiohttp.ClientSession):
+        self._line, self._run, self._session = line, run, session
+        self._dataflow = Address(run.folder, "dataflow")
+        self._most_bytes: int = run.config.dataflow.max_message_bytes
+        self._large = asyncio.Semaphore(_MOST_LARGE)
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._by_id: dict[str, asyncio.Task[None]] = {}
+
+    async def take(self, client: "Client", message: "Msg") -> None:
+        """See to it that a request, which came by `client`, is answered; others are taken meanwhile."""
+        task = asyncio.create_task(self._answer(client, message))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def drop(self, message: "Msg") -> None:
+        """Ask no longer for one whose id comes."""
+        if task := self._by_id.get(message.data.decode(errors="replace")):
+            task.cancel()
+
+    async def _answer(self, client: "Client", message: "Msg") -> None:
+        from nats.errors import Error
+
+        request_id = ""
+        try:
+            head, body = _unpacked(message.data)
+            request_id, task = str(head.get("id")), asyncio.current_task()
+            assert task is not None
+            self._by_id[request_id] = task
+            answer, content = await self._asked(head, body)
+        except (Lost, aiohttp.ClientError, OSError, ValueError) as error:
+            answer, content = {"lost": True}, f"{type(error).__name__}: {error}".encode()
+        finally:
+            self._by_id.pop(request_id, None)
+        with contextlib.suppress(Error, TimeoutError):  # who asked has gone, or asks again
+            async with _offered(client, content) as (offer, fetched):
+                await message.respond(_packed(answer, offer))
+                await asyncio.wait_for(fetched.wait(), _ANSWER_S)
+
+    async def _asked(self, head: Mapping[str, Any], body: _Parcel) -> tuple[dict[str, Any], bytes]:
+        """The dataflow's answer.
+
+        Raises:
+            Lost: it is not to be asked, or its answer is too large.
+            ValueError: that is no request.
+            aiohttp.ClientError, OSError: it does not answer.
+        """
+        match head:
+            case {"method": "GET" | "POST" as method, "path": str(path), "headers": dict(given)} if path[:1] == "/":
+                headers = {name: str(given[name]) for name in _SENT_HEADERS if name in given}
+            case _:
+                raise ValueError("no request of this version")
+        if len(self._under_way) > _MOST_REQUESTS:
+            raise Lost("too many requests are under way")
+        if body.subject:
+            # Before anything is fetched: the dataflow would refuse it as well.
+            if not accepts(headers, known_token(self._run.folder)) and not known_node(self._run.folder, headers):
+                return {"status": 401, "headers": {}}, pack({"error": "show the key of a node (--invite)"})
+            if body.size_bytes > self._most_bytes:
+                reason = f"the body is over {self._most_bytes:,} bytes (config.dataflow.max_message_bytes): send less"
+                return {"status": 413, "headers": {}}, pack({"error": reason})
+            async with self._large:
+                return await self._passed_on(method, path, headers, await self._line.fetched(body))
+        return await self._passed_on(method, path, headers, body.begin)
+
+    async def _passed_on(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[dict[str, Any], bytes]:
+        shown = {**headers, "Accept-Encoding": "identity"}
+        url = URL(self._dataflow().rstrip("/") + path, encoded=True)
+        async with self._session.request(method, url, headers=shown, data=body or None) as response:
+            content = bytearray()
+            async for part in response.content.iter_any():
+                content += part
+                if len(content) > _MOST_ANSWER_BYTES:
+                    raise Lost(f"the answer to {path[:200]} is over {_MOST_ANSWER_BYTES:,} bytes: ask for it in pieces")
+            answered = {name: response.headers[name] for name in _ANSWERED_HEADERS if name in response.headers}
+            return {"status": response.status, "headers": answered}, bytes(content)
+
+
+@contextlib.asynccontextmanager
+async def run_end(line: NatsLine, run: Run) -> AsyncIterator[RunEnd]:
+    """Pass on what comes from nodes, while entered."""
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    connector = aiohttp.TCPConnector(limit=0)  # many nodes, each of which waits for episodes
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
+        end, subject = RunEnd(line, run, session), f"flowjax.{known_run_id(run.folder)}"
+        for client in line.clients:
+            await client.subscribe(subject, queue="run", cb=partial(end.take, client))
+        await line.clients[0].subscribe(f"{subject}.gone", cb=end.drop)
+        yield end
+
+
+async def _relay(run: Run) -> None:
+    if run.is_node:
+        servers, _, run_id = run.config.dataflow.url.rpartition("/")
+        port = urlsplit(read_endpoints(run.folder)["dataflow"]).port or 0
+        async with dialled(servers, patient=True) as line, node_end(line, run_id, port) as here:
+            logging.info("%s is the run %s at %s", here, run_id, servers)
+            await _until_stopped()
+    else:
+        async with dialled(run.config.dataflow.relay, patient=True) as line, run_end(line, run):
+            logging.info("nodes join by --join=%s/%s", line.servers, known_run_id(run.folder))
+            await _until_stopped()
+
+
+async def _until_stopped() -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)  # absl's flags are one table for all that a process imports
+    parser.add_argument("--run", type=Path, required=True, help="run folder, or a node's")
+    logging.set_verbosity(logging.INFO)
+    allow_many_files()
+    try:
+        asyncio.run(_relay(read_run(parser.parse_args().run.absolute())))
+    except ConfigError as error:
+        print(f"relay: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    logging.use_absl_handler()
+    main()

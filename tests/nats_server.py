@@ -1,0 +1,48 @@
+"""A real NATS server for tests: the one that the extra `test` installs."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flowjax.launch.machine import free_port
+
+BINARY = Path(sys.executable).with_name("nats-server")
+
+
+class NatsServer:
+    """On loopback, or at `host`; `on` are words before its command, for another host."""
+
+    def __init__(self, *arguments: str, host: str = "127.0.0.1", on: Sequence[str] = ()):
+        self.port = free_port()
+        self.url = f"nats://{host}:{self.port}"
+        self._command = [*on, str(BINARY), f"--addr={host}", f"--port={self.port}", *arguments]
+        self._wait = not on
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
+        until_s = time.monotonic() + 60
+        while self._wait and not self._listens():
+            assert self._process.poll() is None and time.monotonic() < until_s, "nats-server does not come up"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+@contextlib.contextmanager
+def nats_server(*arguments: str, host: str = "127.0.0.1", on: Sequence[str] = ()) -> Iterator[NatsServer]:
+    server = NatsServer(*arguments, host=host, on=on)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,336 @@
+"""The way over a NATS server: what a node sends comes to the dataflow as it was sent, whatever fails between them."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgpack
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from yarl import URL
+
+from flowjax import relay
+from flowjax.config import ConfigError, default_config
+from flowjax.monitor.token import bearer, invite, keep_run_id, make_token
+from flowjax.records import unpack
+from flowjax.relay import NatsLine, RunEnd, dialled, node_end, reached, run_end
+from flowjax.run import Run, write_endpoints
+from tests.nats_server import NatsServer, nats_server
+
+RUN_ID = "0123abcd"
+
+
+@dataclass
+class Way:
+    """Both ends, a dataflow's stand-in behind one, and the address of the other."""
+
+    here: str
+    run: Run
+    end: RunEnd
+    line: NatsLine
+    session: aiohttp.ClientSession
+    heard: list[web.Request]
+    held: list[str]  # what became of requests that the dataflow holds back
+
+
+def of_folder(folder: Path, url: str) -> Run:
+    config = default_config()
+    config.dataflow.relay = url
+    return Run(config=config, folder=folder, policies={}, bases={}, agents={})
+
+
+@contextlib.asynccontextmanager
+async def way(folder: Path, server: NatsServer) -> AsyncIterator[Way]:
+    heard: list[web.Request] = []
+    held: list[str] = []
+
+    async def echo(request: web.Request) -> web.Response:
+        heard.append(request)
+        body = await request.read()
+        if request.path == "/hold":
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                held.append("dropped")
+                raise
+        size_bytes = int(request.query.get("answer", len(body)))
+        answer = body if size_bytes == len(body) else random.Random(0).randbytes(size_bytes)
+        status = int(request.query.get("status", 200))
+        return web.Response(status=status, body=answer, headers={"Content-Type": "x/y", "Retry-After": "7"})
+
+    app = web.Application(client_max_size=2**30)
+    app.router.add_route("*", "/{path:.*}", echo)
+    dataflow = TestServer(app)
+    await dataflow.start_server()
+    folder.mkdir(exist_ok=True)
+    keep_run_id(folder, RUN_ID)
+    make_token(folder)
+    write_endpoints(folder, {"dataflow": str(dataflow.make_url(""))})
+    run = of_folder(folder, server.url)
+    try:
+        async with (
+            dialled(server.url) as near,
+            run_end(near, run) as end,
+            dialled(server.url) as line,
+            node_end(line, RUN_ID) as here,
+            aiohttp.ClientSession() as session,
+        ):
+            yield Way(here, run, end, line, session, heard, held)
+    finally:
+        await dataflow.close()
+
+
+def test_what_is_sent_comes_as_it_was_sent(tmp_path):
+    """Bodies that fit into a message, that just do not, and that take many, in both directions."""
+
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                key = bearer(invite(there.run.folder, "berlin"))
+                for size_bytes in (0, 1, relay._PART_BYTES, relay._PART_BYTES + 1, 5_000_001):
+                    body = random.Random(size_bytes).randbytes(size_bytes)
+                    headers = {**key, "X-Flowjax-Run": RUN_ID, "Range": "bytes=3-5", "Content-Type": "a/b"}
+                    url = URL(f"{there.here}/episodes?a=%2Fb&c=d%20e", encoded=True)
+                    async with there.session.post(url, data=body, headers=headers) as answer:
+                        assert await answer.read() == body
+                        assert (answer.status, answer.headers["Retry-After"], answer.content_type) == (200, "7", "x/y")
+                    request = there.heard[-1]
+                    assert (request.method, request.raw_path) == ("POST", "/episodes?a=%2Fb&c=d%20e")
+                    for name, value in headers.items():
+                        assert request.headers[name] == value
+                for size_bytes in (relay._PART_BYTES + 1, 3_000_000):
+                    async with there.session.get(f"{there.here}/files?answer={size_bytes}&status=206") as answer:
+                        assert await answer.read() == random.Random(0).randbytes(size_bytes)
+                        assert answer.status == 206
+
+    asyncio.run(check())
+
+
+def test_many_are_under_way_at_once(tmp_path):
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+
+                async def ask(number: int) -> None:
+                    body = random.Random(number).randbytes(number * 2000)
+                    async with there.session.post(there.here + "/lease", data=body) as answer:
+                        assert (answer.status, await answer.read()) == (200, body)
+
+                await asyncio.gather(*map(ask, range(100)))
+
+    asyncio.run(check())
+
+
+async def said(there: Way, method: str = "POST", body: bytes = b"x") -> tuple[int, str]:
+    """Status and reason of what comes back; 0 where the connection is closed."""
+    try:
+        async with there.session.request(method, f"{there.here}/lease", data=body) as answer:
+            return answer.status, unpack(await answer.read())["error"] if answer.status != 200 else ""
+    except aiohttp.ServerDisconnectedError as error:
+        return 0, str(error)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def test_who_asks_a_run_that_is_not_there_is_told_so_at_once(tmp_path):
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there, node_end(there.line, "0f0f") as elsewhere:
+                there.here = elsewhere
+                status, reason = await said(there)
+                assert status == 503 and reason.endswith("with the id 0f0f")
+                assert (await said(there, "GET", b""))[0] == 0, "as if nobody listened: what is fetched goes on later"
+
+    asyncio.run(check())
+
+
+def test_a_dataflow_that_is_away_is_asked_again_by_who_asked(tmp_path):
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                write_endpoints(there.run.folder, {"dataflow": "http://127.0.0.1:9"})
+                status, reason = await said(there)
+                assert status == 503 and "ClientConnectorError" in reason
+
+    asyncio.run(check())
+
+
+def test_whoever_has_gone_is_asked_for_no_longer(tmp_path):
+    """A worker that ends while the dataflow holds its answer back is given no leases."""
+
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(2.0), there.session.post(there.here + "/hold"):
+                        pass
+                await until(lambda: there.held)
+                assert there.held == ["dropped"]
+
+    asyncio.run(check())
+
+
+def test_what_is_under_way_when_the_server_dies_is_not_waited_for(tmp_path):
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                asked = asyncio.create_task(there.session.post(there.here + "/hold").__aenter__())
+                await until(lambda: there.heard)
+                server.kill()
+                async with asyncio.timeout(30):  # the dataflow would hold it for 60
+                    assert (await asked).status == 503
+                server.start()  # so that the ends can be left
+
+    asyncio.run(check())
+
+
+def test_a_server_that_was_killed_is_dialled_again(tmp_path):
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                assert (await said(there))[0] == 200
+                server.kill()
+                await until(lambda: not any(client.is_connected for client in there.line.clients))
+                assert (await said(there)) == (503, f"the NATS server {server.url} does not answer")
+                server.start()
+                async with asyncio.timeout(60):
+                    while (await said(there))[0] != 200:
+                        await asyncio.sleep(0.1)
+
+    asyncio.run(check())
+
+
+def test_large_bodies_are_fetched_of_nodes_alone_and_within_the_bound_of_messages(tmp_path):
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                large = bytes(relay._PART_BYTES + 1)
+                assert await said(there, body=large) == (401, "show the key of a node (--invite)")
+                there.end._most_bytes = len(large) - 1
+                headers = bearer(invite(there.run.folder, "berlin"))
+                async with there.session.post(there.here + "/episodes", data=large, headers=headers) as answer:
+                    assert answer.status == 413
+                    assert "config.dataflow.max_message_bytes" in unpack(await answer.read())["error"]
+                assert not there.heard
+
+    asyncio.run(check())
+
+
+def test_an_answer_that_is_too_large_for_memory_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(relay, "_MOST_ANSWER_BYTES", 1000)
+
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there, there.session.post(there.here + "/files?answer=1001") as answer:
+                assert answer.status == 503 and "ask for it in pieces" in unpack(await answer.read())["error"]
+
+    asyncio.run(check())
+
+
+HOSTILE = [
+    b"",
+    b"\xc1",
+    msgpack.packb(7),
+    msgpack.packb([]),
+    msgpack.packb([{}, [b"", 0]]),
+    msgpack.packb([{}, [b"", -1, ""]]),
+    msgpack.packb([{}, ["text", 4, ""]]),
+    msgpack.packb([{}, [b"", 10**12, "flowjax.other"]]),
+    msgpack.packb([{}, [b"", 0, ""]]),
+    msgpack.packb([{"method": "PUT", "path": "/x", "headers": {}}, [b"", 0, ""]]),
+    msgpack.packb([{"method": "GET", "path": "http://elsewhere/", "headers": {}}, [b"", 0, ""]]),
+    msgpack.packb([{"method": "GET", "path": "@elsewhere/x", "headers": {}}, [b"", 0, ""]]),
+    msgpack.packb([{"method": "GET", "path": "/x", "headers": [1]}, [b"", 0, ""]]),
+    msgpack.packb([{"method": "GET", "path": "/x", "headers": {"Range": "a\r\nb: c"}}, [b"", 0, ""]]),
+]
+
+
+def test_whatever_else_is_sent_to_the_subject_is_answered_and_passed_on_to_nobody(tmp_path):
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                for message in HOSTILE:
+                    answer = await there.line.connection().request(f"flowjax.{RUN_ID}", message, timeout=30)
+                    head, (reason, *_) = msgpack.unpackb(answer.data)
+                    assert head == {"lost": True} and reason, message
+                await there.line.connection().publish(f"flowjax.{RUN_ID}.gone", b"\xff nobody")
+                assert not there.heard
+                assert (await said(there))[0] == 200, "it goes on"
+
+    asyncio.run(check())
+
+
+def test_a_body_whose_sender_has_gone_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(relay, "_PART_S", 0.2)
+
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                head = {
+                    "id": "a",
+                    "method": "POST",
+                    "path": "/x",
+                    "headers": bearer(invite(there.run.folder, "berlin")),
+                }
+                message = bytes(msgpack.packb([head, [b"", 10**6, "_INBOX.nobody"]]) or b"")
+                answer = await there.line.connection().request(f"flowjax.{RUN_ID}", message, timeout=30)
+                head, (reason, *_) = msgpack.unpackb(answer.data)
+                assert head == {"lost": True} and b"a part did not come" in reason
+                assert not there.heard
+
+    asyncio.run(check())
+
+
+def test_a_server_that_is_not_there_or_wants_a_key_is_named(monkeypatch):
+    async def dial(url: str) -> None:
+        async with reached(f"{url}/{RUN_ID}"):
+            pass
+
+    with pytest.raises(ConfigError, match=r"at nats://127\.0\.0\.1:9 \(.*: start nats-server there"):
+        asyncio.run(dial("nats://127.0.0.1:9"))
+    with nats_server("--user=berlin", "--pass=secret") as server:
+        with pytest.raises(ConfigError, match=r"Authorization Violation.*NATS_CREDS, NATS_USER, NATS_PASSWORD"):
+            asyncio.run(dial(server.url))
+        monkeypatch.setenv("NATS_USER", "berlin")
+        monkeypatch.setenv("NATS_PASSWORD", "secret")
+        asyncio.run(dial(server.url))
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("relay", ["", "nats://a:1", "tls://a.b:4222,wss://c"], ["http://a", "nats://me:secret@a:1", "nats://a:1/0f"]),
+        ("url", ["http://a:1", "nats://a:1/0f", "nats://a:1,tls://b/0f"], ["nats://a:1", "nats://a:1/name/x"]),
+    ],
+)
+def test_addresses(field, good, bad):
+    from flowjax.config import FIELDS
+    from flowjax.fields import Section
+
+    section = FIELDS.fields["dataflow"]
+    assert isinstance(section, Section)
+    entry = section.fields[field]
+    for value in good:
+        assert not [*entry.problems("config.dataflow", value)], value
+    for value in bad:
+        assert [*entry.problems("config.dataflow", value)], value
+
+
+def test_without_nats_py_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "nats.aio.client", None)
+
+    async def dial() -> None:
+        async with dialled("nats://127.0.0.1:9"):
+            pass
+
+    with pytest.raises(ConfigError, match=r"pip install 'flowjax\[cluster\]'"):
+        asyncio.run(dial())
