@@ -45,6 +45,15 @@ def of_folder(folder: Path, url: str) -> Run:
 
 
 @contextlib.asynccontextmanager
+async def dialled_as(user: str, url: str) -> AsyncIterator[NatsLine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NATS_USER", user)
+        patch.setenv("NATS_PASSWORD", "secret")
+        async with dialled(url) as line:
+            yield line
+
+
+@contextlib.asynccontextmanager
 async def way(folder: Path, server: NatsServer) -> AsyncIterator[Way]:
     heard: list[web.Request] = []
     held: list[str] = []
@@ -74,9 +83,9 @@ async def way(folder: Path, server: NatsServer) -> AsyncIterator[Way]:
     run = of_folder(folder, server.url)
     try:
         async with (
-            dialled(server.url) as near,
+            dialled_as("run", server.url) as near,
             run_end(near, run) as end,
-            dialled(server.url) as line,
+            dialled_as("node", server.url) as line,
             node_end(line, RUN_ID) as here,
             aiohttp.ClientSession() as session,
         ):
@@ -108,6 +117,26 @@ def test_what_is_sent_comes_as_it_was_sent(tmp_path):
                         assert await answer.read() == random.Random(0).randbytes(size_bytes)
                         assert answer.status == 206
 
+    asyncio.run(check())
+
+
+USERS = """
+authorization { users = [
+  {user: run, password: secret, permissions: {publish: ["_INBOX.>"], subscribe: ["flowjax.>", "_INBOX.>"]}}
+  {user: node, password: secret, permissions: {publish: ["flowjax.>", "_INBOX.>"], subscribe: ["_INBOX.>"]}}
+] }
+"""
+
+
+def test_the_rights_that_the_page_names_are_enough(tmp_path):
+    async def check() -> None:
+        with nats_server(f"--config={tmp_path / 'nats.conf'}") as server:
+            async with way(tmp_path / "run", server) as there:
+                key, large = bearer(invite(there.run.folder, "berlin")), bytes(2 * relay._PART_BYTES)
+                async with there.session.post(f"{there.here}/episodes", data=large, headers=key) as answer:
+                    assert await answer.read() == large
+
+    (tmp_path / "nats.conf").write_text(USERS)
     asyncio.run(check())
 
 

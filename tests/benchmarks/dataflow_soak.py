@@ -161,7 +161,7 @@ async def _phase(
     client: Client, pid: int, run_dir: Path, workers: int, seconds: float, tasks: list[asyncio.Task[None]]
 ) -> Phase:
     client.latencies_s = {}
-    started_s, cpu_s, sent, accepted = time.monotonic(), _cpu_s(pid), client.sent_bytes, client.accepted
+    started_s, cpu_s, sent, accepted = time.monotonic(), processor_s(pid), client.sent_bytes, client.accepted
     memory, failed = [(0.0, _memory_mib(pid))], False
     while not failed and memory[-1][0] < seconds:
         failed, _ = await asyncio.wait(tasks, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +171,7 @@ async def _phase(
         workers,
         took_s,
         client.accepted - accepted,
-        _cpu_s(pid) - cpu_s,
+        processor_s(pid) - cpu_s,
         (client.sent_bytes - sent) / 2**20 / took_s,
         np.array(memory),
         (run_dir / "dataflow.sqlite").stat().st_size / 2**20,
@@ -187,7 +187,7 @@ def slope(seconds: np.ndarray, values: np.ndarray) -> tuple[float, float]:
     return change, float(np.sqrt(rest @ rest / max(len(values) - 2, 1) / (minutes @ minutes)))
 
 
-def _cpu_s(pid: int) -> float:
+def processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
