@@ -422,9 +422,8 @@ def _candidates(policy_groups: Sequence[PolicyGroup], step: int) -> list[Candida
 
 def _token_ages(groups: Sequence[Group], step: int) -> dict[str, int]:
     """Sampled tokens by their age in versions, where version `step` trains on them."""
-    ages: Counter[int] = Counter()
-    for group in groups:
-        for trajectory in group.trajectories:
-            for turn in trajectory.turns:
-                ages.update((step - turn.token_versions).tolist())
-    return {str(age): tokens for age, tokens in sorted(ages.items())}
+    turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
+    # All at once: counted one by one they took 5 % of the dataflow's time with 8k tokens a trajectory.
+    versions = np.concatenate([np.zeros(0, np.int32), *(turn.token_versions for turn in turns)])
+    ages, tokens = np.unique(step - versions, return_counts=True)
+    return {str(age): count for age, count in zip(ages.tolist(), tokens.tolist(), strict=True)}

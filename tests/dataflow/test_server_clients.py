@@ -24,7 +24,7 @@ from flowjax.launch.machine import free_port
 from flowjax.launch.roles import publish_endpoints
 from flowjax.monitor.token import bearer, invite, known_token, make_run_id, send_away
 from flowjax.records import Lease, pack
-from flowjax.run import resolve
+from flowjax.run import resolve, write_endpoints
 from flowjax.trainer.sources import DataflowSource
 from flowjax.weights.source import OriginError, source
 from tests.dataflow.test_flow import configuration, make_flow, played
@@ -269,6 +269,8 @@ def test_a_node_hears_of_the_end_before_the_dataflow_is_gone(tmp_path, monkeypat
             config = default_config()
             config.dataflow.update({"url": url, "lease_s": 300.0})
             node = resolve(config, tmp_path / "node")
+            node.folder.mkdir()
+            write_endpoints(node.folder, {"dataflow": url})
             hears = asyncio.create_task(join.until_done(node, Console()))
             while not asked:
                 await asyncio.sleep(0.01)

@@ -176,6 +176,22 @@ def test_the_expert_answers_every_question():
     assert play(lambda env, observation, rng: Search().expert(env), "train", 100, documents=400, hops=(1, 3, 4)) == 1.0
 
 
+def test_the_expert_answers_some_too_early_where_it_is_to():
+    """What it says then stands in the first document."""
+
+    def right(count: int, **options: Any) -> float:
+        return play(lambda env, observation, rng: Search(**options).expert(env), "held_out", count, **options)
+
+    assert 0.6 < right(200, documents=1000, early_share=0.3) < 0.8
+    assert right(30, documents=1000, early_share=1.0, hops=1) == 1.0
+    hasty = Search(documents=1000, early_share=1.0)
+    env, source = hasty.env(), hasty.tasks("held_out", 0)
+    for index in range(10):
+        env.reset(take(source, index), 0)
+        env.step(hasty.expert(env))
+        assert hasty.expert(env) == f"answer[{env.question.chain[1]}]"
+
+
 def test_the_random_policy_hardly_ever_does():
     assert play(lambda env, observation, rng: Search().random_action(observation, rng), "held_out", 100, **SMALL) < 0.3
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
@@ -59,6 +59,7 @@ from flowjax.envs.search.protocol import (
     templates,
     write_compact,
 )
+from flowjax.fields import Interval
 from flowjax.grading.answers import augmented_f1, exact_match, f1_score, normalise_answer
 from flowjax.records import Task, state_key
 
@@ -104,6 +105,8 @@ class SearchOptions:
     protocol: ProtocolName = "rewardflow"
     access: bool = False  # asearcher: pages can be opened by their address
     score: Literal["em", "f1"] = "em"  # reward of an answer; success is exact match in either case
+    # Of generated questions, share that the expert answers by what the first document names, as if that were the end.
+    early_share: Annotated[float, Interval(at_least=0, at_most=1)] = 0.0
 
     def __post_init__(self):
         for name, least, most in (("topk", 1, 100), ("document_characters", 1, 1 << 20), ("corpus_seed", 0, 1 << 63)):
@@ -227,13 +230,15 @@ class Search(World):
 
         It goes by the latest result alone, and starts over where that is beside the way, so that an agent that sees no
         more than the question and the latest result can do the same. Where a question comes without its chain of
-        documents, it searches for the question itself and gives the gold answer.
+        documents, it searches for the question itself and gives the gold answer. Some it answers too early
+        (`early_share`).
         """
         question = env.question
         way = question.chain[:-1] or (question.text,)
         reached = max((place for place, name in enumerate(way) if name in env.latest), default=-1)
         if reached + 1 < len(way):
-            return action_of("search", way[reached + 1])
+            early = state_key("early", question.text) % 1000 < 1000 * self.options.early_share
+            return action_of("answer" if early and reached >= 0 else "search", way[reached + 1])
         return action_of("answer", question.answers[0])
 
     def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
