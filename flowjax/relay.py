@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
-# As the command nats reads them.
-_CREDENTIALS = {"user_credentials": "NATS_CREDS", "user": "NATS_USER", "password": "NATS_PASSWORD"}
+# As the command nats reads them; the last is ours: nobody but this user may listen there.
+_VARIABLES = {"user_credentials": "NATS_CREDS", "user": "NATS_USER", "password": "NATS_PASSWORD"}
+_VARIABLES["inbox_prefix"] = "NATS_INBOX_PREFIX"
 _CONNECTIONS = 8  # where a packet in a hundred is lost each is slow, however wide the line is
 _PART_BYTES, _PARTS_AT_ONCE = 256 * 1024, 8
 _HEAD_BYTES = 8 * 1024  # of a message, beside the part of a body
@@ -59,7 +60,7 @@ _PART_S, _TRIES = 15.0, 3  # that a part may take, and how often it is asked for
 _MOST_REQUESTS = 4096  # at the run's end at a time
 _MOST_LARGE = 4  # of them with a body that comes in parts
 _MOST_ANSWER_BYTES = 16 * 1024**2  # pieces of files have 1 MiB at most; a config or a list of files may be large
-_INBOX = "_INBOX."
+_INBOX = "_INBOX"
 _SENT_HEADERS = ("Authorization", "Content-Type", "Range", RUN_HEADER)
 _ANSWERED_HEADERS = ("Allow", "Content-Range", "Content-Type", "Retry-After")
 
@@ -95,7 +96,7 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
         patient: wait for a server as long as it takes.
 
     Raises:
-        ConfigError: nats-py is missing; not `patient`: no server answers, or it refuses.
+        ConfigError: nats-py is missing, or messages may be too short; not `patient`: no server answers, or it refuses.
     """
     try:
         from nats.aio.client import Client
@@ -105,9 +106,10 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
     problems = _Problems(servers)
     clients = [Client() for _ in range(_CONNECTIONS)]
     attempts = _FOR_EVER if patient else 1
-    options: dict[str, Any] = {"name": "flowjax", "error_cb": problems.note, "max_reconnect_attempts": attempts}
+    options: dict[str, Any] = {"name": "flowjax", "error_cb": problems.note, "reconnected_cb": problems.over}
     options |= {"connect_timeout": _DIAL_S, "reconnect_time_wait": 1, "ping_interval": 5}
-    options |= {name: os.environ[variable] for name, variable in _CREDENTIALS.items() if os.environ.get(variable)}
+    options |= {"max_reconnect_attempts": attempts, "closed_cb": problems.end}
+    options |= {name: os.environ[variable] for name, variable in _VARIABLES.items() if os.environ.get(variable)}
     try:
         try:
             async with asyncio.timeout(None if patient else _DIAL_S):
@@ -116,18 +118,26 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
                 client.options["max_reconnect_attempts"] = _FOR_EVER
         except (Error, OSError, ValueError) as error:  # TimeoutError is an OSError; ValueError is of a bad file of keys
             reason = problems.last or f"{type(error).__name__}: {error}"
-            remedy = f"start nats-server there, and give what it asks for in {', '.join(_CREDENTIALS.values())}"
+            remedy = f"start nats-server there, and give what it asks for in {', '.join(_VARIABLES.values())}"
             raise ConfigError(f"no NATS server lets this machine in at {servers} ({reason}): {remedy}") from error
-        yield NatsLine(servers, clients)
+        if (most_bytes := min(client.max_payload for client in clients)) < _PART_BYTES + _HEAD_BYTES:
+            raise ConfigError(f"max_payload of the NATS server {servers} is {most_bytes:,}: set it to 1MB or more")
+        yield NatsLine(servers, clients, problems.closed)
     finally:
         await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
 
 
 class _Problems:
-    """Logs what goes wrong at NATS connections, as long as that is the same once."""
+    """Logs what goes wrong at NATS connections, as long as that is the same once. `closed`: one is not made again."""
 
     def __init__(self, servers: str):
-        self._servers, self.last = servers, ""
+        self._servers, self.last, self.closed = servers, "", asyncio.Event()
+
+    async def over(self) -> None:
+        self.last = ""
+
+    async def end(self) -> None:
+        self.closed.set()
 
     async def note(self, error: Exception) -> None:
         if (text := str(error) or type(error).__name__) != self.last:
@@ -145,10 +155,10 @@ class _Parcel:
 
 
 class NatsLine:
-    """Connections to a NATS server, taken by turns."""
+    """Connections to a NATS server, taken by turns. `closed` is set once one has ended for good."""
 
-    def __init__(self, servers: str, clients: Sequence["Client"]):
-        self.servers, self.clients = servers, clients
+    def __init__(self, servers: str, clients: Sequence["Client"], closed: asyncio.Event):
+        self.servers, self.clients, self.closed = servers, clients, closed
         self._turns = itertools.count()
 
     def connection(self) -> "Client":
@@ -161,7 +171,7 @@ class NatsLine:
             raise Lost(f"the NATS server {self.servers} does not answer")
         return up[next(self._turns) % len(up)]
 
-    async def ask(self, subject: str, head: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    async def ask(self, subject: str, head: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes | bytearray]:
         """Head and body of the answer to a request.
 
         Raises:
@@ -174,30 +184,39 @@ class NatsLine:
             async with _offered(client, body) as (offer, _):
                 answer = await _answered(client, subject, _packed(head, offer))
             answered, rest = _unpacked(answer)
-            return answered, await self.fetched(rest)
+            return answered, await self.fetched(rest, _MOST_ANSWER_BYTES)
         except NoRespondersError as error:
             raise Lost(f"no run is under way at {self.servers} with the id {subject.rpartition('.')[2]}") from error
         except (Error, OSError, ValueError) as error:
             raise Lost(f"{self.servers}: {type(error).__name__}: {error}") from error
 
-    async def fetched(self, body: _Parcel) -> bytes:
+    async def fetched(self, body: _Parcel, most_bytes: int) -> bytes | bytearray:
         """All of a body.
 
         Raises:
-            Lost: whoever offered it does not answer any more.
+            Lost: whoever offered it does not answer any more, or it is over `most_bytes`.
+            nats.errors.Error: the connection broke.
         """
         if len(body.begin) == body.size_bytes:
             return body.begin
-        slots, whole = asyncio.Semaphore(_PARTS_AT_ONCE), bytearray(body.begin.ljust(body.size_bytes, b"\0"))
+        if body.size_bytes > most_bytes:
+            raise Lost(f"{body.size_bytes:,} bytes are offered, {most_bytes:,} are taken at most")
+        whole, firsts = bytearray(body.size_bytes), iter(range(len(body.begin), body.size_bytes, _PART_BYTES))
+        whole[: len(body.begin)] = body.begin
 
-        async def fetch(first: int) -> None:
-            size_bytes = min(_PART_BYTES, body.size_bytes - first)
-            async with slots:
+        async def fetch() -> None:
+            for first in firsts:
+                size_bytes = min(_PART_BYTES, body.size_bytes - first)
                 whole[first : first + size_bytes] = await self._part(body.subject, first, size_bytes)
 
-        await asyncio.gather(*map(fetch, range(len(body.begin), body.size_bytes, _PART_BYTES)))
+        parts = [asyncio.ensure_future(fetch()) for _ in range(_PARTS_AT_ONCE)]
+        try:
+            await asyncio.gather(*parts)
+        finally:
+            for part in parts:
+                part.cancel()
         await self.connection().publish(body.subject, b"")
-        return bytes(whole)
+        return whole
 
     async def _part(self, subject: str, first: int, size_bytes: int) -> bytes:
         from nats.errors import Error
@@ -234,8 +253,8 @@ async def _answered(client: "Client", subject: str, message: bytes) -> bytes:
 @contextlib.asynccontextmanager
 async def _offered(client: "Client", body: bytes) -> AsyncIterator[tuple[_Parcel, asyncio.Event]]:
     """A body that can be had while entered by whoever gets what is yielded, and what is set once all of it has come."""
-    most_bytes, fetched = min(_PART_BYTES, client.max_payload - _HEAD_BYTES), asyncio.Event()
-    if len(body) <= most_bytes:
+    fetched = asyncio.Event()
+    if len(body) <= _PART_BYTES:
         fetched.set()
         yield _Parcel(body, len(body), ""), fetched
         return
@@ -246,12 +265,12 @@ async def _offered(client: "Client", body: bytes) -> AsyncIterator[tuple[_Parcel
             return
         with contextlib.suppress(ValueError):  # who asks for anything else gets nothing
             first, size_bytes = map(int, message.data.split())
-            await message.respond(body[first : first + min(size_bytes, most_bytes)])
+            await message.respond(body[first : first + min(size_bytes, _PART_BYTES)])
 
     subject = client.new_inbox()
     offer = await client.subscribe(subject, cb=give)
     try:
-        yield _Parcel(body[:most_bytes], len(body), subject), fetched
+        yield _Parcel(body[:_PART_BYTES], len(body), subject), fetched
     finally:
         from nats.errors import Error
 
@@ -285,21 +304,23 @@ async def node_end(line: NatsLine, run_id: str, port: int = 0) -> AsyncIterator[
 
     async def pass_on(request: web.Request) -> web.Response:
         headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
-        head = {"id": secrets.token_hex(8), "method": request.method, "path": request.raw_path, "headers": headers}
+        request_id, done = secrets.token_hex(8), False
+        head = {"id": request_id, "method": request.method, "path": request.raw_path, "headers": headers}
         try:
             answer, body = await line.ask(f"flowjax.{run_id}", head, await request.read())
             if "lost" in answer:
                 raise Lost(body.decode(errors="replace"))
+            done = True
             return web.Response(status=answer["status"], headers=answer["headers"], body=body)
-        except (Lost, KeyError, TypeError) as error:
+        except (Lost, KeyError, TypeError, ValueError) as error:
             await problems.note(error)
             if request.method == "GET" and request.transport is not None:  # as if nobody listened here
                 request.transport.abort()
             return web.Response(status=503, body=pack({"error": str(error)}), content_type="application/msgpack")
-        except asyncio.CancelledError:  # who asked has gone: it is given no leases
-            with contextlib.suppress(Exception):
-                await line.connection().publish(f"flowjax.{run_id}.gone", str(head["id"]).encode())
-            raise
+        finally:
+            if not done:  # also where who asked has gone: it is given no leases
+                with contextlib.suppress(Exception):
+                    await line.connection().publish(f"flowjax.{run_id}.gone", request_id.encode())
 
     app = web.Application(client_max_size=2**40)  # the run's bounds hold
     app.router.add_route("*", "/{path:.*}", pass_on)
@@ -350,7 +371,7 @@ class RunEnd:
             assert task is not None
             self._by_id[request_id] = task
             answer, content = await self._asked(head, body)
-        except (Lost, aiohttp.ClientError, OSError, ValueError) as error:
+        except (Lost, aiohttp.ClientError, Error, OSError, ValueError) as error:
             answer, content = {"lost": True}, f"{type(error).__name__}: {error}".encode()
         finally:
             self._by_id.pop(request_id, None)
@@ -374,19 +395,23 @@ class RunEnd:
                 raise ValueError("no request of this version")
         if len(self._under_way) > _MOST_REQUESTS:
             raise Lost("too many requests are under way")
-        if body.subject:
-            # Before anything is fetched: the dataflow would refuse it as well.
-            if not accepts(headers, known_token(self._run.folder)) and not known_node(self._run.folder, headers):
-                return {"status": 401, "headers": {}}, pack({"error": "show the key of a node (--invite)"})
-            if body.size_bytes > self._most_bytes:
-                reason = f"the body is over {self._most_bytes:,} bytes (config.dataflow.max_message_bytes): send less"
-                return {"status": 413, "headers": {}}, pack({"error": reason})
-            async with self._large:
-                return await self._passed_on(method, path, headers, await self._line.fetched(body))
-        return await self._passed_on(method, path, headers, body.begin)
+        # Before anything is fetched, as the dataflow would: whoever is let in by the server may come this far.
+        if not (token := known_token(self._run.folder)):
+            raise Lost("the dataflow has not come up yet")
+        node = None if accepts(headers, token) else known_node(self._run.folder, headers)
+        if node is None and not accepts(headers, token):
+            return {"status": 401, "headers": {}}, pack({"error": "show the key of a node (--invite)"})
+        if not body.subject or (node and node.sent_away):  # which the dataflow says without reading on
+            return await self._passed_on(method, path, headers, body.begin)
+        if body.size_bytes > self._most_bytes:
+            reason = f"the body is over {self._most_bytes:,} bytes (config.dataflow.max_message_bytes): send less"
+            return {"status": 413, "headers": {}}, pack({"error": reason})
+        async with self._large:
+            content = await self._line.fetched(body, self._most_bytes)
+            return await self._passed_on(method, path, headers, content)
 
     async def _passed_on(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | bytearray
     ) -> tuple[dict[str, Any], bytes]:
         shown = {**headers, "Accept-Encoding": "identity"}
         url = URL(self._dataflow().rstrip("/") + path, encoded=True)
@@ -409,7 +434,7 @@ async def run_end(line: NatsLine, run: Run) -> AsyncIterator[RunEnd]:
         end, subject = RunEnd(line, run, session), f"flowjax.{known_run_id(run.folder)}"
         for client in line.clients:
             await client.subscribe(subject, queue="run", cb=partial(end.take, client))
-        await line.clients[0].subscribe(f"{subject}.gone", cb=end.drop)
+            await client.subscribe(f"{subject}.gone", queue="run", cb=end.drop)
         yield end
 
 
@@ -419,18 +444,25 @@ async def _relay(run: Run) -> None:
         port = urlsplit(read_endpoints(run.folder)["dataflow"]).port or 0
         async with dialled(servers, patient=True) as line, node_end(line, run_id, port) as here:
             logging.info("%s is the run %s at %s", here, run_id, servers)
-            await _until_stopped()
+            await _until_stopped(line)
     else:
         async with dialled(run.config.dataflow.relay, patient=True) as line, run_end(line, run):
             logging.info("nodes join by --join=%s/%s", line.servers, known_run_id(run.folder))
-            await _until_stopped()
+            await _until_stopped(line)
 
 
-async def _until_stopped() -> None:
+async def _until_stopped(line: NatsLine) -> None:
+    """
+    Raises:
+        Lost: a connection is closed for good, as when a user's rights are taken away: a new start makes others.
+    """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await stop.wait()
+    ends = [asyncio.create_task(event.wait()) for event in (stop, line.closed)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if not stop.is_set():
+        raise Lost(f"{line.servers} has closed a connection")
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """A real NATS server for tests: the one that the extra `test` installs."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,10 @@ class NatsServer:
         while self._wait and not self._listens():
             assert self._process.poll() is None and time.monotonic() < until_s, "nats-server does not come up"
             time.sleep(0.02)
+
+    def reload(self) -> None:
+        """Read the config file again."""
+        self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         self._process.kill()

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgpack
@@ -16,9 +18,9 @@ from yarl import URL
 
 from flowjax import relay
 from flowjax.config import ConfigError, default_config
-from flowjax.monitor.token import bearer, invite, keep_run_id, make_token
+from flowjax.monitor.token import bearer, invite, keep_run_id, make_token, send_away
 from flowjax.records import unpack
-from flowjax.relay import NatsLine, RunEnd, dialled, node_end, reached, run_end
+from flowjax.relay import Lost, NatsLine, RunEnd, dialled, node_end, reached, run_end
 from flowjax.run import Run, write_endpoints
 from tests.nats_server import NatsServer, nats_server
 
@@ -35,6 +37,7 @@ class Way:
     line: NatsLine
     session: aiohttp.ClientSession
     heard: list[web.Request]
+    key: str
     held: list[str]  # what became of requests that the dataflow holds back
 
 
@@ -49,6 +52,7 @@ async def dialled_as(user: str, url: str) -> AsyncIterator[NatsLine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NATS_USER", user)
         patch.setenv("NATS_PASSWORD", "secret")
+        patch.setenv("NATS_INBOX_PREFIX", f"_INBOX.{user}")
         async with dialled(url) as line:
             yield line
 
@@ -87,9 +91,9 @@ async def way(folder: Path, server: NatsServer) -> AsyncIterator[Way]:
             run_end(near, run) as end,
             dialled_as("node", server.url) as line,
             node_end(line, RUN_ID) as here,
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(headers=bearer(key := invite(folder, "berlin"))) as session,
         ):
-            yield Way(here, run, end, line, session, heard, held)
+            yield Way(here, run, end, line, session, heard, key, held)
     finally:
         await dataflow.close()
 
@@ -100,10 +104,9 @@ def test_what_is_sent_comes_as_it_was_sent(tmp_path):
     async def check() -> None:
         with nats_server() as server:
             async with way(tmp_path, server) as there:
-                key = bearer(invite(there.run.folder, "berlin"))
                 for size_bytes in (0, 1, relay._PART_BYTES, relay._PART_BYTES + 1, 5_000_001):
                     body = random.Random(size_bytes).randbytes(size_bytes)
-                    headers = {**key, "X-Flowjax-Run": RUN_ID, "Range": "bytes=3-5", "Content-Type": "a/b"}
+                    headers = {"X-Flowjax-Run": RUN_ID, "Range": "bytes=3-5", "Content-Type": "a/b"}
                     url = URL(f"{there.here}/episodes?a=%2Fb&c=d%20e", encoded=True)
                     async with there.session.post(url, data=body, headers=headers) as answer:
                         assert await answer.read() == body
@@ -120,23 +123,34 @@ def test_what_is_sent_comes_as_it_was_sent(tmp_path):
     asyncio.run(check())
 
 
-USERS = """
-authorization { users = [
-  {user: run, password: secret, permissions: {publish: ["_INBOX.>"], subscribe: ["flowjax.>", "_INBOX.>"]}}
-  {user: node, password: secret, permissions: {publish: ["flowjax.>", "_INBOX.>"], subscribe: ["_INBOX.>"]}}
-] }
-"""
+PAGE = Path(__file__).parents[1] / "docs" / "rollout.md"
 
 
-def test_the_rights_that_the_page_names_are_enough(tmp_path):
+def test_the_rights_on_the_page_are_enough_and_no_node_hears_another(tmp_path):
+    shown = re.search(r"```\n(# nats\.conf\n.*?)```", PAGE.read_text(), re.DOTALL)
+    assert shown is not None
+    config = re.sub(r"(?m)^(tls|port).*\n", "", shown[1]).replace("berlin", "node")
+    (tmp_path / "nats.conf").write_text(config)
+
     async def check() -> None:
         with nats_server(f"--config={tmp_path / 'nats.conf'}") as server:
             async with way(tmp_path / "run", server) as there:
-                key, large = bearer(invite(there.run.folder, "berlin")), bytes(2 * relay._PART_BYTES)
-                async with there.session.post(f"{there.here}/episodes", data=large, headers=key) as answer:
+                large = bytes(2 * relay._PART_BYTES)
+                async with there.session.post(f"{there.here}/episodes", data=large) as answer:
                     assert await answer.read() == large
+                heard: list[object] = []
 
-    (tmp_path / "nats.conf").write_text(USERS)
+                async def hear(message: object) -> None:
+                    heard.append(message)
+
+                async with dialled_as("lima", server.url) as other:
+                    for subject in (f"flowjax.{RUN_ID}", "_INBOX.>", "_INBOX.node.>", "_INBOX.run.>", "_INBOX.lima.>"):
+                        await other.connection().subscribe(subject, cb=hear)
+                    await other.connection().flush()
+                    assert (await said(there))[0] == 200
+                    await asyncio.sleep(0.5)
+                assert not heard
+
     asyncio.run(check())
 
 
@@ -243,13 +257,17 @@ def test_large_bodies_are_fetched_of_nodes_alone_and_within_the_bound_of_message
         with nats_server() as server:
             async with way(tmp_path, server) as there:
                 large = bytes(relay._PART_BYTES + 1)
-                assert await said(there, body=large) == (401, "show the key of a node (--invite)")
                 there.end._most_bytes = len(large) - 1
-                headers = bearer(invite(there.run.folder, "berlin"))
-                async with there.session.post(there.here + "/episodes", data=large, headers=headers) as answer:
-                    assert answer.status == 413
-                    assert "config.dataflow.max_message_bytes" in unpack(await answer.read())["error"]
+                status, reason = await said(there, body=large)
+                assert status == 413 and "config.dataflow.max_message_bytes" in reason
+                there.session.headers.clear()
+                for body in (b"x", large):
+                    assert await said(there, body=body) == (401, "show the key of a node (--invite)")
                 assert not there.heard
+                send_away(there.run.folder, "berlin")
+                there.session.headers.update(bearer(there.key))
+                assert (await said(there, body=large))[0] == 200
+                assert len(await there.heard[-1].read()) < len(large), "the rest is not fetched: it is sent away"
 
     asyncio.run(check())
 
@@ -290,7 +308,8 @@ def test_whatever_else_is_sent_to_the_subject_is_answered_and_passed_on_to_nobod
                 for message in HOSTILE:
                     answer = await there.line.connection().request(f"flowjax.{RUN_ID}", message, timeout=30)
                     head, (reason, *_) = msgpack.unpackb(answer.data)
-                    assert head == {"lost": True} and reason, message
+                    assert head.keys() <= {"lost", "status", "headers"} and head.get("status", 401) == 401, message
+                    assert reason
                 await there.line.connection().publish(f"flowjax.{RUN_ID}.gone", b"\xff nobody")
                 assert not there.heard
                 assert (await said(there))[0] == 200, "it goes on"
@@ -304,19 +323,62 @@ def test_a_body_whose_sender_has_gone_is_given_up(tmp_path, monkeypatch):
     async def check() -> None:
         with nats_server() as server:
             async with way(tmp_path, server) as there:
-                head = {
-                    "id": "a",
-                    "method": "POST",
-                    "path": "/x",
-                    "headers": bearer(invite(there.run.folder, "berlin")),
-                }
-                message = bytes(msgpack.packb([head, [b"", 10**6, "_INBOX.nobody"]]) or b"")
+                head = {"id": "a", "method": "POST", "path": "/x", "headers": bearer(there.key)}
+                before = len(asyncio.all_tasks())
+                message = bytes(msgpack.packb([head, [b"", 50 * 10**6, "_INBOX.nobody"]]) or b"")
                 answer = await there.line.connection().request(f"flowjax.{RUN_ID}", message, timeout=30)
                 head, (reason, *_) = msgpack.unpackb(answer.data)
                 assert head == {"lost": True} and b"a part did not come" in reason
                 assert not there.heard
+                await asyncio.sleep(0.1)
+                # Of 190 parts; each connection has one more for the answers that it waits for.
+                assert len(asyncio.all_tasks()) <= before + 2 * len(there.line.clients), "nobody asks for the others"
 
     asyncio.run(check())
+
+
+def test_an_answer_that_says_it_is_huge_is_not_waited_for_in_memory(tmp_path):
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there, node_end(there.line, "0f0f") as there.here:
+                for size_bytes in (3 * 10**9, 2**63 - 1):
+
+                    async def rogue(message: Any, size_bytes: int = size_bytes) -> None:
+                        await message.respond(msgpack.packb([{"status": 200}, [b"", size_bytes, "_INBOX.nobody"]]))
+
+                    listening = await there.line.clients[0].subscribe("flowjax.0f0f", cb=rogue)
+                    status, reason = await said(there)
+                    assert status == 503 and f"{size_bytes:,} bytes are offered" in reason
+                    await listening.unsubscribe()
+
+    asyncio.run(check())
+
+
+def test_an_end_whose_connection_is_closed_for_good_says_so(tmp_path):
+    """As when a user's password is changed: nats-py does not dial again then, and a new start of the role does."""
+    config = "authorization { users = [{user: run, password: %s}, {user: node, password: secret}] }"
+    (tmp_path / "nats.conf").write_text(config % "secret")
+
+    async def check() -> None:
+        with nats_server(f"--config={tmp_path / 'nats.conf'}") as server:
+            async with dialled_as("run", server.url) as line:
+                (tmp_path / "nats.conf").write_text(config % "other")
+                server.reload()
+                with pytest.raises(Lost, match="has closed a connection"):
+                    await asyncio.wait_for(relay._until_stopped(line), 60)
+
+    asyncio.run(check())
+
+
+def test_a_server_of_short_messages_is_refused(tmp_path):
+    async def check() -> None:
+        async with dialled(server.url):
+            pass
+
+    (tmp_path / "nats.conf").write_text("max_payload: 16KB")
+    refused = r"max_payload of the NATS server .* is 16,384: set it to 1MB or more"
+    with nats_server(f"--config={tmp_path / 'nats.conf'}") as server, pytest.raises(ConfigError, match=refused):
+        asyncio.run(check())
 
 
 def test_a_server_that_is_not_there_or_wants_a_key_is_named(monkeypatch):
@@ -327,7 +389,9 @@ def test_a_server_that_is_not_there_or_wants_a_key_is_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"at nats://127\.0\.0\.1:9 \(.*: start nats-server there"):
         asyncio.run(dial("nats://127.0.0.1:9"))
     with nats_server("--user=berlin", "--pass=secret") as server:
-        with pytest.raises(ConfigError, match=r"Authorization Violation.*NATS_CREDS, NATS_USER, NATS_PASSWORD"):
+        with pytest.raises(
+            ConfigError, match=r"Authorization Violation.*NATS_CREDS, NATS_USER, NATS_PASSWORD, NATS_INBOX_PREFIX"
+        ):
             asyncio.run(dial(server.url))
         monkeypatch.setenv("NATS_USER", "berlin")
         monkeypatch.setenv("NATS_PASSWORD", "secret")

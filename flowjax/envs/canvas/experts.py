@@ -8,6 +8,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -129,9 +130,7 @@ def random_edit(view: CanvasView, others: Sequence[str], rng: np.random.Generato
     nodes = {kind.__name__.lower(): [] for kind in (Call, Conditional)}
     for id, kind in view.nodes:
         nodes.setdefault(kind, []).append(id)
-    calls = nodes["call"]
-    kind = int(rng.integers(8)) if calls else 7
-    match kind:
+    match int(rng.integers(8)) if (calls := nodes["call"]) else 7:
         case 0:
             return f"delete {_one(calls, rng)}"
         case 1:
@@ -164,12 +163,10 @@ def _random_piece(others: Sequence[str], rng: np.random.Generator) -> str:
 
 
 def _random_call(others: Sequence[str], rng: np.random.Generator) -> str:
-    text = _one(NAMES, rng)
-    if rng.random() < _INSTRUCTED:
-        text += f'{{"{_one(_PHRASES, rng)}"}}'
-    if others and rng.random() < _SENT:
-        text += f"@{_one(others, rng)}"
-    return text
+    name = _one(NAMES, rng)
+    phrase = f'{{"{_one(_PHRASES, rng)}"}}' if rng.random() < _INSTRUCTED else ""
+    executor = f"@{_one(others, rng)}" if others and rng.random() < _SENT else ""
+    return name + phrase + executor
 
 
 def _one(choices: Sequence[str], rng: np.random.Generator) -> str:
@@ -369,8 +366,7 @@ class _Taught:
     def _vote(self, shown: str, letters: Sequence[str]) -> str:
         listed = shown.rpartition("## Candidates")[2]
         choices = [part.strip() for part in re.split(r"^[A-Z]+\.\n", listed, flags=re.MULTILINE)[1:]]
-        wanted = self._reading.program
-        right = self._reading.answer if wanted is None else function(wanted)
+        right = self._reading.answer if (wanted := self._reading.program) is None else function(wanted)
         found = [letter for letter, choice in zip(letters, choices, strict=False) if choice == right]
         return json.dumps({"choice": found[0] if found else self._random.choice(letters)})
 
@@ -413,9 +409,7 @@ def _practice(rng: np.random.Generator) -> str:
         phrase = f'{{"{exercises.PHRASES[_one(_PHRASES, rng)]}"}}' if rng.random() < instructed else ""
         return _one(names, rng) + phrase
 
-    def solvers() -> str:
-        return call(SOLVERS, 0.6)
-
+    solvers = partial(call, SOLVERS, 0.6)
     parts = [call(("Plan", "Plan", "Decompose"), 0.2)] if rng.random() < 0.35 else []
     if rng.random() < 0.2:
         branches = ", ".join(solvers() for _ in range(int(rng.integers(2, 4))))
