@@ -25,6 +25,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -103,6 +104,7 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
         from nats.errors import Error
     except ImportError as error:
         raise ConfigError(f"{servers} is a NATS server, which takes nats-py: pip install 'flowjax[cluster]'") from error
+    getLogger("asyncio").addFilter(_is_news)
     problems = _Problems(servers)
     clients = [Client() for _ in range(_CONNECTIONS)]
     attempts = _FOR_EVER if patient else 1
@@ -125,6 +127,11 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
         yield NatsLine(servers, clients, problems.closed)
     finally:
         await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+
+
+def _is_news(record: LogRecord) -> bool:
+    """False of what asyncio says whenever a TLS connection ends."""
+    return "eof_received" not in record.getMessage()
 
 
 class _Problems:
