@@ -24,7 +24,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
     nano          2 CPU cores   python -m flowjax.launch --config=configs/search.py:nano
                   questions of two hops; the base answers from the first document, the trained agent reads on:
-                  held-out success, greedy: docs/worlds/search.md
+                  held-out success, greedy, three seeds: 0.00 -> 0.77 [0.73, 0.81], 0.78, 0.66
     nano_append   the same, an episode being one growing conversation   (no full run measured)
     qwen3_8b      8 x A100 80 GB, and a retrieval server, without thinking   (not run by us)
                   python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
