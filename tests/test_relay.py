@@ -346,10 +346,13 @@ def test_an_answer_that_says_it_is_huge_is_not_waited_for_in_memory(tmp_path):
                     async def rogue(message: Any, size_bytes: int = size_bytes) -> None:
                         await message.respond(msgpack.packb([{"status": 200}, [b"", size_bytes, "_INBOX.nobody"]]))
 
-                    listening = await there.line.clients[0].subscribe("flowjax.0f0f", cb=rogue)
+                    client = there.line.clients[0]
+                    listening = await client.subscribe("flowjax.0f0f", cb=rogue)
+                    await client.flush()  # else the server may still give the request to the one before
                     status, reason = await said(there)
                     assert status == 503 and f"{size_bytes:,} bytes are offered" in reason
                     await listening.unsubscribe()
+                    await client.flush()
 
     asyncio.run(check())
 
