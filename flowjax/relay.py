@@ -114,12 +114,12 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
     options |= {name: os.environ[variable] for name, variable in _VARIABLES.items() if os.environ.get(variable)}
     try:
         try:
-            async with asyncio.timeout(None if patient else _DIAL_S):
+            async with asyncio.timeout(None if patient else 2 * _DIAL_S):
                 await asyncio.gather(*(client.connect(servers.split(","), **options) for client in clients))
             for client in clients:
                 client.options["max_reconnect_attempts"] = _FOR_EVER
         except (Error, OSError, ValueError) as error:  # TimeoutError is an OSError; ValueError is of a bad file of keys
-            reason = problems.last or f"{type(error).__name__}: {error}"
+            reason = ", ".join(problems.texts) or f"{type(error).__name__}: {error}"
             remedy = f"start nats-server there, and give what it asks for in {', '.join(_VARIABLES.values())}"
             raise ConfigError(f"no NATS server lets this machine in at {servers} ({reason}): {remedy}") from error
         if (most_bytes := min(client.max_payload for client in clients)) < _PART_BYTES + _HEAD_BYTES:
@@ -135,21 +135,22 @@ def _is_news(record: LogRecord) -> bool:
 
 
 class _Problems:
-    """Logs what goes wrong at NATS connections, as long as that is the same once. `closed`: one is not made again."""
+    """Logs what goes wrong at NATS connections, each thing once until they are up again. `closed`: one stays down."""
 
     def __init__(self, servers: str):
-        self._servers, self.last, self.closed = servers, "", asyncio.Event()
+        self._servers, self.closed = servers, asyncio.Event()
+        self.texts: dict[str, None] = {}
 
     async def over(self) -> None:
-        self.last = ""
+        self.texts.clear()
 
     async def end(self) -> None:
         self.closed.set()
 
     async def note(self, error: Exception) -> None:
-        if (text := str(error) or type(error).__name__) != self.last:
+        if (text := str(error) or type(error).__name__) not in self.texts:
             logging.warning("%s: %s", self._servers, text)
-        self.last = text
+        self.texts[text] = None
 
 
 @dataclass(frozen=True)
