@@ -103,7 +103,7 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
         from nats.aio.client import Client
         from nats.errors import Error
     except ImportError as error:
-        raise ConfigError(f"{servers} is a NATS server, which takes nats-py: pip install 'flowjax[cluster]'") from error
+        raise ConfigError(f"{servers} is a NATS server, which takes nats-py: pip install -e '.[cluster]'") from error
     getLogger("asyncio").addFilter(_is_news)
     problems = _Problems(servers)
     clients = [Client() for _ in range(_CONNECTIONS)]

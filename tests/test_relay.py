@@ -428,5 +428,5 @@ def test_without_nats_py_the_extra_is_named(monkeypatch):
         async with dialled("nats://127.0.0.1:9"):
             pass
 
-    with pytest.raises(ConfigError, match=r"pip install 'flowjax\[cluster\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[cluster\]'"):
         asyncio.run(dial())
