@@ -126,7 +126,8 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
             raise ConfigError(f"max_payload of the NATS server {servers} is {most_bytes:,}: set it to 1MB or more")
         yield NatsLine(servers, clients, problems.closed)
     finally:
-        await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+        # Not for longer: nats-py may wait for ever for a connection that was being made again.
+        await asyncio.wait([asyncio.ensure_future(client.close()) for client in clients], timeout=_DIAL_S)
 
 
 def _is_news(record: LogRecord) -> bool:

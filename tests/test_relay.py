@@ -232,6 +232,7 @@ def test_what_is_under_way_when_the_server_dies_is_not_waited_for(tmp_path):
                 async with asyncio.timeout(30):  # the dataflow would hold it for 60
                     assert (await asked).status == 503
                 server.start()  # so that the ends can be left
+                await until(lambda: all(client.is_connected for client in there.line.clients))
 
     asyncio.run(check())
 
