@@ -257,6 +257,13 @@ FIELDS = Section(
         ),
         max_message_bytes=Entry(256 * 1024**2, "larger requests are refused", at_least=1024, at_most=2**40),
         max_staleness=Entry(1, "versions a trained token may lag; 0 is synchronous", at_least=0, at_most=10**6),
+        max_mismatch_kl=Entry(
+            0.1,
+            "a worker further from the trainer's log-probs, k3 a token, is sent away if others are not; 0: none",
+            at_least=0,
+            at_most=10,
+            resume=True,
+        ),
         lease_s=Entry(120.0, "an episode not finished or renewed by then is leased again", at_least=1, resume=True),
         max_attempts=Entry(3, "leases of one episode before it is given up", at_least=1, resume=True),
         failed_episodes=Entry(

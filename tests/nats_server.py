@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nats.aio.client import Client
+
 from flowjax.launch.machine import free_port
 
 BINARY = Path(sys.executable).with_name("nats-server")
@@ -51,3 +53,9 @@ def nats_server(*arguments: str, host: str = "127.0.0.1", on: Sequence[str] = ()
         yield server
     finally:
         server.kill()
+
+
+async def settle(client: Client) -> None:
+    """Return when the server has seen all that the client has said so far."""
+    for _ in range(2):  # nats-py writes the first one's PING past what it still holds back
+        await client.flush()

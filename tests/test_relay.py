@@ -22,7 +22,7 @@ from flowjax.monitor.token import bearer, invite, keep_run_id, make_token, send_
 from flowjax.records import unpack
 from flowjax.relay import Lost, NatsLine, RunEnd, dialled, node_end, reached, run_end
 from flowjax.run import Run, write_endpoints
-from tests.nats_server import NatsServer, nats_server
+from tests.nats_server import NatsServer, nats_server, settle
 
 RUN_ID = "0123abcd"
 
@@ -146,7 +146,7 @@ def test_the_rights_on_the_page_are_enough_and_no_node_hears_another(tmp_path):
                 async with dialled_as("lima", server.url) as other:
                     for subject in (f"flowjax.{RUN_ID}", "_INBOX.>", "_INBOX.node.>", "_INBOX.run.>", "_INBOX.lima.>"):
                         await other.connection().subscribe(subject, cb=hear)
-                    await other.connection().flush()
+                    await settle(other.connection())
                     assert (await said(there))[0] == 200
                     await asyncio.sleep(0.5)
                 assert not heard
@@ -349,11 +349,11 @@ def test_an_answer_that_says_it_is_huge_is_not_waited_for_in_memory(tmp_path):
 
                     client = there.line.clients[0]
                     listening = await client.subscribe("flowjax.0f0f", cb=rogue)
-                    await client.flush()  # else the server may still give the request to the one before
+                    await settle(client)  # else the server may still give the request to the one before
                     status, reason = await said(there)
                     assert status == 503 and f"{size_bytes:,} bytes are offered" in reason
                     await listening.unsubscribe()
-                    await client.flush()
+                    await settle(client)
 
     asyncio.run(check())
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grain
@@ -99,6 +99,23 @@ class Flow:
             for policy, commits in episode.commits.items()
             for version, commit in commits.items()
         )
+
+    def compare(self, mismatches: Mapping[str, tuple[float, int]]) -> dict[str, str]:
+        """Note what the trainer's log-probs of some trajectories differ by from those they came with: sum over tokens
+        and their number. Returns the workers that are to be sent away for it, with why."""
+        found: dict[str, list[tuple[float, int]]] = {}
+        for trajectory_id, mismatch in mismatches.items():
+            if worker := self.ledger.worker_of(trajectory_id):
+                found.setdefault(worker, []).append(mismatch)
+        for worker, parts in found.items():
+            self.workers.compared(worker, *map(sum, zip(*parts, strict=True)))
+        if not (most := self.run.config.dataflow.max_mismatch_kl):
+            return {}
+        bound = f"config.dataflow.max_mismatch_kl is {most:g}, and others are below it"
+        return {
+            worker: f"its engines sample from another policy than the trainer's, by {k3:.2g} a token; {bound}"
+            for worker, k3 in self.workers.mismatched(most).items()
+        }
 
     @property
     def finished(self) -> bool:

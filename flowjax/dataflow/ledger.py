@@ -757,15 +757,9 @@ class Ledger:
             if refused and step != (made := self.batches(policy)) - 1:
                 raise StepError(f"batch {step} of {policy} cannot be refused any more: the newest is {made - 1}")
             for group_id, (trajectory_id, reason) in refused.items():
-                # A trajectory has its episode's id, or that with /<agent> behind it. No LIKE: ids may hold % and _.
-                (worker,) = self._db.execute(
-                    "SELECT worker FROM episodes WHERE group_id = :group_id AND (episode_id = :trajectory_id"
-                    " OR substr(:trajectory_id, 1, length(episode_id) + 1) = episode_id || '/')",
-                    {"group_id": group_id, "trajectory_id": trajectory_id},
-                ).fetchone() or ("",)
                 self._db.execute(
                     "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)",
-                    (policy, group_id, step, trajectory_id, worker or "", reason),
+                    (policy, group_id, step, trajectory_id, self.worker_of(trajectory_id), reason),
                 )
                 self._db.execute(
                     "UPDATE policy_groups SET state = 'quarantined' WHERE policy = ? AND group_id = ?",
@@ -992,6 +986,18 @@ class Ledger:
         if row is None or not self._granted(lease_id, episode_id):
             return None
         return Leased(row["group_id"], unpack(row["task"]).task_id, row["seed"], unpack(row["versions"]))
+
+    def worker_of(self, trajectory_id: str) -> str:
+        """Who played the episode of a trajectory; empty where nobody is known."""
+        # A trajectory has its episode's id, or that with /<agent> behind it; ids have such strokes of their own.
+        parts = trajectory_id.split("/")
+        ids = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        row = self._db.execute(
+            f"SELECT worker FROM episodes WHERE episode_id IN ({', '.join('?' * len(ids))})"
+            " ORDER BY length(episode_id) DESC",
+            ids,
+        ).fetchone()
+        return (row["worker"] if row else None) or ""
 
     def held(self, worker: str) -> dict[str, int]:
         """Episodes that a worker has leased, by kind."""

@@ -114,6 +114,8 @@ _MOST_SHOWN = 1000
 _MUCH_SLOWER = 2.0  # times as long for an episode as another worker
 _EPISODES_WEIGHED = 16  # newest ones of a worker, that its time for one is the mean of, or nearly; none is slow before
 _SLOW_FOR = 64  # times as long as an episode: so long one that plays nothing is taken to be slow
+_TOKENS_WEIGHED = 100_000  # newest ones that a worker's mismatch is the mean over, or nearly
+_TOKENS_JUDGED = 2_000  # that are compared before a worker is sent away for its mismatch
 _AWAY_S = 600.0  # since it last asked for them, after which a worker is not expected to play evaluations any more
 _MOST_PLAYED = 4096  # leases of a worker whose time is taken
 _CATCHING_UP_S = 3.0  # since a worker got a version, for which others are taken to get it at any moment
@@ -141,6 +143,8 @@ class _Seen:
     weighed_s: float = 0.0  # when the last of them was
     asked_s: float = -math.inf  # for training
     prompted: bool = False
+    mismatch_kl: float = 0.0  # k3 a token between its log-probs and the trainer's
+    compared_tokens: int = 0  # that this is the mean over, or nearly
 
 
 class RolloutWorkers:
@@ -154,7 +158,7 @@ class RolloutWorkers:
     def __init__(self, *, max_staleness: int, clock: Callable[[], float]):
         self._max_staleness, self._clock = max_staleness, clock
         self._seen: dict[str, _Seen] = {}  # in the order in which they were last heard of
-        self._evicted: set[str] = set()
+        self._evicted: dict[str, str] = {}  # with why
 
     def report(self, worker: str, policy: str, version: int, held: Collection[int] | None = None) -> bool:
         """Note what a worker serves: also an older version than before, as after a restart of its engine; and which
@@ -258,17 +262,30 @@ class RolloutWorkers:
         """Note how many of the slots that it asked for have got nothing."""
         self._of(worker).free_slots = slots
 
-    def evict(self, name: str) -> list[str]:
+    def evict(self, name: str, reason: str = "--evict") -> list[str]:
         """Send a worker, or all of a node (`<node>:<worker>`), away for as long as this process lives. Returns those
         that are known."""
         known = [worker for worker in self._seen if name in (worker, worker.partition(":")[0])]
         for worker in known:
             del self._seen[worker]
-        self._evicted.update(known)
+        self._evicted.update(dict.fromkeys(known, reason))
         return known
 
-    def is_evicted(self, worker: str) -> bool:
-        return worker in self._evicted
+    def why_evicted(self, worker: str) -> str:
+        """Why the worker was sent away; empty if it was not."""
+        return self._evicted.get(worker, "")
+
+    def compared(self, worker: str, k3: float, tokens: int) -> None:
+        """Note by how much the trainer's log-probs of so many tokens that the worker sampled differ from its own."""
+        if (seen := self._seen.get(worker)) is not None:  # who has gone stays so
+            seen.compared_tokens = min(seen.compared_tokens + tokens, max(_TOKENS_WEIGHED, tokens))
+            seen.mismatch_kl += (k3 / tokens - seen.mismatch_kl) * tokens / seen.compared_tokens
+
+    def mismatched(self, most: float) -> dict[str, float]:
+        """Workers whose mismatch is over `most`, while that of another is not: where all are, it is not the engines."""
+        known = {name: seen.mismatch_kl for name, seen in self._seen.items() if seen.compared_tokens >= _TOKENS_JUDGED}
+        over = {name: found for name, found in known.items() if found > most}
+        return over if len(over) < len(known) else {}
 
     def serving(self, worker: str, newest: Mapping[str, int]) -> dict[str, int]:
         """Version of each policy that the worker plays with; the newest where it has not said."""
@@ -289,6 +306,7 @@ class RolloutWorkers:
                 "serving": dict(seen.serving),
                 "episodes": seen.episodes,
                 "free_slots": seen.free_slots,
+                **({"mismatch_kl": seen.mismatch_kl} if seen.compared_tokens else {}),
             }
             for name, seen in list(self._seen.items())[-_MOST_SHOWN:]
             if now_s - seen.heard_s <= within_s

@@ -82,7 +82,7 @@ def limits(bounds: Bounds, *, most_bytes: int) -> dict[str, Limit]:
     )
     leases = Limit(_SMALL_MESSAGE_BYTES + MOST_SLOTS * _LEASE_BYTES, 2 * MOST_SLOTS)
     small = Limit(_SMALL_MESSAGE_BYTES, _SMALL_MESSAGE_BYTES // 8)
-    found = {"": small, "episodes": episodes, "renew": leases, "give_back": leases, "refuse": leases}
+    found = {"": small, "episodes": episodes, **dict.fromkeys(("renew", "give_back", "refuse", "committed"), leases)}
     return {name: Limit(min(limit.size_bytes, most_bytes), limit.elements) for name, limit in found.items()}
 
 

@@ -9,7 +9,7 @@
     batch         {epoch} and {policy, step} | {policies: {policy: step}}
                                 -> {state: run, policy, rows, totals, dropped} | {state: wait}
     refuse        {policy, step, epoch, trajectories}  -> {quarantined}
-    committed     {epoch, policy, version}             -> {}
+    committed     {epoch, policy, version, mismatches?} -> {}
     evict         {evicted: worker or node}            -> {given_back}
 
 `lease` and `batch` hold the answer back for a while when there is nothing to give, `episodes` while the trainers have
@@ -18,6 +18,7 @@ What is not as it should be in a message is refused before anything changes.
 """
 
 import asyncio
+import logging
 import math
 import sqlite3
 import time
@@ -159,7 +160,7 @@ class DataflowService:
         )
 
         def attempt() -> list[Lease]:
-            if self._flow.workers.is_evicted(worker):  # while it waited
+            if self._flow.workers.why_evicted(worker):  # while it waited
                 return []
             self._expire()
             leases = self._flow.leases.lease(worker, slots, playable)
@@ -280,8 +281,8 @@ class DataflowService:
         return [item for item in played if item[0] not in lost]
 
     def _refuse_evicted(self, worker: str) -> None:
-        if self._flow.workers.is_evicted(worker):
-            raise Evicted("this worker was sent away from the run (--evict)")
+        if reason := self._flow.workers.why_evicted(worker):
+            raise Evicted(f"this worker was sent away from the run ({reason})")
 
     def _accept(self, played: Sequence[Played], worker: str) -> list[bool]:
         counted = self._flow.groups.accept_all(played, worker=worker)
@@ -308,10 +309,14 @@ class DataflowService:
         if not (workers := self._flow.workers.evict(evicted)):
             known = ", ".join(self._flow.status()["workers"]) or "none"
             raise WireError(f"no worker {evicted[:_LONGEST_NAME]!r} plays for this run: there is {known}")
+        return {"given_back": self._send_away(workers)}
+
+    def _send_away(self, workers: Collection[str]) -> int:
+        """Give what evicted workers were playing to others. Returns how many episodes that are."""
         leases = [lease_id for worker in workers for lease_id in self._flow.ledger.leases_of(worker)]
         self._release(lambda asked: asked.worker in workers)
         self._return(leases, "")
-        return {"given_back": len(leases)}
+        return len(leases)
 
     def _versions(self, message: Any) -> Answer:
         policy = self._policy(message)
@@ -384,11 +389,14 @@ class DataflowService:
     async def _committed(self, message: Any) -> Answer:
         policy = self._policy(message)
         version = version_of(message, "version", oldest=0, newest=self._flow.newest_version(policy))
-        epoch = epoch_of(message)
+        epoch, mismatches = epoch_of(message), mismatches_of(message)
         self._flow.batches.fence([policy], epoch)
         # Before it counts: with the commit, batches are forgotten that only earlier checkpoints need.
         await asyncio.to_thread(self._flow.policies[policy].flush_checkpoint, version)
         self._flow.batches.fence([policy], epoch)  # another trainer may have claimed the policy meanwhile
+        for worker, reason in self._flow.compare(mismatches).items():
+            logging.warning("%s is sent away: %s", worker, reason)
+            self._send_away(self._flow.workers.evict(worker, reason))
         self._flow.batches.commit(policy, version)
         self._notify()
         return {}
@@ -532,6 +540,19 @@ def epoch_of(message: Any) -> int:
             f"field epoch is {given}: a trainer claims its policies first, and sends the epoch it was given"
         )
     return fields(message, epoch=int)[0]
+
+
+def mismatches_of(message: Any) -> dict[str, tuple[float, int]]:
+    """What a trainer has found engine and trainer to differ by: sum over tokens and their number, by trajectory."""
+    if "mismatches" not in message:
+        return {}
+    (found,) = fields(message, mismatches=dict)
+    for name, pair in found.items():
+        match name, pair:
+            case str(), [int() | float() as k3, int() as tokens] if 0 <= k3 < math.inf and tokens > 0:
+                continue
+        raise WireError("field mismatches is no map of pairs: send trajectory_id -> [sum of k3, number of tokens]")
+    return {name: (float(k3), tokens) for name, (k3, tokens) in found.items()}
 
 
 def refused_of(message: Any) -> tuple[int, dict[str, str]]:

@@ -381,8 +381,8 @@ def _run(request: LaunchRequest, console: Console) -> int:
             return status
         screen, wall_s = session.screen, time.time() - session.started_s
         console.print(summary(screen.progress, wall_s=wall_s, states=screen.states))
-    elif run.is_node and _was_sent_away(run):
-        console.print("the run has sent this node away (--evict): what it was playing goes to others", highlight=False)
+    elif run.is_node and (reason := _why_sent_away(run)):
+        console.print(f"the run has sent this node away {reason}: others play what it did", highlight=False)
     else:
         again = f"--join={run.config.dataflow.url}" if run.is_node else f"--resume={run.folder}"
         console.print(
@@ -393,12 +393,12 @@ def _run(request: LaunchRequest, console: Console) -> int:
     return status
 
 
-def _was_sent_away(run: Run) -> bool:
-    """True if a node's service has ended because the run wants it no more."""
+def _why_sent_away(run: Run) -> str:
+    """In brackets, why the run wants a node no more, if its service has ended for that; else empty."""
     with contextlib.suppress(OSError):
         lines = (run.folder / "logs" / "rollout.log").read_text(errors="replace").rstrip().splitlines()
-        return bool(lines) and "(--evict)" in lines[-1]
-    return False
+        return "".join(lines[-1:]).partition("sent away from the run ")[2]
+    return ""
 
 
 def _last_versions(run: Run) -> dict[str, int]:

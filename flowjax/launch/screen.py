@@ -346,13 +346,12 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             percent(number(last, "success_rate")),
             percent(number(last, "invalid_share")),
         )
-    workers = Table("worker", "heard of", "serving", "playing", "episodes")
+    workers = Table("worker", "heard of", "serving", "playing", "episodes", "mismatch k3")
     for name, worker in dataflow.get("workers", {}).items():
         serving = ", ".join(f"{policy}@{version}" for policy, version in worker["serving"].items())
         playing = f"{worker['playing']} of {worker['playing'] + worker['free_slots']}"
-        workers.add_row(
-            Text(printable(name)), f"{clock(worker['heard_s_ago'])} ago", serving, playing, str(worker["episodes"])
-        )
+        heard, k3 = f"{clock(worker['heard_s_ago'])} ago", scientific(number(worker, "mismatch_kl"))
+        workers.add_row(Text(printable(name)), heard, serving, playing, str(worker["episodes"]), k3)
     evaluations = Table(show_header=False)
     for entry in entries:
         if entry.get("kind") == "eval":

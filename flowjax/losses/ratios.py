@@ -106,6 +106,20 @@ def mismatch_metrics(
     }
 
 
+def mismatch_of_sequences(
+    trainer_logprobs: Float[Array, "*tokens"],
+    engine_logprobs: Float[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"],
+    sequences: Int[Array, "*tokens"],
+    count: int,
+) -> tuple[Float[Array, "sequences"], Float[Array, "sequences"]]:
+    """k3 as in `mismatch_metrics`, but at most 10 a token, summed over each sequence; and its number of tokens.
+
+    The bound keeps one token that the engine sampled against all odds from speaking for thousands.
+    """
+    return sequence_sums(kl_penalty(engine_logprobs, trainer_logprobs, "k3"), mask, sequences, count)
+
+
 def correction_weights(
     log_ratio: Float[Array, "*tokens"],
     mask: Bool[Array, "*tokens"],

@@ -1,6 +1,7 @@
 """The line that each step writes (metrics of updates, episodes and rows, seconds, speed), and the trainer's status."""
 
 import contextlib
+import math
 import resource
 import sys
 import time
@@ -8,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,6 +35,13 @@ class UpdateCounters:
     empty_updates: int = 0  # without a sampled token
 
 
+class Comparison(NamedTuple):
+    """Log-probs of engine and trainer under one version, on the devices: see `losses.ratios`."""
+
+    mismatch: Metrics
+    of_sequences: tuple[jax.Array, jax.Array]
+
+
 @dataclass
 class StepResult:
     """A dispatched step, whose results may still be on their way."""
@@ -42,7 +50,9 @@ class StepResult:
     step: int
     counters: UpdateCounters
     updates: list[Metrics]  # of its updates, on the devices
-    mismatch: list[Metrics]  # of engine and trainer, for each version that was compared, on the devices
+    compared: list[Comparison]  # engine and trainer, under each version that was compared
+    trajectories: Sequence[str]  # of each sequence that was
+    mismatches: dict[str, tuple[float, int]]  # where it is added, see `sources.Mismatches`
     line: dict[str, float]  # what is known on the host
     started_s: float
     flops: float
@@ -69,7 +79,7 @@ class StepLog:
                 self._on_step(line)
 
     def _line_of(self, result: StepResult) -> dict[str, Any]:
-        updates, mismatch = jax.device_get((result.updates, result.mismatch))  # waits for the devices
+        updates, compared = jax.device_get((result.updates, result.compared))  # waits for the devices
         now_s = time.perf_counter()
         step_s = now_s - max(result.started_s, self._devices_idle_s)
         self._devices_idle_s = now_s
@@ -77,13 +87,14 @@ class StepLog:
         result.counters.skipped_updates += skipped
         if skipped:
             logging.warning("%s, step %d: %d updates skipped, not finite", result.policy, result.step, skipped)
+        _add_mismatches(result.mismatches, result.trajectories, compared)
         result.keep()
         keep_s = time.perf_counter() - now_s
         line = {
             "policy": result.policy,
             "step": result.step,
             **_update_metrics(updates),
-            **_mismatch_metrics(mismatch),
+            **_mismatch_metrics([each.mismatch for each in compared]),
             **result.line,
             "skipped_updates": result.counters.skipped_updates,
             "empty_updates": result.counters.empty_updates,
@@ -147,6 +158,18 @@ def _mismatch_metrics(versions: Sequence[dict[str, Any]]) -> dict[str, float]:
         return {}
     k3 = sum(float(version["k3"]) for version in versions) / tokens
     return {"mismatch_kl": k3, "mismatch_max": max(float(version["max"]) for version in versions)}
+
+
+def _add_mismatches(
+    found: dict[str, tuple[float, int]], trajectories: Sequence[str], compared: Sequence[Comparison]
+) -> None:
+    """Add what each trajectory's sequences differ by."""
+    for each in compared:
+        of_sequences = (values.tolist() for values in each.of_sequences)
+        for name, k3, tokens in zip(trajectories, *of_sequences, strict=False):  # those behind are none
+            if tokens and math.isfinite(k3):
+                k3_before, tokens_before = found.get(name, (0.0, 0))
+                found[name] = (k3_before + max(k3, 0.0), tokens_before + int(tokens))
 
 
 def memory_metrics() -> dict[str, int]:

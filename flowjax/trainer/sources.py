@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -20,6 +21,10 @@ from flowjax.records import TokenRow, pack, unpack
 from flowjax.trainer.batch import BatchError
 
 Unusable = Callable[[str, Sequence[TokenRow]], Mapping[str, str]]
+# By trajectory: sum of the k3 KL between engine and trainer over tokens of it that were compared, and their number.
+Mismatches = Mapping[str, tuple[float, int]]
+NO_MISMATCHES: Mismatches = MappingProxyType({})
+_MOST_MISMATCHES = 4096  # in one message
 
 
 class SourceError(RuntimeError):
@@ -48,8 +53,8 @@ class Source(Protocol):
         """
         ...
 
-    def committed(self, policy: str, version: int) -> None:
-        """Called once a checkpoint of the policy's `version` is on disk."""
+    def committed(self, policy: str, version: int, mismatches: Mismatches) -> None:
+        """Called once a checkpoint of the policy's `version` is on disk, with what was found since the call before."""
         ...
 
 
@@ -115,13 +120,14 @@ class DataflowSource:
         message = {"policy": policy, "step": step, "epoch": self._epoch, "trajectories": dict(reasons)}
         self._call("refuse", message, self._timeout_s)
 
-    def committed(self, policy: str, version: int) -> None:
+    def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         """See `Source`.
 
         Raises:
             DataflowError: the dataflow does not answer, or refuses.
         """
-        message = {"policy": policy, "version": version, "epoch": self._epoch}
+        newest = dict(list(mismatches.items())[-_MOST_MISMATCHES:])
+        message = {"policy": policy, "version": version, "epoch": self._epoch, "mismatches": newest}
         self._call("committed", message, self._timeout_s)
 
     def _call(self, name: str, message: Mapping[str, Any], away_s: float) -> Answer:
@@ -142,7 +148,7 @@ class FixedSource:
         (policy,) = steps
         return Served(policy, next(self._batches))
 
-    def committed(self, policy: str, version: int) -> None:
+    def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         pass
 
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ import numpy as np
 import optax
 from absl import logging
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from flowjax.broker import connect_to_run
 from flowjax.config import ConfigError
 from flowjax.losses.policy import LossOptions
-from flowjax.losses.ratios import mismatch_metrics
+from flowjax.losses.ratios import mismatch_metrics, mismatch_of_sequences
 from flowjax.models.cost import step_flops
 from flowjax.models.decoder import Decoder, with_adapter
 from flowjax.models.hf import load_decoder
@@ -40,6 +40,7 @@ from flowjax.records import TokenRow
 from flowjax.run import Policy, Run, read_run
 from flowjax.trainer.batch import MicroBatch, pack, packing_order, swapped, unusable_rows
 from flowjax.trainer.log import (
+    Comparison,
     OnStep,
     StepLog,
     StepResult,
@@ -248,6 +249,7 @@ class Learner:
 
     recent: trained arrays of the versions that a batch may have been sampled from, by version; the newest is a copy
         of those in `state`, whose buffers the next update is given (donated).
+    mismatches: see `sources.Mismatches`; those of which the source has not heard.
     """
 
     run: Run
@@ -262,6 +264,7 @@ class Learner:
     state: PolicyState
     recent: dict[int, Arrays]
     counters: UpdateCounters = field(default_factory=UpdateCounters)
+    mismatches: dict[str, tuple[float, int]] = field(default_factory=dict)
     save_s: float = 0.0  # of the newest version
 
     @property
@@ -473,10 +476,12 @@ def train(
             results.append(_apply_update(learner, total))
 
         # mismatch: the engine's log-probs against ours, under the very version that sampled them
-        mismatch = []
+        compared, trajectories = [], []
         if learner.checkpoints is not None and packed:
             ours = None if learner.uses_dropout else trained[0]  # before the first update
-            mismatch = _mismatch(learner, packed[0][0], on_devices[0][0], mesh, ours=ours)
+            compared = _compared(learner, packed[0][0], on_devices[0][0], mesh, ours=ours)
+            places = packing_order(updates[0], **_packing(trainer, mesh))[0]
+            trajectories = [updates[0][place].trajectory_id for place in places]
 
         # count it: also when nothing was trained, the batch is used up
         keep = _writer_of_logprobs(learner, served.rows, updates, packed, trained, mesh)
@@ -498,7 +503,21 @@ def train(
             "save_s": learner.save_s,  # of the step before
         }
         flops = step_flops(learner.model, learner.lora, [row for part in updates for row in part])
-        log.add(StepResult(learner.name, step + 1, learner.counters, results, mismatch, line, waited_s, flops, keep))
+        log.add(
+            StepResult(
+                policy=learner.name,
+                step=step + 1,
+                counters=learner.counters,
+                updates=results,
+                compared=compared,
+                trajectories=trajectories,
+                mismatches=learner.mismatches,
+                line=line,
+                started_s=waited_s,
+                flops=flops,
+                keep=keep,
+            )
+        )
         # Without checkpoints nothing waits for a step's results: the next ones are dispatched meanwhile.
         log.write(in_flight=0 if learner.checkpoints else trainer.steps_in_flight)
 
@@ -569,7 +588,8 @@ def _unfinished(learners: Mapping[str, Learner]) -> dict[str, int]:
 
 def _report_committed(learner: Learner, source: Source) -> None:
     if is_first() and learner.checkpoints is not None and (latest := learner.checkpoints.latest()) is not None:
-        source.committed(learner.name, latest)
+        source.committed(learner.name, latest, dict(learner.mismatches))
+    learner.mismatches.clear()
 
 
 def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> list[list[TokenRow]]:
@@ -625,10 +645,10 @@ def _compares_apart(learner: Learner) -> bool:
     return learner.checkpoints is not None and (may_lag or learner.uses_dropout)
 
 
-def _mismatch(
+def _compared(
     learner: Learner, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh, *, ours: jax.Array | None
-) -> list[Metrics]:
-    """Distances between engine and trainer over one micro-batch, a result for each version in it.
+) -> list[Comparison]:
+    """Engine and trainer compared over one micro-batch, under each version in it.
 
     Tokens that a reply got from other weights than its first one are left out: see `swapped`. `ours` are its log-probs
     under the weights that the step began with, where some pass has given them. Nothing is waited for: the results stay
@@ -642,11 +662,19 @@ def _mismatch(
         if known is None:
             known = logprobs_of(learner.objective, replace(learner.state, trained=learner.recent[version]), on_devices)
         mask = place(compared & (versions == version), mesh)
-        found.append(_compiled_mismatch(known, on_devices.behaviour_logprobs, mask))
+        found.append(_compare(mesh)(known, on_devices.behaviour_logprobs, mask, on_devices.sequences))
     return found
 
 
-_compiled_mismatch = jax.jit(mismatch_metrics)
+@cache
+def _compare(mesh: Mesh) -> Callable[..., Comparison]:
+    """What compares a micro-batch under one version. Every process gets all of it."""
+
+    def compare(ours: jax.Array, theirs: jax.Array, mask: jax.Array, sequences: jax.Array) -> Comparison:
+        of_sequences = mismatch_of_sequences(ours, theirs, mask, sequences, sequences.size)
+        return Comparison(mismatch_metrics(ours, theirs, mask), of_sequences)
+
+    return jax.jit(compare, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _dropout_seed(learner: Learner, update: int, micro_batch: int) -> DropoutSeed | None:

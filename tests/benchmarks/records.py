@@ -37,7 +37,7 @@ from flowjax.report.episodes import RecordedGroup, read_batch
 from flowjax.run import Run, resolve
 from flowjax.trainer.batch import pack, packing_order
 from flowjax.trainer.log import write_trained
-from flowjax.trainer.sources import Served
+from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
 from flowjax.trainer.train import make_mesh, make_models, start, train
 from flowjax.weights.publish import Checkpoints
 from flowjax.workflows import shown_as
@@ -100,7 +100,7 @@ class _Batches:
             "rollout: what turns show": _median(lambda: [shown_as(**turn.get("shown", {})) for turn in turns]),
         }
 
-    def committed(self, policy: str, version: int) -> None:
+    def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         """See `flowjax.trainer.sources.Source`."""
 
     def stepped(self, line: Mapping[str, Any]) -> None:

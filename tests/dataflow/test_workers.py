@@ -11,7 +11,7 @@ from flowjax.dataflow.service import DataflowService
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import WireError
 from tests.dataflow import flows
-from tests.dataflow.test_flow import configuration, make_flow, play
+from tests.dataflow.test_flow import configuration, make_flow, play, played
 
 
 def test_a_worker_that_is_too_far_behind_is_given_no_training_until_it_has_caught_up(tmp_path):
@@ -79,6 +79,64 @@ def test_one_that_is_sent_away_plays_no_more_and_what_it_played_goes_to_others(t
 
     asyncio.run(scenario())
     assert set(flow.status()["workers"]) == {"good"}
+
+
+def test_one_whose_engines_sample_from_another_policy_is_sent_away(tmp_path):
+    config = configuration(max_staleness=1)
+    config.dataflow.max_mismatch_kl = 0.01
+    flow = make_flow(tmp_path, config)
+    service = DataflowService(flow)
+
+    async def play_all(worker):
+        leases = (await service.answer("lease", {"worker": worker, "slots": 4}))["leases"]
+        items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases]
+        await service.answer("episodes", {"worker": worker, "items": items})
+        return [lease.episode_id for lease in leases]
+
+    async def commit(version, mismatches):
+        message = {"policy": "agent", "version": version, "epoch": epoch, "mismatches": mismatches}
+        return await service.answer("committed", message)
+
+    async def scenario():
+        nonlocal epoch
+        for worker in ("good", "far"):
+            await service.answer("versions", {"worker": worker, "policy": "agent", "serving": 0, "in_use": []})
+        claim = {"trainer": "t", "policies": {"agent": 0}, "after": 0}
+        epoch = (await service.answer("claim", claim))["epoch"]
+        good, far = await play_all("good"), await play_all("far")
+        strange = {"nobody's": [5.0, 1], f"{good[0]}/judge": [0.0, 1000], good[1]: [1.0, 1000]}
+        await commit(0, {**strange, far[0]: [40.0, 1999]})
+        assert {name: round(each["mismatch_kl"], 4) for name, each in flow.status()["workers"].items()} == {
+            "good": 0.0005,
+            "far": 0.02,
+        }
+        held = (await service.answer("lease", {"worker": "far", "slots": 1}))["leases"]
+        await commit(0, {far[0]: [0.02, 1]})
+        with pytest.raises(Evicted, match=r"by 0.02 a token; config.dataflow.max_mismatch_kl is 0.01, and others"):
+            await service.answer("lease", {"worker": "far", "slots": 1})
+        (taken, *_) = (await service.answer("lease", {"worker": "good", "slots": 1}))["leases"]
+        assert taken.episode_id == held[0].episode_id
+        await commit(0, {good[0]: [1e6, 10_000]})
+        assert flow.status()["workers"]["good"]["mismatch_kl"] > 1
+        assert (await service.answer("lease", {"worker": "good", "slots": 1}))["leases"], "nobody is below the bound"
+        for bad in ({1: [0.0, 1]}, {"a": 1.0}, {"a": [0.0, 0]}, {"a": [-1.0, 2]}, {"a": [float("nan"), 2]}, [1]):
+            with pytest.raises(WireError, match="field mismatches"):
+                await commit(0, bad)
+
+    epoch = 0
+    asyncio.run(scenario())
+    assert set(flow.status()["workers"]) == {"good"}
+
+
+def test_a_mismatch_is_that_of_the_newest_tokens(monkeypatch):
+    monkeypatch.setattr("flowjax.dataflow.policies._TOKENS_WEIGHED", 100)
+    workers = RolloutWorkers(max_staleness=1, clock=lambda: 0.0)
+    workers.compared("gone", 1.0, 1)
+    assert not workers.status(within_s=1.0), "who has gone does not come back by it"
+    workers.counted("a", 1)
+    for k3, mean in ((50.0, 1.0), (0.0, 0.5), (0.0, 0.25), (0.0, 0.125)):
+        workers.compared("a", k3, 50)
+        assert workers.status(within_s=1.0)["a"]["mismatch_kl"] == mean
 
 
 def test_workers_are_shown_while_they_say_something():

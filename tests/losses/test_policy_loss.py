@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowjax.losses.policy import Kind, LossError, LossOptions, aggregate, check_loss_options, policy_loss
-from flowjax.losses.ratios import correction_weights, kl_penalty, m2po_bounds, mismatch_metrics
+from flowjax.losses.ratios import correction_weights, kl_penalty, m2po_bounds, mismatch_metrics, mismatch_of_sequences
 
 TOKENS = 40
 
@@ -284,6 +284,19 @@ def test_mismatch_is_zero_only_where_both_agree():
     assert float(metrics["tokens"]) == 2
     same = mismatch_metrics(ours, ours, jnp.ones(3, bool))
     assert float(same["k3"]) == float(same["max"]) == 0
+
+
+def test_the_mismatch_of_sequences_adds_up_to_that_of_all_but_for_its_bound():
+    rng = np.random.default_rng(0)
+    ours, theirs = jnp.log(jnp.array(rng.uniform(0.1, 1.0, (2, 3, 8))))
+    mask, sequences = jnp.array(rng.random((3, 8)) < 0.7), jnp.array(rng.integers(0, 5, (3, 8)))
+    sums, tokens = mismatch_of_sequences(ours, theirs, mask, sequences, 6)
+    whole = mismatch_metrics(ours, theirs, mask)
+    assert float(sums.sum()) == pytest.approx(float(whole["k3"]), rel=1e-5)
+    assert tokens.tolist() == [int((mask & (sequences == number)).sum()) for number in range(6)]
+    absurd = jnp.full((1, 2), -20.0)  # sampled against all odds, by the engine's own word
+    sums, _ = mismatch_of_sequences(jnp.zeros((1, 2)), absurd, jnp.array([[True, False]]), jnp.zeros((1, 2), int), 1)
+    assert sums.tolist() == [10.0]
 
 
 def test_aggregates_are_sums_and_denominators():

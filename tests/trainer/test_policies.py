@@ -19,7 +19,7 @@ from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.run import resolve
 from flowjax.trainer import train as training
-from flowjax.trainer.sources import Served
+from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
 from flowjax.trainer.train import make_models, start, trained_model
 from flowjax.weights.publish import Checkpoints, committed_steps
 
@@ -41,7 +41,7 @@ class InOrder(SeededSource):
             row.versions[row.sampled] = steps[policy]
         return served
 
-    def committed(self, policy: str, version: int) -> None:
+    def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         self.commits.append((policy, version))
 
 

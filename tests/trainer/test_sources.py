@@ -12,7 +12,7 @@ import pytest
 from flowjax.broker import DataflowError, connect
 from flowjax.config import ConfigError
 from flowjax.records import pack
-from flowjax.trainer.sources import DataflowSource, Served, Shared, SourceError
+from flowjax.trainer.sources import NO_MISMATCHES, DataflowSource, Mismatches, Served, Shared, SourceError
 
 BATCH = pack({"state": "run", "policy": "agent", "rows": [], "totals": {}, "dropped": 0})
 
@@ -87,7 +87,7 @@ class Counting:
     def batch(self, steps: Mapping[str, int]) -> Served:
         return Served(next(iter(steps)), [], dict(steps))
 
-    def committed(self, policy: str, version: int) -> None:
+    def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         pass
 
 

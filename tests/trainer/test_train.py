@@ -22,7 +22,7 @@ from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.records import TokenRow
 from flowjax.run import resolve
 from flowjax.trainer.batch import BatchError
-from flowjax.trainer.sources import Served
+from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
 from flowjax.trainer.train import train_one
 from flowjax.weights.publish import Checkpoints
 
@@ -56,7 +56,7 @@ class SeededSource:
             )
         return Served(policy, rows)
 
-    def committed(self, policy: str, version: int) -> None:
+    def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         self.newest_commit = version
 
 

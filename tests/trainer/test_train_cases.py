@@ -25,7 +25,7 @@ from flowjax.run import resolve
 from flowjax.trainer import train
 from flowjax.trainer.batch import pack
 from flowjax.trainer.optimizer import OptimizerMemory
-from flowjax.trainer.sources import Served
+from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
 from flowjax.trainer.train import make_objective, train_one, use_compile_cache
 from flowjax.trainer.update import PolicyState, compile_count, logprobs_of
 from flowjax.weights.publish import (
@@ -130,6 +130,10 @@ class Honest(SeededSource):
     def __init__(self, scored: Callable[[TokenRow], np.ndarray]):
         super().__init__()
         self._scored = scored
+        self.mismatches: list[Mismatches] = []
+
+    def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
+        self.mismatches.append(mismatches)
 
     def batch(self, steps: Mapping[str, int]) -> Served:
         served = super().batch(steps)
@@ -142,14 +146,17 @@ class Honest(SeededSource):
         for row in served.rows[::4]:
             row.versions[-1] += 1
             row.logprobs[-1] -= 1.0
-        return served
+        for row in served.rows[:10] if steps["agent"] == 2 else ():  # by an engine of another model
+            row.logprobs[row.sampled] -= 0.5
+        named = [replace(row, trajectory_id=f"{steps['agent']}/{place // 2}") for place, row in enumerate(served.rows)]
+        return Served(served.policy, named)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_engine_and_trainer_are_compared_under_the_version_that_sampled(tmp_path: Path, monkeypatch, dropout: float):
     lora = replace(ADAPTER, dropout=dropout)
     mesh = make_mesh(data=1, fsdp=1)
-    policy_run = resolve(settings(2), tmp_path)
+    policy_run = resolve(settings(3), tmp_path)
     model = Decoder(MODEL, lora=lora, dtype=jnp.float32, remat="none", key=jax.random.key(0), mesh=mesh)
     graph, untrained, frozen = nnx.split(model, LoraParam, ...)
     objective = make_objective(policy_run, policy_run.policies["agent"], graph, untrained)
@@ -163,17 +170,20 @@ def test_engine_and_trainer_are_compared_under_the_version_that_sampled(tmp_path
         (batch,) = pack([row], row_tokens=16, micro_batch_rows=1)
         return np.asarray(logprobs_of(objective, PolicyState(0, trained, None, frozen), batch))[np.asarray(batch.mask)]
 
-    apart = []
+    apart, source = [], Honest(scored)
     monkeypatch.setattr(train, "logprobs_of", lambda *args: apart.append(args) or logprobs_of(*args))
     with Checkpoints(tmp_path / "checkpoints", keep=20) as checkpoints:
-        train.train_one(
-            policy_run, model, Honest(scored), mesh=mesh, metrics=MetricsWriter(tmp_path), checkpoints=checkpoints
-        )
-    first, second = (line for line in read_metrics(tmp_path) if line["kind"] == "train")
+        train.train_one(policy_run, model, source, mesh=mesh, metrics=MetricsWriter(tmp_path), checkpoints=checkpoints)
+    first, second, _ = (line for line in read_metrics(tmp_path) if line["kind"] == "train")
     assert first["mismatch_kl"] > 1e-2 and second["mismatch_kl"] < 1e-10 and second["mismatch_max"] < 1e-4
     assert first["swapped_share"] == 0.0 and second["swapped_share"] == 5 / 40
+    found = [{int(name.split("/")[1]): value for name, value in step.items()} for step in source.mismatches[-2:]]
+    of_second, of_third = found
+    assert of_second and all(0 <= k3 < 1e-9 * tokens and 1 <= tokens <= 4 for k3, tokens in of_second.values())
+    off = {number for number, (k3, tokens) in of_third.items() if k3 / tokens > 0.05}
+    assert off and off == {number for number in of_third if number < 5} and off != set(of_third)
     # Ahead of the first step, and then for the older version; with dropout for the newest of each step, too.
-    assert len(apart) == (4 if dropout else 2)
+    assert len(apart) == (6 if dropout else 3)
 
 
 def full_settings(steps: int, *, every: int = 1):
