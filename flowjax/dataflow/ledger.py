@@ -988,7 +988,7 @@ class Ledger:
         return Leased(row["group_id"], unpack(row["task"]).task_id, row["seed"], unpack(row["versions"]))
 
     def worker_of(self, trajectory_id: str) -> str:
-        """Who played the episode of a trajectory; empty where nobody is known."""
+        """The worker that played the episode of a trajectory; empty where nobody is known."""
         # A trajectory has its episode's id, or that with /<agent> behind it; ids have such strokes of their own.
         parts = trajectory_id.split("/")
         ids = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]

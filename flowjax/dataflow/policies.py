@@ -272,7 +272,7 @@ class RolloutWorkers:
         return known
 
     def why_evicted(self, worker: str) -> str:
-        """Why the worker was sent away; empty if it was not."""
+        """The reason for which the worker was sent away; empty if it was not."""
         return self._evicted.get(worker, "")
 
     def compared(self, worker: str, k3: float, tokens: int) -> None:

@@ -668,7 +668,7 @@ def _compared(
 
 @cache
 def _compare(mesh: Mesh) -> Callable[..., Comparison]:
-    """What compares a micro-batch under one version. Every process gets all of it."""
+    """A function that compares a micro-batch under one version. Every process gets all of it."""
 
     def compare(ours: jax.Array, theirs: jax.Array, mask: jax.Array, sequences: jax.Array) -> Comparison:
         of_sequences = mismatch_of_sequences(ours, theirs, mask, sequences, sequences.size)
