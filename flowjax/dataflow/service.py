@@ -543,7 +543,7 @@ def epoch_of(message: Any) -> int:
 
 
 def mismatches_of(message: Any) -> dict[str, tuple[float, int]]:
-    """The mismatches of engine and trainer that a trainer has found: sum over tokens and their number, by trajectory."""
+    """The mismatches of engine and trainer that a trainer has found: sum over tokens, and their number."""
     if "mismatches" not in message:
         return {}
     (found,) = fields(message, mismatches=dict)
