@@ -69,6 +69,7 @@ class Flow:
         )
         self.evaluations.write_finished()  # what a process before this one had no time for
         self._lease_s = config.dataflow.lease_s
+        self._compared: dict[str, Mapping[str, tuple[float, int]]] = {}  # the newest mismatches, by policy
 
     def close(self) -> None:
         self.ledger.close()
@@ -100,21 +101,20 @@ class Flow:
             for version, commit in commits.items()
         )
 
-    def compare(self, mismatches: Mapping[str, tuple[float, int]]) -> dict[str, str]:
-        """Note what the trainer's log-probs of some trajectories differ by from those they came with: sum over tokens
-        and their number. Returns the workers that are to be sent away for it, with why."""
-        found: dict[str, list[tuple[float, int]]] = {}
-        for trajectory_id, mismatch in mismatches.items():
-            if worker := self.ledger.worker_of(trajectory_id):
-                found.setdefault(worker, []).append(mismatch)
-        for worker, parts in found.items():
-            self.workers.compared(worker, *map(sum, zip(*parts, strict=True)))
+    def compare(self, policy: str, mismatches: Mapping[str, tuple[float, int]]) -> dict[str, str]:
+        """Note what the trainer's log-probs of a policy's trajectories differ by from those they came with: sum over
+        tokens and their number. Returns the nodes that are to be sent away for it, with why."""
+        if not mismatches or self._compared.get(policy) == mismatches:  # a copy of the message
+            return {}
+        self._compared[policy] = mismatches
+        workers = self.ledger.workers_of(mismatches)
+        self.workers.compared(policy, [(worker, *mismatches[name]) for name, worker in workers.items()])
         if not (most := self.run.config.dataflow.max_mismatch_kl):
             return {}
         bound = f"config.dataflow.max_mismatch_kl is {most:g}, and others are below it"
         return {
-            worker: f"its engines sample from another policy than the trainer's, by {k3:.2g} a token; {bound}"
-            for worker, k3 in self.workers.mismatched(most).items()
+            node: f"its engines sample from another policy than {policy}, by {k3:.2g} a token (k3); {bound}"
+            for node, k3 in self.workers.mismatched(policy, most, within_s=self._lease_s).items()
         }
 
     @property
@@ -141,6 +141,7 @@ class Flow:
             "algorithms": self.algorithms.metrics(),
             "finished": self.finished,
             "workers": self._workers_status(),
+            "sent_away": self.workers.evicted,
         }
 
     def _workers_status(self) -> dict[str, dict[str, Any]]:

@@ -756,10 +756,11 @@ class Ledger:
             # To make it anew undoes what came after it, which a checkpoint may have consumed by now.
             if refused and step != (made := self.batches(policy)) - 1:
                 raise StepError(f"batch {step} of {policy} cannot be refused any more: the newest is {made - 1}")
+            workers = self.workers_of(trajectory_id for trajectory_id, _ in refused.values())
             for group_id, (trajectory_id, reason) in refused.items():
                 self._db.execute(
                     "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)",
-                    (policy, group_id, step, trajectory_id, self.worker_of(trajectory_id), reason),
+                    (policy, group_id, step, trajectory_id, workers.get(trajectory_id, ""), reason),
                 )
                 self._db.execute(
                     "UPDATE policy_groups SET state = 'quarantined' WHERE policy = ? AND group_id = ?",
@@ -987,17 +988,16 @@ class Ledger:
             return None
         return Leased(row["group_id"], unpack(row["task"]).task_id, row["seed"], unpack(row["versions"]))
 
-    def worker_of(self, trajectory_id: str) -> str:
-        """The worker that played the episode of a trajectory; empty where nobody is known."""
-        # A trajectory has its episode's id, or that with /<agent> behind it; ids have such strokes of their own.
-        parts = trajectory_id.split("/")
-        ids = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
-        row = self._db.execute(
-            f"SELECT worker FROM episodes WHERE episode_id IN ({', '.join('?' * len(ids))})"
-            " ORDER BY length(episode_id) DESC",
-            ids,
-        ).fetchone()
-        return (row["worker"] if row else None) or ""
+    def workers_of(self, trajectory_ids: Iterable[str]) -> dict[str, str]:
+        """The worker that played the episode of each trajectory, of those that are known."""
+        # A trajectory has its episode's id, <group>/<number>, or that with / and more behind it.
+        episodes = {name: "/".join(name.split("/")[:2]) for name in trajectory_ids}
+        rows = self._db.execute(
+            "SELECT episode_id, worker FROM episodes WHERE episode_id IN (SELECT value FROM json_each(?))",
+            (json.dumps(list(episodes.values())),),
+        )
+        workers = {row["episode_id"]: row["worker"] for row in rows}
+        return {name: worker for name, episode in episodes.items() if (worker := workers.get(episode))}
 
     def held(self, worker: str) -> dict[str, int]:
         """Episodes that a worker has leased, by kind."""

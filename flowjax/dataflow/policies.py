@@ -3,10 +3,12 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flowjax.run import Policy, Run
 from flowjax.weights.publish import commit_of, committed_steps
@@ -114,8 +116,9 @@ _MOST_SHOWN = 1000
 _MUCH_SLOWER = 2.0  # times as long for an episode as another worker
 _EPISODES_WEIGHED = 16  # newest ones of a worker, that its time for one is the mean of, or nearly; none is slow before
 _SLOW_FOR = 64  # times as long as an episode: so long one that plays nothing is taken to be slow
-_TOKENS_WEIGHED = 100_000  # newest ones that a worker's mismatch is the mean over, or nearly
-_TOKENS_JUDGED = 2_000  # that are compared before a worker is sent away for its mismatch
+_FOUND_BEFORE = 0.9  # that a token counts of the next commit's: a mismatch is one of the last ten commits or so
+_TOKENS_JUDGED, _TRAJECTORIES_JUDGED = 500, 8  # so counted, before a node is sent away for its mismatch
+_FURTHER = 3.0  # times the least mismatch of another
 _AWAY_S = 600.0  # since it last asked for them, after which a worker is not expected to play evaluations any more
 _MOST_PLAYED = 4096  # leases of a worker whose time is taken
 _CATCHING_UP_S = 3.0  # since a worker got a version, for which others are taken to get it at any moment
@@ -143,8 +146,8 @@ class _Seen:
     weighed_s: float = 0.0  # when the last of them was
     asked_s: float = -math.inf  # for training
     prompted: bool = False
-    mismatch_kl: float = 0.0  # k3 a token between its log-probs and the trainer's
-    compared_tokens: int = 0  # that this is the mean over, or nearly
+    # By policy: k3 between its log-probs and the trainer's, tokens that this is summed over, and trajectories.
+    compared: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class RolloutWorkers:
@@ -264,28 +267,51 @@ class RolloutWorkers:
 
     def evict(self, name: str, reason: str = "--evict") -> list[str]:
         """Send a worker, or all of a node (`<node>:<worker>`), away for as long as this process lives. Returns those
-        that are known."""
+        that are known; `reason` is for its node, and for people."""
         known = [worker for worker in self._seen if name in (worker, worker.partition(":")[0])]
         for worker in known:
             del self._seen[worker]
         self._evicted.update(dict.fromkeys(known, reason))
+        if known and name not in known:
+            self._evicted[name] = reason
         return known
 
     def why_evicted(self, worker: str) -> str:
         """The reason for which the worker was sent away; empty if it was not."""
         return self._evicted.get(worker, "")
 
-    def compared(self, worker: str, k3: float, tokens: int) -> None:
-        """Note by how much the trainer's log-probs of so many tokens that the worker sampled differ from its own."""
-        if (seen := self._seen.get(worker)) is not None:  # who has gone stays so
-            seen.compared_tokens = min(seen.compared_tokens + tokens, max(_TOKENS_WEIGHED, tokens))
-            seen.mismatch_kl += (k3 / tokens - seen.mismatch_kl) * tokens / seen.compared_tokens
+    @property
+    def evicted(self) -> dict[str, str]:
+        """Nodes and single workers that were sent away, with why."""
+        nodes = {name for name in self._evicted if ":" not in name}
+        return {name: why for name, why in self._evicted.items() if name in nodes or name.split(":")[0] not in nodes}
 
-    def mismatched(self, most: float) -> dict[str, float]:
-        """Workers whose mismatch is over `most`, while that of another is not: where all are, it is not the engines."""
-        known = {name: seen.mismatch_kl for name, seen in self._seen.items() if seen.compared_tokens >= _TOKENS_JUDGED}
-        over = {name: found for name, found in known.items() if found > most}
-        return over if len(over) < len(known) else {}
+    def compared(self, policy: str, found: Sequence[tuple[str, float, int]]) -> None:
+        """Note what the log-probs of a policy's trajectories differ by from the trainer's: by whom each was played, sum
+        of k3 over tokens of it, and their number. What was found before counts less, for all workers alike."""
+        for seen in self._seen.values():
+            if policy in seen.compared:
+                seen.compared[policy] *= _FOUND_BEFORE
+        for worker, k3, tokens in found:
+            if (seen := self._seen.get(worker)) is not None:  # who has gone stays so
+                seen.compared[policy] = seen.compared.get(policy, np.zeros(3)) + np.array([k3, tokens, 1])
+
+    def mismatched(self, policy: str, most: float, *, within_s: float) -> dict[str, float]:
+        """Invited nodes whose mismatch is over `most`, while others' is far below: where all are over it, it is not the
+        nodes. Only workers that were heard of within so many seconds speak for a node, or for themselves."""
+        sums: dict[str, np.ndarray] = {}
+        for worker, seen in self._seen.items():
+            if policy in seen.compared and self._clock() - seen.heard_s <= within_s:
+                name = worker[: worker.find(":") + 1] or worker
+                sums[name] = sums.get(name, 0) + seen.compared[policy]
+        means = {
+            name: float(k3 / tokens)
+            for name, (k3, tokens, trajectories) in sums.items()
+            if tokens >= _TOKENS_JUDGED and trajectories >= _TRAJECTORIES_JUDGED
+        }
+        least = min(means.values(), default=math.inf)
+        over = {name: mean for name, mean in means.items() if mean > max(most, _FURTHER * least) and least <= most}
+        return {name[:-1]: mean for name, mean in over.items() if name.endswith(":")}
 
     def serving(self, worker: str, newest: Mapping[str, int]) -> dict[str, int]:
         """Version of each policy that the worker plays with; the newest where it has not said."""
@@ -306,7 +332,7 @@ class RolloutWorkers:
                 "serving": dict(seen.serving),
                 "episodes": seen.episodes,
                 "free_slots": seen.free_slots,
-                **({"mismatch_kl": seen.mismatch_kl} if seen.compared_tokens else {}),
+                **_mean_mismatch(seen.compared.values()),
             }
             for name, seen in list(self._seen.items())[-_MOST_SHOWN:]
             if now_s - seen.heard_s <= within_s
@@ -320,3 +346,11 @@ class RolloutWorkers:
         if len(self._seen) > _MOST_KNOWN:  # names are strangers' to choose: the longest silent one is forgotten
             del self._seen[next(iter(self._seen))]
         return seen
+
+
+def _mean_mismatch(compared: Collection[np.ndarray]) -> dict[str, float]:
+    """A worker's k3 a token over all policies, where anything was compared."""
+    if not compared:
+        return {}
+    k3, tokens, _ = np.sum(list(compared), axis=0)
+    return {"mismatch_kl": float(k3 / tokens)}

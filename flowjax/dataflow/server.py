@@ -279,7 +279,7 @@ class Server:
             reason = "show the run's token (runs/<name>/token), or a node's key (--invite), as a bearer token"
             return _refusal(401, f"{request.path}: {reason}")
         if node.sent_away:
-            return _refusal(403, f"{request.path}: node {node.name} was sent away from the run (--evict)")
+            return _refusal(403, f"{request.path}: node {node.name} was sent away from the run ({node.sent_away})")
         if request.method != "GET" and request.path[1:] not in NAMES_OF_NODES:
             return _refusal(403, f"{request.path}: a node's key is for playing: show the run's token")
         return await handler(request)

@@ -18,6 +18,7 @@ What is not as it should be in a message is refused before anything changes.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import sqlite3
@@ -33,6 +34,7 @@ from flowjax.dataflow.batches import Assigned
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.leases import KINDS, Capabilities, Played
 from flowjax.dataflow.ledger import StepError, is_damage
+from flowjax.monitor.token import send_away
 from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
 from flowjax.records import (
     COUNTED_STATUSES,
@@ -394,10 +396,13 @@ class DataflowService:
         # Before it counts: with the commit, batches are forgotten that only earlier checkpoints need.
         await asyncio.to_thread(self._flow.policies[policy].flush_checkpoint, version)
         self._flow.batches.fence([policy], epoch)  # another trainer may have claimed the policy meanwhile
-        for worker, reason in self._flow.compare(mismatches).items():
-            logging.warning("%s is sent away: %s", worker, reason)
-            self._send_away(self._flow.workers.evict(worker, reason))
+        nodes = self._flow.compare(policy, mismatches)  # before the commit, with which episodes are forgotten
         self._flow.batches.commit(policy, version)
+        for node, reason in nodes.items():
+            logging.warning("node %s is sent away: %s", node, reason)
+            self._send_away(self._flow.workers.evict(node, reason))
+            with contextlib.suppress(OSError):  # on a full disk its key stays good, for new workers of it
+                send_away(self._flow.run.folder, node, reason)
         self._notify()
         return {}
 

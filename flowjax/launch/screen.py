@@ -311,6 +311,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     states = read_status(run_dir, "launch").get("roles", {})
     launched = bool(check_unused(run_dir))
     for name in states or ("rollout", "dataflow", "trainer"):
+        seen = doing = ""
         if name == "rollout":
             seen, doing = _seen(rollout, now_s), ", ".join(_playing(rollout))
         elif name == "dataflow":
@@ -320,8 +321,6 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             lines_of_it = [entry for entry in train if policy in ("", entry.get("policy"))]
             newest = lines_of_it[-1] if lines_of_it else {}
             seen, doing = _seen(newest, now_s, silent_s=run.config.trainer.step_timeout_s), _training(newest)
-        else:
-            seen = doing = ""
         roles.add_row(name, _state(states.get(name, {}), launched), seen, Text(printable(doing)))
     policies = Table(
         "policy", "step", "committed", "served", "lag", "ready groups", "open", "dropped", "ages", "oldest", "success",
@@ -352,6 +351,8 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
         playing = f"{worker['playing']} of {worker['playing'] + worker['free_slots']}"
         heard, k3 = f"{clock(worker['heard_s_ago'])} ago", scientific(number(worker, "mismatch_kl"))
         workers.add_row(Text(printable(name)), heard, serving, playing, str(worker["episodes"]), k3)
+    for name, reason in dataflow.get("sent_away", {}).items():
+        workers.add_row(Text(printable(name)), "sent away", Text(reason))
     evaluations = Table(show_header=False)
     for entry in entries:
         if entry.get("kind") == "eval":

@@ -21,8 +21,8 @@ from flowjax.files import replace_file
 VARIABLE = "FLOWJAX_TOKEN"  # on a machine that lacks the run folder
 RUN_HEADER = "X-Flowjax-Run"
 _RUN_ID = "run_id"  # file in the run's folder, and in that of each of its nodes
-_NODES = "nodes"  # folder of the run: a file for each node that was invited, with the digest of its key
-_AWAY = "sent away "  # before the digest
+# Folder of the run: a file for each node that was invited, with its key's digest, and below it why it was sent away.
+_NODES = "nodes"
 _NODE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -112,10 +112,10 @@ def accepts(headers: Mapping[str, str], token: str) -> bool:
 
 @dataclass(frozen=True)
 class InvitedNode:
-    """A node that was invited, and shows its key."""
+    """A node that was invited, and shows its key; `sent_away` says why it was, if it was."""
 
     name: str
-    sent_away: bool
+    sent_away: str
 
 
 def invite(run_dir: Path, node: str) -> str:
@@ -133,12 +133,13 @@ def invite(run_dir: Path, node: str) -> str:
     return key
 
 
-def send_away(run_dir: Path, node: str) -> bool:
+def send_away(run_dir: Path, node: str, reason: str = "--evict") -> bool:
     """Void the key of a node, until it is invited again. Returns whether there is such a node."""
     path = run_dir / _NODES / node
     if not _NODE_NAME.fullmatch(node) or not path.exists():
         return False
-    replace_file(path, _AWAY + path.read_text().removeprefix(_AWAY), mode=0o600)
+    digest, _, _ = path.read_text().partition("\n")
+    replace_file(path, f"{digest}\n{reason}", mode=0o600)
     return True
 
 
@@ -153,9 +154,9 @@ def known_node(run_dir: Path, headers: Mapping[str, str]) -> InvitedNode | None:
     name = node_name(key)
     with contextlib.suppress(OSError):
         if _NODE_NAME.fullmatch(name):
-            kept = (run_dir / _NODES / name).read_text()
-            if hmac.compare_digest(kept.removeprefix(_AWAY), _digest(key)):
-                return InvitedNode(name, kept.startswith(_AWAY))
+            digest, _, reason = (run_dir / _NODES / name).read_text().partition("\n")
+            if hmac.compare_digest(digest, _digest(key)):
+                return InvitedNode(name, reason)
     return None
 
 

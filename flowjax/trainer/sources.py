@@ -24,7 +24,7 @@ Unusable = Callable[[str, Sequence[TokenRow]], Mapping[str, str]]
 # By trajectory: sum of the k3 KL between engine and trainer over tokens of it that were compared, and their number.
 Mismatches = Mapping[str, tuple[float, int]]
 NO_MISMATCHES: Mismatches = MappingProxyType({})
-_MOST_MISMATCHES = 4096  # in one message
+_MOST_MISMATCHES = 512  # in one message
 
 
 class SourceError(RuntimeError):

@@ -478,9 +478,10 @@ def train(
         # mismatch: the engine's log-probs against ours, under the very version that sampled them
         compared, trajectories = [], []
         if learner.checkpoints is not None and packed:
-            ours = None if learner.uses_dropout else trained[0]  # before the first update
-            compared = _compared(learner, packed[0][0], on_devices[0][0], mesh, ours=ours)
-            places = packing_order(updates[0], **_packing(trainer, mesh))[0]
+            chosen = step % len(packed[0])  # of all in turn: the longest sequences are in the first
+            ours = None if learner.uses_dropout else trained[chosen]  # before the first update
+            compared = _compared(learner, packed[0][chosen], on_devices[0][chosen], mesh, ours=ours)
+            places = packing_order(updates[0], **_packing(trainer, mesh))[chosen]
             trajectories = [updates[0][place].trajectory_id for place in places]
 
         # count it: also when nothing was trained, the batch is used up

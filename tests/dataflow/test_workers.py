@@ -9,6 +9,7 @@ from flowjax.dataflow.leases import Capabilities
 from flowjax.dataflow.policies import RolloutWorkers
 from flowjax.dataflow.service import DataflowService
 from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.token import bearer, invite, known_node
 from flowjax.records import WireError
 from tests.dataflow import flows
 from tests.dataflow.test_flow import configuration, make_flow, play, played
@@ -81,62 +82,118 @@ def test_one_that_is_sent_away_plays_no_more_and_what_it_played_goes_to_others(t
     assert set(flow.status()["workers"]) == {"good"}
 
 
-def test_one_whose_engines_sample_from_another_policy_is_sent_away(tmp_path):
-    config = configuration(max_staleness=1)
-    config.dataflow.max_mismatch_kl = 0.01
-    flow = make_flow(tmp_path, config)
-    service = DataflowService(flow)
+class Comparing:
+    """A dataflow whose trainer says what it found; `here` is the run's own worker, the others are of nodes."""
 
-    async def play_all(worker):
-        leases = (await service.answer("lease", {"worker": worker, "slots": 4}))["leases"]
-        items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases]
-        await service.answer("episodes", {"worker": worker, "items": items})
-        return [lease.episode_id for lease in leases]
+    def __init__(self, folder, most):
+        config = configuration(max_staleness=1)
+        config.dataflow.max_mismatch_kl = most
+        self.now_s = 0.0
+        self.flow = make_flow(folder, config, lambda: self.now_s)
+        self.service = DataflowService(self.flow)
+        self.episodes: dict[str, list[str]] = {}
 
-    async def commit(version, mismatches):
-        message = {"policy": "agent", "version": version, "epoch": epoch, "mismatches": mismatches}
-        return await service.answer("committed", message)
+    async def play(self, *workers):
+        claim = {"trainer": "t", "policies": {"agent": 0}, "after": 0}
+        self.epoch = (await self.service.answer("claim", claim))["epoch"]
+        for worker in workers:
+            said = {"worker": worker, "policy": "agent", "serving": 0, "in_use": []}
+            await self.service.answer("versions", said)
+            leases = (await self.service.answer("lease", {"worker": worker, "slots": 4}))["leases"]
+            items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases]
+            await self.service.answer("episodes", {"worker": worker, "items": items})
+            self.episodes[worker] = [lease.episode_id for lease in leases]
+
+    async def find(self, tokens=250, **means):
+        """Commits with so much k3 a token in each of four trajectories of a worker."""
+        self.now_s += 1.0
+        mismatches = {
+            episode: [mean * tokens + self.now_s * 1e-6, tokens]
+            for worker, mean in means.items()
+            for episode in self.episodes[worker.replace("__", ":")]
+        }
+        await self.say(mismatches)
+
+    async def say(self, mismatches):
+        message = {"policy": "agent", "version": 0, "epoch": self.epoch, "mismatches": mismatches}
+        await self.service.answer("committed", message)
+
+    async def asks(self, worker):
+        return await self.service.answer("lease", {"worker": worker, "slots": 1})
+
+
+def test_a_node_whose_engines_sample_from_another_policy_is_sent_away(tmp_path):
+    key = invite(tmp_path, "far")
 
     async def scenario():
-        nonlocal epoch
-        for worker in ("good", "far"):
-            await service.answer("versions", {"worker": worker, "policy": "agent", "serving": 0, "in_use": []})
-        claim = {"trainer": "t", "policies": {"agent": 0}, "after": 0}
-        epoch = (await service.answer("claim", claim))["epoch"]
-        good, far = await play_all("good"), await play_all("far")
-        strange = {"nobody's": [5.0, 1], f"{good[0]}/judge": [0.0, 1000], good[1]: [1.0, 1000]}
-        await commit(0, {**strange, far[0]: [40.0, 1999]})
-        assert {name: round(each["mismatch_kl"], 4) for name, each in flow.status()["workers"].items()} == {
-            "good": 0.0005,
-            "far": 0.02,
-        }
-        held = (await service.answer("lease", {"worker": "far", "slots": 1}))["leases"]
-        await commit(0, {far[0]: [0.02, 1]})
-        with pytest.raises(Evicted, match=r"by 0.02 a token; config.dataflow.max_mismatch_kl is 0.01, and others"):
-            await service.answer("lease", {"worker": "far", "slots": 1})
-        (taken, *_) = (await service.answer("lease", {"worker": "good", "slots": 1}))["leases"]
-        assert taken.episode_id == held[0].episode_id
-        await commit(0, {good[0]: [1e6, 10_000]})
-        assert flow.status()["workers"]["good"]["mismatch_kl"] > 1
-        assert (await service.answer("lease", {"worker": "good", "slots": 1}))["leases"], "nobody is below the bound"
+        run = Comparing(tmp_path, 0.01)
+        await run.play("here", "far:1")
+        await run.find(here=0.0, far__1=0.02)
+        assert run.flow.status()["workers"]["far:1"]["mismatch_kl"] == pytest.approx(0.02, rel=1e-3)
+        await run.find(here=0.0, far__1=0.02)
+        (held,) = (await run.asks("far:1"))["leases"]  # four trajectories are few, and seven and a half, too
+        await run.find(here=0.0, far__1=0.02)
+        with pytest.raises(
+            Evicted, match=r"another policy than agent, by 0.02 a token \(k3\); .*kl is 0.01, and others"
+        ):
+            await run.asks("far:1")
+        (taken,) = (await run.asks("here"))["leases"]
+        assert taken.episode_id == held.episode_id
+        assert set(run.flow.status()["sent_away"]) == {"far"}
+        node = known_node(tmp_path, bearer(key))
+        assert node is not None and "another policy than agent" in node.sent_away, "a new start would play on"
+
+    asyncio.run(scenario())
+
+
+def test_nobody_is_sent_away_for_what_is_not_the_nodes_fault(tmp_path):
+    async def scenario():
+        run = Comparing(tmp_path, 0.01)
+        await run.play("here", "far:1", "near:1")
+        for _ in range(20):
+            await run.find(here=0.5, far__1=0.9, near__1=0.5)  # all are above: the trainer is off
+            await run.find(here=0.02, far__1=0.0, near__1=0.0)  # the launch needs its own
+        await run.find(here=0.0, far__1=0.0, near__1=0.0)
+        for _ in range(20):
+            await run.find(here=0.0095, far__1=0.0105, near__1=0.0095)  # hardly further than the others
+        for _ in range(20):
+            await run.find(tokens=12, here=0.0, far__1=1.0, near__1=0.0)  # 500 are never reached
+        run.now_s += 1e6
+        await run.service.answer("renew", {"worker": "far:1", "lease_ids": []})
+        for _ in range(20):
+            await run.find(far__1=1.0)  # nobody else is alive
+        found = {episode: [1e6, 1000] for episode in run.episodes["far:1"]}
+        await run.asks("here")
+        for _ in range(20):
+            await run.say(found)  # one message, again and again
+        assert run.flow.workers.evicted == {} and (await run.asks("far:1"))["leases"] is not None
+
+    asyncio.run(scenario())
+
+
+def test_found_mismatches_that_cannot_be_are_refused(tmp_path):
+    async def scenario():
+        run = Comparing(tmp_path, 0.01)
+        await run.play("here")
+        (first, *_) = run.episodes["here"]
+        await run.say({"nobody's": [5.0, 1], f"{first}/judge/a": [1.0, 1000], first: [0.0, 1000]})
+        assert run.flow.status()["workers"]["here"]["mismatch_kl"] == 0.0005, "both are of one episode"
         for bad in ({1: [0.0, 1]}, {"a": 1.0}, {"a": [0.0, 0]}, {"a": [-1.0, 2]}, {"a": [float("nan"), 2]}, [1]):
             with pytest.raises(WireError, match="field mismatches"):
-                await commit(0, bad)
+                await run.say(bad)
 
-    epoch = 0
     asyncio.run(scenario())
-    assert set(flow.status()["workers"]) == {"good"}
 
 
-def test_a_mismatch_is_that_of_the_newest_tokens(monkeypatch):
-    monkeypatch.setattr("flowjax.dataflow.policies._TOKENS_WEIGHED", 100)
+def test_mismatches_are_of_the_newest_commits_and_of_who_is_there():
     workers = RolloutWorkers(max_staleness=1, clock=lambda: 0.0)
-    workers.compared("gone", 1.0, 1)
+    workers.compared("agent", [("gone", 1.0, 1)])
     assert not workers.status(within_s=1.0), "who has gone does not come back by it"
     workers.counted("a", 1)
-    for k3, mean in ((50.0, 1.0), (0.0, 0.5), (0.0, 0.25), (0.0, 0.125)):
-        workers.compared("a", k3, 50)
-        assert workers.status(within_s=1.0)["a"]["mismatch_kl"] == mean
+    workers.compared("agent", [("a", 10.0, 10)])
+    workers.compared("agent", [])
+    workers.compared("agent", [("a", 0.0, 10)])
+    assert workers.status(within_s=1.0)["a"]["mismatch_kl"] == pytest.approx(8.1 / 18.1)
 
 
 def test_workers_are_shown_while_they_say_something():

@@ -10,21 +10,25 @@ from functools import partial
 import pytest
 
 from flowjax.broker import DataflowError, connect
-from flowjax.config import ConfigError
-from flowjax.records import pack
+from flowjax.config import ConfigError, default_config
+from flowjax.dataflow.server import limits
+from flowjax.records import Bounds, pack, unpack
+from flowjax.run import resolve
 from flowjax.trainer.sources import NO_MISMATCHES, DataflowSource, Mismatches, Served, Shared, SourceError
 
 BATCH = pack({"state": "run", "policy": "agent", "rows": [], "totals": {}, "dropped": 0})
 
 
 @contextmanager
-def dataflow(*answers: tuple[int, bytes, int]) -> Iterator[str]:
+def dataflow(*answers: tuple[int, bytes, int], received: list[bytes] | None = None) -> Iterator[str]:
     """Gives (status, body, how many bytes of it before the connection breaks off), one a request; -1: no answer."""
     left = list(answers)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             status, body, sent = left.pop(0)
+            if received is not None:
+                received.append(self.rfile.read(int(self.headers["Content-Length"])))
             if sent >= 0:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
@@ -54,6 +58,21 @@ def test_a_refusal_is_told_at_once():
         source = DataflowSource(partial(connect, url), timeout_s=10.0)
         with pytest.raises(DataflowError, match="agent@9 has never been made"):
             source.batch({"agent": 9})
+
+
+def test_mismatches_of_a_large_batch_fit_into_a_message(tmp_path):
+    config = default_config()
+    bounds = Bounds.of_run(resolve(config.lock(), tmp_path))
+    limit = limits(bounds, most_bytes=config.dataflow.max_message_bytes)["committed"]
+    names = [f"train-{number:08d}/000/" + 479 * "\N{PILE OF POO}" for number in range(2000)]
+    received: list[bytes] = []
+    answer = pack({})
+    with dataflow((200, answer, len(answer)), received=received) as url:
+        DataflowSource(partial(connect, url), timeout_s=10.0).committed("agent", 1, dict.fromkeys(names, (1.0, 2)))
+    (body,) = received
+    assert len(body) < limit.size_bytes
+    found = unpack(body, most_elements=limit.elements)["mismatches"]
+    assert set(found) == set(names[-len(found) :]) and len(found) >= 512
 
 
 def test_a_stranger_at_the_address_is_told_at_once():
