@@ -55,6 +55,19 @@ def nats_server(*arguments: str, host: str = "127.0.0.1", on: Sequence[str] = ()
         server.kill()
 
 
+@contextlib.contextmanager
+def nats_cluster(count: int) -> Iterator[list[NatsServer]]:
+    """Servers that pass on to each other what they are given."""
+    routes = [f"nats://127.0.0.1:{free_port()}" for _ in range(count)]
+    with contextlib.ExitStack() as servers:
+        yield [
+            servers.enter_context(
+                nats_server(f"--cluster={route}", f"--routes={','.join(routes)}", "--cluster_name=tests")
+            )
+            for route in routes
+        ]
+
+
 async def settle(client: Client) -> None:
     """Return when the server has seen all that the client has said so far."""
     for _ in range(2):  # nats-py writes the first one's PING past what it still holds back

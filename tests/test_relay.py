@@ -22,7 +22,7 @@ from flowjax.monitor.token import bearer, invite, keep_run_id, make_token, send_
 from flowjax.records import unpack
 from flowjax.relay import Lost, NatsLine, RunEnd, dialled, node_end, reached, run_end
 from flowjax.run import Run, write_endpoints
-from tests.nats_server import NatsServer, nats_server, settle
+from tests.nats_server import NatsServer, nats_cluster, nats_server, settle
 
 RUN_ID = "0123abcd"
 
@@ -58,7 +58,8 @@ async def dialled_as(user: str, url: str) -> AsyncIterator[NatsLine]:
 
 
 @contextlib.asynccontextmanager
-async def way(folder: Path, server: NatsServer) -> AsyncIterator[Way]:
+async def way(folder: Path, server: NatsServer | str) -> AsyncIterator[Way]:
+    url = server if isinstance(server, str) else server.url
     heard: list[web.Request] = []
     held: list[str] = []
 
@@ -84,12 +85,12 @@ async def way(folder: Path, server: NatsServer) -> AsyncIterator[Way]:
     keep_run_id(folder, RUN_ID)
     make_token(folder)
     write_endpoints(folder, {"dataflow": str(dataflow.make_url(""))})
-    run = of_folder(folder, server.url)
+    run = of_folder(folder, url)
     try:
         async with (
-            dialled_as("run", server.url) as near,
+            dialled_as("run", url) as near,
             run_end(near, run) as end,
-            dialled_as("node", server.url) as line,
+            dialled_as("node", url) as line,
             node_end(line, RUN_ID) as here,
             aiohttp.ClientSession(headers=bearer(key := invite(folder, "berlin"))) as session,
         ):
@@ -249,6 +250,23 @@ def test_a_server_that_was_killed_is_dialled_again(tmp_path):
                 async with asyncio.timeout(60):
                     while (await said(there))[0] != 200:
                         await asyncio.sleep(0.1)
+
+    asyncio.run(check())
+
+
+def test_each_server_of_a_cluster_may_be_killed(tmp_path):
+    """The ends need not be at the same one, and an end dials another when its own is gone."""
+
+    async def check() -> None:
+        with nats_cluster(3) as servers:
+            async with way(tmp_path, ",".join(server.url for server in servers)) as there:
+                for server in servers:
+                    server.kill()
+                    async with asyncio.timeout(120):
+                        while (await said(there))[0] != 200:
+                            await asyncio.sleep(0.1)
+                    server.start()
+                await until(lambda: all(client.is_connected for client in there.line.clients))
 
     asyncio.run(check())
 

@@ -382,7 +382,8 @@ def _run(request: LaunchRequest, console: Console) -> int:
         screen, wall_s = session.screen, time.time() - session.started_s
         console.print(summary(screen.progress, wall_s=wall_s, states=screen.states))
     elif run.is_node and (reason := _why_sent_away(run)):
-        console.print(f"the run has sent this node away {reason}: others play what it did", highlight=False)
+        sent_away = f"the run has sent this node away {reason}: others play what it did"
+        console.print(sent_away, highlight=False, soft_wrap=True)
     else:
         again = f"--join={run.config.dataflow.url}" if run.is_node else f"--resume={run.folder}"
         console.print(

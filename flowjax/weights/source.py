@@ -62,7 +62,10 @@ class RunSource:
             if response.status == 401:
                 raise OriginError(f"{self.url} wants a key: set {VARIABLE} to what --invite=<node> printed at the run")
             if response.status != 200:
-                reason = body.decode(errors="replace")[:500]
+                try:
+                    reason = unpack(body)["error"]
+                except (WireError, KeyError, TypeError):
+                    reason = body.decode(errors="replace")[:500]
                 raise OriginError(f"{self.url}{path} is refused (HTTP {response.status}): {reason}")
         try:
             return unpack(body)
