@@ -22,7 +22,7 @@ from flowjax.monitor.token import bearer, invite, keep_run_id, make_token, send_
 from flowjax.records import unpack
 from flowjax.relay import Lost, NatsLine, RunEnd, dialled, node_end, reached, run_end
 from flowjax.run import Run, write_endpoints
-from tests.nats_server import NatsServer, nats_cluster, nats_server, settle
+from tests.nats_server import NatsServer, nats_cluster, nats_server, settle, write_credentials
 
 RUN_ID = "0123abcd"
 
@@ -48,17 +48,20 @@ def of_folder(folder: Path, url: str) -> Run:
 
 
 @contextlib.asynccontextmanager
-async def dialled_as(user: str, url: str) -> AsyncIterator[NatsLine]:
+async def dialled_as(user: str, url: str, credentials: Path | None = None) -> AsyncIterator[NatsLine]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NATS_USER", user)
-        patch.setenv("NATS_PASSWORD", "secret")
+        if credentials is None:
+            patch.setenv("NATS_USER", user)
+            patch.setenv("NATS_PASSWORD", "secret")
+        else:
+            patch.setenv("NATS_CREDS", str(credentials / f"{user}.creds"))
         patch.setenv("NATS_INBOX_PREFIX", f"_INBOX.{user}")
         async with dialled(url) as line:
             yield line
 
 
 @contextlib.asynccontextmanager
-async def way(folder: Path, server: NatsServer | str) -> AsyncIterator[Way]:
+async def way(folder: Path, server: NatsServer | str, *, credentials: Path | None = None) -> AsyncIterator[Way]:
     url = server if isinstance(server, str) else server.url
     heard: list[web.Request] = []
     held: list[str] = []
@@ -88,9 +91,9 @@ async def way(folder: Path, server: NatsServer | str) -> AsyncIterator[Way]:
     run = of_folder(folder, url)
     try:
         async with (
-            dialled_as("run", url) as near,
+            dialled_as("run", url, credentials) as near,
             run_end(near, run) as end,
-            dialled_as("node", url) as line,
+            dialled_as("node", url, credentials) as line,
             node_end(line, RUN_ID) as here,
             aiohttp.ClientSession(headers=bearer(key := invite(folder, "berlin"))) as session,
         ):
@@ -151,6 +154,30 @@ def test_the_rights_on_the_page_are_enough_and_no_node_hears_another(tmp_path):
                     assert (await said(there))[0] == 200
                     await asyncio.sleep(0.5)
                 assert not heard
+
+    asyncio.run(check())
+
+
+def test_files_of_credentials_let_in_those_whom_they_name(tmp_path):
+    rights = {
+        "run": {"pub": {"allow": ["_INBOX.>"]}, "sub": {"allow": ["flowjax.>", "_INBOX.run.>"]}},
+        "node": {"pub": {"allow": ["flowjax.>", "_INBOX.run.>"]}, "sub": {"allow": ["_INBOX.node.>"]}},
+    }
+    config = write_credentials(tmp_path, rights)
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    write_credentials(stranger, rights)
+
+    async def check() -> None:
+        with nats_server(f"--config={config}") as server:
+            async with way(tmp_path / "run", server, credentials=tmp_path) as there:
+                large = bytes(2 * relay._PART_BYTES)
+                async with there.session.post(f"{there.here}/episodes", data=large) as answer:
+                    assert await answer.read() == large
+            for folder in (stranger, None):
+                with pytest.raises(ConfigError, match=r"Authorization Violation.*NATS_CREDS"):
+                    async with dialled_as("node", server.url, folder):
+                        pass
 
     asyncio.run(check())
 
