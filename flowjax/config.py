@@ -259,7 +259,7 @@ FIELDS = Section(
         max_staleness=Entry(1, "versions a trained token may lag; 0 is synchronous", at_least=0, at_most=10**6),
         max_mismatch_kl=Entry(
             0.1,
-            "a worker further from the trainer's log-probs, k3 a token, is sent away if others are not; 0: none",
+            "an invited node further from the trainer's log-probs, k3 a token, is sent away if others are not; 0: none",
             at_least=0,
             at_most=10,
             resume=True,

@@ -15,6 +15,7 @@ from flowjax.dataflow.ledger import Ledger
 from flowjax.dataflow.policies import PolicyStatus, RolloutWorkers
 from flowjax.models.config import vocabulary_sizes
 from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.token import nodes_sent_away
 from flowjax.records import Bounds, Episode, Task
 from flowjax.rewards import required_outcomes
 from flowjax.run import Run
@@ -104,17 +105,17 @@ class Flow:
     def compare(self, policy: str, mismatches: Mapping[str, tuple[float, int]]) -> dict[str, str]:
         """Note what the trainer's log-probs of a policy's trajectories differ by from those they came with: sum over
         tokens and their number. Returns the nodes that are to be sent away for it, with why."""
-        if not mismatches or self._compared.get(policy) == mismatches:  # a copy of the message
+        found, most = self.workers.mismatches, self.run.config.dataflow.max_mismatch_kl
+        if not mismatches:
             return {}
-        self._compared[policy] = mismatches
-        workers = self.ledger.workers_of(mismatches)
-        self.workers.compared(policy, [(worker, *mismatches[name]) for name, worker in workers.items()])
-        if not (most := self.run.config.dataflow.max_mismatch_kl):
-            return {}
+        if self._compared.get(policy) != mismatches:  # no copy of the message before
+            workers = self.ledger.workers_of(mismatches)
+            found.add(policy, [(worker, *mismatches[name]) for name, worker in workers.items()])
+            self._compared[policy] = mismatches
         bound = f"config.dataflow.max_mismatch_kl is {most:g}, and others are below it"
         return {
             node: f"its engines sample from another policy than {policy}, by {k3:.2g} a token (k3); {bound}"
-            for node, k3 in self.workers.mismatched(policy, most, within_s=self._lease_s).items()
+            for node, k3 in (found.above(policy, most) if most else {}).items()
         }
 
     @property
@@ -141,7 +142,7 @@ class Flow:
             "algorithms": self.algorithms.metrics(),
             "finished": self.finished,
             "workers": self._workers_status(),
-            "sent_away": self.workers.evicted,
+            "sent_away": nodes_sent_away(self.run.folder),
         }
 
     def _workers_status(self) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,8 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,14 +112,13 @@ class PolicyStatus:
 
 # ------------------------------------------------------------------------------------------------------ rollout workers
 
+_COMMITS_JUDGED = 50  # newest ones of a policy, that a mismatch is the mean over
+_TOKENS_JUDGED, _TRAJECTORIES_JUDGED = 500, 8  # of a node, in these, before it is sent away
 _MOST_KNOWN = 10_000  # names; a worker that comes back has a new one
 _MOST_SHOWN = 1000
 _MUCH_SLOWER = 2.0  # times as long for an episode as another worker
 _EPISODES_WEIGHED = 16  # newest ones of a worker, that its time for one is the mean of, or nearly; none is slow before
 _SLOW_FOR = 64  # times as long as an episode: so long one that plays nothing is taken to be slow
-_FOUND_BEFORE = 0.9  # that a token counts of the next commit's: a mismatch is one of the last ten commits or so
-_TOKENS_JUDGED, _TRAJECTORIES_JUDGED = 500, 8  # so counted, before a node is sent away for its mismatch
-_FURTHER = 3.0  # times the least mismatch of another
 _AWAY_S = 600.0  # since it last asked for them, after which a worker is not expected to play evaluations any more
 _MOST_PLAYED = 4096  # leases of a worker whose time is taken
 _CATCHING_UP_S = 3.0  # since a worker got a version, for which others are taken to get it at any moment
@@ -146,8 +146,60 @@ class _Seen:
     weighed_s: float = 0.0  # when the last of them was
     asked_s: float = -math.inf  # for training
     prompted: bool = False
-    # By policy: k3 between its log-probs and the trainer's, tokens that this is summed over, and trajectories.
-    compared: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Mismatches:
+    """Differences between the log-probs of workers' trajectories and the trainer's, as its newest commits found them.
+
+    A node (`<node>:<worker>`) is judged by those commits alone in which something of it was compared, and beside what
+    others have in these: so a trainer that was off for a while, or newer policies, are nobody's fault.
+    """
+
+    def __init__(self) -> None:
+        # By policy, of each commit: k3, tokens that this is summed over, and trajectories, by worker.
+        self._commits: dict[str, deque[dict[str, np.ndarray]]] = {}
+
+    def add(self, policy: str, found: Iterable[tuple[str, float, int]]) -> None:
+        """Note what one commit found of a policy's trajectories: who played each, sum of k3 over tokens of it, and
+        their number."""
+        sums: dict[str, np.ndarray] = {}
+        for worker, k3, tokens in found:
+            sums[worker] = sums.get(worker, np.zeros(3)) + np.array([k3, tokens, 1])
+        self._commits.setdefault(policy, deque(maxlen=_COMMITS_JUDGED)).append(sums)
+
+    def means(self) -> dict[str, float]:
+        """The k3 a token of each worker, over all policies."""
+        sums = _added(commit for commits in self._commits.values() for commit in commits)
+        return {worker: float(k3 / tokens) for worker, (k3, tokens, _) in sums.items()}
+
+    def above(self, policy: str, most: float) -> dict[str, float]:
+        """Nodes with a mean over `most`, and over three times that of another who is not: where all are above it, it is
+        not the nodes."""
+        commits = [_added({_party(worker): found} for worker, found in each.items()) for each in self._commits[policy]]
+        whole = {party: k3 / tokens for party, (k3, tokens, _) in _added(commits).items()}
+        above = {}
+        if min(whole.values(), default=math.inf) > most:
+            return above
+        for node in (party for party, mean in whole.items() if party.endswith(":") and mean > most):
+            sums = _added(commit for commit in commits if node in commit)
+            means = {party: k3 / tokens for party, (k3, tokens, _) in sums.items() if tokens >= _TOKENS_JUDGED}
+            least = min((mean for party, mean in means.items() if party != node), default=math.inf)
+            if least <= most and sums[node][2] >= _TRAJECTORIES_JUDGED and means.get(node, 0) > max(most, 3 * least):
+                above[node[:-1]] = float(means[node])
+        return above
+
+
+def _party(worker: str) -> str:
+    """The worker's node, with its colon; a worker of none is one by itself."""
+    return worker[: worker.find(":") + 1] or worker
+
+
+def _added(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    sums: dict[str, np.ndarray] = {}
+    for part in parts:
+        for name, found in part.items():
+            sums[name] = sums.get(name, 0) + found
+    return sums
 
 
 class RolloutWorkers:
@@ -162,6 +214,7 @@ class RolloutWorkers:
         self._max_staleness, self._clock = max_staleness, clock
         self._seen: dict[str, _Seen] = {}  # in the order in which they were last heard of
         self._evicted: dict[str, str] = {}  # with why
+        self.mismatches = Mismatches()
 
     def report(self, worker: str, policy: str, version: int, held: Collection[int] | None = None) -> bool:
         """Note what a worker serves: also an older version than before, as after a restart of its engine; and which
@@ -272,46 +325,11 @@ class RolloutWorkers:
         for worker in known:
             del self._seen[worker]
         self._evicted.update(dict.fromkeys(known, reason))
-        if known and name not in known:
-            self._evicted[name] = reason
         return known
 
     def why_evicted(self, worker: str) -> str:
         """The reason for which the worker was sent away; empty if it was not."""
         return self._evicted.get(worker, "")
-
-    @property
-    def evicted(self) -> dict[str, str]:
-        """Nodes and single workers that were sent away, with why."""
-        nodes = {name for name in self._evicted if ":" not in name}
-        return {name: why for name, why in self._evicted.items() if name in nodes or name.split(":")[0] not in nodes}
-
-    def compared(self, policy: str, found: Sequence[tuple[str, float, int]]) -> None:
-        """Note what the log-probs of a policy's trajectories differ by from the trainer's: by whom each was played, sum
-        of k3 over tokens of it, and their number. What was found before counts less, for all workers alike."""
-        for seen in self._seen.values():
-            if policy in seen.compared:
-                seen.compared[policy] *= _FOUND_BEFORE
-        for worker, k3, tokens in found:
-            if (seen := self._seen.get(worker)) is not None:  # who has gone stays so
-                seen.compared[policy] = seen.compared.get(policy, np.zeros(3)) + np.array([k3, tokens, 1])
-
-    def mismatched(self, policy: str, most: float, *, within_s: float) -> dict[str, float]:
-        """Invited nodes whose mismatch is over `most`, while others' is far below: where all are over it, it is not the
-        nodes. Only workers that were heard of within so many seconds speak for a node, or for themselves."""
-        sums: dict[str, np.ndarray] = {}
-        for worker, seen in self._seen.items():
-            if policy in seen.compared and self._clock() - seen.heard_s <= within_s:
-                name = worker[: worker.find(":") + 1] or worker
-                sums[name] = sums.get(name, 0) + seen.compared[policy]
-        means = {
-            name: float(k3 / tokens)
-            for name, (k3, tokens, trajectories) in sums.items()
-            if tokens >= _TOKENS_JUDGED and trajectories >= _TRAJECTORIES_JUDGED
-        }
-        least = min(means.values(), default=math.inf)
-        over = {name: mean for name, mean in means.items() if mean > max(most, _FURTHER * least) and least <= most}
-        return {name[:-1]: mean for name, mean in over.items() if name.endswith(":")}
 
     def serving(self, worker: str, newest: Mapping[str, int]) -> dict[str, int]:
         """Version of each policy that the worker plays with; the newest where it has not said."""
@@ -325,14 +343,14 @@ class RolloutWorkers:
 
     def status(self, *, within_s: float) -> dict[str, dict[str, Any]]:
         """Workers that were heard of within so many seconds, by name; the newest of very many."""
-        now_s = self._clock()
+        now_s, found = self._clock(), self.mismatches.means()
         return {
             name: {
                 "heard_s_ago": now_s - seen.heard_s,
                 "serving": dict(seen.serving),
                 "episodes": seen.episodes,
                 "free_slots": seen.free_slots,
-                **_mean_mismatch(seen.compared.values()),
+                **({"mismatch_kl": found[name]} if name in found else {}),
             }
             for name, seen in list(self._seen.items())[-_MOST_SHOWN:]
             if now_s - seen.heard_s <= within_s
@@ -346,11 +364,3 @@ class RolloutWorkers:
         if len(self._seen) > _MOST_KNOWN:  # names are strangers' to choose: the longest silent one is forgotten
             del self._seen[next(iter(self._seen))]
         return seen
-
-
-def _mean_mismatch(compared: Collection[np.ndarray]) -> dict[str, float]:
-    """A worker's k3 a token over all policies, where anything was compared."""
-    if not compared:
-        return {}
-    k3, tokens, _ = np.sum(list(compared), axis=0)
-    return {"mismatch_kl": float(k3 / tokens)}

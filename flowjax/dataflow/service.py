@@ -18,7 +18,6 @@ What is not as it should be in a message is refused before anything changes.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import sqlite3
@@ -399,10 +398,11 @@ class DataflowService:
         nodes = self._flow.compare(policy, mismatches)  # before the commit, with which episodes are forgotten
         self._flow.batches.commit(policy, version)
         for node, reason in nodes.items():
-            logging.warning("node %s is sent away: %s", node, reason)
-            self._send_away(self._flow.workers.evict(node, reason))
-            with contextlib.suppress(OSError):  # on a full disk its key stays good, for new workers of it
-                send_away(self._flow.run.folder, node, reason)
+            # Its key first: where the disk is full the message comes again, and finds a node that still plays.
+            send_away(self._flow.run.folder, node, reason)
+            if workers := self._flow.workers.evict(node, reason):
+                logging.warning("node %s is sent away: %s", node, reason)
+                self._send_away(workers)
         self._notify()
         return {}
 

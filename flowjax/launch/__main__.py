@@ -383,7 +383,7 @@ def _run(request: LaunchRequest, console: Console) -> int:
         console.print(summary(screen.progress, wall_s=wall_s, states=screen.states))
     elif run.is_node and (reason := _why_sent_away(run)):
         sent_away = f"the run has sent this node away {reason}: others play what it did"
-        console.print(sent_away, highlight=False, soft_wrap=True)
+        console.print(sent_away, highlight=False, markup=False, soft_wrap=True)
     else:
         again = f"--join={run.config.dataflow.url}" if run.is_node else f"--resume={run.folder}"
         console.print(

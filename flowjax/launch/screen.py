@@ -351,8 +351,6 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
         playing = f"{worker['playing']} of {worker['playing'] + worker['free_slots']}"
         heard, k3 = f"{clock(worker['heard_s_ago'])} ago", scientific(number(worker, "mismatch_kl"))
         workers.add_row(Text(printable(name)), heard, serving, playing, str(worker["episodes"]), k3)
-    for name, reason in dataflow.get("sent_away", {}).items():
-        workers.add_row(Text(printable(name)), "sent away", Text(reason))
     evaluations = Table(show_header=False)
     for entry in entries:
         if entry.get("kind") == "eval":
@@ -360,7 +358,8 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             named = ", ".join(f"{policy}@{version}" for policy, version in versions.items())
             evaluations.add_row("evaluation", named or f"version {entry.get('version')}", interval(entry))
     tables = (table for table in (workers, evaluations) if table.row_count)
-    return Group(roles, policies, *tables, *pool_lines(run_dir))
+    away = [Text(printable(f"{name} is sent away: {why}")) for name, why in dataflow.get("sent_away", {}).items()]
+    return Group(roles, policies, *tables, *away, *pool_lines(run_dir))
 
 
 def _state(role: Mapping[str, Any], launched: bool) -> str:

@@ -138,9 +138,19 @@ def send_away(run_dir: Path, node: str, reason: str = "--evict") -> bool:
     path = run_dir / _NODES / node
     if not _NODE_NAME.fullmatch(node) or not path.exists():
         return False
-    digest, _, _ = path.read_text().partition("\n")
-    replace_file(path, f"{digest}\n{reason}", mode=0o600)
+    digest, _, before = path.read_text().partition("\n")
+    replace_file(path, f"{digest}\n{before or reason}", mode=0o600)
     return True
+
+
+def nodes_sent_away(run_dir: Path) -> dict[str, str]:
+    """Nodes whose key is void, with why."""
+    found = {}
+    for path in sorted((run_dir / _NODES).glob("*")):
+        with contextlib.suppress(OSError):  # of a moment, while one is written
+            if _NODE_NAME.fullmatch(path.name):
+                found[path.name] = path.read_text().partition("\n")[2]
+    return {node: reason for node, reason in found.items() if reason}
 
 
 def node_name(token: str) -> str:

@@ -1,12 +1,13 @@
 """What each worker serves decides what it is given to play."""
 
 import asyncio
+import errno
 
 import pytest
 
-from flowjax.broker import Evicted
+from flowjax.broker import Busy, Evicted
 from flowjax.dataflow.leases import Capabilities
-from flowjax.dataflow.policies import RolloutWorkers
+from flowjax.dataflow.policies import Mismatches, RolloutWorkers
 from flowjax.dataflow.service import DataflowService
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.token import bearer, invite, known_node
@@ -104,13 +105,13 @@ class Comparing:
             await self.service.answer("episodes", {"worker": worker, "items": items})
             self.episodes[worker] = [lease.episode_id for lease in leases]
 
-    async def find(self, tokens=250, **means):
-        """Commits with so much k3 a token in each of four trajectories of a worker."""
+    async def find(self, means, tokens=250):
+        """A commit with so much k3 a token in each of four trajectories of a worker."""
         self.now_s += 1.0
         mismatches = {
             episode: [mean * tokens + self.now_s * 1e-6, tokens]
             for worker, mean in means.items()
-            for episode in self.episodes[worker.replace("__", ":")]
+            for episode in self.episodes[worker]
         }
         await self.say(mismatches)
 
@@ -128,11 +129,10 @@ def test_a_node_whose_engines_sample_from_another_policy_is_sent_away(tmp_path):
     async def scenario():
         run = Comparing(tmp_path, 0.01)
         await run.play("here", "far:1")
-        await run.find(here=0.0, far__1=0.02)
+        await run.find({"here": 0.0, "far:1": 0.02})
         assert run.flow.status()["workers"]["far:1"]["mismatch_kl"] == pytest.approx(0.02, rel=1e-3)
-        await run.find(here=0.0, far__1=0.02)
-        (held,) = (await run.asks("far:1"))["leases"]  # four trajectories are few, and seven and a half, too
-        await run.find(here=0.0, far__1=0.02)
+        (held,) = (await run.asks("far:1"))["leases"]  # four trajectories are few
+        await run.find({"here": 0.0, "far:1": 0.02})
         with pytest.raises(
             Evicted, match=r"another policy than agent, by 0.02 a token \(k3\); .*kl is 0.01, and others"
         ):
@@ -146,29 +146,92 @@ def test_a_node_whose_engines_sample_from_another_policy_is_sent_away(tmp_path):
     asyncio.run(scenario())
 
 
-def test_nobody_is_sent_away_for_what_is_not_the_nodes_fault(tmp_path):
+# Of `here`, `far` and `near`, for so many commits of so many tokens: k3 a token; and who is sent away in the end.
+CASES = {
+    "far off": ([(20, 250, {"here": 0.0, "far:1": 1.0, "near:1": 0.0})], {"far"}),
+    "beside its own service": ([(20, 250, {"here": 0.0, "far:1": 1.0})], {"far"}),
+    "all are above: the trainer is off": ([(20, 250, {"here": 0.5, "far:1": 9.0, "near:1": 0.5})], set()),
+    "the launch needs its own": ([(20, 250, {"here": 1.0, "far:1": 0.0, "near:1": 0.0})], set()),
+    "twice as far": ([(20, 250, {"here": 0.009, "far:1": 0.018, "near:1": 0.009})], set()),
+    "four times": ([(20, 250, {"here": 0.009, "far:1": 0.036, "near:1": 0.009})], {"far"}),
+    "few tokens": ([(20, 6, {"here": 0.0, "far:1": 1.0})], set()),
+    "few tokens, for long": ([(40, 6, {"here": 0.0, "far:1": 1.0})], {"far"}),
+    "few trajectories": ([(1, 2000, {"here": 0.0, "far:1": 1.0})], set()),
+    "not many": ([(2, 2000, {"here": 0.0, "far:1": 1.0})], {"far"}),
+    "compared when the trainer was off, and then hardly": (
+        [(20, 250, {"here": 0.5, "far:1": 0.5}), (29, 250, {"here": 0.0})],
+        set(),
+    ),
+    "all were above when it was compared": (
+        [(2, 250, {"here": 0.5, "far:1": 9.0}), (40, 5000, {"here": 0.0})],
+        set(),
+    ),
+    "half of it long ago": (
+        [(1, 250, {"here": 0.0, "far:1": 1.0}), (60, 250, {"here": 0.0}), (1, 250, {"here": 0.0, "far:1": 1.0})],
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_node_is_sent_away_for_what_is_its_own_fault_alone(tmp_path, case):
+    stretches, expected = CASES[case]
+    for node in ("far", "near"):
+        invite(tmp_path, node)
+
     async def scenario():
         run = Comparing(tmp_path, 0.01)
         await run.play("here", "far:1", "near:1")
-        for _ in range(20):
-            await run.find(here=0.5, far__1=0.9, near__1=0.5)  # all are above: the trainer is off
-            await run.find(here=0.02, far__1=0.0, near__1=0.0)  # the launch needs its own
-        await run.find(here=0.0, far__1=0.0, near__1=0.0)
-        for _ in range(20):
-            await run.find(here=0.0095, far__1=0.0105, near__1=0.0095)  # hardly further than the others
-        for _ in range(20):
-            await run.find(tokens=12, here=0.0, far__1=1.0, near__1=0.0)  # 500 are never reached
-        run.now_s += 1e6
-        await run.service.answer("renew", {"worker": "far:1", "lease_ids": []})
-        for _ in range(20):
-            await run.find(far__1=1.0)  # nobody else is alive
-        found = {episode: [1e6, 1000] for episode in run.episodes["far:1"]}
-        await run.asks("here")
-        for _ in range(20):
-            await run.say(found)  # one message, again and again
-        assert run.flow.workers.evicted == {} and (await run.asks("far:1"))["leases"] is not None
+        for commits, tokens, means in stretches:
+            for _ in range(commits):
+                await run.find(means, tokens)
+        assert set(run.flow.status()["sent_away"]) == expected
+        assert set(run.flow.status()["workers"]) == {"here", "far:1", "near:1"} - {f"{node}:1" for node in expected}
 
     asyncio.run(scenario())
+
+
+def test_only_nodes_are_judged():
+    found = Mismatches()
+    for _ in range(9):
+        found.add(
+            "agent", [("here", 1000.0, 1000), ("far:1", 500.0, 1000), ("far:2", 500.0, 1000), ("near:1", 0.0, 500)]
+        )
+    assert found.above("agent", 0.01) == {"far": 0.5}
+    assert found.means() == {"here": 1.0, "far:1": 0.5, "far:2": 0.5, "near:1": 0.0}
+
+
+def test_a_copy_of_a_message_counts_once_and_ends_what_it_had_begun(tmp_path, monkeypatch):
+    invite(tmp_path, "far")
+
+    async def scenario():
+        run = Comparing(tmp_path, 0.01)
+        await run.play("here", "far:1")
+        found = {
+            episode: [mean * 250, 250]
+            for worker, mean in (("here", 0.0), ("far:1", 1.0))
+            for episode in run.episodes[worker]
+        }
+        for _ in range(20):
+            await run.say(found)
+        assert run.flow.status()["sent_away"] == {}, "it has four trajectories, not eighty"
+        with monkeypatch.context() as patch:
+            patch.setattr("flowjax.dataflow.service.send_away", raising(OSError(errno.ENOSPC, "full")))
+            again = {episode: [k3, 251] for episode, (k3, _) in found.items()}
+            with pytest.raises(Busy):
+                await run.say(again)
+            assert (await run.asks("far:1"))["leases"]
+        await run.say(again)
+        assert set(run.flow.status()["sent_away"]) == {"far"}
+
+    asyncio.run(scenario())
+
+
+def raising(error):
+    def raises(*_):
+        raise error
+
+    return raises
 
 
 def test_found_mismatches_that_cannot_be_are_refused(tmp_path):
@@ -183,17 +246,6 @@ def test_found_mismatches_that_cannot_be_are_refused(tmp_path):
                 await run.say(bad)
 
     asyncio.run(scenario())
-
-
-def test_mismatches_are_of_the_newest_commits_and_of_who_is_there():
-    workers = RolloutWorkers(max_staleness=1, clock=lambda: 0.0)
-    workers.compared("agent", [("gone", 1.0, 1)])
-    assert not workers.status(within_s=1.0), "who has gone does not come back by it"
-    workers.counted("a", 1)
-    workers.compared("agent", [("a", 10.0, 10)])
-    workers.compared("agent", [])
-    workers.compared("agent", [("a", 0.0, 10)])
-    assert workers.status(within_s=1.0)["a"]["mismatch_kl"] == pytest.approx(8.1 / 18.1)
 
 
 def test_workers_are_shown_while_they_say_something():
