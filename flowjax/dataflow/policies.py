@@ -113,6 +113,7 @@ class PolicyStatus:
 # ------------------------------------------------------------------------------------------------------ rollout workers
 
 _COMMITS_JUDGED = 50  # newest ones of a policy, that a mismatch is the mean over
+_AROUND = 4  # commits before and after one
 _TOKENS_JUDGED, _TRAJECTORIES_JUDGED = 500, 8  # of a node, in these, before it is sent away
 _MOST_KNOWN = 10_000  # names; a worker that comes back has a new one
 _MOST_SHOWN = 1000
@@ -151,8 +152,9 @@ class _Seen:
 class Mismatches:
     """Differences between the log-probs of workers' trajectories and the trainer's, as its newest commits found them.
 
-    A node (`<node>:<worker>`) is judged by those commits alone in which something of it was compared, and beside what
-    others have in these: so a trainer that was off for a while, or newer policies, are nobody's fault.
+    A node (`<node>:<worker>`) is judged by the commits in which something of it was compared, and beside what others
+    have in these and a few around them (one batch may be all of one worker): so a trainer that was off for a while, or
+    a newer policy, is nobody's fault.
     """
 
     def __init__(self) -> None:
@@ -181,7 +183,9 @@ class Mismatches:
         if min(whole.values(), default=math.inf) > most:
             return above
         for node in (party for party, mean in whole.items() if party.endswith(":") and mean > most):
-            sums = _added(commit for commit in commits if node in commit)
+            has = [place for place, commit in enumerate(commits) if node in commit]
+            around = {place + near for place in has for near in range(-_AROUND, _AROUND + 1)}
+            sums = _added(commit for place, commit in enumerate(commits) if place in around)
             means = {party: k3 / tokens for party, (k3, tokens, _) in sums.items() if tokens >= _TOKENS_JUDGED}
             least = min((mean for party, mean in means.items() if party != node), default=math.inf)
             if least <= most and sums[node][2] >= _TRAJECTORIES_JUDGED and means.get(node, 0) > max(most, 3 * least):
