@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from absl import logging
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -165,14 +166,12 @@ def join(trainer: ConfigDict, *, scheduled: bool = False) -> None:
     """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # An empty list: all devices that this process sees. For None, JAX takes one alone where it knows the scheduler.
-    initialize = partial(jax.distributed.initialize, local_device_ids=[])
     count = trainer.processes
     address = trainer.coordinator or os.environ.get(COORDINATOR_VARIABLE, "")
     number = os.environ.get(NUMBER_VARIABLE, "")
     if scheduled and not number:
         try:
-            initialize()
+            _initialize()
             return
         except ValueError as error:
             if "be defined" not in str(error):  # else JAX knows no scheduler here: what the config says holds
@@ -189,7 +188,16 @@ def join(trainer: ConfigDict, *, scheduled: bool = False) -> None:
             f"config.trainer.processes is {count}, but config.trainer.coordinator is empty: "
             "give the host:port of process 0"
         )
-    initialize(address, count, int(number))
+    _initialize(address, count, int(number))
+
+
+def _initialize(*known: Any) -> None:
+    # An empty list: all devices that this process sees. For None, JAX takes one alone where it knows the scheduler.
+    jax.distributed.initialize(*known, local_device_ids=[])
+    # At once, while all are here: Gloo connects them at the first exchange, and who is half a minute late at it, with
+    # a model to load before, ends them all.
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("all have joined")
 
 
 # ============================================================================================================== models

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -25,11 +26,12 @@ def test_two_processes_train_as_one(tmp_path: Path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    for steps in (2, 4):  # the second time they go on from what they saved together
+    # The second time they go on from what they saved together. The first time one loads for longer than Gloo waits.
+    for steps, late_s in ((2, 35), (4, 0)):
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
         children = [
             subprocess.Popen(
-                [sys.executable, __file__, str(tmp_path / "two"), address, str(steps)],
+                [sys.executable, __file__, str(tmp_path / "two"), address, str(steps), str(late_s * number)],
                 env=environment | {training.NUMBER_VARIABLE: str(number)},
                 stderr=subprocess.PIPE,
                 text=True,
@@ -100,14 +102,15 @@ def test_a_scheduled_process_learns_from_its_scheduler_who_it_is_and_takes_all_d
     assert done.stdout.strip() == printed, done.stderr
 
 
-def main(folder: Path, address: str, steps: int) -> None:
+def main(folder: Path, address: str, steps: int, late_s: int) -> None:
     config = settings(steps, data=1, fsdp=2, tensor=2)
     with config.unlocked():
         config.trainer.processes, config.trainer.coordinator = 2, address
     use_compile_cache(str(folder / "programs"))
     training.join(config.trainer)
+    time.sleep(late_s)
     run(folder, config, logs=training.is_first())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
