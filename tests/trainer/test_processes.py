@@ -20,7 +20,7 @@ from flowjax.weights.publish import committed_steps, read_adapter
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_two_processes_train_as_one(tmp_path: Path):
     expected, _ = run(tmp_path / "one", settings(4, data=1, fsdp=1, tensor=1))
     with socket.socket() as probe:
@@ -38,7 +38,7 @@ def test_two_processes_train_as_one(tmp_path: Path):
             )
             for number in range(2)
         ]
-        errors = [child.communicate(timeout=250)[1] for child in children]
+        errors = [child.communicate(timeout=600)[1] for child in children]
         assert [child.returncode for child in children] == [0, 0], "\n".join(error[-1500:] for error in errors)
         assert committed_steps(tmp_path / "two/checkpoints")[-1] == steps
     saved = read_adapter(tmp_path / "two/checkpoints", 4)
