@@ -185,7 +185,7 @@ def _row(
     try:
         score = scored(played.answer, gold, problem.kind, allow_none=False, options=options, packages=packages)
     except NoProcessorError as busy:
-        raise BackendAway(f"{job.name}, {path.name} row {record.row}: sandbox: {busy}") from busy
+        raise BackendAway(f"{job.name}, {path.name} row {record.row}: grading: {busy}") from busy
     return {
         "key": key,
         "name": job.name,

@@ -1,12 +1,18 @@
 """Answers to problems of mathematics: where the answer stands in a reply, and whether two answers are equal.
 
 Numbers and words are compared here; everything else by math-verify (extra `math`), to which both answers are given as
-LaTeX, since it reads plain formulas such as 2*sqrt(2) only in part. math-verify stops itself by signals: call `equal`
-from a main thread, or through `flowjax.grading.processes`.
+LaTeX, since it reads plain formulas such as 2*sqrt(2) only in part. What computes too long is ended by a signal: call
+`equal` from a main thread, or through `flowjax.grading.processes`. Its limit is processor time, so that no verdict
+depends on what else the machine does; math-verify's own limits, which are times on the clock, are off.
 """
 
+import contextlib
+import logging
 import math
 import re
+import signal
+import time
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -78,12 +84,12 @@ def last_number(text: str) -> str | None:
     return found[-1] if found else None
 
 
-def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
+def equal(answer: str, gold: str, cpu_s: float = 5.0) -> bool:
     """Compare an answer with the gold answer: the same number, formula, set, interval or words.
 
     A percentage equals its number with and without the division by 100. Several solutions may stand in any order;
     parentheses around them make a tuple, whose order counts. A unit that one of the two names and the other does not is
-    passed over. `timeout_s` bounds reading and comparing, each.
+    passed over. Formulas that take more than `cpu_s` of processor time to read and compare are not equal.
 
     Raises:
         ImportError: a formula is to be compared and math-verify is not installed.
@@ -109,7 +115,7 @@ def equal(answer: str, gold: str, timeout_s: int = 5) -> bool:
         said = _as_interval(said)
     elif _INTERVAL.fullmatch(said):
         true = _as_interval(true)
-    return _verified(_latex(said), _latex(true), timeout_s)
+    return _verified(_latex(said), _latex(true), cpu_s)
 
 
 def is_number(text: str) -> bool:
@@ -127,7 +133,7 @@ def plain_form(answer: str) -> str:
     return f"{value}%" if len(values) > 1 else str(value)
 
 
-def anywhere(reply: str, gold: str, timeout_s: int = 5) -> bool:
+def anywhere(reply: str, gold: str, cpu_s: float = 5.0) -> bool:
     """The verdict of math-verify on a whole reply, as AstraFlow's recipes have it: whatever answer it finds there.
 
     Raises:
@@ -137,25 +143,49 @@ def anywhere(reply: str, gold: str, timeout_s: int = 5) -> bool:
 
     if _explodes(reply):
         return False
-    true = parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()], parsing_timeout=timeout_s)
-    said = parse(reply, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=timeout_s)
-    if not true or not said or any(_bits(tree) > MAX_BITS for tree in (*true, *said)):
-        return False
-    return verify(true, said, float_rounding=DECIMALS, timeout_seconds=timeout_s)
+    with contextlib.suppress(_TooLong), _bounded(cpu_s):
+        true = parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()], parsing_timeout=0)
+        said = parse(reply, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=0)
+        if not true or not said or any(_bits(tree) > MAX_BITS for tree in (*true, *said)):
+            return False
+        return verify(true, said, float_rounding=DECIMALS, timeout_seconds=0)
+    return False
 
 
-def _verified(said: str, true: str, timeout_s: int) -> bool:
+class _TooLong(BaseException):
+    """No Exception: after those sympy and math-verify go on."""
+
+
+@contextlib.contextmanager
+def _bounded(cpu_s: float) -> Iterator[None]:
+    """Raises `_TooLong` in what computes longer, by the processor time of this thread, which must be the main one."""
+
+    def look(*_: object) -> None:
+        if time.thread_time() > end_s:  # the signal comes by the time of all threads together
+            raise _TooLong
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+    end_s, before = time.thread_time() + cpu_s, signal.signal(signal.SIGVTALRM, look)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s, min(cpu_s, 1.0))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _verified(said: str, true: str, cpu_s: float) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify  # half a second, and an extra
 
     config = [LatexExtractionConfig()]
-    parsed = [
-        parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=timeout_s) for text in (true, said)
-    ]
-    if not all(parsed):
-        return False
-    if any(_bits(tree) > MAX_BITS for trees in parsed for tree in trees):
-        return parsed[0][0] == parsed[1][0]  # the same formula, written otherwise
-    return verify(*parsed, float_rounding=DECIMALS, timeout_seconds=timeout_s)
+    with contextlib.suppress(_TooLong), _bounded(cpu_s):
+        parsed = [parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=0) for text in (true, said)]
+        if not all(parsed):
+            return False
+        if any(_bits(tree) > MAX_BITS for trees in parsed for tree in trees):
+            return parsed[0][0] == parsed[1][0]  # the same formula, written otherwise
+        return verify(*parsed, float_rounding=DECIMALS, timeout_seconds=0)
+    return False
 
 
 def _bits(tree: Any) -> float:

@@ -4,8 +4,10 @@
         verdict = graders.call("1/2", "0.5")
 
 Requests and answers are msgpack behind a length, over the worker's standard input and output. A worker that takes too
-long, or dies, is killed, counted and replaced. `call` may come from any thread; it waits for a free worker. A worker is
-`python -m flowjax.grading.processes <module>:<function> <pid of its parent> <seconds for an answer>`.
+long, or dies, is counted and replaced. What is too long is a matter of processor time, which the worker's kernel
+counts; a call that has no answer in `PATIENCE` times as long on the clock says nothing about what was asked. `call` may
+come from any thread; it waits for a free worker. A worker is
+`python -m flowjax.grading.processes <module>:<function> <pid of its parent> <processor seconds for an answer>`.
 """
 
 import contextlib
@@ -26,8 +28,10 @@ from typing import Any, BinaryIO
 
 import msgpack
 
+from flowjax.grading.sandbox import NoProcessorError
+
 _LENGTH = struct.Struct("<I")
-_GRACE_S = 5.0  # processor time beyond the time limit after which the kernel ends a call whose caller is gone
+PATIENCE = 10.0
 
 
 class GraderError(RuntimeError):
@@ -36,7 +40,7 @@ class GraderError(RuntimeError):
 
 @dataclass
 class GraderCounts:
-    """Workers killed because they took too long, workers that died, and calls that raised."""
+    """Workers that took too long, workers that died, and calls that raised."""
 
     timeouts: int = 0
     crashes: int = 0
@@ -46,12 +50,13 @@ class GraderCounts:
 class GraderProcesses:
     """A pool of processes that each hold one function, named `package.module:function`.
 
-    Its arguments and its answer are what msgpack carries. `start_timeout_s` bounds imports, `timeout_s` a call.
+    Its arguments and its answer are what msgpack carries. `start_timeout_s` bounds imports on the clock, `cpu_s` the
+    processor time of a call.
     """
 
-    def __init__(self, function: str, *, workers: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 60.0):
+    def __init__(self, function: str, *, workers: int = 1, cpu_s: float = 10.0, start_timeout_s: float = 60.0):
         self.counts = GraderCounts()
-        self._function, self._timeout_s, self._start_timeout_s = function, timeout_s, start_timeout_s
+        self._function, self._cpu_s, self._start_timeout_s = function, cpu_s, start_timeout_s
         self._free: queue.SimpleQueue[_GraderProcess | None] = queue.SimpleQueue()
         for _ in range(workers):
             self._free.put(None)  # started when first needed
@@ -75,21 +80,27 @@ class GraderProcesses:
 
         Raises:
             GraderError: it gave none; the worker was replaced if it took too long or died.
+            NoProcessorError: it gave none in time, and had not used its processor time up; the worker was replaced.
         """
         worker = self._free.get()
         try:
             if worker is None:
-                worker = _GraderProcess(self._function, self._timeout_s)
+                worker = _GraderProcess(self._function, self._cpu_s)
                 worker.answer(self._start_timeout_s)
             worker.send(arguments)
-            error, value = worker.answer(self._timeout_s)
+            error, value = worker.answer(PATIENCE * self._cpu_s)
         except TimeoutError:
             self.counts.timeouts += 1
             worker = _killed(worker)
-            raise GraderError(f"{self._function} took more than {self._timeout_s} s") from None
+            waited_s = PATIENCE * self._cpu_s
+            raise NoProcessorError(f"{self._function} gave no answer within {waited_s} s on the clock") from None
         except OSError as died:
+            ended_by = worker.kill() if worker is not None else 0
+            worker = None
+            if ended_by == -signal.SIGPROF:
+                self.counts.timeouts += 1
+                raise GraderError(f"{self._function} took more than {self._cpu_s} s of processor time") from None
             self.counts.crashes += 1
-            worker = _killed(worker)
             raise GraderError(f"the process of {self._function} died") from died
         except BaseException:  # an interrupt, or arguments that cannot be sent: what the worker answers next is unknown
             worker = _killed(worker)
@@ -110,10 +121,10 @@ def _killed(worker: "_GraderProcess | None") -> None:
 class _GraderProcess:
     """The caller's end of one process."""
 
-    def __init__(self, function: str, timeout_s: float):
+    def __init__(self, function: str, cpu_s: float):
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "flowjax.grading.processes", function, str(os.getpid()), str(timeout_s)],
+            [sys.executable, "-m", "flowjax.grading.processes", function, str(os.getpid()), str(cpu_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths},
@@ -149,13 +160,15 @@ class _GraderProcess:
             data += got
         return data
 
-    def kill(self) -> None:
+    def kill(self) -> int:
+        """End the process. Returns its exit status: -n where signal n ended it, of itself or now."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        status = self._process.wait()
         with contextlib.suppress(OSError):
             self._input.close()
         self._output.close()
+        return status
 
 
 def _write(stream: BinaryIO | Any, message: list[Any]) -> None:
@@ -164,14 +177,15 @@ def _write(stream: BinaryIO | Any, message: list[Any]) -> None:
     stream.flush()
 
 
-def _serve(function: Callable[..., Any], requests: BinaryIO, answers: BinaryIO, limit_s: float) -> None:
+def _serve(function: Callable[..., Any], requests: BinaryIO, answers: BinaryIO, cpu_s: float) -> None:
     while header := requests.read(_LENGTH.size):
         arguments = msgpack.unpackb(requests.read(*_LENGTH.unpack(header)))
-        signal.setitimer(signal.ITIMER_PROF, limit_s)  # its signal, which nobody handles, ends the process
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal, which nobody handles, ends the process
         try:
             answer = [None, function(*arguments)]
         except Exception as error:  # a grader's fault is the caller's to judge
             answer = [f"{type(error).__name__}: {error}", None]
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         _write(answers, answer)
 
 
@@ -189,7 +203,7 @@ def main(argv: list[str]) -> None:
     module, _, name = argv[1].partition(":")
     function = getattr(importlib.import_module(module), name)
     _write(answers, [None, None])  # ready
-    _serve(function, sys.stdin.buffer, answers, float(argv[3]) + _GRACE_S)
+    _serve(function, sys.stdin.buffer, answers, float(argv[3]))
 
 
 if __name__ == "__main__":

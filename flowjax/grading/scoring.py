@@ -58,13 +58,13 @@ class Scorer:
     def __init__(
         self,
         *,
-        timeout_s: float = 15.0,
+        cpu_s: float = 15.0,
         limits: Limits = JUDGE_LIMITS,
         case_cpu_s: float = CASE_CPU_S,
         allow_none: bool = False,
         packages: Sequence[str] = (),
     ):
-        self._formulas = GraderProcesses("flowjax.grading.math:equal", timeout_s=timeout_s)
+        self._formulas = GraderProcesses("flowjax.grading.math:equal", cpu_s=cpu_s)
         self._limits, self._case_cpu_s, self._packages = limits, case_cpu_s, packages
         self._allow_none = allow_none
 
@@ -86,6 +86,7 @@ class Scorer:
         Raises:
             ValueError: `gold` is empty, or not what the kind takes.
             GraderError: formulas cannot be compared here at all, as where math-verify is not installed.
+            NoProcessorError: this machine is too busy to compare formulas, or to run programs.
             IsolationError: programs cannot be isolated here, and nobody has accepted that.
         """
         if isinstance(gold, Suite) != (kind == "code"):

@@ -3,18 +3,20 @@
 import asyncio
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import numpy as np
 import pytest
 from two_processes import printed_in_two_processes
 
-from flowjax.envs import Observation, Past, Split, Step, WorldError, find_world
+from flowjax.envs import EnvDied, Observation, Past, Split, Step, WorldError, find_world
 from flowjax.envs.demonstrations import demonstrations
-from flowjax.envs.math import Math
+from flowjax.envs.math import Math, world
 from flowjax.envs.math.problems import split_of, worked_out
 from flowjax.envs.math.world import ANSWER, CALCULATE, CalculatorError, MathEnv, MathView, Rule, calculate
 from flowjax.envs.pool import EnvPool
+from flowjax.grading.sandbox import NoProcessorError
 from flowjax.records import Task
 
 KINDS = [
@@ -302,6 +304,18 @@ def test_formulas_are_judged_outside_the_main_thread_too():
     thread.start()
     thread.join()
     assert steps[0].outcome["success"] == 1.0
+
+
+def test_a_verdict_that_a_busy_machine_does_not_come_to_is_not_the_policys_fault(monkeypatch: pytest.MonkeyPatch):
+    class Busy:
+        def call(self, *arguments: object) -> bool:
+            raise NoProcessorError("flowjax.grading.math:equal gave no answer within 100.0 s on the clock")
+
+    monkeypatch.setattr(world, "_processes", lambda function: Busy())
+    env, _ = begin(Task("t", "math", 0, {"question": "Expand.", "answer": "x^2+2x+1"}))
+    with ThreadPoolExecutor(1) as thread, pytest.raises(EnvDied, match="grading: flowjax") as died:
+        thread.submit(env.step, r"\boxed{(x+1)^2}").result()
+    assert died.value.status == "executor_error"
 
 
 def test_formulas_are_judged_in_environment_processes():

@@ -1,9 +1,12 @@
 """Verdicts on answers to problems of mathematics."""
 
+import signal
 import threading
 import time
 from fractions import Fraction
+from typing import Any
 
+import math_verify
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,6 +201,31 @@ def test_formulas_are_judged_in_main_threads_only():
     thread.start()
     thread.join()
     assert len(caught) == 1
+
+
+def test_a_verdict_waits_for_the_processor_and_ends_what_computes_for_ever(monkeypatch: pytest.MonkeyPatch):
+    """math-verify's own limits end at a time on the clock: on a busy machine right answers were wrong."""
+    real, done = math_verify.verify, threading.Event()
+
+    def late(*trees: Any, **settings: Any) -> bool:
+        other = threading.Thread(target=lambda: [None for _ in iter(done.is_set, True)])
+        other.start()  # computes beside us, in our process
+        before_s = time.process_time()
+        while time.process_time() < before_s + 8.0:
+            time.sleep(0.01)
+        done.set()
+        return real(*trees, **settings)
+
+    def endless(*trees: Any, **settings: Any) -> bool:
+        while True:
+            pass
+
+    monkeypatch.setattr(math_verify, "verify", late)
+    assert equal("x+1", "1+x", cpu_s=6.0)
+    monkeypatch.setattr(math_verify, "verify", endless)
+    assert not equal("x+1", "1+x", cpu_s=1.0)
+    assert not anywhere("The answer is 12.", "12", cpu_s=1.0)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 def test_plain_forms_are_equal_for_the_same_number_or_text():

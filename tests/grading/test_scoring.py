@@ -19,7 +19,7 @@ DOUBLE = Suite((CallCase((2,), 4), CallCase((0,), 0), CallCase((-3,), -6)), "dou
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[Scorer]:
-    with Scorer(limits=Limits(cpu_s=30.0, idle_s=30.0), case_cpu_s=20.0, timeout_s=60.0) as scorer:
+    with Scorer(limits=Limits(cpu_s=30.0, idle_s=30.0), case_cpu_s=20.0, cpu_s=60.0) as scorer:
         yield scorer
 
 

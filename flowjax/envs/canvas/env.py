@@ -145,7 +145,7 @@ class CanvasEnv:
                 packages=tuple(self._options.packages),
             )
         except (NoProcessorError, OSError) as away:
-            raise EnvDied(f"sandbox: {away}", "executor_error") from away
+            raise EnvDied(f"grading: {away}", "executor_error") from away
         self._structure = measure(edited, run, self._roles)
         return ""
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 
 from flowjax.envs import (
+    EnvDied,
     History,
     Message,
     NotReady,
@@ -36,13 +37,14 @@ from flowjax.fields import Interval
 from flowjax.grading import math as grading
 from flowjax.grading.answers import without_thoughts
 from flowjax.grading.processes import GraderError, GraderProcesses
+from flowjax.grading.sandbox import NoProcessorError
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
     import grain
 
 TASKS = 1 << 31  # length of a source of generated problems; slice it
-GRADING_TIMEOUT_S = 3  # three such waits, two readings and a comparison, are below config.env.step_timeout_s
+GRADING_CPU_S = 5.0  # below config.env.step_timeout_s, which counts on the clock
 
 CALCULATE, ANSWER = "calculate[<expression>]", "answer[<text>]"
 BOXED, WHOLE = r"\boxed{<text>}", "<text>"  # the one legal action of a single turn: any reply in which it stands
@@ -324,16 +326,22 @@ class MathEnv:
 
 @functools.cache
 def _processes(function: str) -> GraderProcesses:
-    return GraderProcesses(f"flowjax.grading.math:{function}", timeout_s=3.0 * GRADING_TIMEOUT_S)
+    return GraderProcesses(f"flowjax.grading.math:{function}", cpu_s=2.0 * GRADING_CPU_S)
 
 
 def _verdict(function: str, answer: str, gold: str) -> bool:
-    """True if the answer is right; False also where the grader comes to no verdict."""
+    """True if the answer is right; False also where the grader comes to no verdict.
+
+    Raises:
+        EnvDied: the machine was too busy for one.
+    """
     try:
-        # math-verify ends what takes too long by a signal, which only a main thread gets: others ask a process.
+        # What takes too long is ended by a signal, which only a main thread gets: others ask a process.
         if threading.current_thread() is threading.main_thread():
-            return getattr(grading, function)(answer, gold, GRADING_TIMEOUT_S)
-        return _processes(function).call(answer, gold, GRADING_TIMEOUT_S)
+            return getattr(grading, function)(answer, gold, GRADING_CPU_S)
+        return _processes(function).call(answer, gold, GRADING_CPU_S)
+    except NoProcessorError as busy:  # says nothing about the task, which is played again
+        raise EnvDied(f"grading: {busy}", "executor_error") from busy
     except (GraderError, ImportError):  # without math-verify only numbers are right answers, and they need none
         return False
 
