@@ -6,7 +6,7 @@
 #
 # Without --long: what every change needs, in 15 minutes on two fast cores and 35 on slow ones: lint, types, import contracts, rules of
 # the house, the unit tests, and those of one real vLLM (--unit leaves that out).
-# --long: the second tier: the other tests with real engines and processes, about 15 minutes more.
+# --long: the second tier: the other tests with real engines and processes, 10 to 25 minutes more.
 # --soak: slow units, every recipe trained for some steps, kills for minutes, further seeds: hours; CI leaves them out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -54,7 +54,8 @@ case $tier in
     ;;
   long)
     check -n 2 --dist loadfile --hypothesis-profile=explore -m "hypothesis and not integration and not slow and not soak" "$@"
-    check -m "integration and not engine and not slow and not soak" "$@"  # one at a time: each uses every core
+    # Two at a time: most of their time is spent on processes that start, which leaves cores idle.
+    check -n 2 --dist loadfile -m "integration and not engine and not slow and not soak" "$@"
     ;;
   soak) check -m "soak or slow" "$@" ;;
 esac
