@@ -152,6 +152,22 @@ def walk(node: Node) -> Iterator[Node]:
         yield from walk(child)
 
 
+def without_ids(node: Node) -> Node:
+    """The node with no ids, and inputs bound to places inside it: equal for nodes that do the same."""
+    places = {inner.id: f"#{place}" for place, inner in enumerate(walk(node)) if inner.id}
+
+    def renamed(reference: str) -> str:
+        id, _, field = reference.rpartition(".")
+        return f"{places.get(id, id)}.{field}"
+
+    def rename(inner: Node) -> Node:
+        if isinstance(inner, Call):
+            return replace(inner, id="", inputs=tuple((field, renamed(source)) for field, source in inner.inputs))
+        return replace(with_children(inner, tuple(rename(child) for child in children(inner))), id="")
+
+    return rename(node)
+
+
 def depth(node: Node) -> int:
     """Depth of nodes inside one another: 1 for a call or an empty sequence."""
     deepest, level = 0, [node]

@@ -71,6 +71,18 @@ def test_a_check_counts_where_it_decides():
     assert measured("Custom -> Review -> Revise").branching == 0
 
 
+@pytest.mark.parametrize("verdict", [FAILS, PASSES])
+def test_a_check_between_equal_branches_decides_nothing(verdict: str):
+    for source in (
+        "Custom -> (Review ? Format : Format)",
+        "Custom -> (Review ? (Format#n8 -> Format{answer=n8.answer}) : (Format#n9 -> Format{answer=n9.answer}))",
+    ):
+        equal = measured(source, verdict=verdict)
+        assert (equal.checks, equal.branching, equal.depth) == (0, 0, 0)
+    other = measured("Custom -> (Review ? Format : (Revise -> Format))", verdict=verdict)
+    assert (other.checks, other.branching) == (1, 1)
+
+
 def test_a_check_inside_a_parallel_decides_nothing_outside():
     inside = measured("Custom -> ([Review, AnswerGenerate] ? done : Revise)", verdict=PASSES)
     assert (inside.checks, inside.branching, inside.distinct) == (0, 0, 2)
@@ -113,6 +125,11 @@ def test_depth_of_structures_that_matter():
 def test_bindings_are_followed():
     workflow = "Custom#n1 -> AnswerGenerate#n2 -> Format{answer=n1.answer}#n3"
     assert measured(workflow).operators == 2
+
+
+def test_all_bindings_of_one_input_are_followed():
+    two = measured("Custom#n1 -> AnswerGenerate#n2 -> ScEnsemble{candidates=n2.answer, candidates=n1.answer}#n3")
+    assert (two.operators, two.distinct) == (3, 3)
 
 
 @pytest.mark.parametrize(

@@ -20,23 +20,12 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable
 from flowjax.canvas.cache import Cache, Outcome, key_of, problem_digest
 from flowjax.canvas.context import UNLIMITED, Budget, BudgetSpent, CallContext, Meter, Sampling, Sandbox
-from flowjax.canvas.graph import (
-    Call,
-    Conditional,
-    Loop,
-    Node,
-    Parallel,
-    Sequence,
-    Workflow,
-    children,
-    walk,
-    with_children,
-)
+from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, without_ids
 from flowjax.canvas.operators import Operator, OperatorError
 from flowjax.canvas.values import (
     Field,
@@ -508,25 +497,8 @@ def branch_seeds(parallel: Parallel, seed: int, level: int) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _equals_before(parallel: Parallel) -> tuple[int, ...]:
     """For each branch, how many of those before it are equal to it."""
-    shapes = [_shape(branch) for branch in parallel.branches]
+    shapes = [without_ids(branch) for branch in parallel.branches]
     return tuple(shapes[:index].count(shape) for index, shape in enumerate(shapes))
-
-
-def _shape(branch: Node) -> Node:
-    """The branch with ids that count from its own start, so that equal branches are equal values."""
-    names = {node.id: f"#{index}" for index, node in enumerate(walk(branch)) if node.id}
-
-    def rename(node: Node) -> Node:
-        if isinstance(node, Call):
-            return replace(node, id="", inputs=tuple((field, _renamed(source, names)) for field, source in node.inputs))
-        return replace(with_children(node, tuple(rename(child) for child in children(node))), id="")
-
-    return rename(branch)
-
-
-def _renamed(reference: str, names: dict[str, str]) -> str:
-    node_id, _, field = reference.rpartition(".")
-    return f"{names.get(node_id, node_id)}.{field}"
 
 
 def _derived(seed: int, level: int, index: int) -> int:

@@ -9,7 +9,18 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, children, walk
+from flowjax.canvas.graph import (
+    Call,
+    Conditional,
+    Loop,
+    Node,
+    Parallel,
+    Sequence,
+    Workflow,
+    children,
+    walk,
+    without_ids,
+)
 from flowjax.canvas.values import WorkflowRun
 
 Places = frozenset[int]  # of runs in the trace
@@ -68,6 +79,10 @@ def _mattered(node: Node, used: frozenset[str], decided: set[str], repeated: set
     if isinstance(node, Parallel):
         return contributing > 1
     return node.id in decided or (isinstance(node, Loop) and node.id in repeated and contributing > 0)
+
+
+def _same(one: Node | None, other: Node | None) -> bool:
+    return one is other or (one is not None and other is not None and without_ids(one) == without_ids(other))
 
 
 def _normalised_entropy(kinds: Counter[str]) -> float:
@@ -180,10 +195,10 @@ class Provenance:
             return sources, False  # the run ended before it
         place = waiting.pop()
         node_run = self._run.trace[place]
-        bound = {name: source.partition(".")[0] for name, source in call.inputs}
-        read = [name for name in node_run.inputs if name not in bound]
+        bound = [(name, source.partition(".")[0]) for name, source in call.inputs]  # one name may stand several times
+        read = node_run.inputs.keys() - {name for name, _ in bound}
         origins = [sources.get(name, frozenset()) for name in read]
-        origins += [frozenset({self._latest[node]}) for node in bound.values() if node in self._latest]
+        origins += [frozenset({self._latest[node]}) for _, node in bound if node in self._latest]
         self.made_from[place] = frozenset().union(*origins)
         self._visited.append(place)
         if node_run.status != "ok":
@@ -211,7 +226,7 @@ class Provenance:
         start = len(self._visited)
         if branch is not None:
             sources, goes_on = self._walk(branch, sources)
-        if check is not None and node.then != node.otherwise:
+        if check is not None and not _same(node.then, node.otherwise):
             self.decisions.append(Decision(node.id, check, frozenset(self._visited[start:])))
         return sources, goes_on
 
