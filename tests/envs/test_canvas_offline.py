@@ -63,6 +63,9 @@ def test_the_instruction_that_suits_helps_and_other_words_are_no_new_throw():
     assert share_right(f'AnswerGenerate{{"{exercises.PHRASES["sorted"]}"}}') < alone + 0.05
     assert share_right('AnswerGenerate{"Please, please be right."}') == alone
     assert share_right("AnswerGenerate", skill=0.3) > alone + 0.15
+    planned = "Go through the text in its order and keep every number."  # words of a good plan, and nobody's plan
+    for before in ("Plan", "Decompose"):
+        assert share_right(f'{before} -> AnswerGenerate{{"{planned}"}}') == share_right(f"{before} -> AnswerGenerate")
 
 
 def test_what_is_written_is_paid_for():

@@ -173,9 +173,12 @@ class _Asked:
         if self._phrase:
             suited = SUITED if SUITS.get(self._phrase) == source else UNSUITED
             chance += BRIEF if self._phrase == "brief" else suited
-        plans = [PLANNED[source] if _PLAN in self._shown else MISLED] if "plan" in self._given else []
-        parts = [DECOMPOSED[source] if _PLAN in self._shown else MISLED] if "subproblems" in self._given else []
-        return self._outcome(chance + max([*plans, *parts], default=0.0))
+        helped = [
+            gains[source] if _PLAN in self._given[name] else MISLED
+            for name, gains in (("plan", PLANNED), ("subproblems", DECOMPOSED))
+            if name in self._given
+        ]
+        return self._outcome(chance + max(helped, default=0.0))
 
     def _revised(self) -> str:
         proposed, feedback = self._proposed(), self._given.get("feedback", "")
