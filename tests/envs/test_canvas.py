@@ -457,6 +457,14 @@ def test_prompts_for_language_models():
     told = "<action>add</action><operator>Custom</operator><prompt>Say a &lt; b.</prompt>"
     assert Canvas().parse_action(told, later.legal_actions) == 'add Custom{"Say a < b."}'
     assert Canvas().parse_action(" ", later.legal_actions) is None
+    before = "finish needs a check first, so I add one. "
+    for words in (before, f"{before}\n", f"<think>\n{before}</think>finish? No: ", "<think><action></action></think>"):
+        added = f"{words}<action>add</action><operator>Verify</operator>"
+        assert Canvas().parse_action(added, later.legal_actions) == "add Verify"
+        bad = f"{words}<action>add</action><operator>Verify</operator> Done."
+        assert not env.step(Canvas().parse_action(bad, later.legal_actions) or "").terminal
+    shown = "<think>Not <action>delete</action> now.</think> finish 42"
+    assert Canvas().parse_action(shown, later.legal_actions) == "finish 42"
 
 
 OWN_OPERATOR = """

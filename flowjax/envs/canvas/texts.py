@@ -250,7 +250,10 @@ def _shown(value: Value) -> str:
 
 
 def read_action(text: str) -> Action | Unreadable:
-    """The action of a text, tagged or on one line."""
+    """The action of a text, tagged or on one line. Words before a tagged action are no line of their own."""
+    after = text.partition("</think>")[2] or text
+    if "<action>" in after and "</action>" in after:
+        return actions.parse(text)
     compact = actions.parse_compact(text)
     if not isinstance(compact, Unreadable) or "<" not in text:
         return compact
