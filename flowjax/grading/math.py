@@ -270,7 +270,9 @@ def _squeezed(text: str) -> str:
 
 def _values(text: str) -> list[Fraction | float]:
     """The number that a text is, twice for a percentage; empty where it is none. Fractions are exact."""
-    text = text.replace(" ", "") if " " not in text.strip() else text.strip()
+    text = text.strip()
+    if len(text) > MAX_DIGITS:
+        return []
     if based := _BASED.fullmatch(text):
         base = int(based[2]) if len(based[2]) < 3 else 0
         try:
@@ -281,14 +283,17 @@ def _values(text: str) -> list[Fraction | float]:
         sign, *digits = fraction.groups("")
         text = f"{sign}{digits[0] or digits[1]}/{digits[2] or digits[3]}"
     plain = _PLAIN_NUMBER.fullmatch(text)
-    if plain is None or len(text) > MAX_DIGITS:
+    if plain is None:
         return []
     sign, digits, denominator, percent = plain.groups()
     if denominator is not None and int(denominator) == 0:
         return []
     value = Fraction(digits.replace(",", "")) / int(denominator or 1) * (-1 if sign == "-" else 1)
     values: list[Fraction | float] = [value, value / 100] if percent else [value]
-    return [float(v) for v in values] if "." in digits else values
+    try:
+        return [float(v) for v in values] if "." in digits else values
+    except OverflowError:
+        return values
 
 
 def _same(a: Fraction | float, b: Fraction | float) -> bool:

@@ -178,6 +178,7 @@ def parse_spawn(reply: str, style: Style = "instruct") -> list[str] | None:
         return None
     try:
         tasks = json.loads(rest.partition("</spawn>")[0])["tasks"]
+        "".join(tasks).encode()  # half a surrogate pair is no text
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
     sound = isinstance(tasks, list) and all(isinstance(each, str) and each.strip() for each in tasks)

@@ -29,6 +29,7 @@ OUTCOMES = ("answer_right", "tests_valid", "first_success", "attempts", "approve
 AGENTS = ("writer", "tester")
 WRITER, TESTER = AGENTS
 TESTS = 2  # of one reply; more are not run
+MAX_NESTING = 100  # of lists and objects in a test; the sandbox takes nothing deeper than twice as much
 ASK, GIVES, AND = "tests", "gives", "and"  # compact: after a problem, between input and result, between tests
 
 WRITE_TESTS = """Another agent has written a program for this problem:
@@ -158,13 +159,22 @@ def _review(tested: Observation) -> str:
 def parse_tests(reply: str, style: Style, *, has_entry: bool) -> list[Test]:
     """The first `TESTS` tests of a reply, none where it holds fewer: the input and result of each.
 
-    They stand in the last ```json block, or else between the first "[" and the last "]".
+    They stand in the last ```json block, or else between the first "[" and the last "]". Data that is nested deeper
+    than `MAX_NESTING` is no test.
     """
     tests = _compact_tests(reply) if style == "compact" else _json_tests(without_thoughts(reply))
     for given, wanted in tests:
         if not (isinstance(given, list) if has_entry else isinstance(given, str) and isinstance(wanted, str)):
             return []
+        if _nested([given, wanted], MAX_NESTING):
+            return []
     return tests[:TESTS] if len(tests) >= TESTS else []
+
+
+def _nested(value: Any, most: int) -> bool:
+    """True where lists and objects stand more than `most` deep in one another."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(most == 0 or _nested(each, most - 1) for each in inner)
 
 
 def _compact_tests(reply: str) -> list[Test]:

@@ -207,9 +207,12 @@ def test_a_verdict_waits_for_the_processor_and_ends_what_computes_for_ever(monke
     """math-verify's own limits end at a time on the clock: on a busy machine right answers were wrong."""
     real, done = math_verify.verify, threading.Event()
 
+    def burn() -> None:  # beside us, in our process
+        while not done.is_set():
+            pass
+
     def late(*trees: Any, **settings: Any) -> bool:
-        other = threading.Thread(target=lambda: [None for _ in iter(done.is_set, True)])
-        other.start()  # computes beside us, in our process
+        threading.Thread(target=burn).start()
         before_s = time.process_time()
         while time.process_time() < before_s + 8.0:
             time.sleep(0.01)
@@ -226,6 +229,12 @@ def test_a_verdict_waits_for_the_processor_and_ends_what_computes_for_ever(monke
     assert not equal("x+1", "1+x", cpu_s=1.0)
     assert not anywhere("The answer is 12.", "12", cpu_s=1.0)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["1" + "0" * 400 + ".5", "1" * 5000 + "_16", "z" * 5000 + "_{36}", "1" * 5000 + "%"])
+def test_numbers_of_any_length_have_a_plain_form(text: str):
+    assert plain_form(text) == plain_form(f" ${text}$ ") != plain_form("2" + text[1:])
+    assert not equal(text, "17") and not equal(rf"\boxed{{{text}}}", "17.5")
 
 
 def test_plain_forms_are_equal_for_the_same_number_or_text():

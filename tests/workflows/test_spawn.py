@@ -107,6 +107,7 @@ def test_a_part_that_is_too_long_ends_the_episode_with_what_was_played(tokenizer
         ('<spawn>{"tasks": ["a", 3]}</spawn>', []),
         ('<spawn>["a"]</spawn>', []),
         ("<spawn>" + "[" * 100_000, []),
+        (r'<spawn>{"tasks": ["\ud800 1+2", "a"]}</spawn>', []),  # half a surrogate pair is no text
         ("spawn a and b", None),
         ("", None),
     ],

@@ -110,6 +110,8 @@ def trajectory(part: AgentTurns) -> Trajectory:
         ('[{"input": [1]}, {"output": 2}]', True, []),
         ('{"input": [1], "output": 2}', True, []),
         ("[1, 2]", True, []),
+        ('[{"input": [1], "output": ' + "[" * 900 + "]" * 900 + '}, {"input": [1], "output": 2}]', True, []),
+        ('[{"input": [' + '{"a": [' * 60 + "]}" * 60 + '], "output": 1}, {"input": [1], "output": 2}]', True, []),
         ("[" * 100_000, True, []),
         ("[" * 100_000 + "]" * 100_000, True, []),
         ("", True, []),
