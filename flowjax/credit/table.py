@@ -282,7 +282,12 @@ def segment_statistics(
     """
     counted = weight.astype(values.dtype)
     count = segment_total(counted, segment, segments)
-    mean = segment_total(counted * values, segment, segments) / jnp.maximum(count, 1)
+    # Summed above the least of them: the float32 mean of equal values may differ from them by a rounding, and the
+    # deviation, which normalises the difference, is then no larger.
+    lowest = jnp.full(segments or values.shape[0], jnp.inf, values.dtype)
+    lowest = lowest.at[segment].min(jnp.where(weight, values, jnp.inf))[segment]
+    lowest = jnp.where(count > 0, lowest, 0.0)
+    mean = lowest + segment_total(counted * (values - lowest), segment, segments) / jnp.maximum(count, 1)
     # From the deviations, not as E[x^2] - E[x]^2: in float32 that difference of large numbers may be below zero.
     squares = segment_total(counted * jnp.square(values - mean), segment, segments)
     return count, mean, jnp.sqrt(squares / jnp.maximum(count - 1, 1))
@@ -325,10 +330,8 @@ def normalise(
 
 def whiten(values: Float[Array, "rows"], mask: Bool[Array, "rows"]) -> Float[Array, "rows"]:
     """Zero mean and unit variance over all counted rows of the table."""
-    count = jnp.maximum(mask.sum(), 1)
-    mean = jnp.sum(values * mask) / count
-    variance = jnp.sum(jnp.square(values - mean) * mask) / jnp.maximum(count - 1, 1)
-    return (values - mean) * jax.lax.rsqrt(variance + 1e-8)
+    _, mean, deviation = segment_statistics(values, jnp.zeros_like(mask, jnp.int32), mask, 1)
+    return (values - mean) * jax.lax.rsqrt(jnp.square(deviation) + 1e-8)
 
 
 def discounted_sums(

@@ -103,6 +103,10 @@ class TestEdgesOfGroups:
             return
         np.testing.assert_allclose(advantages(name, paths), 0, atol=1e-5)
 
+    @pytest.mark.parametrize("score", [0.7, 99.3, -350.7])
+    def test_all_equal_to_a_number_that_float32_rounds(self, name, score):
+        np.testing.assert_allclose(advantages(name, group_of(*[score] * 8)), 0, atol=1e-5)
+
     def test_one_member(self, name):
         values = advantages(name, group_of(1, turns=2))
         assert np.isfinite(values).all()
