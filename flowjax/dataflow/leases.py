@@ -11,6 +11,7 @@ from flowjax.dataflow.algorithms import Candidate, Chain, Result, fresh_groups
 from flowjax.dataflow.ledger import Kind, Ledger
 from flowjax.dataflow.policies import PolicyStatus, RolloutWorkers
 from flowjax.dataflow.tasks import episode_seed, task_at
+from flowjax.monitor.trouble import is_machine_fault
 from flowjax.records import Episode, Lease, Task
 from flowjax.run import Run
 
@@ -222,12 +223,22 @@ class Groups:
         complete and nothing else: whoever makes the next batch calls this first.
         """
         for policy, group_id in self._ledger.complete_groups():
-            keep = True
-            if self._algorithms.by_name:
-                components = self._policies[policy].settings.reward.components.to_dict()
-                keep = self._algorithms.keep(Result.of(self._ledger.group(group_id, policy), policy, components))
+            keep = not self._algorithms.by_name or self._keeps(policy, group_id)
             with self._algorithms.state_changes() as changes:
                 self._ledger.filter(policy, group_id, keep=keep, changes=changes)
+
+    def _keeps(self, policy: str, group_id: str) -> bool:
+        """True where the algorithms keep the group, or no reward can be given for it, so that they cannot be asked: it
+        is put aside with the reason by the batch that gets it (`Batches.uncreditable`)."""
+        components = self._policies[policy].settings.reward.components.to_dict()
+        group = self._ledger.group(group_id, policy)
+        try:
+            result = Result.of(group, policy, components)
+        except Exception as error:
+            if is_machine_fault(error):
+                raise
+            return True
+        return self._algorithms.keep(result)
 
     def _drop_overflow(self) -> None:
         # A single policy's groups are bounded where they are opened: `Leases` opens none that it has no use for.

@@ -119,11 +119,12 @@ def test_a_refusal_that_comes_twice_or_late_moves_nothing(tmp_path):
     assert flow.status()["quarantined_groups"] == 1
 
 
-def test_a_group_that_no_credit_can_be_given_for_is_put_aside(tmp_path):
-    """The batch failed with a stack trace each time that it was asked for."""
+@pytest.mark.parametrize("algorithms", [{}, {"greso": {}}], ids=["no algorithm", "greso"])
+def test_a_group_that_no_credit_can_be_given_for_is_put_aside(tmp_path, algorithms):
+    """The batch failed with a stack trace each time that it was asked for; with an algorithm the episodes did, too."""
 
     async def scenario() -> None:
-        flow = make_flow(tmp_path, configuration(max_staleness=1))
+        flow = make_flow(tmp_path, configuration(max_staleness=1, algorithms=algorithms))
         flow.report_serving("agent", 0)
         leases = flows.lease(flow, "w", 100, "train")
         for index, lease in enumerate(leases):
@@ -136,6 +137,9 @@ def test_a_group_that_no_credit_can_be_given_for_is_put_aside(tmp_path):
             assert len(first) == 12
             (aside,) = flow.status()["put_aside"]
             assert aside["group_id"] == leases[3].group_id and "no credit" in aside["reason"]
+        if algorithms:
+            seen = flow.algorithms.by_name["greso"].state()["_verdicts"]
+            assert leases[0].task.task_id in seen and leases[3].task.task_id not in seen
 
     asyncio.run(scenario())
 
