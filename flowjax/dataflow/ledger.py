@@ -134,7 +134,7 @@ CREATE INDEX IF NOT EXISTS episodes_by_lease ON episodes (lease_id);
 CREATE INDEX IF NOT EXISTS episodes_by_worker ON episodes (worker, state);
 CREATE TABLE IF NOT EXISTS batches (  -- place for place, which groups a step is trained on
     policy TEXT NOT NULL,
-    step INTEGER NOT NULL,
+    step INTEGER NOT NULL,         -- -1 - step once it is closed, of groups that a later batch has, too
     place INTEGER NOT NULL,
     group_id TEXT NOT NULL,
     PRIMARY KEY (policy, step, place)
@@ -880,7 +880,8 @@ class Ledger:
     def _undo_after(self, policy: str, step: int) -> None:
         """Forget the batches after `step`: a trainer never saw them, or died with what it had learned from them. Their
         groups go from used back to ready, but for those that a batch up to `step` has too (replay)."""
-        self._db.execute("DELETE FROM batches WHERE policy = ? AND step > ?", (policy, step))
+        # Of those that are closed, below 0, also `step` itself: it is the next one that is asked for, and made anew.
+        self._db.execute("DELETE FROM batches WHERE policy = ? AND (step > ? OR step <= -1 - ?)", (policy, step, step))
         self._db.execute(
             "UPDATE policy_groups SET state = 'ready' WHERE policy = ? AND state = 'used' AND NOT EXISTS"
             " (SELECT 1 FROM batches WHERE policy = policy_groups.policy AND group_id = policy_groups.group_id)",
@@ -902,7 +903,8 @@ class Ledger:
         with Transaction(self._db):
             # In a transaction after the commit's own, never before it: who dies in between keeps some batches too many,
             # and the next commit closes them. A replayed group is in several batches: the newest of them decides, and
-            # until then all its rows stay, because `groups` counts them.
+            # until then all its rows stay, because `groups` counts them, but at steps below 0: what is left of a batch
+            # is none, and who goes back to it is given a whole one.
             self._db.execute(
                 "UPDATE policy_groups SET state = 'closed' WHERE policy = ? AND state = 'used' AND ? >"
                 " (SELECT MAX(step) FROM batches"
@@ -912,6 +914,10 @@ class Ledger:
             self._db.execute(
                 "DELETE FROM batches WHERE policy = ? AND step < ? AND NOT EXISTS (SELECT 1 FROM policy_groups"
                 " WHERE policy = batches.policy AND group_id = batches.group_id AND state = 'used')",
+                (policy, before_step),
+            )
+            self._db.execute(
+                "UPDATE batches SET step = -1 - step WHERE policy = ? AND step BETWEEN 0 AND ? - 1",
                 (policy, before_step),
             )
             self._forget()

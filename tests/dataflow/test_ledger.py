@@ -246,6 +246,26 @@ def test_closing_batches_forgets_only_older_ones(ledger):
     assert len(ledger.group("train-00000001", "agent").trajectories) == 2
 
 
+def test_a_forgotten_batch_is_made_anew_though_a_later_one_replays_a_group_of_it(ledger):
+    """A trainer that went back to it was served what was left of it."""
+    groups = [add(ledger, position) for position in range(4)]
+    play_all(ledger)
+    for step, chosen in enumerate((groups[:2], [groups[0], groups[2]])):
+        assert ledger.assign("agent", step, lambda ready, used, chosen=chosen: (chosen, {})) == chosen
+    ledger.close_batches("agent", 1)
+    assert [(group.group_id, group.batches) for group in ledger.groups("agent", "used")] == [
+        (groups[0], 2),
+        (groups[2], 1),
+    ]
+    for epoch, left in enumerate(([groups[0], *groups[2:]], groups[2:])):
+        assert ledger.claim(f"back {epoch}", {"agent": 0}, epoch) == (True, epoch + 1)
+        assert ledger.batches("agent") == 0
+        assert ledger.assign("agent", 0, first(len(left))) == left
+        assert ledger.assign("agent", 1, lambda ready, used: (groups[2:], {})) == groups[2:]
+        ledger.close_batches("agent", 1)
+        assert [group.batches for group in ledger.groups("agent", "used")] == [2, 2]
+
+
 def add_evaluation(ledger: Ledger, version: int, tasks: int = 1) -> str:
     name, versions = f"agent@{version}", {"agent": version}
     for position in range(tasks):
