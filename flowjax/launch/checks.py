@@ -203,13 +203,14 @@ def _cut(run: Run, policy: Policy) -> Iterator[str]:
     correction = policy.loss.options.get("correction", "none")
     if run.config.eval.versions or (correction != "none" and not str(correction).endswith("mask")):
         return
-    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("structured_outputs", False)):
         if (value := run.config.rollout[name]) != off:
+            held_out = f" (of held-out episodes it is config.eval.{name})" if name in run.config.eval else ""
             yield (
                 f"config.rollout.{name} is {value}, so that the engine's log-probs are of the tokens that are left and "
                 f"the trainer's of all, but config.loss.options.correction is {correction!r}: set it to "
-                f"'token_truncate', which weighs tokens by the share that was left, or set {name} back to {off} (of "
-                f"held-out episodes it is config.eval.{name})"
+                f"'token_truncate', which weighs tokens by the share that was left, or set {name} back to "
+                f"{off}{held_out}"
             )
 
 

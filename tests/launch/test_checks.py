@@ -74,6 +74,14 @@ def test_training_on_what_sampling_left_is_refused_unless_the_loss_weighs_it(con
     assert check_config(config) == [], "nor does the command"
 
 
+def test_training_on_what_a_grammar_left_is_refused_unless_the_loss_weighs_it(config):
+    config.rollout.structured_outputs = True
+    (message,) = check_config(config)
+    assert message.startswith("config.rollout.structured_outputs is True") and message.endswith("back to False")
+    config.loss.options = ConfigDict({"correction": "token_truncate"})
+    assert check_config(config) == []
+
+
 def test_each_policy_weighs_for_itself_what_sampling_left(config):
     config.rollout.top_p = 0.9
     config.policies = {
