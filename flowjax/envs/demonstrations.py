@@ -128,6 +128,12 @@ def declared(module: str, name: str) -> tuple[str, ...]:
     return ()
 
 
+def demonstrates(workflow: str) -> bool:
+    """True where the workflow's module has demonstrations of its own."""
+    origin = module_file(workflow.partition(":")[0])
+    return origin.endswith(".py") and "demonstrations" in defined_names(ast.parse(Path(origin).read_text()))
+
+
 def defined_names(module: ast.Module) -> set[str]:
     """Names that a module binds at its top level."""
     names: set[str] = set()

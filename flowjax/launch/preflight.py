@@ -50,7 +50,7 @@ class Findings:
 def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     """Run every check. Nothing is written, nothing started but short-lived probes."""
     # Started first: it takes seconds to import JAX, while the other checks run here.
-    probe = _start_probe(run, devices, run.folder / "checkpoints" / run.config.policy.name if resume else None)
+    probe = _start_probe(run, devices, run.folder / "checkpoints" if resume else None)
     problems = check_config(run.config)
     here = [*on_each_base(run, check_model), *check_ports(run), *on_each_base(run, check_engine)]
     here += [*check_accelerators(run, devices), *check_unused(run.folder), *check_sinks(run.config)]

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
 from flowjax.envs import NotReady, World, WorldError, find_world
-from flowjax.envs.demonstrations import base_words, declared, defined_names, is_executor, module_file
+from flowjax.envs.demonstrations import base_words, declared, defined_names, demonstrates, is_executor, module_file
 from flowjax.fields import NAMED
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.launch.devices import adapter_slots_bytes, memory_plan, memory_together
@@ -30,7 +30,7 @@ from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
     """Problems, what is not ready on this machine, and the sizes that a plan shows.
 
-    `checkpoints` is the folder that a resumed run goes on from.
+    `checkpoints` is the folder that a resumed run goes on from, with one of each policy.
     """
     plan: dict[str, Any] = {}
     here: list[str] = []
@@ -45,7 +45,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[s
         problems += _messages(_rules, run, here=here) + _messages(_mesh, run, device_count, plan, here=here)
     problems += _messages(_bases, run, device_count, plan, here=here)
     if checkpoints is not None:
-        problems += _messages(_newest_checkpoint, checkpoints, here=here)
+        problems += _messages(_checkpoints, run, checkpoints, here=here)
     return {"problems": _named(problems), "here": _named(here), "plan": plan}
 
 
@@ -74,7 +74,7 @@ def _messages(check: Callable[..., Iterator[str]], *args: Any, here: list[str] |
 def _world(config: ConfigDict) -> Iterator[str]:
     kind = find_world(config.env.name)
     made = config.model.nano is not None and not Path(config.model.path).exists()
-    if made and kind.expert is World.expert and not _demonstrates(config.workflow):
+    if made and kind.expert is World.expert and not demonstrates(config.workflow):
         yield (
             f"config.model.nano is set and config.model.path {config.model.path!r} is not there, but {config.env.name} "
             "has no expert() to imitate: write one, or name a base model that exists and set config.model.nano to None"
@@ -253,12 +253,6 @@ def _workflow(config: ConfigDict) -> Iterator[str]:
         )
 
 
-def _demonstrates(path: str) -> bool:
-    """True where the workflow's module has demonstrations of its own."""
-    origin = module_file(path.partition(":")[0])
-    return origin.endswith(".py") and "demonstrations" in defined_names(ast.parse(Path(origin).read_text()))
-
-
 def _credit(credit: ConfigDict) -> Iterator[str]:
     from flowjax.credit.estimators import check_options
 
@@ -417,19 +411,26 @@ def _model(run: Run, base: Base) -> Any:
     return known_shape(Path(base.model.path.partition("@")[0]).name)  # without a revision
 
 
-def _newest_checkpoint(directory: Path) -> Iterator[str]:
-    """The newest checkpoint, or one before it, can be read: the trainer goes back to that one."""
+def _checkpoints(run: Run, folder: Path) -> Iterator[str]:
+    """A policy's newest checkpoint, or one before it, can be read, and its trainer's last step is not behind it."""
     from flowjax.weights.publish import CheckpointError, read_adapter, whole_steps
 
-    problems = []
-    for step in reversed(whole_steps(directory)):
-        try:
-            read_adapter(directory, step)
-        except CheckpointError as error:
-            problems.append(str(error))
-        else:
-            return
-    yield from problems[:1]
+    def check(policy: Policy) -> Iterator[str]:
+        steps, problems = whole_steps(folder / policy.name), []
+        if steps and policy.trainer.steps < steps[-1]:
+            yield (
+                f"config.trainer.steps is {policy.trainer.steps}, but the run is at step {steps[-1]}: give at least "
+                "that, or leave it out"
+            )
+        for step in reversed(steps):
+            try:
+                read_adapter(folder / policy.name, step)
+                return
+            except CheckpointError as error:
+                problems.append(str(error))
+        yield from problems[:1]
+
+    yield from on_each_policy(run, check)
 
 
 def main() -> None:

@@ -144,6 +144,22 @@ def test_unreadable_checkpoint_is_refused_before_anything_starts(config, tmp_pat
     assert examine(resolve(config, run_dir), Devices()).problems == []
 
 
+@pytest.mark.parametrize(("policies", "field"), [({}, "config"), ({"one": {"trainer": {}}}, "config.policies.one")])
+def test_a_run_is_not_resumed_to_a_step_that_it_is_beyond(config, tmp_path, policies, field):
+    config.trainer.steps, config.optimizer.warmup_steps, config.policies = 2, 0, policies
+    run_dir = tmp_path / "runs" / "run"
+    for step in ("2", "3"):
+        folder = run_dir / "checkpoints" / next(iter(policies), "agent") / step
+        (folder / "data").mkdir(parents=True)
+        (folder / "commit_success.txt").write_text("")
+    found = examine(resolve(config, run_dir), Devices(), resume=True)
+    refusal = f"{field}.trainer.steps is 2, but the run is at step 3: give at least that, or leave it out"
+    assert refusal in found.problems
+    config.trainer.steps = 3
+    found = examine(resolve(config, run_dir), Devices(), resume=True)
+    assert not any("trainer.steps" in text for text in found.problems)
+
+
 def test_disk_estimate_counts_what_is_kept(config):
     plan = {"bases": {"base": {"model": {"checkpoint_bytes": 30, "adapter_bytes": 10}}}}
     config.trainer.steps, config.trainer.keep_checkpoints, config.dataflow.max_staleness = 100, 3, 1
