@@ -7,7 +7,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowjax.envs import Context, Message, Observation, Past, Style, World, WorldError
+from flowjax.fields import NAMED
 from flowjax.records import Task
 from flowjax.run import Run
 
 Exchange = tuple[list[Message], str]  # what is said to the agent, and its reply
+_PLAYED = ("seed", "env", "agents", "options")  # what a workflow is called with by name, `rollout.episode.Play`
 
 
 class Tasks(Protocol):
@@ -109,8 +111,8 @@ def _module_of(workflow: str) -> ModuleType:
     return importlib.import_module(workflow.partition(":")[0])
 
 
-def module_file(module: str) -> str:
-    """The file of a module, "" for none. It is read and not run: a workflow's may take seconds to import."""
+def _file(module: str) -> str:
+    """The file of a module, "" for none."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -118,26 +120,48 @@ def module_file(module: str) -> str:
     return spec.origin or "" if spec else ""
 
 
+def _statements(origin: str) -> list[ast.stmt]:
+    """Those of a file, none where it is not Python's: it is read and not run, which may take seconds."""
+    return ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else []
+
+
 def declared(module: str, name: str) -> tuple[str, ...]:
     """The words that a module's constant of this name lists, () where it has none or makes them as it runs."""
-    origin = module_file(module)
-    for node in ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else ():
+    for node in _statements(_file(module)):
         if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
             with contextlib.suppress(ValueError):
                 return tuple(ast.literal_eval(node.value))
     return ()
 
 
-def demonstrates(workflow: str) -> bool:
-    """True where the workflow's module has demonstrations of its own."""
-    origin = module_file(workflow.partition(":")[0])
-    return origin.endswith(".py") and "demonstrations" in defined_names(ast.parse(Path(origin).read_text()))
+def demonstrates(module: str) -> bool:
+    """True where a workflow's module has demonstrations of its own."""
+    return "demonstrations" in _defined_names(_statements(_file(module)))
 
 
-def defined_names(module: ast.Module) -> set[str]:
+def workflow_problem(module: str, name: str) -> str:
+    """Reason why a module's name is no workflow, with the remedy; "" for none, or where it is not defined there."""
+    origin = _file(module)
+    if not origin:
+        return f"there is no module {module!r}: {NAMED.remedy}"
+    statements = _statements(origin)
+    if origin.endswith(".py") and name not in _defined_names(statements):
+        return f"{module} has no {name!r}: {NAMED.remedy}"
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
+            given = node.args
+            keywords = {each.arg for each in (*given.args, *given.kwonlyargs)}
+            takes_task = given.vararg or [each for each in (*given.posonlyargs, *given.args) if each.arg not in _PLAYED]
+            takes_rest = given.kwarg or keywords.issuperset(_PLAYED)
+            if isinstance(node, ast.FunctionDef) or not takes_task or not takes_rest:
+                return f"that is no workflow: write it as `async def {name}(task, *, {', '.join(_PLAYED)})`"
+    return ""
+
+
+def _defined_names(statements: Iterable[ast.stmt]) -> set[str]:
     """Names that a module binds at its top level."""
     names: set[str] = set()
-    for node in module.body:
+    for node in statements:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):

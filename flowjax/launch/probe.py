@@ -5,7 +5,6 @@ Reads {"config", "devices", "checkpoints"} as JSON, writes {"problems", "here", 
 this one lacks, and sizes.
 """
 
-import ast
 import itertools
 import json
 import math
@@ -19,8 +18,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
 from flowjax.envs import NotReady, World, WorldError, find_world
-from flowjax.envs.demonstrations import base_words, declared, defined_names, demonstrates, is_executor, module_file
-from flowjax.fields import NAMED
+from flowjax.envs.demonstrations import base_words, declared, demonstrates, is_executor, workflow_problem
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.launch.devices import adapter_slots_bytes, memory_plan, memory_together
 from flowjax.rollout.sidecar import unserved_targets
@@ -74,7 +72,7 @@ def _messages(check: Callable[..., Iterator[str]], *args: Any, here: list[str] |
 def _world(config: ConfigDict) -> Iterator[str]:
     kind = find_world(config.env.name)
     made = config.model.nano is not None and not Path(config.model.path).exists()
-    if made and kind.expert is World.expert and not demonstrates(config.workflow):
+    if made and kind.expert is World.expert and not demonstrates(config.workflow.partition(":")[0]):
         yield (
             f"config.model.nano is set and config.model.path {config.model.path!r} is not there, but {config.env.name} "
             "has no expert() to imitate: write one, or name a base model that exists and set config.model.nano to None"
@@ -238,13 +236,8 @@ def _reward(components: ConfigDict, config: ConfigDict) -> Iterator[str]:
 
 def _workflow(config: ConfigDict) -> Iterator[str]:
     module, _, name = config.workflow.partition(":")
-    field = f"config.workflow is {config.workflow!r}"
-    remedy = NAMED.remedy
-    origin = module_file(module)
-    if not origin:
-        yield f"{field}, but there is no module {module!r}: {remedy}"
-    elif origin.endswith(".py") and name not in defined_names(ast.parse(Path(origin).read_text())):
-        yield f"{field}, but {module} has no {name!r}: {remedy}"
+    if why := workflow_problem(module, name):
+        yield f"config.workflow is {config.workflow!r}, but {why}"
     asked, named = declared(module, "AGENTS"), tuple(config.agents) or (ONLY_AGENT,)
     if asked and set(asked) != set(named):
         yield (

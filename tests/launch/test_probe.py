@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,28 @@ def test_agents_that_are_not_written_out_are_not_checked(tmp_path, monkeypatch):
     (tmp_path / "computed.py").write_text("AGENTS = tuple('ab')\n\nasync def play(*_, **__): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert not any("agents" in text for text in problems(workflow="computed:play"))
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("async def play(task, *, seed, env, agents, options): ...", False),
+        ("async def play(given, seed, env, agents, options, more=1): ...", False),
+        ("async def play(*given, **rest): ...", False),
+        ("from flowjax.workflows.single import play", False),
+        ("def play(task, *, seed, env, agents, options): ...", True),
+        ("async def play(task, *, seed, env, agents): ...", True),
+        ("async def play(*, task, seed, env, agents, options): ...", True),
+        ("async def play(seed, env, agents, options): ...", True),
+    ],
+)
+def test_a_workflow_that_cannot_be_called_as_one_is_refused(text, refused, tmp_path, monkeypatch):
+    (tmp_path / "own_workflow.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_workflow", raising=False)  # that of the case before
+    found = [problem for problem in problems(workflow="own_workflow:play") if "config.workflow" in problem]
+    said = "config.workflow is 'own_workflow:play', but that is no workflow: write it as `async def play(task, *, "
+    assert found == ([f"{said}seed, env, agents, options)`"] if refused else [])
 
 
 def test_every_workflow_of_ours_lists_its_agents():
