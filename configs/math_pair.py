@@ -10,7 +10,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """Two policies on one base: one answers sums, the other approves or rejects the answers.
 
     nano       2 CPU cores, 4 min     python -m flowjax.launch --config=configs/math_pair.py:nano
-               (some minutes more for the base model, which is made once; how it was measured: docs/dataflow.md)
+               (some minutes more for the base model, which is made once; how it was measured: docs/workflows.md)
                held out, solver 0.50 -> 0.97 [0.95, 0.98], verifier 0.67 -> 0.89 [0.86, 0.92];
                other seeds 0.50 -> 0.95 and 0.66 -> 0.93, 0.46 -> 0.96 and 0.64 -> 0.92
     nano_two_bases    2 CPU cores     python -m flowjax.launch --config=configs/math_pair.py:nano_two_bases

@@ -9,7 +9,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """`configs/math_pair.py` with a selector in the verifier's place: it sees two answers and chooses one.
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_select.py:nano
-               the solver learns, the selector adds nothing: docs/dataflow.md
+               the solver learns, the selector adds nothing: docs/workflows.md
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_select.py:qwen3_8b
                problems: data/deepscaler.json, or --config.env.options.path=FILE            (never run)
     qwen3_0_6b 1 GPU of 16 GB, the same problems, without thinking                          (never run)

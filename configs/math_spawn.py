@@ -10,7 +10,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_spawn.py:nano
                sums of six one-digit numbers; the base splits three in ten of them,
-               the trained policy hardly any: docs/dataflow.md
+               the trained policy hardly any: docs/workflows.md
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_spawn.py:qwen3_8b
                problems: data/deepscaler.json, or --config.env.options.path=FILE            (never run)
     qwen3_0_6b 1 GPU of 16 GB, the same problems, without thinking                          (never run)
