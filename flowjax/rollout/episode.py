@@ -109,25 +109,38 @@ class EpisodePlayer:
         try:
             async with timeout:
                 played = await self._play(lease, sampled)
+            return self._checked(lease, played, self._commits(sampled))
         except EngineError:
             raise
         except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
-            if not timeout.expired():  # also a time-out of the world's own
+            # Also a time-out of the world's own, or a reward that is no number, which the dataflow would refuse.
+            if not timeout.expired():
                 played = Played([], {}, "env_error", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
             # Whose fault: with an engine away the episode says nothing, with all of them up it was too long.
             elif all(await asyncio.gather(*(base.engine.healthy() for base in self.bases))):
                 played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
             else:
                 raise EngineError(f"the engine was away for longer than the {limit_s} s of an episode") from error
-        episode = replace(self._episode(lease, played), commits=self._commits(sampled))
-        try:
-            # The dataflow's own checks, before it is sent; the newest version it alone knows, so here any will do.
-            trained = {policy for base in self.bases for policy in base.policies}
-            newest = {name: sys.maxsize if name in trained else UNVERSIONED for name in self.agents.values()}
-            check_episode(episode, newest=newest, bounds=self.bounds)
-            check_outcomes(episode, self.needed)
-        except WireError as error:  # a world whose reward is not a number, say: the dataflow would refuse it
-            episode = self._episode(lease, Played([], {}, "env_error", str(error)))
+        return replace(self._episode(lease, played), commits=self._commits(sampled))
+
+    def _checked(self, lease: Lease, played: Played, commits: Mapping[str, Mapping[int, str]]) -> Episode:
+        """The episode that was played.
+
+        Raises:
+            TypeError, ValueError: the workflow has returned what the dataflow would not take.
+        """
+        if not isinstance(played, Played):
+            raise TypeError(f"config.workflow returned {type(played).__name__}: return a flowjax.workflows.Played")
+        for part in played.parts:
+            if part.agent not in self.agents:
+                known = ", ".join(self.agents)
+                raise ValueError(f"config.workflow returned a part of agent {part.agent!r}: config.agents has {known}")
+        episode = replace(self._episode(lease, played), commits=commits)
+        # The dataflow's own checks, before it is sent; the newest version it alone knows, so here any will do.
+        trained = {policy for base in self.bases for policy in base.policies}
+        newest = {name: sys.maxsize if name in trained else UNVERSIONED for name in self.agents.values()}
+        check_episode(episode, newest=newest, bounds=self.bounds)
+        check_outcomes(episode, self.needed)
         return episode
 
     def _episode(self, lease: Lease, played: Played) -> Episode:

@@ -256,10 +256,14 @@ class RolloutService:
     async def _episode(self, lease: Lease) -> None:
         try:
             episode = await self._player.play(lease)
-        except EngineError as error:
+        except Exception as error:
+            reason = str(error)
+            if not isinstance(error, EngineError):  # a fault of flowjax, which holds no lease until it runs out
+                _log.exception("episode %s could not be played", lease.episode_id)
+                reason = f"{type(error).__name__}: {error}"
             # Without a reason it is no attempt: that a version is late here says nothing about the task.
-            self._unplayed.append((lease.lease_id, "" if isinstance(error, VersionAway) else str(error)))
-            self._count_failure(str(error))
+            self._unplayed.append((lease.lease_id, "" if isinstance(error, VersionAway) else reason))
+            self._count_failure(reason)
         else:
             self._finished.append((lease.lease_id, episode))
             self.totals.add(episode)

@@ -17,12 +17,12 @@ from rollout_run import RolloutRun, Servers, until
 from flowjax.broker import DataflowClient, DataflowError, connect
 from flowjax.config import ConfigError
 from flowjax.dataflow.server import Server
-from flowjax.records import Episode, Trajectory, Turn, pack
+from flowjax.records import Episode, Lease, Trajectory, Turn, pack
 from flowjax.rollout import __main__ as rollout_main
 from flowjax.rollout import service as rollout_service
 from flowjax.rollout.client import EngineError, VersionAway
 from flowjax.rollout.engines import ServedBase
-from flowjax.rollout.episode import load_workflow
+from flowjax.rollout.episode import EpisodePlayer, load_workflow
 from flowjax.rollout.service import RolloutError
 from flowjax.weights.publish import Checkpoints, commit_of
 from flowjax.workflows import single
@@ -305,6 +305,41 @@ def test_an_outcome_that_the_reward_lacks_is_the_worlds_fault_and_ends_nothing_e
         for episode in broken:
             assert (episode.status, episode.turns) == ("env_error", [])
             assert "outcome lacks 'success', which the reward of agent" in episode.error
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("workflow", "error"),
+    [
+        ("returns_nothing", "config.workflow returned NoneType: return a flowjax.workflows.Played"),
+        ("names_another_agent", "config.workflow returned a part of agent 'critic': config.agents has agent"),
+    ],
+)
+def test_what_a_workflow_returns_that_is_no_episode_is_its_fault(tmp_path, workflow, error):
+    async def scenario():
+        run = RolloutRun(tmp_path, workflow=f"unruly_workflows:{workflow}", dataflow__max_attempts=1)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: servers.counted)
+        assert all((each.status, each.trajectories) == ("env_error", []) for each in servers.counted)
+        assert error in servers.counted[0].error
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_flowjax_fails_at_is_given_back_with_the_reason(tmp_path, monkeypatch):
+    async def play(player: EpisodePlayer, lease: Lease) -> Episode:
+        raise AssertionError("nobody thought of this")
+
+    monkeypatch.setattr(EpisodePlayer, "play", play)
+
+    async def scenario():
+        run = RolloutRun(tmp_path, dataflow__max_attempts=100_000)
+        async with run.servers() as servers:
+            with pytest.raises(RolloutError, match=r"in a row came to nothing, .*AssertionError: nobody thought of"):
+                async with run.serving(servers) as serving:
+                    await asyncio.wait({serving.task}, timeout=60)
+            assert servers.leased == 0
 
     asyncio.run(scenario())
 

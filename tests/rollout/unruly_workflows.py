@@ -24,6 +24,15 @@ async def every_fourth_lacks_its_outcome(task, *, seed, env, agents, options):
     return dataclasses.replace(played, parts=bare) if seed % 4 == 0 else played
 
 
+async def returns_nothing(task, *, seed, env, agents, options):
+    await single.play(task, seed=seed, env=env, agents=agents, options=options)
+
+
+async def names_another_agent(task, *, seed, env, agents, options):
+    played = await single.play(task, seed=seed, env=env, agents=agents, options=options)
+    return dataclasses.replace(played, parts=[dataclasses.replace(part, agent="critic") for part in played.parts])
+
+
 async def tool_takes_too_long(task, *, seed, env, agents, options):
     raise TimeoutError("the tool does not answer")
 
