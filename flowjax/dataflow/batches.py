@@ -16,7 +16,7 @@ import numpy as np
 from flowjax.broker import Superseded
 from flowjax.credit.estimators import credit_parts, estimate
 from flowjax.credit.table import build_table
-from flowjax.dataflow.algorithms import Candidate, Chain, Result
+from flowjax.dataflow.algorithms import AlgorithmError, Candidate, Chain, Result
 from flowjax.dataflow.ledger import Ledger, PolicyGroup, Selection
 from flowjax.dataflow.policies import PolicyStatus
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
@@ -303,7 +303,23 @@ class Batches:
             with_parts=with_parts,
         )
 
-    def uncreditable(self, policy: str, groups: Sequence[Group]) -> dict[str, str]:
+    def try_credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch | dict[str, str]:
+        """The rows of a batch as `credit` makes them, or the groups for which there can be none, by `_uncreditable`.
+
+        Raises:
+            Exception: it fails because of the machine or of an algorithm, or of no group of it.
+        """
+        try:
+            return self.credit(policy, step, groups)
+        except AlgorithmError:
+            raise
+        except Exception as error:
+            # A fault of the machine or of an algorithm says nothing about the groups; any other is one of theirs.
+            if is_machine_fault(error) or not (reasons := self._uncreditable(policy, groups)):
+                raise
+            return reasons
+
+    def _uncreditable(self, policy: str, groups: Sequence[Group]) -> dict[str, str]:
         """Groups of a batch whose credit fails that are the cause: those for which it fails alone, too. Each is named
         by its first trajectory, with the reason.
 

@@ -28,17 +28,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowjax.broker import Answer, Busy, Evicted
-from flowjax.dataflow.algorithms import AlgorithmError
-from flowjax.dataflow.batches import Assigned
+from flowjax.dataflow.batches import Assigned, CreditedBatch
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.leases import KINDS, Capabilities, Played
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.monitor.token import send_away
-from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
+from flowjax.monitor.trouble import explain, unwritable
 from flowjax.records import (
     COUNTED_STATUSES,
     Bounds,
     Episode,
+    Group,
     Lease,
     WireError,
     check_episode,
@@ -57,6 +57,7 @@ _FAILING_S = 10.0  # of nothing but a broken disk, after which the dataflow says
 _UNWRITABLE_S = 30.0
 _PASSED_OVER = 3  # workers of one standing asked in turn before there is taken to be nothing for any of them
 _LOOKED_AT = 64  # workers looked at in turn
+_CREDIT_HELD_S = 20.0  # longest that the answer waits for the rows of a batch; who asks again waits on
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
 
@@ -75,6 +76,8 @@ class DataflowService:
         self._stopping = False
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
+        # By policy, the batch whose rows were asked for last and not given yet: its groups, and how many were dropped.
+        self._credits: dict[str, tuple[list[str], int, asyncio.Task[CreditedBatch | dict[str, str]]]] = {}
         self.failure: Exception | None = None  # that the dataflow is to end of
         self._failing_since_s: dict[str, float] = {}  # by message: one file may be broken, the others not
 
@@ -360,23 +363,36 @@ class DataflowService:
         if batch is None:
             return {"state": "wait"}
         self._notify()  # groups that are used or dropped make room for others
-        policy, (groups, dropped) = batch[0], (batch[1].groups, batch[1].dropped)
-        try:
-            async with self._crediting:
-                batch = await asyncio.to_thread(self._flow.batches.credit, policy, steps[policy], groups)
-        except AlgorithmError:
-            raise
-        except Exception as error:
-            # A fault of the machine or of an algorithm says nothing about the groups; any other is one of theirs.
-            if is_machine_fault(error):
-                raise
-            async with self._crediting:
-                reasons = await asyncio.to_thread(self._flow.batches.uncreditable, policy, groups)
-            if not self._quarantine(policy, steps[policy], epoch, reasons):
-                raise  # no group of it is at fault
+        policy, assigned = batch
+        if (made := await self._credited(policy, steps[policy], assigned)) is None:
+            return {"state": "wait"}
+        credited, dropped = made
+        if isinstance(credited, dict):
+            self._quarantine(policy, steps[policy], epoch, credited)
             self._notify()
             return {"state": "wait"}
-        return {"state": "run", "policy": policy, "rows": batch.rows, "totals": batch.totals, "dropped": dropped}
+        return {"state": "run", "policy": policy, "rows": credited.rows, "totals": credited.totals, "dropped": dropped}
+
+    async def _credited(
+        self, policy: str, step: int, assigned: Assigned
+    ) -> tuple[CreditedBatch | dict[str, str], int] | None:
+        """See `Batches.try_credit`; made once, however often the batch is asked for meanwhile. And how many groups were
+        dropped for it. None: it takes longer than an answer may."""
+        group_ids = [group.group_id for group in assigned.groups]
+        if policy not in self._credits or self._credits[policy][0] != group_ids:
+            task = asyncio.create_task(self._credit(policy, step, assigned.groups))
+            self._credits[policy] = group_ids, assigned.dropped, task
+        _, dropped, task = self._credits[policy]
+        await asyncio.wait({task}, timeout=_CREDIT_HELD_S)  # leaves the task alone where who asked hangs up
+        if not task.done():
+            return None
+        if policy in self._credits and self._credits[policy][2] is task:
+            del self._credits[policy]
+        return task.result(), dropped
+
+    async def _credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch | dict[str, str]:
+        async with self._crediting:
+            return await asyncio.to_thread(self._flow.batches.try_credit, policy, step, groups)
 
     def _take(self, steps: Mapping[str, int], epoch: int) -> tuple[str, Assigned] | None:
         """A batch for the trainer of that epoch: asked anew after every wait, another may have claimed meanwhile."""

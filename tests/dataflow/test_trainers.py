@@ -1,6 +1,7 @@
 """Who trains a policy: epochs fence the trainers of before, and late copies of whatever they said."""
 
 import asyncio
+import threading
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from hostile_messages import changed, episode, on_the_wire
 
 from flowjax.broker import Superseded, connect
+from flowjax.dataflow import service
+from flowjax.dataflow.service import DataflowService
 from flowjax.trainer.sources import DataflowSource
 from tests.dataflow.test_hostile import Dataflow, refused, run
 
@@ -53,6 +56,38 @@ def test_a_late_copy_of_a_batch_undoes_nothing(tmp_path):
             dataflow, "/committed", on_the_wire({"policy": "agent", "version": 1, "epoch": epoch}), status=409
         )
         await refused(dataflow, "/batch", on_the_wire({"policy": "agent", "step": 3, "epoch": 99}), status=409)
+
+    run(tmp_path, scenario)
+
+
+def test_a_batch_that_is_long_in_the_making_is_made_once(tmp_path, monkeypatch):
+    """A trainer hangs up after a minute: each time the credit was begun anew, beside the one before."""
+    monkeypatch.setattr(service, "_CREDIT_HELD_S", 0.01)
+
+    async def scenario(dataflow: Dataflow) -> None:
+        epoch = await dataflow.claim(0)
+        await play(dataflow, 0)
+        credit, made, go_on = dataflow.flow.batches.credit, [], threading.Event()
+
+        def slow_credit(*batch: Any) -> Any:
+            made.append(batch)
+            assert go_on.wait(60)
+            return credit(*batch)
+
+        setattr(dataflow.flow.batches, "credit", slow_credit)  # noqa: B010 - a method, which pyright lets nobody assign
+        message = {"policy": "agent", "step": 0, "epoch": epoch}
+        answers = DataflowService(dataflow.flow)
+        hangs_up = asyncio.create_task(answers.answer("batch", message))
+        while not made:
+            await asyncio.sleep(0.001)
+        hangs_up.cancel()
+        assert await answers.answer("batch", message) == {"state": "wait"}
+        go_on.set()
+        while (answer := await answers.answer("batch", message))["state"] == "wait":
+            pass
+        assert answer["state"] == "run" and len(made) == 1
+        await answers.answer("batch", message)
+        assert len(made) == 2, "nothing is kept of what was given"
 
     run(tmp_path, scenario)
 
