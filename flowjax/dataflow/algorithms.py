@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -233,6 +233,7 @@ class Chain:
     def __init__(self, algorithms: Mapping[str, Algorithm], written: Iterable[StateRow] = ()):
         self.by_name = dict(algorithms)
         self._failure = ""
+        self._unwritten: dict[Hashable, Any] = {}  # answers to what algorithms learn from, not written down yet
         self._whole: dict[str, bytes] = {}  # as it was last written down
         self._tables: dict[tuple[str, str], Table[Any, Any]] = {}  # by algorithm and attribute
         for name, state in _states(written).items():
@@ -250,17 +251,15 @@ class Chain:
         return max((algorithm.keeps_used_versions for algorithm in self.by_name.values()), default=0)
 
     def choose(self, task: Task, position: int) -> bool:
-        return all(self._ask(name, "choose", task, position) for name in self.by_name)
+        chosen = ("chosen", position) in self._unwritten  # and a full disk has refused the group
+        return chosen or all(self._ask(name, "choose", task, position) for name in self.by_name)
 
     def chosen(self, task: Task, position: int) -> None:
-        for name in self.by_name:
-            self._ask(name, "chosen", task, position)
+        self._learn("chosen", task, position, key=position)
 
     def keep(self, result: Result) -> bool:
         """True where all keep it; each is asked, also where one has refused."""
-        # A list, not a generator, which `all` would leave at the first refusal: algorithms learn from every group.
-        verdicts = [self._ask(name, "keep", result, read=bool) for name in self.by_name]
-        return all(verdicts)
+        return all(self._learn("keep", result, key=(result.policy, result.group_id), read=bool))
 
     def trains(self, result: Result) -> Bool[np.ndarray, "trajectories"]:
         read = partial(_mask, len(result.rewards))
@@ -273,8 +272,7 @@ class Chain:
         return fresh
 
     def published(self, policy: str, version: int) -> None:
-        for name in self.by_name:
-            self._ask(name, "published", policy, version)
+        self._learn("published", policy, version, key=(policy, version))
 
     def metrics(self) -> dict[str, dict[str, float]]:
         return {name: self._ask(name, "metrics") for name in self.by_name}
@@ -290,6 +288,7 @@ class Chain:
         yield [*((name, "", b"", state) for name, state in whole.items() if state != self._whole.get(name)), *rows]
         # Not reached where the body raised: nothing was written then, and the same changes are given again.
         self._whole = whole
+        self._unwritten.clear()
         for table in self._tables.values():
             table.changed.clear()
 
@@ -307,6 +306,13 @@ class Chain:
             for key in table.changed
         ]
         return _pack(whole), rows
+
+    def _learn(self, hook: str, *args: Any, key: Hashable, read: Callable[[Any], Any] | None = None) -> list[Any]:
+        """Answers of all algorithms. Where a full disk refuses what they have learnt, the same comes again: each is
+        asked once."""
+        if (hook, key) not in self._unwritten:
+            self._unwritten[hook, key] = [self._ask(name, hook, *args, read=read) for name in self.by_name]
+        return self._unwritten[hook, key]
 
     def _ask(self, name: str, hook: str, *args: Any, read: Callable[[Any], Any] | None = None) -> Any:
         """An algorithm's answer, read so that it can be used."""

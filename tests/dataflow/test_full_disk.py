@@ -4,7 +4,10 @@ SQLite's own limit on pages stands for the disk: it fails where a full one does,
 """
 
 import asyncio
+import errno
+import os
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -23,6 +26,10 @@ def fill(flow) -> int:
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count = {pages}")
     return most
+
+
+def refuses(*_: Any, **__: Any) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def empty(flow, most: int) -> None:
@@ -53,6 +60,36 @@ def test_episodes_wait_for_room_and_count_once(tmp_path: Path):
     flow.close()
     again = make_flow(tmp_path)
     assert again.ledger.count_episodes()["done"] >= 6, "committed, not only seen by the connection that wrote it"
+
+
+def test_what_algorithms_learn_from_a_refused_message_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With `once` each refused message lost a task: it was chosen already when it came again."""
+    config = configuration()
+    config.dataflow.algorithms = {"deduplicate": {"once": True}, "dynamic_sampling": {}}
+    flow = make_flow(tmp_path, config)
+    service = DataflowService(flow)
+    flow.report_serving("agent", 0)
+    flow.batches.claim("trainer", {"agent": 0}, 0)
+
+    async def main() -> None:
+        with monkeypatch.context() as full, pytest.raises(Busy):
+            full.setattr(flow.ledger, "add_group", refuses)
+            await service.answer("lease", {"worker": "w", "slots": 4, "kind": "train"})
+        leases = (await service.answer("lease", {"worker": "w", "slots": 4, "kind": "train"}))["leases"]
+        assert [lease.task.task_id for lease in leases] == ["task-0", "task-0", "task-1", "task-1"]
+        first, second = [
+            [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in pair]
+            for pair in (leases[:2], leases[2:])
+        ]
+        await service.answer("episodes", {"worker": "w", "items": first})
+        assert flow.algorithms.by_name["dynamic_sampling"].state()["seen"] == 1
+        with monkeypatch.context() as full, pytest.raises(Busy):
+            full.setattr(flow.ledger, "filter", refuses)
+            await service.answer("episodes", {"worker": "w", "items": second})
+        await service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1}, hold_s=0.0)
+        assert flow.algorithms.by_name["dynamic_sampling"].state()["seen"] == 2
+
+    asyncio.run(main())
 
 
 def test_the_line_of_a_batch_or_evaluation_that_the_disk_refused_is_written_later(tmp_path: Path):
