@@ -30,7 +30,10 @@ def _load(folder: Path) -> Any:
         from transformers import PreTrainedTokenizerFast as Tokenizer
     else:
         from transformers import AutoTokenizer as Tokenizer
-    return Tokenizer.from_pretrained(str(folder), local_files_only=True)
+    loaded: Any = Tokenizer.from_pretrained(str(folder), local_files_only=True)
+    loaded._tokenizer.no_truncation()  # tokenizer.json may hold that of whoever trained it last
+    loaded._tokenizer.no_padding()
+    return loaded
 
 
 class CodecError(ValueError):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from flowjax.envs.sokoban import Sokoban
@@ -130,6 +131,20 @@ def test_a_long_prompt_is_refused(folder: Path):
     with pytest.raises(PromptTooLong) as refused:
         codec.encode([user("one two three one")])
     assert (refused.value.tokens, refused.value.limit) == (4, 3)
+
+
+def test_a_folder_that_cuts_and_pads_texts_gives_whole_prompts(folder: Path):
+    """Some are saved so by who trained them; a prompt would lose its end, and the limit would never be met."""
+    file = str(folder / "tokenizer.json")
+    cutting = Tokenizer.from_file(file)
+    cutting.enable_truncation(max_length=2)
+    cutting.enable_padding(length=8)
+    cutting.save(file)
+    codec = Codec(folder, max_prompt_tokens=3)
+    assert codec.decode(codec.encode([user("one two three")])) == "one two three"
+    assert len(codec.encode([user("one")])) == 1
+    with pytest.raises(PromptTooLong):
+        codec.encode([user("one two three one")])
 
 
 def test_folders_without_a_tokenizer_or_a_template_are_named(tmp_path: Path, folder: Path):
