@@ -198,14 +198,12 @@ def _data_algorithms(config: ConfigDict) -> Iterator[str]:
 
 
 def _templates(run: Run) -> Iterator[str]:
-    """Options of the base models' chat templates, where the tokenizers are here."""
+    """Tokenizers of the base models that are here, and the options of chat templates."""
+    from flowjax.models.nano import CHAT_TEMPLATE
+    from flowjax.workflows.codec import Codec, CodecError, check_template_options
+
     for name, base in run.bases.items():
         options, folder = base.model.template_options.to_dict(), Path(base.model.path)
-        if not options:
-            continue
-        from flowjax.models.nano import CHAT_TEMPLATE
-        from flowjax.workflows.codec import Codec, CodecError, check_template_options
-
         try:
             if (folder / "tokenizer.json").exists():
                 Codec(folder, template_options=options)

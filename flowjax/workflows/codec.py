@@ -1,7 +1,6 @@
 """Messages to token ids and back, by the tokenizer and chat template of a model folder."""
 
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,18 +18,14 @@ _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own 
 
 
 def _load(folder: Path) -> Any:
-    """The tokenizer of a model folder.
+    """The tokenizer of a model folder, by the rules in its tokenizer.json.
 
-    AutoTokenizer imports torch, seconds before a role's first line. Nano bases are read by the class it chooses for
-    them; which one it chooses for others that name this class depends on more than their files say.
+    AutoTokenizer gives some families, and folders that name one of its classes, the rules of that class in their place:
+    other ids than the model was trained on. It imports torch, too, seconds before a role's first line.
     """
-    files = [folder / "tokenizer_config.json", folder / "config.json"]
-    tokenizer, model = (json.loads(file.read_text()) if file.exists() else {} for file in files)
-    if tokenizer.get("tokenizer_class") == "PreTrainedTokenizerFast" and model.get("model_type") == "qwen3":
-        from transformers import PreTrainedTokenizerFast as Tokenizer
-    else:
-        from transformers import AutoTokenizer as Tokenizer
-    loaded: Any = Tokenizer.from_pretrained(str(folder), local_files_only=True)
+    from transformers import PreTrainedTokenizerFast
+
+    loaded: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     loaded._tokenizer.no_truncation()  # tokenizer.json may hold that of whoever trained it last
     loaded._tokenizer.no_padding()
     return loaded
@@ -101,13 +96,19 @@ class Codec:
         template_options: Mapping[str, Any] | None = None,
     ):
         if not Path(folder).is_dir():
-            raise CodecError(f"model.path {folder} is not a folder: give a Hugging Face folder with tokenizer.json")
+            raise CodecError(
+                f"config.model.path {folder} is not a folder: give a Hugging Face folder with tokenizer.json"
+            )
         try:
             self._tokenizer: Any = _load(Path(folder))
         except (OSError, ValueError, KeyError) as error:
-            raise CodecError(f"model.path {folder} has no readable tokenizer ({error}): add tokenizer.json") from error
+            raise CodecError(
+                f"config.model.path {folder} has no readable tokenizer ({error}): add tokenizer.json"
+            ) from error
         if not self._tokenizer.chat_template:
-            raise CodecError(f"the tokenizer in model.path {folder} has no chat_template: use a chat model's tokenizer")
+            raise CodecError(
+                f"the tokenizer in config.model.path {folder} has no chat_template: use a chat model's tokenizer"
+            )
         self._limit = max_prompt_tokens
         self._options = dict(template_options or {})
         if self._options:

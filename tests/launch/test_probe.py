@@ -14,7 +14,7 @@ from configs.math_pair import get_config
 from flowjax.envs.demonstrations import declared
 from flowjax.launch.probe import inspect_run
 from flowjax.models.config import hf_config, known_shape
-from flowjax.models.nano import nano_config
+from flowjax.models.nano import build_tokenizer, nano_config
 from flowjax.models.shape import Experts
 from flowjax.run import resolve
 from flowjax.workflows import single
@@ -155,6 +155,18 @@ def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path, monkey
     assert "config.model.nano.max_positions" in problems(**{"model.path": "", "engine.max_model_tokens": 4096})[0]
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert found() == []
+
+
+def test_a_tokenizer_that_no_prompt_can_be_made_with_is_refused(tmp_path: Path):
+    """Also where no option of its template is set: each engine's roles would end of it after the model was loaded."""
+    build_tokenizer(("one",), tmp_path)
+    named = {"model.path": str(tmp_path), "model.nano": None}
+    assert not any(str(tmp_path) in text for text in problems(**named))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    assert f"the tokenizer in config.model.path {tmp_path} has no chat_template: use a chat model's tokenizer" in (
+        problems(**named)
+    )
 
 
 def test_every_policy_of_a_trainer_is_planned_and_checked():

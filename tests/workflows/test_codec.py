@@ -1,12 +1,13 @@
 """Chat templates and tokenizers, exact and quick."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from flowjax.envs.sokoban import Sokoban
@@ -131,6 +132,54 @@ def test_a_long_prompt_is_refused(folder: Path):
     with pytest.raises(PromptTooLong) as refused:
         codec.encode([user("one two three one")])
     assert (refused.value.tokens, refused.value.limit) == (4, 3)
+
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_level(folder: Path, kind: str, named: str, *, template: str = CHATML, **settings: object) -> Tokenizer:
+    """A tokenizer of bytes, as most models have one, in a folder of that model_type and tokenizer_class."""
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate((*MARKS, *bytes_, "ab", "Ġab", "12"))}
+    made = Tokenizer(models.BPE(vocab, [("a", "b"), ("Ġ", "ab"), ("1", "2")]))
+    pieces = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\p{L}+|\s+|."), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(MARKS))
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    fields = {"tokenizer_class": named, "bos_token": MARKS[0], "eos_token": MARKS[2], "chat_template": template}
+    fields |= {"clean_up_tokenization_spaces": False, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("gemma2", "GemmaTokenizer"),
+        ("llama", "LlamaTokenizer"),
+        ("llama", "LlamaTokenizerFast"),
+        ("mistral", "LlamaTokenizerFast"),
+        ("qwen2", "Qwen2Tokenizer"),
+        ("qwen3", "PreTrainedTokenizerFast"),
+    ],
+)
+def test_ids_are_those_of_tokenizer_json_whatever_class_its_folder_names(tmp_path: Path, kind: str, named: str):
+    made = byte_level(tmp_path, kind, named)
+    if kind == "mistral":
+        (tmp_path / "tekken.json").write_text("{}")  # Mistral's own, beside the other
+    said = " ab 12  it's\n\n ab"
+    whole = f"<|endoftext|><|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    codec = Codec(tmp_path)
+    assert codec.encode([user(said)]) == made.encode(whole, add_special_tokens=False).ids
+    assert codec.decode(made.encode(said, add_special_tokens=False).ids) == said
+    assert codec.eos_token_id == MARKS.index("<|im_end|>")
 
 
 def test_a_folder_that_cuts_and_pads_texts_gives_whole_prompts(folder: Path):
