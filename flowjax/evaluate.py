@@ -103,11 +103,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Evaluations that one set of engines, or one endpoint, can play; `endpoint` is the config of that."""
+    """Evaluations that one set of engines, or one endpoint, can play; `endpoint` is the config of that, `out` the
+    folder that the command names."""
 
     evaluations: Sequence[Evaluation]
     endpoint: Mapping[str, Any]
     prices: Prices
+    out: str
 
 
 def read_requests(argv: Sequence[str]) -> list[EvaluationRequest]:
@@ -119,7 +121,11 @@ def read_requests(argv: Sequence[str]) -> list[EvaluationRequest]:
     """
     folders = list(itertools.takewhile(lambda argument: not argument.startswith("-"), argv))
     rest = argv[len(folders) :]
-    return [_read_request(rest, Path(folder)) for folder in folders] or [_read_request(rest, None)]
+    requests = [_read_request(rest, Path(folder)) for folder in folders] or [_read_request(rest, None)]
+    count = sum(len(request.evaluations) for request in requests)
+    if (out := requests[0].out) and count > 1:  # episodes are named alike in each
+        raise ConfigError(f"--out={out} is one folder, but there are {count} evaluations: leave it out")
+    return requests
 
 
 def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest:
@@ -144,7 +150,8 @@ def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest
     else:
         evaluations = _of_checkpoints(config, folder, given)
     endpoint = _endpoint(given) if given["endpoint"] else {}
-    return EvaluationRequest(evaluations, endpoint, Prices(float(given["price_prompt"]), float(given["price_sampled"])))
+    prices = Prices(float(given["price_prompt"]), float(given["price_sampled"]))
+    return EvaluationRequest(evaluations, endpoint, prices, given["out"])
 
 
 def _check_sources(given: Mapping[str, Any], folder: Path | None) -> None:
@@ -235,8 +242,6 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
         found.append(
             _evaluation(of_one, folder, given["out"], each, played, called=short, weights=next(iter(each.values())))
         )
-    if given["out"] and len(found) > 1:
-        raise ConfigError(f"--out={given['out']} is one folder, but there are {len(found)} evaluations: leave it out")
     return found
 
 

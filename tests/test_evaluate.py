@@ -248,6 +248,8 @@ def test_a_run_of_before_with_a_field_that_is_no_more_is_evaluated_as_ever(run):
 def test_a_run_is_the_same_by_a_relative_and_an_absolute_path(run, monkeypatch):
     saved(run, "one")
     monkeypatch.chdir(run.parent)
+        (["RUN", "RUN", "--out=new"], "--out=new is one folder, but there are 2 evaluations"),
+        (["RUN", "RUN", "--base", "--out=new"], "--out=new is one folder, but there are 2 evaluations"),
     begin(only([run.name, "--out=out"]))
     assert only([str(run), f"--out={run.parent / 'out'}"]).run.folder == run.parent / "out"
     record = run.parent / "out" / "evaluation.json"
