@@ -155,12 +155,14 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def resolve(config: ConfigDict, folder: Path = Path(), models: Mapping[str, Mapping[str, str]] | None = None) -> Run:
+def resolve(
+    config: ConfigDict, folder: Path | None = None, models: Mapping[str, Mapping[str, str]] | None = None
+) -> Run:
     """The run that a config means; later changes of `config` are not seen by it.
 
     Args:
         config: as a recipe or config.json has it.
-        folder: of the run, which need not be there yet.
+        folder: of the run, which need not be there yet; None where none is asked for.
         models: base models that were fetched (`write_models`); None for those that the folder tells of.
 
     Raises:
@@ -170,7 +172,7 @@ def resolve(config: ConfigDict, folder: Path = Path(), models: Mapping[str, Mapp
     config = ConfigDict(config.to_dict()).lock()
     sections = {BASE_NAME: {section: config[section] for section in PER_BASE}}
     sections |= {name: base_sections(config, name) for name in config.bases}
-    fetched = read_models(folder) if models is None else models
+    fetched = models if models is not None else read_models(folder) if folder else {}
     for name, parts in sections.items():
         parts["model"] = _fetched(parts["model"], fetched.get(name, {}))
     started = "rollout" not in config.elsewhere
@@ -179,7 +181,7 @@ def resolve(config: ConfigDict, folder: Path = Path(), models: Mapping[str, Mapp
     differing = {name: policy_sections(config, name) for name in config.policies}
     policies = {name: _policy(name, sections, bases) for name, sections in {**alone, **differing}.items()}
     agents = config.agents.to_dict() or {ONLY_AGENT: next(iter(policies))}
-    return Run(config, folder, policies, bases, agents)
+    return Run(config, folder or Path(), policies, bases, agents)
 
 
 def _fetched(model: ConfigDict, found: Mapping[str, str]) -> ConfigDict:
@@ -362,7 +364,7 @@ def read_models(folder: Path) -> dict[str, dict[str, str]]:
     """
     path = folder / _MODELS_FILE
     try:
-        noted = json.loads(path.read_text()) if folder.parts else {}
+        noted = json.loads(path.read_text())
         return {name: {part: str(of[part]) for part in ("path", "revision", "folder")} for name, of in noted.items()}
     except (FileNotFoundError, NotADirectoryError):
         return {}

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from flowjax.config import ConfigError, save_run
-from flowjax.evaluate import Evaluation, begin, read_requests, rewards_of
+from flowjax.evaluate import Evaluation, begin, main, read_requests, rewards_of
 from flowjax.launch.checks import check_config
 from flowjax.launch.command_line import load_recipe
 from flowjax.monitor.held_out import HeldOutEpisode, markdown, rows, summarise
 from flowjax.monitor.statistics import pass_at_k, task_interval
+from flowjax.run import write_models
 from flowjax.weights.publish import Checkpoints
 
 RECIPE = """
@@ -255,6 +256,9 @@ def test_a_run_is_the_same_by_a_relative_and_an_absolute_path(run, monkeypatch):
     record = run.parent / "out" / "evaluation.json"
     record.write_text(record.read_text().replace(f"{run.parent}/", ""))  # as it was written before
     assert only([run.name, "--out=out"]).name == "solver@2"
+    write_models(run, {"base": {"path": "base", "revision": "a", "folder": str(run.parent)}})
+    monkeypatch.chdir(run)
+    assert only(["."]).run.bases["base"].model.path == str(run.parent)
 
 
 def test_a_run_without_a_checkpoint_has_its_base_alone(run):

@@ -97,7 +97,8 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
         run_dir = Path(values["resume"].value)
         if changed := check_unchanged(load_run(run_dir), config):
             raise ConfigError("\n".join(changed))
-        config.name, config.runs = run_dir.name, str(run_dir.parent)
+        named = run_dir if run_dir.name.strip(".") else run_dir.resolve()  # "." is a folder that has a name, too
+        config.name, config.runs = named.name, str(named.parent)
     else:
         run_dir = _fresh_folder(config, values)
     flag = {name: bool(values[name].value) for name in ("resume", "dry_run", "fresh_ledger")}
