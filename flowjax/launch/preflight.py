@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowjax.config import ConfigError
-from flowjax.launch.checks import check_config, on_each_base
+from flowjax.launch.checks import check_config, in_base, on_each_base
 from flowjax.launch.devices import Devices
 from flowjax.launch.machine import (
     check_accelerators,
@@ -54,6 +54,7 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     problems = check_config(run.config)
     here = [*on_each_base(run, check_model), *check_ports(run), *on_each_base(run, check_engine)]
     here += [*check_accelerators(run, devices), *check_unused(run.folder), *check_sinks(run.config)]
+    here += _lost_bases(run, resume=resume)
     if run.is_relayed and not run.is_node:  # a node has been there already
         here += _relay_problems(run.config.dataflow.relay)
     if not here:
@@ -63,6 +64,28 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     here += lacking
     here += check_folder(run.folder, 0 if problems else disk_bytes(run, plan))
     return Findings(problems, here, plan)
+
+
+def _lost_bases(run: Run, *, resume: bool) -> list[str]:
+    """Messages on nano base models that are not there and must not be made anew: those that a run has been trained on
+    already, and those of an evaluation, which plays what there is."""
+    if not (missing := missing_bases(run)):
+        return []
+    if run.config.eval.versions:
+        remedy = "start the run first, which makes it, or name the folder it is in"
+    elif resume:
+        from flowjax.weights.publish import committed_steps  # which imports JAX: only this rare case needs it
+
+        folders = {name: run.folder / "checkpoints" / name for name in run.policies}
+        trained = {run.policies[name].base.model.path for name, folder in folders.items() if committed_steps(folder)}
+        missing = [base for base in missing if run.bases[base].model.path in trained]
+        remedy = "this run has been trained on it, so start from the folder where it was started, or bring it back"
+    else:
+        return []
+    paths = {name: run.bases[name].model.path for name in missing}
+    return [
+        in_base(name, f"config.model.path is {path!r}, which is not there: {remedy}") for name, path in paths.items()
+    ]
 
 
 def _relay_problems(servers: str) -> list[str]:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from flowjax.config import load_run, save_run
-from flowjax.launch.__main__ import main
+from flowjax.launch.__main__ import main, read_request
 from flowjax.launch.devices import Devices, share_out
 from flowjax.launch.preflight import disk_bytes, examine
 from flowjax.monitor.metrics import write_status
-from flowjax.run import resolve
+from flowjax.run import resolve, write_models
 
 
 def launch(*argv, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -158,6 +158,27 @@ def test_a_run_is_not_resumed_to_a_step_that_it_is_beyond(config, tmp_path, poli
     config.trainer.steps = 3
     found = examine(resolve(config, run_dir), Devices(), resume=True)
     assert not any("trainer.steps" in text for text in found.problems)
+
+
+def test_a_nano_base_is_not_made_anew_under_what_was_trained_on_it(config, tmp_path):
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints" / "agent" / "3").mkdir(parents=True)
+    assert not any("trained on it" in text for text in examine(resolve(config, run_dir), Devices(), resume=True).here)
+    (run_dir / "checkpoints" / "agent" / "3" / "commit_success.txt").write_text("")
+    (message,) = [
+        text for text in examine(resolve(config, run_dir), Devices(), resume=True).here if "trained on it" in text
+    ]
+    assert message.startswith("config.model.path is 'absent-model', which is not there")
+
+
+def test_a_run_is_resumed_from_within_its_folder(config, tmp_path, monkeypatch):
+    run_dir = tmp_path / "runs" / "run"
+    save_run(config, run_dir)
+    write_models(run_dir, {"base": {"path": "absent-model", "revision": "a", "folder": str(tmp_path)}})
+    monkeypatch.chdir(run_dir)
+    request = read_request(["--resume=."])
+    assert (request.run.config.name, request.run.config.runs) == ("run", str(tmp_path / "runs"))
+    assert request.run.bases["base"].model.path == str(tmp_path)
 
 
 def test_disk_estimate_counts_what_is_kept(config):
