@@ -141,6 +141,7 @@ def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest
         raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
     config = ConfigDict(config.to_dict())
     config.eval.seed = max(config.eval.seed, 0)
+    config.update({"elsewhere": (), "dataflow": {"url": ""}})  # all that plays is started here
     # A run's own config with what the command changes: other levels, say, or a canvas's problems of another file.
     besides = ("env.options", *(("model.path", "policy") if given["endpoint"] or given["model"] else ()))
     if folder is not None and (conflicts := list(_conflicts(load_run(folder), config, besides=besides))):

@@ -168,6 +168,25 @@ def test_a_run_folder_says_all_itself(run):
     assert (larger.run.folder.name, larger.run.config.env.options.rows) == ("2-2", 9)
 
 
+def test_an_evaluation_starts_the_engines_that_its_run_has_elsewhere(run):
+    config = load_recipe(f"{run.parent / 'recipe.py'}:one")
+    config.policy.name, config.reward.components, config.elsewhere = "solver", {"success": 1.0}, ("rollout",)
+    save_run(config, run)
+    assert [engine.name for engine in only([str(run)]).run.engines] == ["engine"]
+    config.elsewhere, config.dataflow.url = ("dataflow", "trainer"), "http://far:1"  # a node's own folder
+    save_run(config, run)
+    assert not check_config(only([str(run)]).run.config)
+
+
+def test_a_nano_base_that_is_not_there_is_not_waited_for(run, capsys):
+    config = load_recipe(f"{run.parent / 'recipe.py'}:one")
+    config.policy.name, config.model.path, config.model.nano = "solver", str(run.parent / "gone"), {"layers": 2}
+    save_run(config, run)
+    assert main([str(run), "--base"]) == 2
+    assert f"config.model.path is '{run.parent / 'gone'}', which is not there: start the run" in capsys.readouterr().err
+    assert not (run / "evaluations").exists()
+
+
 def test_a_folder_of_weights_or_an_endpoint_needs_no_run(run):
     recipe = f"--config={run.parent / 'recipe.py'}:one"
     evaluation = only([recipe, "--model=models/Qwen3-8B", "--config.name=sokoban"])
@@ -229,6 +248,8 @@ def test_checkpoints_that_do_not_fit_are_refused(run, recipe, named, message):
         ),
         (["RUN", "--out=OUT"], "--out=.* holds another evaluation, or something else"),
         (["RUN", "--out=new", "--steps=all"], "--out=new is one folder, but there are 3 evaluations"),
+        (["RUN", "RUN", "--out=new"], "--out=new is one folder, but there are 2 evaluations"),
+        (["RUN", "RUN", "--base", "--out=new"], "--out=new is one folder, but there are 2 evaluations"),
     ],
 )
 def test_a_command_that_cannot_be_meant_is_refused(run, argv, message):
@@ -249,8 +270,6 @@ def test_a_run_of_before_with_a_field_that_is_no_more_is_evaluated_as_ever(run):
 def test_a_run_is_the_same_by_a_relative_and_an_absolute_path(run, monkeypatch):
     saved(run, "one")
     monkeypatch.chdir(run.parent)
-        (["RUN", "RUN", "--out=new"], "--out=new is one folder, but there are 2 evaluations"),
-        (["RUN", "RUN", "--base", "--out=new"], "--out=new is one folder, but there are 2 evaluations"),
     begin(only([run.name, "--out=out"]))
     assert only([str(run), f"--out={run.parent / 'out'}"]).run.folder == run.parent / "out"
     record = run.parent / "out" / "evaluation.json"
