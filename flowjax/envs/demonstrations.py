@@ -5,7 +5,6 @@ A workflow that has more to teach brings words and demonstrations of its own.
 
 import ast
 import contextlib
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowjax.envs import Context, Message, Observation, Past, Style, World, WorldError
-from flowjax.fields import NAMED
+from flowjax.fields import NAMED, load_module
 from flowjax.records import Task
 from flowjax.run import Run
 
@@ -108,7 +107,7 @@ def expert_conversations(workflow: str) -> Callable[..., Iterator[list[Exchange]
 
 
 def _module_of(workflow: str) -> ModuleType:
-    return importlib.import_module(workflow.partition(":")[0])
+    return load_module("config.workflow", workflow, WorldError, NAMED.remedy)
 
 
 def _file(module: str) -> str:
@@ -143,10 +142,10 @@ def workflow_problem(module: str, name: str) -> str:
     """Reason why a module's name is no workflow, with the remedy; "" for none, or where it is not defined there."""
     origin = _file(module)
     if not origin:
-        return f"there is no module {module!r}: {NAMED.remedy}"
+        return f"which cannot be imported (No module named {module!r}): {NAMED.remedy}"
     statements = _statements(origin)
     if origin.endswith(".py") and name not in _defined_names(statements):
-        return f"{module} has no {name!r}: {NAMED.remedy}"
+        return f"but {module} has no {name!r}: {NAMED.remedy}"
     for node in statements:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
             given = node.args
@@ -154,7 +153,7 @@ def workflow_problem(module: str, name: str) -> str:
             takes_task = given.vararg or [each for each in (*given.posonlyargs, *given.args) if each.arg not in _PLAYED]
             takes_rest = given.kwarg or keywords.issuperset(_PLAYED)
             if isinstance(node, ast.FunctionDef) or not takes_task or not takes_rest:
-                return f"that is no workflow: write it as `async def {name}(task, *, {', '.join(_PLAYED)})`"
+                return f"but that is no workflow: write it as `async def {name}(task, *, {', '.join(_PLAYED)})`"
     return ""
 
 

@@ -235,7 +235,7 @@ def _reward(components: ConfigDict, config: ConfigDict) -> Iterator[str]:
 def _workflow(config: ConfigDict) -> Iterator[str]:
     module, _, name = config.workflow.partition(":")
     if why := workflow_problem(module, name):
-        yield f"config.workflow is {config.workflow!r}, but {why}"
+        yield f"config.workflow is {config.workflow!r}, {why}"
     asked, named = declared(module, "AGENTS"), tuple(config.agents) or (ONLY_AGENT,)
     if asked and set(asked) != set(named):
         yield (

@@ -79,6 +79,15 @@ def test_data_algorithms_that_cannot_be_made_are_refused(algorithms, message):
     assert re.search(message, found)
 
 
+def test_a_mistyped_module_of_a_workflow_is_named_once_and_the_mesh_is_still_shown():
+    config = get_config("nano")
+    config.workflow = "flowjax.workflows.sngle:play"
+    found = inspect_run(resolve(config), 1, None)
+    (message,) = [text for text in found["problems"] if "sngle" in text]
+    assert message.startswith("config.workflow is 'flowjax.workflows.sngle:play', which cannot be imported (No module")
+    assert found["plan"]["mesh"]
+
+
 def test_outcomes_of_another_workflow_are_not_there():
     agents = {"agent": "solver"}
     (found,) = problems(workflow="flowjax.workflows.single:play", agents=agents)
