@@ -118,10 +118,9 @@ def read_sweep(path: Path) -> Sweep:
 
 def _values(path: Path) -> dict[str, Any]:
     """Values of the file, with the defaults of what it leaves out."""
-    if not path.is_file():
-        raise ConfigError(f"there is no sweep file {path}: give a Python file with RECIPE, SEEDS and VARIANTS")
     spec = importlib.util.spec_from_file_location(f"flowjax_sweep_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"there is no sweep file {path}: give a Python file with RECIPE, SEEDS and VARIANTS")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -102,6 +102,12 @@ def test_a_file_that_cannot_be_run_is_refused_with_field_value_and_remedy(old, n
         sweep_of(GOOD.replace(old, new, 1))
 
 
+def test_a_page_is_no_sweep_file():
+    Path("README.md").write_text("# A page")
+    with pytest.raises(ConfigError, match=r"there is no sweep file README.md: give a Python file with RECIPE"):
+        read_sweep(Path("README.md"))
+
+
 def test_a_run_that_was_begun_otherwise_is_not_gone_on_with():
     run = sweep_of(GOOD).runs[0]
     save_run(run.config, run.folder)
