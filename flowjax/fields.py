@@ -202,7 +202,18 @@ class Section:
                 yield from self.fields[name].problems(f"{path}.{name}", value)
             else:
                 yield f"{path}.{name} is not a field{nearest(name, self.fields)}: {path} has {', '.join(self.fields)}"
-        if complete and (missing := [name for name in self.fields if name not in values]):
+        if complete:
+            yield from self._missing(path, values)
+
+    def lacking(self, path: str, values: ConfigDict) -> Iterator[str]:
+        """Fields that are missing, of sections inside this one, too."""
+        yield from self._missing(path, values)
+        for name, declared in self.fields.items():
+            if isinstance(declared, Section) and isinstance(inner := values.get(name), ConfigDict):
+                yield from declared.lacking(f"{path}.{name}", inner)
+
+    def _missing(self, path: str, values: ConfigDict | Mapping[str, Any]) -> Iterator[str]:
+        if missing := [name for name in self.fields if name not in values]:
             yield f"{path} lacks {', '.join(missing)}: start from default_config() and set fields one by one"
 
     def find(self, path: str) -> "Entry | Free | Section | None":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 
 from flowjax.config import FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options
 from flowjax.credit import ESTIMATORS
@@ -78,10 +78,12 @@ def load_recipe(source: str) -> ConfigDict:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
         remedy = f"did you mean {path.parent / near[0]}?" if near else "give the path of a recipe, as in configs/"
         raise ConfigError(f"--config: there is no file {path}: {remedy}")
+    spec = importlib.util.spec_from_file_location(f"flowjax_recipe_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config: {path} is no Python file: give a recipe, as in configs/")
     try:
-        spec = importlib.util.spec_from_file_location(f"flowjax_recipe_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look up annotations that are text
         spec.loader.exec_module(module)
         variant, comma, estimator = (arg, "", "") if arg in getattr(module, "VARIANTS", ()) else arg.partition(",")
         if comma:
@@ -94,9 +96,15 @@ def load_recipe(source: str) -> ConfigDict:
         place = f"{path} line {frames[-1].lineno}" if frames else str(path)
         if frames and isinstance(error, TypeError):  # of ConfigDict, which names the last part of a field alone
             place = f"{place} ({frames[-1].line})"
-        raise ConfigError(f"--config={source}: {place}: {type(error).__name__}: {_one_line(error)}") from error
+        text = f"{type(error).__name__}: {_one_line(error)}"
+        if isinstance(error, ModuleNotFoundError):
+            text += f": modules beside it are found with PYTHONPATH={path.parent}, others have to be installed"
+        raise ConfigError(f"--config={source}: {place}: {text}") from error
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"--config={source}: get_config() gave {type(config).__name__}: return a ConfigDict")
+    config = ConfigDict(config) if isinstance(config, FrozenConfigDict) else config
+    if lacking := list(FIELDS.lacking("config", config)):
+        raise ConfigError(f"--config={source}: {'; '.join(lacking)}")
     if comma:
         _name_estimator(config, estimator)
     return config

@@ -8,6 +8,7 @@ from flowjax.launch.command_line import load_recipe, parse
 from flowjax.run import resolve
 
 ROOT = Path(__file__).parents[2]
+IMPORTS = "from flowjax.config import default_config\nfrom ml_collections import ConfigDict, FrozenConfigDict"
 
 
 def refuse(argv) -> str:
@@ -124,6 +125,31 @@ def test_recipe_that_fails_is_told_with_its_line(recipe, tmp_path):
     assert "get_config" in refuse([f"--config={broken}"])
     broken.write_text("def get_config():\n    return {}\n")
     assert "return a ConfigDict" in refuse([f"--config={broken}"])
+    broken.write_text("import surely_not_there\ndef get_config():\n    pass\n")
+    assert f"modules beside it are found with PYTHONPATH={tmp_path}" in refuse([f"--config={broken}"])
+    text = tmp_path / "README.md"
+    text.write_text("# A page\n")
+    assert f"--config: {text} is no Python file: give a recipe" in refuse([f"--config={text}"])
+
+
+def test_a_config_of_ones_own_making_lacks_fields(tmp_path):
+    recipe = tmp_path / "own.py"
+    recipe.write_text("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'seed': 1})\n")
+    assert "config lacks name, runs" in refuse([f"--config={recipe}:,grpo"])
+    changed = "config = default_config(); config.credit = ConfigDict({}); return config"
+    recipe.write_text(f"{IMPORTS}\ndef get_config():\n    {changed}\n")
+    assert "config.credit lacks name, options" in refuse([f"--config={recipe}"])
+
+
+def test_a_recipe_may_freeze_its_config_and_declare_its_annotations_late(tmp_path):
+    recipe = tmp_path / "frozen.py"
+    recipe.write_text(
+        f"from __future__ import annotations\nfrom dataclasses import KW_ONLY, dataclass\n{IMPORTS}\n"
+        "@dataclass\nclass Sizes:\n    _: KW_ONLY\n    rows: int = 3\n"
+        "def get_config():\n    return FrozenConfigDict(default_config())\n"
+    )
+    config, _ = parse([f"--config={recipe}", "--config.agents={'agent': 'base'}", "--config.seed=4"])
+    assert (config.seed, config.agents.to_dict(), config.is_locked) == (4, {"agent": "base"}, True)
 
 
 OWN = """
