@@ -139,7 +139,7 @@ def demonstrates(module: str) -> bool:
 
 
 def workflow_problem(module: str, name: str) -> str:
-    """Reason why a module's name is no workflow, with the remedy; "" for none, or where it is not defined there."""
+    """Reason why a name of a module is no workflow, for a message; "" for none, or where it is defined elsewhere."""
     origin = _file(module)
     if not origin:
         return f"which cannot be imported (No module named {module!r}): {NAMED.remedy}"
