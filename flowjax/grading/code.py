@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ _FILES = re.compile(
     r"\b(?:open|os|shutil|tempfile|pathlib|Path|zipfile|tarfile|glob|sqlite3|csv|chdir|cwd"
     r"|load|loadtxt|genfromtxt|save\w*|fromfile|tofile|memmap|read_\w+|to_(?:csv|json|parquet|pickle|excel|html)|imread|imwrite)\b"
 )
+_LEAVES = ("int", "float", "complex", "bytes", "decimal", "fraction", "other")  # encoded values without others in them
 # Of no needless zero or sign.
 _NUMBER = re.compile(
     r"(?!-0$)-?(?:0|[1-9]\d{0,999})(?P<fraction>\.\d{1,1000})?(?P<exponent>e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE
@@ -359,7 +361,7 @@ def _objects() -> list[list[str]]:
 def matches(case: CallCase, answer: Any) -> bool:
     """Compare an encoded answer with what the case expects. Never raises, whatever the answer.
 
-    Equality is Python's, between plain data: 1, 1.0 and True are equal, a list is no tuple (but see `CallCase.json`).
+    Equality is Python's: 1, 1.0, True and Fraction(2, 2) are equal, a list is no tuple (but see `CallCase.json`).
     """
     expected = sandbox_runner.encode(case.expected)
     if _nodes(answer, _nodes(expected)) != _nodes(expected):
@@ -367,12 +369,12 @@ def matches(case: CallCase, answer: Any) -> bool:
     try:
         value, wanted = sandbox_runner.decode(answer), case.expected
         if case.tolerance is not None:
-            if not isinstance(value, int | float):
+            if not isinstance(value, int | float | Decimal | Fraction):
                 return False
             difference = abs(value - wanted)
             return bool(difference < case.tolerance if case.strict else difference <= case.tolerance)
         return bool(_as_json(value) == _as_json(wanted) if case.json else value == wanted)
-    except (ValueError, TypeError, OverflowError, RecursionError, IndexError, AttributeError):
+    except (ValueError, TypeError, ArithmeticError, RecursionError, IndexError, AttributeError):
         return False
 
 
@@ -382,7 +384,7 @@ def _nodes(value: Any, most: float = float("inf")) -> int:
     while stack and count <= most:
         part = stack.pop()
         count += 1
-        if isinstance(part, list) and part and part[0] not in ("int", "float", "complex", "bytes", "other"):
+        if isinstance(part, list) and part and part[0] not in _LEAVES:
             stack += part[1:]
     return count
 
@@ -439,7 +441,7 @@ def _shown(answer: Any) -> str:
         return f"a value of type {_short(str(answer[-1]))}"
     try:
         return _short(repr(sandbox_runner.decode(answer))) if _nodes(answer, 200) <= 200 else "a long value"
-    except (ValueError, TypeError, OverflowError, RecursionError, IndexError, AttributeError):
+    except (ValueError, TypeError, ArithmeticError, RecursionError, IndexError, AttributeError):
         return "something that is no data"
 
 

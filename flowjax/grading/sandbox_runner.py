@@ -18,11 +18,12 @@ from _json import encode_basestring_ascii
 Module = type(sys)
 
 _MAX_DEPTH = 200  # as between tests and program; Python itself ends at a thousand calls
-_MAX_ITEMS_OF_ITERATOR = 100_000
+_MAX_DIGITS = 5000  # of a decimal or a part of a fraction: reading longer ones takes a while
 
 
 def encode(value, depth=0):
-    """A value as JSON that keeps Python's types. Subclasses become their base; what is no data, ["other", type]."""
+    """A value as JSON that keeps Python's types. Subclasses become their base, and what equals plain data in Python the
+    plain data: scalars of numpy, sets of a dictionary. What is no data becomes ["other", type]."""
     if value is None or value is True or value is False:  # by identity: 1 == True, and a class may claim to equal all
         return value
     if depth > _MAX_DEPTH:
@@ -46,14 +47,16 @@ def encode(value, depth=0):
         return ["dict", *(encode(part, depth + 1) for item in dict.items(value) for part in item)]
     if isinstance(value, range):
         return ["range", *(encode(part) for part in (value.start, value.stop, value.step))]
-    if hasattr(type(value), "__next__") or isinstance(value, (type({}.keys()), type({}.values()), type({}.items()))):
-        items = []
-        for item in value:
-            items.append(encode(item, depth + 1))
-            if len(items) > _MAX_ITEMS_OF_ITERATOR:
-                return ["other", "endless iterator"]
-        return ["iterator", *items]
-    return ["other", type(value).__name__]
+    if isinstance(value, (type({}.keys()), type({}.items()))):
+        return ["set", *(encode(item, depth + 1) for item in value)]
+    kind, loaded = type(value), sys.modules.get
+    if kind is getattr(loaded("decimal"), "Decimal", None):
+        return ["decimal", str(value)]
+    if kind is getattr(loaded("fractions"), "Fraction", None):
+        return ["fraction", hex(value.numerator), hex(value.denominator)]
+    if (numpy := loaded("numpy")) and isinstance(value, (numpy.number, numpy.bool_)):
+        return encode(value.item(), depth + 1)
+    return ["other", kind.__name__]
 
 
 def decode(value):
@@ -82,8 +85,11 @@ def decode(value):
         return bytes.fromhex(parts[0])
     if kind == "range":
         return range(*parts)
-    if kind == "iterator":
-        return iter([decode(part) for part in parts])
+    if kind in ("decimal", "fraction") and max(map(len, parts)) <= _MAX_DIGITS:
+        from decimal import Decimal  # here: the sandbox itself would take as long to load them as to start
+        from fractions import Fraction
+
+        return Decimal(*parts) if kind == "decimal" else Fraction(*(int(part, 16) for part in parts))
     raise ValueError(f"a value of type {parts[0] if parts else kind} cannot leave the sandbox")
 
 

@@ -71,9 +71,7 @@ json_junk = st.recursive(
     lambda x: (
         st.lists(x, max_size=4)
         | st.tuples(
-            st.sampled_from(
-                ["list", "tuple", "set", "dict", "int", "float", "complex", "bytes", "range", "iterator", "other"]
-            ),
+            st.sampled_from(["list", "tuple", "set", "dict", "range", *code._LEAVES]),
             x,
             x,
         ).map(list)
@@ -233,6 +231,45 @@ def test_data_may_be_nested_as_deeply_as_between_tests_and_program(depth: int, r
     suite = Suite((CallCase((nested,), nested), CallCase((), nested)), "f")
     build = f"    a = []\n    for _ in range({depth}): a = [a]\n    return x[0] if x else a"
     assert judged(f"def f(*x):\n{build}", suite).passed == (right, right)
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted", "right"),
+    [
+        ("Decimal(x) / 2", "0.5", True),
+        ("[Decimal(x), -Decimal(x)]", "[1, -1.0]", True),
+        ("{Decimal(x): Decimal('Infinity')}", "{1: 1e999}", True),
+        ("Decimal('0.1')", "0.1", False),
+        ("Decimal('0.1')", "'0.1'", False),
+        ("Decimal('sNaN')", "0.1", False),
+        ("Decimal('1e999999999')", "1", False),
+        ("Fraction(6 * x, 2)", "3", True),
+        ("(Fraction(6 * x, 2), Fraction(x, 2))", "(3, 0.5)", True),
+        ("Fraction(x, 3)", repr(1 / 3), False),
+        ("Fraction(10 ** 20000, 3)", "3", False),
+        ("{x: 1}.keys()", "{1}", True),
+        ("{x: 2}.items()", "{(1, 2)}", True),
+        ("{x: 2}.keys()", "[1]", False),
+        ("{x: [2]}.items()", "{(1, 2)}", False),
+        ("{x: 2}.values()", "[2]", False),
+        ("iter([x])", "[1]", False),
+        ("[Fraction(x, 2), iter([x])]", "[0.5, [1]]", False),
+    ],
+)
+def test_an_assert_is_as_right_as_a_call_as_it_is_as_code(result: str, wanted: str, right: bool):
+    suite = Suite((*from_assert(f"assert f(1) == {wanted}", "f"), Check(f"assert (f(1)) == {wanted}, 'as code'")), "f")
+    assert isinstance(suite.cases[0], CallCase)
+    program = f"from decimal import Decimal\nfrom fractions import Fraction\ndef f(x):\n    return {result}"
+    verdict = judged(program, suite)
+    assert verdict.passed == (right, right) and " at 0x" not in verdict.remarks[0]
+
+
+def test_a_tolerance_is_for_fractions_too():
+    program = "from decimal import Decimal\nfrom fractions import Fraction\ndef f(x):\n    return"
+    near, whole = (from_assert(f"assert abs(f(3) - {wanted}) < 0.01", "f") for wanted in ("0.333", "3"))
+    assert judged(f"{program} Fraction(1, x)", Suite(near, "f")).success
+    assert judged(f"{program} Decimal(x)", Suite(whole, "f")).success
+    assert not judged(f"{program} Decimal(1) / x", Suite(near, "f")).success  # Python subtracts no float from it
 
 
 def test_every_kind_of_case_in_one_suite():

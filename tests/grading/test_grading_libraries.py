@@ -10,7 +10,7 @@ import numpy as np
 import pandas
 import pytest
 
-from flowjax.grading.code import Check, Suite, Verdict, judge
+from flowjax.grading.code import CallCase, Check, Suite, Verdict, judge
 from flowjax.grading.sandbox import Limits
 from flowjax.grading.sandbox_libraries import check_data
 from flowjax.grading.sandbox_objects import Peer
@@ -30,6 +30,22 @@ class Agrees:
 
 def judged(program: str, suite: Suite) -> Verdict:
     return judge(program, suite, PATIENT, case_cpu_s=60.0, packages=[SITE])
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted", "right"),
+    [
+        ("np.int64(x + 1)", 2, True),
+        ("[np.int64(v) for v in range(3)]", [0, 1, 2], True),
+        ("(np.bool_(x > 0), np.float32(0.5), {np.int8(x): np.complex64(1j)})", (True, 0.5, {1: 1j}), True),
+        ("np.int64(x)", 2, False),
+        ("np.longdouble(x)", 2, False),
+        ("np.array([x])", 1, False),
+    ],
+)
+def test_scalars_are_numbers(result: str, wanted: Any, right: bool):
+    program = f"import numpy as np\ndef f(x):\n    return {result}"
+    assert judged(program, Suite((CallCase((1,), wanted),), "f")).success == right
 
 
 @pytest.mark.parametrize(
