@@ -91,16 +91,23 @@ class Evaluations:
         self._started_s[name] = self._clock()
 
     def _due(self, versions: Mapping[str, int]) -> bool:
-        """True at the start, at the end, and when the slowest policy has passed another `eval.every_steps`."""
+        """True at the start, at the end, and when the run has passed another `eval.every_steps`."""
         config = self._config
         if not any(versions.values()) or versions == self._last_versions():
             return True
-        every, slowest = config.eval.every_steps, min(versions.values())
-        if not every or slowest < every:
+        every, step = config.eval.every_steps, self._step(versions)
+        if not every or step < every:
             return False
-        evaluated = [min(earlier.values()) for earlier in self._all.values()]
+        evaluated = [self._step(earlier) for earlier in self._all.values()]
         # Multiples passed, not met: the engines may serve 9, then 11, and the evaluation at 10 is then that of 11.
-        return slowest // every > max(evaluated, default=0) // every
+        return step // every > max(evaluated, default=0) // every
+
+    def _step(self, versions: Mapping[str, int]) -> int:
+        """The step of the run at these versions: the version of the slowest policy that has more to make. At the end it
+        is that of the policy with the most steps."""
+        last = self._last_versions()
+        under_way = [version for policy, version in versions.items() if version < last[policy]]
+        return min(under_way, default=max(versions.values()))
 
     @property
     def finished(self) -> bool:
@@ -137,7 +144,7 @@ class Evaluations:
         _, rewards = keep_evaluation(self._run_dir, name, played, components, transcripts=self._config.eval.transcripts)
         tasks = list(by_task.values())
         success_rate, low, high = _success(tasks)
-        version = min(versions.values())
+        version = self._step(versions)
         self._metrics.write(
             "eval",
             step=version,

@@ -426,8 +426,8 @@ async def _final_evaluation(run: Run, progress: Progress) -> None:
     """
     patience_s = run.config.trainer.step_timeout_s + run.config.rollout.episode_timeout_s
     versions, seen, seen_s = _last_versions(run), None, time.monotonic()
-    last = min(versions.values())
-    # As the screen has read them from the log, where an evaluation goes by the least of its versions.
+    last = max(versions.values())
+    # As the screen has read them from the log, where the last evaluation goes by the most steps.
     while run.config.eval.tasks and progress.evals.get(last, {}).get("versions") != versions:
         status = read_status(run.folder, "dataflow")
         if (ended := [status.get("done"), status.get("failed")]) != seen:

@@ -94,7 +94,7 @@ def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
     """Drop the lines of later steps, by policy; lines without a policy are of the whole run."""
 
     def is_lost(entry: dict[str, Any]) -> bool:
-        if entry.get("kind") == "eval" and not isinstance(step, int):  # its step is that of the slowest policy
+        if entry.get("kind") == "eval" and not isinstance(step, int):  # its step is that of one policy
             return any(entry.get("versions", {}).get(policy, 0) > newest for policy, newest in step.items())
         return entry.get("kind") in ("train", "eval") and entry.get("step", 0) > last(entry)
 

@@ -15,8 +15,9 @@ from tests.dataflow import flows
 GROUPS, MEMBERS, STEPS = 2, 2, 6
 
 
-def make_flow(folder: Path, **dataflow) -> Flow:
+def make_flow(folder: Path, eval_every_steps: int = 0, **dataflow) -> Flow:
     config = default_config()
+    config.eval.every_steps = eval_every_steps
     config.rollout.group_size = MEMBERS
     config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
     config.policies = {"solver": {}, "verifier": {"trainer": {"groups_per_step": 2 * GROUPS, "steps": 3}}}
@@ -113,6 +114,23 @@ def test_an_evaluation_pins_all_versions_and_the_end_waits_for_all_policies(tmp_
     solver = lines[0]["policies"]["solver"]
     assert solver["reward_mean"] == solver["success_rate"] == np.mean(right)
     assert lines[0]["policies"]["verifier"]["trajectories"] == sum(right), "it spoke only then"
+
+
+def test_evaluations_go_on_when_the_policy_with_the_fewest_steps_has_made_them(tmp_path):
+    flow = make_flow(tmp_path, eval_every_steps=2)
+    served = {"solver": 0, "verifier": 0}
+    for policy, version in [("", 0), ("verifier", 2), ("solver", 2), ("verifier", 3), ("solver", 5), ("solver", STEPS)]:
+        for name in [policy] if policy else served:
+            served[name] = version
+            serve(flow, name, version)
+        for lease in flows.lease(flow, "w", 1000):
+            if lease.kind == "eval":
+                flows.accept(flow, lease.lease_id, episode(lease, dict(lease.versions)))
+    lines = [line for line in read_metrics(tmp_path) if line["kind"] == "eval"]
+    assert [line["versions"] for line in lines] == [
+        {"solver": solver, "verifier": verifier} for solver, verifier in ((0, 0), (2, 2), (5, 3), (6, 3))
+    ]
+    assert [line["step"] for line in lines] == [0, 2, 5, 6]
 
 
 def test_a_policy_far_behind_keeps_a_bounded_number_of_groups_and_the_rest_is_counted(tmp_path):
