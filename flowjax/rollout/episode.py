@@ -229,6 +229,7 @@ class EpisodePlayer:
         if base is None:
             assert self.backend is not None, f"nobody speaks for {agent}"
             return EndpointAgent(self.backend, model, sampling, seed_of)
+        sampling = replace(sampling, stop_token_ids=base.codec.stop_token_ids)
         return Agent(base.codec, _generator(base, model, lease, sampling, sampled, seed_of if seed >= 0 else None))
 
 

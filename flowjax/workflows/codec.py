@@ -109,6 +109,9 @@ class Codec:
             raise CodecError(
                 f"the tokenizer in config.model.path {folder} has no chat_template: use a chat model's tokenizer"
             )
+        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        longest_first = sorted(map(re.escape, special), key=len, reverse=True)
+        self._special = re.compile("|".join(longest_first) or r"(?!)")
         self._limit = max_prompt_tokens
         self._options = dict(template_options or {})
         if self._options:
@@ -119,6 +122,20 @@ class Codec:
     @property
     def eos_token_id(self) -> int:
         return self._tokenizer.eos_token_id
+
+    @functools.cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """What ends a reply beside the end of a sequence: the special token with which the template ends a turn.
+
+        Models with a chat template that were not tuned on it end a sequence with another one.
+        """
+        try:
+            after = self._between(("user",))[0]
+        except CodecError:  # where it cannot be told
+            return ()
+        found = self._special.match(after.lstrip())
+        end = self._tokenizer.convert_tokens_to_ids(found.group()) if found else self.eos_token_id
+        return () if end == self.eos_token_id else (end,)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the prompt, up to where the assistant's reply begins.

@@ -17,6 +17,7 @@ from rollout_run import RolloutRun, Servers, until
 from flowjax.broker import DataflowClient, DataflowError, connect
 from flowjax.config import ConfigError
 from flowjax.dataflow.server import Server
+from flowjax.models.nano import SPECIAL_TOKENS
 from flowjax.records import Episode, Lease, Trajectory, Turn, pack
 from flowjax.rollout import __main__ as rollout_main
 from flowjax.rollout import service as rollout_service
@@ -173,7 +174,23 @@ def test_training_and_evaluation_sample_each_in_its_own_way(tmp_path):
     bodies = asyncio.run(scenario())
     sent = {body["temperature"]: {name: body[name] for name in training} for body in bodies}
     assert sent == {0.7: training, 0.6: evaluation}
-    assert all(body["stop"] == ["</action>", "\n"] for body in bodies)
+    assert all(body["stop"] == ["</action>", "\n"] and body["stop_token_ids"] == [] for body in bodies)
+
+
+def test_the_end_of_a_turn_stops_a_reply(tmp_path):
+    """Of a model that ends sequences with another token: it would go on with what it is answered, and answer that."""
+
+    async def scenario():
+        run = RolloutRun(tmp_path)
+        settings = run.model / "tokenizer_config.json"
+        template = "{% for message in messages %}{{ message.content }} <pad> {% endfor %}"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: servers.counted)
+        return servers.engine.bodies
+
+    bodies = asyncio.run(scenario())
+    assert bodies and all(body["stop_token_ids"] == [SPECIAL_TOKENS.index("<pad>")] for body in bodies)
 
 
 def test_an_engine_that_comes_back_empty_costs_nothing(tmp_path):

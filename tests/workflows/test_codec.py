@@ -244,9 +244,21 @@ def test_the_end_of_a_turn_may_be_another_token_than_the_end_of_a_sequence(folde
     after = codec.encode_after(cut, [user("one")])
     assert after[0] == turn and turn != codec.eos_token_id
     assert [*cut, turn, *codec.encode_after([*cut, turn], [user("one")])] == [*cut, *after]
+    assert codec.stop_token_ids == (turn,)
     with_template(folder, "{% for m in messages %}{{ m.content }} two {% endfor %}assistant ")
     said = Codec(folder)
     assert said.encode_after(said.encode_reply("two")[:-1], [user("one")])[0] == said.encode_reply("two")[0], "a word"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, "{{ messages[0].content | upper }}", "{% for m in messages %}{{ m.content }} %s {% endfor %}assistant "],
+)
+@pytest.mark.parametrize("end", ["<eos>", "end"])
+def test_nothing_else_stops_a_reply_where_its_turn_ends_with_the_sequence(folder: Path, template: str | None, end: str):
+    if template is not None:
+        with_template(folder, template.replace("%s", end))
+    assert Codec(folder).stop_token_ids == ()
 
 
 def test_a_template_that_changes_contents_is_refused_in_append_mode(folder: Path):
