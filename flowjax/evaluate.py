@@ -1,7 +1,7 @@
 """Play the held-out tasks:
 
     python -m flowjax.evaluate runs/<name>                                 # its newest checkpoint, with its own config
-    python -m flowjax.evaluate runs/<name> --steps=20,40                   # those of these steps, or --steps=all
+    python -m flowjax.evaluate runs/<name> --steps=59,60                   # of these steps, where kept, or --steps=all
     python -m flowjax.evaluate runs/<name> --base                          # the base model as it is
     python -m flowjax.evaluate --config=<recipe> --checkpoint=runs/<name>/checkpoints/<policy>/<step>
     python -m flowjax.evaluate --config=<recipe> --model=<Hugging Face folder>
