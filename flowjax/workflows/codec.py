@@ -125,13 +125,13 @@ class Codec:
 
     @functools.cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """What ends a reply beside the end of a sequence: the special token with which the template ends a turn.
+        """Special token with which the template ends a turn, where that is not the end of a sequence.
 
         Models with a chat template that were not tuned on it end a sequence with another one.
         """
         try:
             after = self._between(("user",))[0]
-        except CodecError:  # where it cannot be told
+        except CodecError:  # a template in which it has no one place
             return ()
         found = self._special.match(after.lstrip())
         end = self._tokenizer.convert_tokens_to_ids(found.group()) if found else self.eos_token_id
