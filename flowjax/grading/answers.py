@@ -64,12 +64,15 @@ def _f1(prediction: str, answer: str, unique: bool) -> float:
 
 # An option begins its line, or stands after another on the same line: "A. wood", "(B) stone", "C) iron", "D: clay".
 _OPTION = re.compile(r"(?:^|(?<=\s))(?:\(([A-J])\)|([A-J])[.):])\s+(?=\S)", re.MULTILINE)
-_DECLARED = re.compile(
-    r"(?:answer|choice|option)\s*(?:is)?\s*[:=]?\s*(?:option\s*|choice\s*)?[*(\[{\"'$]*([A-J])(?![\w'])[)\]}.\"'*$]*",
-    re.IGNORECASE,
+_LETTER = r"(?:option |choice )?[*(\[{\"'$]*([A-J])(?![\w'])"
+# The first of these that a reply has counts; its blanks are one space each.
+_DECLARED = (
+    re.compile(rf"answer ?(?:is)? ?[:=]? ?(?:I think )?{_LETTER}", re.IGNORECASE),
+    re.compile(rf"(?:choose|pick|select|think|(?:choice|option) ?(?:is|[:=])) ?{_LETTER}", re.IGNORECASE),
+    re.compile(rf"(?=option|choice){_LETTER}[)\]}}\"'*$]* is (?:the )?(?:correct|right|best)", re.IGNORECASE),
 )
-_ALONE = re.compile(r"[*(\[{\"'$\s]*([A-Ja-j])[)\]}.:\"'*$\s]*")
-_LEADING = re.compile(r"\s*[*(\[]*([A-J])[.):\]*]+\s+\S")
+_ALONE = re.compile(r"(?:[Oo]ption|[Cc]hoice)?[*(\[{\"'$\s]*(?:\\text\w*\{)?\(?([A-Ja-j])[)\]}.:\"'*$\s]*")
+_LEADING = re.compile(r"(?:[Oo]ption |[Cc]hoice )?[*(\[]*([A-J])(?:[.,;:)\]*]+|(?= because| since)) \S")
 
 
 def options_of(question: str) -> dict[str, str]:
@@ -101,14 +104,18 @@ def _begins_list(question: str, start: int) -> bool:
 def chosen(reply: str, options: Mapping[str, str]) -> str | None:
     r"""The letter that a reply chooses, None where it names none or none that is offered.
 
-    In this order: the last `\boxed{}` or `<answer>` pair; the last "answer is X"; a reply that is a letter, or begins
-    with one as options do; a reply that is the text of exactly one option. Letters inside words are none.
+    In this order: the last `\boxed{}` or `<answer>` pair; a reply that is a letter; the last "answer is X", or else the
+    last "I choose X", "choice: X" or "option X is correct", of letters that are offered; a reply that begins with a
+    letter as options do, or with one and a reason; a reply that is the text of exactly one option. Letters inside words
+    are none.
     """
     marked = re.findall(r"\\boxed\{(?:\\text\{)?([^{}]*)\}|<answer>(.*?)</answer>", reply, re.DOTALL)
     if marked:
         reply = marked[-1][0] or marked[-1][1]
+    reply = " ".join(reply.split())
     alone = _ALONE.fullmatch(reply)
-    declared = [match.group(1) for match in _DECLARED.finditer(reply) if match.group(1).isupper()]
+    said = ([match[1] for match in form.finditer(reply) if match[1] in options] for form in _DECLARED)
+    declared = next(filter(None, said), [])
     leading = _LEADING.match(reply)
     if alone:
         letter = alone.group(1).upper()

@@ -3,6 +3,7 @@
 import pytest
 
 from flowjax.grading.answers import chosen, options_of, right_choice
+from flowjax.grading.scoring import stated_answer
 
 PLANETS = "Which planet is the largest?\nA. Mars\nB. Jupiter\nC) Venus\n(D) Earth"
 OPTIONS = {"A": "Mars", "B": "Jupiter", "C": "Venus", "D": "Earth"}
@@ -46,6 +47,20 @@ def test_questions_without_options_have_none(question: str):
         ("B. Jupiter", "B"),
         ("Jupiter", "B"),
         ("jupiter.", "B"),
+        ("The answer is B, since option A is too small.", "B"),
+        ("Answer: B\nOption A is wrong.", "B"),
+        ("I choose B. Choice C is wrong.", "B"),
+        ("Option A is small. I pick option B", "B"),
+        ("Option B is the correct one, choice A is wrong", "B"),
+        ("My choice: **B**, not option C", "B"),
+        ("The correct answer is: I think B", "B"),
+        ("Option B", "B"),
+        ("Option B: Jupiter", "B"),
+        ("Choice C is wrong.", None),
+        ("Option A is small and option D is smaller.", None),
+        ("I choose a planet", None),
+        ("The answer is B since option A is too small.", "B"),
+        ("The answer" + " " * 20_000 + "is B", "B"),
         ("The answer is E", None),
         ("The answer is a large planet", None),
         ("France", None),
@@ -57,6 +72,11 @@ def test_questions_without_options_have_none(question: str):
 )
 def test_the_chosen_letter(reply: str, letter: str | None):
     assert chosen(reply, OPTIONS) == letter
+    assert chosen(stated_answer(reply), OPTIONS) == letter  # as it is graded
+
+
+def test_letters_that_are_not_offered_are_passed_over():
+    assert chosen("The answer is B. Is the answer E?", OPTIONS) == "B"
 
 
 def test_no_word_collapses_to_a_letter():
