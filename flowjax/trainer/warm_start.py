@@ -24,7 +24,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from flowjax.config import BASE_NAME, ConfigError, asks_help, taught_options
+from flowjax.config import BASE_NAME, ConfigError, asks_help, default_config, taught_options
 from flowjax.envs import World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations, is_executor
 from flowjax.files import FileHeldError, held
@@ -222,10 +222,10 @@ def _imitation(run: Run, base: Base, lessons: Sequence[TokenRow] = ()) -> Run:
         rows = _ROOM * warm.batch_rows * sum(lengths) / len(lengths) / row_tokens
         settings.trainer.update({"row_tokens": row_tokens, "trim_micro_batches": False})
         settings.trainer.micro_batch_rows = _ROWS_MULTIPLE * math.ceil(rows / _ROWS_MULTIPLE)
+    settings.optimizer = default_config().optimizer  # the recipe's is for what it trains
     settings.optimizer.update(
         {
             "learning_rate": warm.learning_rate,
-            "rules": (),  # those of the recipe are for what it trains
             "schedule": "cosine",
             "warmup_steps": min(50, warm.steps // 2),
         }

@@ -95,6 +95,17 @@ class Seen(Exception):
     """The world that demonstrations would be made in."""
 
 
+def test_a_base_is_taught_with_the_same_optimiser_whatever_a_run_trains_with(tmp_path: Path):
+    """The note in its folder, by which later runs know it, says nothing of that."""
+    config = sokoban.get_config("nano")
+    taught = []
+    for changes in ({}, {"name": "sgd", "clip_norm": 1e-3, "betas": (0.5, 0.5), "weight_decay": 1.0}):
+        config.optimizer.update(changes)
+        run = resolve(config, tmp_path)
+        taught.append(warm_start._imitation(run, run.bases["base"]).policies["base"].optimizer.to_dict())
+    assert taught[0] == taught[1]
+
+
 def test_what_is_taught_lies_nearer_than_what_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = sokoban.get_config("nano")
     config.model.path, config.model.nano = str(tmp_path / "base"), SHAPE
