@@ -127,12 +127,15 @@ def reinforce_plus_plus_baseline(table: TurnTable) -> Float[Array, "turns"]:
 def maxrl(table: TurnTable) -> Float[Array, "turns"]:
     """A = (x - mean(group)) / mean(group): the gradient of the log of the success rate. MaxRL (arXiv 2602.02710).
 
-    For scores that are not negative. Rare successes weigh more than under GRPO; zero where the mean is not positive.
+    Rare successes weigh more than under GRPO; zero where the mean is zero. The log is that of a rate, so that a group
+    with scores below zero (penalties) counts from the lowest of them: its mean would be near zero, or below it.
     """
-    _, mean, _ = segment_statistics(table.score, table.group, first_rows(table))
-    solved = mean > 0
-    advantage = (table.score - mean) / jnp.where(solved, mean, 1.0)
-    return jnp.where(table.mask & solved, advantage, 0.0)
+    members = first_rows(table)
+    _, mean, _ = segment_statistics(table.score, table.group, members)
+    lowest = jnp.zeros_like(table.score).at[table.group].min(jnp.where(members, table.score, 0.0))[table.group]
+    rate = mean - lowest
+    advantage = (table.score - mean) / jnp.where(rate > 0, rate, 1.0)
+    return jnp.where(table.mask & (rate > 0), advantage, 0.0)
 
 
 @partial(jax.jit, static_argnames=("k",))

@@ -67,7 +67,8 @@ def rloo(turns: list[Turn]) -> list[float]:
 
 def maxrl(turns: list[Turn]) -> list[float]:
     mean = {g: statistics.fmean(scores.values()) for g, scores in members(turns).items()}
-    return [(t.score - mean[t.group]) / mean[t.group] if mean[t.group] > 0 else 0.0 for t in turns]
+    rate = {g: mean[g] - min(0.0, *scores.values()) for g, scores in members(turns).items()}
+    return [(t.score - mean[t.group]) / rate[t.group] if rate[t.group] > 0 else 0.0 for t in turns]
 
 
 def pass_at_k(turns: list[Turn], k: int = 4) -> list[float]:

@@ -47,6 +47,15 @@ def test_maxrl_weighs_rare_success_more():
     np.testing.assert_allclose(common, [1 / 3, 1 / 3, 1 / 3, -1], rtol=1e-6)
 
 
+def test_maxrl_with_penalties_weighs_no_more_than_a_single_success():
+    """The mean of a group lay just above 0, and the advantages were what is over 0.005."""
+    values = advantages("maxrl", group_of(0.85, -0.3, -0.3, -0.23))
+    shifted = np.array([1.15, 0, 0, 0.07])
+    np.testing.assert_allclose(values, shifted / shifted.mean() - 1, rtol=1e-4)
+    assert np.abs(values).max() <= 3
+    np.testing.assert_array_equal(advantages("maxrl", group_of(*[-0.3] * 3)), 0)
+
+
 @pytest.mark.parametrize(("successes", "members", "k"), [(1, 6, 3), (3, 6, 2), (2, 4, 4), (1, 3, 8), (3, 5, 1)])
 def test_pass_at_k_is_the_mean_over_all_subsets(successes, members, k):
     """The definition: each subset of k is scored 1 if any member succeeds; A is a member's mean normalised score."""
