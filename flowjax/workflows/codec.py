@@ -164,7 +164,7 @@ class Codec:
         text = self._between(tuple(message["role"] for message in messages))
         pieces = [text[0]]
         for message, after in zip(messages, text[1:], strict=True):
-            pieces += message["content"].strip(), after
+            pieces += self._plain(message["content"]).strip(), after
         ids = self._tokenize("".join(pieces))
         # Gemma's replies end with a special token that is not the tokenizer's end of sequence.
         ended = len(reply) > 0 and ids[:1] == [reply[-1]] and not self.decode(ids[:1])
@@ -187,13 +187,21 @@ class Codec:
             return self._render(messages)
         pieces = [frame[0]]
         for message, after in zip(messages, frame[1:], strict=True):
-            pieces += message["content"], after
+            pieces += self._plain(message["content"]), after
         return "".join(pieces)
 
     def _render(self, messages: Sequence[Message]) -> str:
+        conversation = [{"role": message["role"], "content": self._plain(message["content"])} for message in messages]
         return self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **self._options
+            conversation, tokenize=False, add_generation_prompt=True, **self._options
         )
+
+    def _plain(self, content: str) -> str:
+        """The content with a zero-width space in all that would be read as a special token.
+
+        A document, or another agent's reply, could otherwise end its turn and speak as somebody else.
+        """
+        return self._special.sub(lambda found: f"{found.group()[0]}\u200b{found.group()[1:]}", content)
 
     def _make_between(self, roles: tuple[str, ...]) -> tuple[str, ...]:
         """The template's text between a reply and the messages that follow it, between them, and after the last.
