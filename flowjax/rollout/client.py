@@ -164,7 +164,11 @@ class Load:
 
 
 def read_load(metrics: str) -> Load:
-    """The load in what vLLM's `/metrics` answers; over all ranks where it has several."""
+    """The load in what vLLM's `/metrics` answers; over all ranks where it has several.
+
+    Raises:
+        ValueError, OverflowError: it cannot be read.
+    """
     values: dict[str, list[float]] = {}
     for line in metrics.splitlines():
         if line.startswith("vllm:"):
@@ -366,12 +370,16 @@ class EngineClient:
         """Ask how busy the engine is.
 
         Raises:
-            EngineError: the engine is away.
+            EngineError: the engine is away, or its metrics cannot be read.
         """
         status, text = await self._control("GET", "/metrics", timeout_s=_HEALTH_TIMEOUT_S)
         if status != 200:
             raise EngineError(f"the engine at {self.url} tells no metrics (HTTP {status}){self._see_log()}")
-        return read_load(str(text))
+        try:
+            return read_load(str(text))
+        except (ValueError, OverflowError) as error:
+            problem = f"the engine at {self.url} tells no metrics that can be read ({error})"
+            raise EngineError(f"{problem}{self._see_log()}") from error
 
     def _dispatch(self, key: _Key) -> None:
         """Send the open batch of `key`."""
@@ -400,8 +408,11 @@ class EngineClient:
         except asyncio.CancelledError:
             _fail(batch, EngineError("the engine client was closed"))
             raise
-        except Exception as error:
+        except EngineError as error:
             _fail(batch, error)
+        except Exception as error:  # as of a gateway that answers in its place
+            problem = f"the engine at {self.url} answers what cannot be read ({type(error).__name__}: {error})"
+            _fail(batch, EngineError(f"{problem}{self._see_log()}"))
 
     async def _complete(self, model: str, sampling: SamplingOptions, pinned: bool, batch: _Batch) -> None:
         """One request, sent again for as long as the engine is away, but no longer than the time-out."""
@@ -508,7 +519,7 @@ class EngineClient:
 
 async def _content(response: aiohttp.ClientResponse) -> Any:
     """The answer's JSON, or its text where it is none."""
-    text = await response.text()
+    text = await response.text(errors="replace")
     try:
         return json.loads(text)
     except ValueError:

@@ -28,6 +28,7 @@ class Script:
         self.answer: Callable[[dict], web.Response | None] = lambda body: None
         self.delay_s = 0.0
         self.aborted = 0
+        self.metrics = ""
         self.loading: asyncio.Event
 
     async def completions(self, request: web.Request) -> web.Response:
@@ -69,12 +70,17 @@ async def _health(request: web.Request) -> web.Response:
     return web.Response()
 
 
+async def _metrics(script: Script, request: web.Request) -> web.Response:
+    return web.Response(body=script.metrics.encode("latin-1"))
+
+
 @contextlib.asynccontextmanager
 async def _serve(script: Script, **options):
     app = web.Application()
     app.router.add_post("/v1/completions", script.completions)
     app.router.add_post("/v1/load_weights", partial(_loads, script))
     app.router.add_get("/health", _health)
+    app.router.add_get("/metrics", partial(_metrics, script))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -235,6 +241,33 @@ def test_wrong_number_of_answers_is_an_error(script):
         return await asyncio.gather(*calls, return_exceptions=True)
 
     assert all(isinstance(answer, EngineError) and "1 of 2" in str(answer) for answer in _run(ask, script))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<html>welcome</html>",
+        '{"model": "base", "choices": [{"index": 7, "finish_reason": "stop", "logprobs": null}]}',
+        '{"model": "base", "choices": [{"index": 0}]}',
+        "\xff",
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_the_engines_fault(script, tmp_path, stream, answer):
+    """It was a fault of the world, whose episode was never played again."""
+    body = f"data: {answer}\n\n" if stream else answer
+    script.answer = lambda _: web.Response(body=body.encode("latin-1"), content_type="text/html")
+    with pytest.raises(EngineError, match=r"the engine at http.*log"):
+        options = {"stream": stream, "log": tmp_path / "engine.log", "request_timeout_s": 0.2}
+        _run(lambda client: client.generate("base", [1], SAMPLING), script, **options)
+
+
+@pytest.mark.parametrize("text", ["vllm:num_requests_running", "vllm:num_requests_waiting inf", "vllm:num_requ\xff"])
+def test_metrics_that_cannot_be_read_are_the_engines_fault(script, text):
+    """They ended the rollout service."""
+    script.metrics = text
+    with pytest.raises(EngineError, match="tells no metrics that can be read"):
+        _run(lambda client: client.load(), script)
 
 
 def test_cancelled_calls_leave_the_others_alone_and_end_a_request_nobody_waits_for(script):
