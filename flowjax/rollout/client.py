@@ -8,6 +8,8 @@ one's fail at once, with what had been streamed until then: another engine can g
 import asyncio
 import contextlib
 import json
+import logging
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ import aiohttp
 
 from flowjax.monitor.trouble import explain
 
+_log = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _CONTROL_TIMEOUT_S = 60.0  # for everything but completions, and new weights, which may wait for the end of some
 _HEALTH_TIMEOUT_S = 5.0
@@ -419,7 +422,7 @@ class EngineClient:
         body = completion_body(model, sampling, batch.prompts, stream=self._stream)
         headers = {"X-Flowjax-Pinned": "1"} if pinned else {}
         clock = asyncio.get_running_loop().time
-        pause_s, alive_s = _FIRST_RETRY_S, clock()
+        pause_s, alive_s, failing_s = _FIRST_RETRY_S, clock(), math.inf  # since it first failed at this
         while True:
             ask = self._streamed if self._stream else self._whole
             attempt = asyncio.ensure_future(ask(body, headers, batch))
@@ -432,11 +435,13 @@ class EngineClient:
                         raise _Away("no answer to /health")
                 return attempt.result()
             except (_Away, aiohttp.ClientError, OSError) as error:
-                if not self._patient or clock() - alive_s > self._timeout_s:
-                    raise EngineAway(
-                        f"the engine at {self.url} has been away for {clock() - alive_s:.0f} s"
-                        f" ({error or type(error).__name__}){self._see_log()}"
-                    ) from error
+                if isinstance(error, _Away) and failing_s == math.inf:
+                    failing_s = clock()
+                    _log.warning("the engine at %s fails: %s", self.url, error)
+                away_s = clock() - min(alive_s, failing_s)  # a gateway may fail after a while, and be healthy till then
+                if not self._patient or away_s > self._timeout_s:
+                    problem = f"has been away for {away_s:.0f} s ({error or type(error).__name__}){self._see_log()}"
+                    raise EngineAway(f"the engine at {self.url} {problem}") from error
             finally:
                 attempt.cancel()  # closes the connection: the engine stops sampling what nobody waits for
             await asyncio.sleep(pause_s)

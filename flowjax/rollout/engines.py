@@ -116,13 +116,14 @@ class EnginePool:
         """
         key = group or ",".join(map(str, prompt_ids[:_PREFIX_TOKENS]))
         before, failing_s = Partial(), math.inf  # since when no engine has sampled a token of it
+        pause_s = _FIRST_PROBE_S
         clock = asyncio.get_running_loop().time
         while True:
             left = sampling.max_new_tokens - len(before.sampled_ids)
             if not left:  # the engine died between the last token and saying so
                 before.finish_reason = "length"
                 return before.completion()
-            member = await self._choose(model, key)
+            member = await self._choose(model, key, pause_s)
             member.in_flight += 1
             try:
                 # What another engine had sampled is part of the prompt now: this one goes on behind it.
@@ -144,6 +145,7 @@ class EnginePool:
                 failing_s = math.inf if partial.sampled_ids else min(failing_s, clock())
                 if clock() - failing_s > self._timeout_s:
                     raise
+                pause_s = _FIRST_PROBE_S if partial.sampled_ids else min(2 * pause_s, _LAST_PROBE_S)
                 self.moved_calls += 1
                 self.continued_calls += bool(partial.sampled_ids)
                 before.append(partial.completion())
@@ -181,10 +183,10 @@ class EnginePool:
         ]
         return {"engines": engines, "moved_calls": self.moved_calls, "continued_calls": self.continued_calls}
 
-    async def _choose(self, model: str, key: str) -> Member:
-        """The engine for a call; waits while all are away."""
+    async def _choose(self, model: str, key: str, pause_s: float) -> Member:
+        """The engine for a call; waits while all are away, `pause_s` at first before it asks whether they are."""
         clock = asyncio.get_running_loop().time
-        started_s, pause_s = clock(), _FIRST_PROBE_S
+        started_s = clock()
         while not any(member.up for member in self.members):
             if clock() - started_s > self._timeout_s:
                 urls = ", ".join(member.client.url for member in self.members)
@@ -347,39 +349,38 @@ class ServedBase:
         Raises:
             EngineError: the engines are away, refuse, or do not get the version.
         """
-        if model == self.name:
-            return await self._generate_frozen(prompt_ids, sampling, group)
+        name, pause_s = model, _FIRST_PROBE_S
         while True:
-            version = self.follower.current(model)[0] if pinned is None else pinned
-            # Held from before the request is sent: the follower would unload an old version between the two.
-            with self.follower.requesting(model, version) as name:
+            with contextlib.ExitStack() as held:
+                if model != self.name:
+                    version = self.follower.current(model)[0] if pinned is None else pinned
+                    # From before the request is sent: the follower would unload an old version between the two.
+                    name = held.enter_context(self.follower.requesting(model, version))
                 try:
                     return await self.engine.generate(
                         name, prompt_ids, sampling, group=group, pinned=pinned is not None
                     )
-                except UnknownModel:  # the engine has been restarted, or holds other weights by now
+                except UnknownModel:  # the engine has been restarted or not looked at yet, or holds other weights
+                    if pause_s > self._patience_s:  # it lists what it does not serve
+                        raise
                     self.follower.recheck(name)
+                    await asyncio.sleep(pause_s)
                     await self.served(model, pinned)
+            pause_s *= 2
 
-    async def _generate_frozen(self, prompt_ids: Sequence[int], sampling: SamplingOptions, group: str) -> EngineReply:
-        while True:
-            try:
-                return await self.engine.generate(self.name, prompt_ids, sampling, group=group)
-            except UnknownModel:  # engines that have just come up have not been looked at yet
-                self.follower.recheck(self.name)
-                await self._soon(self.name, self.follower.listed(self.name))
-
-    async def served(self, policy: str, version: int | None) -> None:
-        """Wait until an engine has that version, or whichever is the current one.
+    async def served(self, model: str, version: int | None) -> None:
+        """Wait until an engine has that version of a policy, or whichever is the current one; or the base itself.
 
         Raises:
             EngineError: none has it in time; `VersionAway` of one that is named, and can be had here.
         """
-        if version is None:
-            await self._soon(policy, self.follower.serve_current(policy))
+        if model == self.name:
+            await self._soon(model, self.follower.listed(model))
+        elif version is None:
+            await self._soon(model, self.follower.serve_current(model))
         else:
-            away = VersionAway if version in self.follower.held(policy) else EngineError
-            await self._soon(model_name(policy, version), self.follower.serve(policy, version), away)
+            away = VersionAway if version in self.follower.held(model) else EngineError
+            await self._soon(model_name(model, version), self.follower.serve(model, version), away)
 
     async def _soon(self, name: str, served: Awaitable[None], away: type[EngineError] = EngineError) -> None:
         arrival = asyncio.ensure_future(served)

@@ -23,6 +23,8 @@ class FakeEngine:
         self.adapters: dict[str, str] = {}
         self.away = False  # answers 503, as vLLM does when its engine is dead
         self.refuse = False  # answers 400 to every completion
+        self.only_lists = False  # answers 404 to every completion
+        self.unknown = 0  # completions so answered
         self.hold = asyncio.Event()  # completions wait for it
         self.hold.set()
         self.waiting = 0  # requests, by its own account
@@ -80,7 +82,8 @@ class FakeEngine:
             return web.Response(status=503)
         if self.refuse:
             return web.json_response({"error": {"message": "this engine refuses"}}, status=400)
-        if body["model"] not in (self.base, *self.adapters):
+        if self.only_lists or body["model"] not in (self.base, *self.adapters):
+            self.unknown += 1
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         self.bodies.append({name: value for name, value in body.items() if name != "prompt"})
         self.prompts[body["model"]] = self.prompts.get(body["model"], 0) + len(body["prompt"])

@@ -205,6 +205,22 @@ def test_gives_up_on_an_engine_that_only_fails(script):
         _run(lambda client: client.generate("base", [1], SAMPLING), script, request_timeout_s=0.3)
 
 
+def test_gives_up_on_an_engine_that_fails_slowly(script, monkeypatch, caplog):
+    """As behind a gateway that answers 504: its /health was good meanwhile, and the time began anew with each try."""
+    monkeypatch.setattr(client_module, "_PROBE_EVERY_S", 0.01)
+
+    async def fails(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.2)
+        return _error(504, "upstream timed out")
+
+    monkeypatch.setattr(script, "completions", fails)
+    with pytest.raises(EngineError, match=r"away for .*upstream timed out"):
+        _run(lambda client: client.generate("base", [1], SAMPLING), script, request_timeout_s=0.5)
+    assert [record.getMessage().partition(" fails: ")[2] for record in caplog.records] == [
+        "HTTP status 504: upstream timed out"
+    ]
+
+
 def test_long_requests_of_a_living_engine_are_waited_for(script, monkeypatch):
     monkeypatch.setattr(client_module, "_PROBE_EVERY_S", 0.05)
     script.delay_s = 3.0

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from aiohttp import web
 from counting_engine import CountingEngine
 
 from flowjax.config import default_config
@@ -332,6 +333,23 @@ def test_calls_wait_while_all_engines_are_away_but_not_forever(pair):
     run(wait, *pair)
     pair[:] = [CountingEngine(MODEL), CountingEngine(MODEL)]
     run(give_up, *pair, away_s=1.0)
+
+
+def test_a_prompt_that_every_engine_fails_at_is_not_asked_without_a_pause(pair, monkeypatch):
+    """It was asked again every 0.05 s. Pauses double: 0.2 s in front of the second round, then 0.8 s, then a second."""
+
+    async def fails(engine: CountingEngine, request: web.Request) -> web.Response:
+        engine.requests.append(await request.json())
+        return web.Response(status=500)
+
+    async def ask(pool):
+        with pytest.raises(EngineAway):
+            await pool.generate(MODEL, [1], SAMPLING)
+
+    monkeypatch.setattr(CountingEngine, "_completions", fails)
+    pair[:] = [CountingEngine(MODEL), CountingEngine(MODEL)]
+    run(ask, *pair, away_s=2.0)
+    assert len(pair[0].requests) + len(pair[1].requests) <= 10
 
 
 def test_the_load_of_the_pool_is_that_of_its_engines(pair):

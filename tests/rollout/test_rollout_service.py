@@ -21,7 +21,7 @@ from flowjax.models.nano import SPECIAL_TOKENS
 from flowjax.records import Episode, Lease, Trajectory, Turn, pack
 from flowjax.rollout import __main__ as rollout_main
 from flowjax.rollout import service as rollout_service
-from flowjax.rollout.client import EngineError, VersionAway
+from flowjax.rollout.client import EngineError, SamplingOptions, VersionAway
 from flowjax.rollout.engines import ServedBase
 from flowjax.rollout.episode import EpisodePlayer, load_workflow
 from flowjax.rollout.service import RolloutError
@@ -207,6 +207,23 @@ def test_an_engine_that_comes_back_empty_costs_nothing(tmp_path):
         assert servers.engine.lora_loads.count("agent@0") == 2
         assert all(episode.status == "ok" for episode in servers.counted)
         assert run.status()["given_back"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_lists_what_it_does_not_serve_is_given_up_on(tmp_path):
+    """It was asked again at once, for as long as an episode may take."""
+
+    async def scenario():
+        run = RolloutRun(tmp_path, workflow="unruly_workflows:hangs")
+        async with run.servers() as servers, run.serving(servers) as serving:
+            servers.engine.only_lists = True
+            base = serving.service._bases[0]
+            await base.follower.ready()
+            base._patience_s = 0.3
+            with pytest.raises(EngineError):
+                await asyncio.wait_for(base.generate("agent", None, [2], SamplingOptions(1.0, 2), group=""), 60)
+            assert 1 <= servers.engine.unknown <= 4
 
     asyncio.run(scenario())
 
