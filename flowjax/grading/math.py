@@ -27,17 +27,24 @@ MAX_TERMS = 200  # of a power of a sum, multiplied out
 DECIMALS = 6  # to which decimal fractions are rounded, as math-verify does
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/\d+(?![\d.]))?%?")
+_LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/\d+(?!\d|\.\d))?%?")
 _PLAIN_NUMBER = re.compile(rf"([-+]?)({_NUMBER})(?:/([-+]?\d+))?(%?)")
+_MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
 _BASED = re.compile(r"\(?([0-9A-Za-z]+)\)?_\{?(\d+)\}?")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
 _CHAIN = re.compile(r"([^<>=]+)(<=|<)([a-zA-Z])(<=|<)([^<>=]+)")
 _ONE_SIDED = re.compile(r"([a-zA-Z])(<=|<|>=|>)([^<>=]+)")
+_COUNTS = ("hundred", "thousand", "million", "billion", "trillion", "dozen")
+_PARTS = ("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth")
+# Words behind a number that say another number with it: what holds one of them is no unit.
+NO_UNITS = {"percent", "pi", "and", "or", "plus", "minus", "half", "halves", *_COUNTS, *_PARTS}
+NO_UNITS |= {f"{word}s" for word in (*_COUNTS, *_PARTS)}
 # Words in roman type behind a number, at the end, with their power: `5\,\text{cm}^2`, `5 \mathrm{~m/s}`.
 _UNIT = re.compile(
     r"(?<=[\d)}])(?:\\[,;:! ]|[~\s])*\\(?:text|textrm|mathrm|mbox)\s*\{[~\s]*"
-    r"(?!(?:hundred|thousand|million|billion|trillion|dozen|percent|pi|or|[ap]m|[abdeiknpqrtuxyzπ])\b)([a-zA-Z][^{}\d]*)\}"
+    rf"(?![^{{}}]*\b(?:{'|'.join(NO_UNITS)})\b)"
+    r"(?!(?:squared|cubed|[ap]m|[abdeiknpqrtuxyzπ])\b)([a-zA-Z][^{}\d]*)\}"
     r"(?:\s*\^\s*(?:\d|\{\s*\d\s*\}))?[.\s]*$",
     re.IGNORECASE,
 )
@@ -265,14 +272,18 @@ def _unwrapped(text: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    return "".join(text.split()).casefold()
+    """The text without blanks, but one between the digits of two numbers: only groups of three may be one number's."""
+    text = re.sub(r"(?<=\d) (?=\d{3}(?![\d/]))", "", " ".join(text.split()))
+    return re.sub(r"(?<!\d) | (?!\d)", "", text).casefold()
 
 
 def _values(text: str) -> list[Fraction | float]:
     """The number that a text is, twice for a percentage; empty where it is none. Fractions are exact."""
-    text = text.strip()
+    text = " ".join(text.split())
     if len(text) > MAX_DIGITS:
         return []
+    if (mixed := _MIXED.fullmatch(text)) and int(mixed[4]):
+        return [(int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))) * (-1 if mixed[1] == "-" else 1)]
     if based := _BASED.fullmatch(text):
         base = int(based[2]) if len(based[2]) < 3 else 0
         try:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from flowjax.grading.answers import exact_match, f1_score, last_answer, normalise_answer, right_choice, without_thoughts
 from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Suite, fenced_blocks, judge
-from flowjax.grading.math import equal, is_number, last_boxed, plain_form
+from flowjax.grading.math import NO_UNITS, equal, is_number, last_boxed, plain_form
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.sandbox import Limits
 
@@ -32,8 +32,7 @@ _LINE = re.compile(
     r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(\S.*)$", re.IGNORECASE | re.MULTILINE
 )
 _DECLARED = re.compile(r"\banswer is\b:?", re.IGNORECASE)
-_WITH_UNIT = re.compile(r"([-+]?\\?[$€£]?[-+\d.,/]*\d)\s+([a-zA-Z][a-zA-Z ]*[a-zA-Z])\.?")
-_NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "pi"}
+_WITH_UNIT = re.compile(r"([-+]?\\?[$€£]?(?:\d+ )?[-+\d.,/]*\d)\s+(?!squared|cubed)([a-zA-Z][a-zA-Z ]*[a-zA-Z])\.?")
 _LIST = re.compile(r"\[([^\[\]]*,[^\[\]]*)\]")
 
 
@@ -170,7 +169,7 @@ def stated_answer(text: str) -> str:
 def _as_printed(answer: str, gold: str) -> str:
     """The answer without the unit behind its number, or the brackets of a printed list, where the gold has none."""
     answer = answer.strip()
-    if (unit := _WITH_UNIT.fullmatch(answer)) and not set(unit[2].lower().split()) & _NO_UNITS:
+    if (unit := _WITH_UNIT.fullmatch(answer)) and not set(unit[2].lower().split()) & NO_UNITS:
         return unit[1] if not re.search(r"[a-zA-Z]", gold) else answer
     if (printed := _LIST.fullmatch(answer)) and not set("[](){}") & set(gold):
         return printed[1]

@@ -50,6 +50,10 @@ SAME = [
     ("−7", "-7"),
     ("0.333333", "1/3"),
     ("New York", "new york"),
+    ("1 1/2", "3/2"),
+    ("-2 1/3", r"-\frac{7}{3}"),
+    ("1 000 000", "1000000"),
+    (r"5\text{ meters squared}", "5"),
 ]
 DIFFERENT = [
     ("sqrt(3)/3", r"\boxed{\frac{\sqrt2}{3}}"),  # both became "3" there
@@ -74,6 +78,13 @@ DIFFERENT = [
     (r"2\text{x}", "2"),
     ("102_2", "5"),
     ("yes", "5"),
+    ("1 1/2", "11/2"),
+    ("2 3/4", "23/4"),
+    ("2 3/0", "2"),
+    ("5 5", "55"),
+    (r"5\text{ and a half}", "5"),
+    (r"5\text{ thirds}", "5"),
+    (r"5\text{ squared}", "5"),
 ]
 
 
@@ -172,6 +183,8 @@ def test_the_last_box_is_found_with_the_braces_inside():
 def test_the_last_number_is_found():
     cases = {
         "so 3 + 4 = 7.": "7",
+        "The answer is 1/2.": "1/2",
+        "a version 1/2.5": "2.5",
         "about $1,234.50 in all": "1,234.50",
         "it is -3/4": "-3/4",
         "x2 is 5%": "5%",

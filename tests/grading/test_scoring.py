@@ -42,6 +42,8 @@ def scorer() -> Iterator[Scorer]:
         ("At first I had \\boxed{7}, but it is \\boxed{8}", "8"),
         ("18 eggs", "18"),
         ("[-3, 1]", "1, -3"),  # as a program prints several solutions
+        ("1 1/2 cups", "1.5"),
+        ("5 metres squared", "5"),
     ],
 )
 def test_right_answers_of_mathematics(scorer: Scorer, answer: str, gold: str):
@@ -58,6 +60,12 @@ def test_right_answers_of_mathematics(scorer: Scorer, answer: str, gold: str):
         ("0.001", "0.0015"),
         ("First 12, then 34, so we add them", "34"),  # no number is fished out of prose
         ("2 million", "2"),
+        ("2 halves", "2"),
+        ("5 and a half", "5"),
+        ("5 or more", "5"),
+        ("3 squared", "3"),
+        ("3 fifths", "3"),
+        ("1 1/2 cups", "11/2"),
         ("[1, 2]", "(1, 2)"),
         ("yes", "ye"),
         ("WORKFLOW_ERROR: 500", "500"),
