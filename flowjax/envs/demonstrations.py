@@ -124,13 +124,27 @@ def _statements(origin: str) -> list[ast.stmt]:
     return ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else []
 
 
-def declared(module: str, name: str) -> tuple[str, ...]:
-    """The words that a module's constant of this name lists, () where it has none or makes them as it runs."""
+def declared(module: str, name: str) -> Any:
+    """The value of a module's constant of this name, () where it has none or makes it as it runs."""
     for node in _statements(_file(module)):
         if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
             with contextlib.suppress(ValueError):
-                return tuple(ast.literal_eval(node.value))
+                return ast.literal_eval(node.value)
     return ()
+
+
+def outcomes_of(workflow: str, agent: str, world: type[World]) -> tuple[str, ...]:
+    """Outcomes that every part of an agent reports in episodes of the world: see `flowjax.workflows`.
+
+    Raises:
+        WorldError: the workflow does not list its own by agent.
+    """
+    module = workflow.partition(":")[0]
+    by_agent = declared(module, "OUTCOMES") or {}
+    if not isinstance(by_agent, dict):
+        raise WorldError(f"{module} has OUTCOMES {by_agent!r}: give a map of agents to the outcomes that each reports")
+    named = tuple(by_agent.get(agent, ()))
+    return named if "success" in named else (*world.OUTCOMES, *named)
 
 
 def demonstrates(module: str) -> bool:

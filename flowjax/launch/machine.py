@@ -54,6 +54,17 @@ def check_model(base: Base) -> list[str]:
     return [*_nano_conflicts(folder, nano), *_taught_otherwise(folder, base.warm_start)] if nano is not None else []
 
 
+def unprepared(folder: Path) -> str:
+    """Reason why a base model's engine answers no chat, "" where it does or its folder is not there yet."""
+    settings = folder / "tokenizer_config.json"
+    if not settings.exists() or (folder / "chat_template.jinja").exists() or "chat_template" in settings.read_text():
+        return ""
+    return (
+        f"config.model.path {str(folder)!r} has no chat template in its tokenizer, without which its engine answers no "
+        "operator: take an instruction-tuned model, or add chat_template.jinja"
+    )
+
+
 def _taught_otherwise(folder: Path, warm_start: ConfigDict) -> list[str]:
     """Fields of the warm start that would change nothing, since the base is there and was taught by other ones."""
     try:

@@ -18,9 +18,17 @@ from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
 from flowjax.envs import NotReady, World, WorldError, find_world
-from flowjax.envs.demonstrations import base_words, declared, demonstrates, is_executor, workflow_problem
+from flowjax.envs.demonstrations import (
+    base_words,
+    declared,
+    demonstrates,
+    is_executor,
+    outcomes_of,
+    workflow_problem,
+)
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.launch.devices import adapter_slots_bytes, memory_plan, memory_together
+from flowjax.launch.machine import unprepared
 from flowjax.rollout.sidecar import unserved_targets
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 
@@ -154,22 +162,11 @@ def _executors(run: Run) -> Iterator[str]:
                     f"up to {tokens} tokens, beside their prompts: raise it, or lower max_new_tokens and "
                     "retry_new_tokens",
                 )
-            if (why := _unprepared(Path(base.model.path))) and base.model.nano is None:
+            if (why := unprepared(Path(base.model.path))) and base.model.nano is None:
                 obstacles.append(in_base(name, why))
         obstacles += world.obstacles()
     if obstacles:
         raise NotReady("\n".join(_named(obstacles)))
-
-
-def _unprepared(folder: Path) -> str:
-    """Reason why a base model's engine answers no chat, "" where it does or its folder is not there yet."""
-    settings = folder / "tokenizer_config.json"
-    if not settings.exists() or (folder / "chat_template.jinja").exists() or "chat_template" in settings.read_text():
-        return ""
-    return (
-        f"config.model.path {str(folder)!r} has no chat template in its tokenizer, without which its engine answers no "
-        "operator: take an instruction-tuned model, or add chat_template.jinja"
-    )
 
 
 def _data(config: ConfigDict) -> Iterator[str]:
@@ -217,18 +214,20 @@ def _learning(run: Run) -> Iterator[str]:
     """Reward, credit and loss of each policy."""
 
     def check(policy: Policy) -> list[str]:
-        reward = _messages(_reward, policy.reward.components, run.config)
+        reward = _messages(_reward, policy, run)
         return [*reward, *_messages(_credit, policy.credit), *_messages(_loss, policy.loss)]
 
     yield from on_each_policy(run, check)
 
 
-def _reward(components: ConfigDict, config: ConfigDict) -> Iterator[str]:
+def _reward(policy: Policy, run: Run) -> Iterator[str]:
     from flowjax.rewards import check_reward
 
-    if components:
-        outcomes = (*find_world(config.env.name).OUTCOMES, *declared(config.workflow.partition(":")[0], "OUTCOMES"))
-        check_reward(components.to_dict(), outcomes, config.env.name)
+    components, workflow, world = policy.reward.components.to_dict(), run.config.workflow, run.config.env.name
+    agents = [agent for agent, speaker in run.agents.items() if speaker == policy.name] or [""]
+    for agent in agents if components else ():
+        who = f"the {agent} of {workflow}" if agent and len(run.agents) > 1 else world
+        check_reward(components, outcomes_of(workflow, agent, find_world(world)), who)
     yield from ()
 
 
@@ -409,10 +408,8 @@ def _checkpoints(run: Run, folder: Path) -> Iterator[str]:
     def check(policy: Policy) -> Iterator[str]:
         steps, problems = whole_steps(folder / policy.name), []
         if steps and policy.trainer.steps < steps[-1]:
-            yield (
-                f"config.trainer.steps is {policy.trainer.steps}, but the run is at step {steps[-1]}: give at least "
-                "that, or leave it out"
-            )
+            made = f"but the run is at step {steps[-1]}: give at least that"
+            yield f"config.trainer.steps is {policy.trainer.steps}, {made}"
         for step in reversed(steps):
             try:
                 read_adapter(folder / policy.name, step)

@@ -1,7 +1,8 @@
 """Episodes as async functions over named agents.
 
 An agent: messages in, one reply of one policy out, with the exact tokens that made it. The module of a workflow lists
-the agents that it asks as AGENTS, and outcomes that it adds to the world's as OUTCOMES: a launch is checked by both.
+the agents that it asks as AGENTS, and as OUTCOMES, by agent, what each of its parts reports beside the world's outcomes
+(in place of them where `success` is among it). A launch is checked by both.
 """
 
 import json

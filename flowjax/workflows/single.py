@@ -9,7 +9,7 @@ from flowjax.records import Status, Task, Turn
 from flowjax.workflows import Agent, AgentTurns, Played, Reply, record_turn, shown_as
 from flowjax.workflows.codec import PromptTooLong
 
-OUTCOMES = ("turns", "invalid_actions", "env_return")  # that `play` adds to the world's own
+OUTCOMES = {"agent": ("turns", "invalid_actions", "env_return")}  # that `play` adds to the world's own
 DEFAULT_HISTORY: Mapping[Style, int] = {"instruct": 2, "compact": 0}
 AGENTS = ("agent",)  # those that it asks: `config.agents` says who speaks for them
 AGENT = AGENTS[0]

@@ -20,7 +20,7 @@ from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, turn_counts
 from flowjax.workflows.solver_verifier import SOLVER, answered, attempt, near_miss, parse_choice, question
 
-OUTCOMES = ("score", "decided_right", "first_success", "either_success")  # beside the world's
+OUTCOMES = {"selector": ("success", "score")}  # of every choice; some have `decided_right`, too
 AGENTS = ("solver", "selector")
 SELECTOR = AGENTS[1]
 CHOICES = ("a", "b")

@@ -18,7 +18,7 @@ from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
 
-OUTCOMES = ("answer_right", "approved_right", "rejected_wrong")  # of verdicts, beside the world's
+OUTCOMES = {"verifier": ("success", "answer_right")}  # of every verdict; each has another one besides
 AGENTS = ("solver", "verifier")
 SOLVER, VERIFIER = AGENTS
 APPROVE, REJECT = "approve", "reject"

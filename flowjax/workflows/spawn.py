@@ -23,7 +23,7 @@ from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import AGENT, EpisodeOptions, do, turn_counts
 from flowjax.workflows.solver_verifier import answered, slipped
 
-OUTCOMES = ("helpers",)  # beside the world's
+OUTCOMES = {"agent": ("helpers",), "helper": ("helpers",)}
 AGENTS = ("agent", "helper")
 HELPER = AGENTS[1]
 MOST_TASKS = 4  # of a spawn

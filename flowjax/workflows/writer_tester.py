@@ -25,7 +25,7 @@ from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, Move, take_turn, turn_counts
 
-OUTCOMES = ("answer_right", "tests_valid", "first_success", "attempts", "approved")  # beside the world's
+OUTCOMES = {"tester": ("success", "answer_right", "tests_valid", "score")}
 AGENTS = ("writer", "tester")
 WRITER, TESTER = AGENTS
 TESTS = 2  # of one reply; more are not run
@@ -72,7 +72,8 @@ async def play(
     their `score`: the problem's own solution passes them all. Replies without tests approve, and agree with nothing.
     """
     parts: list[AgentTurns] = []
-    outcome = dict.fromkeys((*options.world.OUTCOMES, *OUTCOMES[1:]), 0.0)
+    added = ("tests_valid", "first_success", "attempts", "approved")
+    outcome = dict.fromkeys((*options.world.OUTCOMES, *added), 0.0)
     status: Status = "ok"
     error = ""
     try:

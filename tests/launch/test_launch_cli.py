@@ -153,7 +153,7 @@ def test_a_run_is_not_resumed_to_a_step_that_it_is_beyond(config, tmp_path, poli
         (folder / "data").mkdir(parents=True)
         (folder / "commit_success.txt").write_text("")
     found = examine(resolve(config, run_dir), Devices(), resume=True)
-    refusal = f"{field}.trainer.steps is 2, but the run is at step 3: give at least that, or leave it out"
+    refusal = f"{field}.trainer.steps is 2, but the run is at step 3: give at least that"
     assert refusal in found.problems
     config.trainer.steps = 3
     found = examine(resolve(config, run_dir), Devices(), resume=True)

@@ -11,6 +11,7 @@ import pytest
 
 from configs import canvas, code, sokoban
 from configs.math_pair import get_config
+from flowjax import rewards
 from flowjax.envs.demonstrations import declared
 from flowjax.launch.probe import inspect_run
 from flowjax.models.config import hf_config, known_shape
@@ -25,6 +26,11 @@ def problems(**changes) -> list[str]:
     config.model.path = ""
     config.update_from_flattened_dict(changes)
     return inspect_run(resolve(config), 1, None)["problems"]
+
+
+def answered(answered):
+    """A component of one's own that reads an outcome of the world."""
+    return answered
 
 
 def test_a_reward_may_read_what_the_workflow_adds_to_the_worlds_outcomes():
@@ -86,6 +92,26 @@ def test_a_mistyped_module_of_a_workflow_is_named_once_and_the_mesh_is_still_sho
     (message,) = [text for text in found["problems"] if "sngle" in text]
     assert message.startswith("config.workflow is 'flowjax.workflows.sngle:play', which cannot be imported (No module")
     assert found["plan"]["mesh"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "component", "lacks"),
+    [("solver", "verdict", "answer_right"), ("verifier", "answered", "answered"), ("solver", "answered", "")],
+)
+def test_a_reward_may_not_read_what_the_agents_of_its_policy_do_not_report(policy, component, lacks, monkeypatch):
+    """Every episode was refused by the dataflow, or its group could not be credited."""
+    monkeypatch.setitem(rewards.COMPONENTS, "answered", f"{__name__}:answered")
+    found = problems(**{f"policies.{policy}.reward": {"components": {component: 1.0}}})
+    assert len(found) == bool(lacks)
+    for text in found:
+        assert text.startswith(f"config.policies.{policy}.reward.components.{component} needs the outcome {lacks!r}")
+        assert f"which the {policy} of flowjax.workflows.solver_verifier:play does not report" in text
+
+
+def test_outcomes_of_a_workflow_are_by_agent(tmp_path, monkeypatch):
+    (tmp_path / "flat.py").write_text('OUTCOMES = ("helpful",)\n\nasync def play(*_, **__): ...\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert any("flat has OUTCOMES ('helpful',): give a map" in text for text in problems(workflow="flat:play"))
 
 
 def test_outcomes_of_another_workflow_are_not_there():

@@ -190,7 +190,7 @@ def test_running_out_of_turns_is_an_ordinary_end(folder: Path):
     assert played.outcome["success"] == 0.0
     assert played.outcome["invalid_actions"] == 2.0
     assert played.outcome["env_return"] == pytest.approx(-0.4)
-    assert set(played.outcome) == {*WORLD.OUTCOMES, *OUTCOMES}
+    assert set(played.outcome) == {*WORLD.OUTCOMES, *OUTCOMES["agent"]}
 
 
 @pytest.mark.parametrize("status", ["timeout", "env_error"])
