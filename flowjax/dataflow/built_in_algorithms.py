@@ -24,10 +24,11 @@ class SkipSolved(Algorithm):
     """Passes over tasks that are solved nearly always.
 
     Each task keeps a moving average s <- decay * s + (1 - decay) * share of rewards above `solved_above`, from 0, and
-    is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565).
+    is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565), but for `solved_above`: there it is
+    0, of rewards without a part for the format, which a wrong answer may have.
     """
 
-    def __init__(self, *, seed: int, decay: float = 0.9, threshold: float = 0.95, solved_above: float = 0.0):
+    def __init__(self, *, seed: int, decay: float = 0.9, threshold: float = 0.95, solved_above: float = 0.5):
         del seed
         _check_shares(decay=decay, threshold=threshold)
         self._decay, self._threshold, self._solved_above = decay, threshold, solved_above
@@ -63,7 +64,7 @@ class Difficulty(Algorithm):
     """
 
     def __init__(
-        self, *, seed: int, target: float = 0.5, floor: float = 0.1, rate: float = 0.5, solved_above: float = 0.0
+        self, *, seed: int, target: float = 0.5, floor: float = 0.1, rate: float = 0.5, solved_above: float = 0.5
     ):
         _check_shares(target=target, floor=floor, rate=rate)
         self._seed, self._target, self._floor, self._rate = seed, target, floor, rate
