@@ -14,6 +14,7 @@ from flowjax.fields import nearest
 # Names that a template is given anyhow: by us, by transformers, and the special tokens.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 _GIVEN |= {f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
+_OPENED = re.compile(r"<think>\s*\Z")
 _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag around replies
 
 
@@ -167,7 +168,9 @@ class Codec:
             pieces += self._plain(message["content"]).strip(), after
         ids = self._tokenize("".join(pieces))
         # Gemma's replies end with a special token that is not the tokenizer's end of sequence.
-        ended = len(reply) > 0 and ids[:1] == [reply[-1]] and not self.decode(ids[:1])
+        ended = (
+            len(reply) > 0 and ids[:1] == [reply[-1]] and not self._tokenizer.decode(ids[:1], skip_special_tokens=True)
+        )
         return ids[1:] if ended else ids
 
     def encode_reply(self, reply: str) -> list[int]:
@@ -175,8 +178,16 @@ class Codec:
         return [*self._tokenize(reply), self.eos_token_id]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled tokens, special tokens left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        """The text of a reply, special tokens left out, with the <think> that its prompt may end with.
+
+        A thought that is cut has no other sign of being one.
+        """
+        return self._opened + self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    @functools.cached_property
+    def _opened(self) -> str:
+        found = _OPENED.search(self._render([{"role": "user", "content": "."}]))
+        return found.group() if found else ""
 
     def _tokenize(self, text: str) -> list[int]:
         return self._tokenizer._tokenizer.encode(text, add_special_tokens=False).ids

@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from flowjax.envs.sokoban import Sokoban
+from flowjax.grading.answers import without_thoughts
 from flowjax.models.nano import build_tokenizer, create_nano
 from flowjax.workflows.codec import Codec, CodecError, PromptTooLong
 
@@ -201,6 +202,19 @@ def test_contents_hold_no_special_tokens(tmp_path: Path, template: str):
     assert marks(codec.encode_after([3], [user(hostile)])) == marks(codec.encode_after([3], [user("ab")])) != []
     read = made.decode(codec.encode([user(hostile)]), skip_special_tokens=True)
     assert read.replace("\u200b", "") == f"user\n{hostile}\nassistant\n"
+
+
+def test_a_thought_that_the_prompt_opens_is_one_however_it_is_cut(tmp_path: Path):
+    """As of Qwen3's thinking models and distilled R1; what is considered there would be played."""
+    opening = CHATML.replace("assistant\n", "assistant\n<think>\n")
+    made = byte_level(tmp_path, "qwen3", "PreTrainedTokenizerFast", template=opening)
+    codec = Codec(tmp_path)
+    cut, ended = (made.encode(text).ids for text in ("ab 12 <action>ab", "ab 12</think>ab"))
+    assert codec.decode(cut) == "<think>\nab 12 <action>ab" and without_thoughts(codec.decode(cut)) == ""
+    assert without_thoughts(codec.decode(ended)) == "ab"
+    assert codec.encode_after([*cut, 2], [user("ab")]) == codec.encode_after(cut, [user("ab")])[1:]
+    byte_level(tmp_path, "qwen3", "PreTrainedTokenizerFast")
+    assert Codec(tmp_path).decode(cut) == "ab 12 <action>ab"
 
 
 def test_a_folder_that_cuts_and_pads_texts_gives_whole_prompts(folder: Path):
