@@ -167,11 +167,13 @@ class Codec:
         for message, after in zip(messages, text[1:], strict=True):
             pieces += self._plain(message["content"]).strip(), after
         ids = self._tokenize("".join(pieces))
-        # Gemma's replies end with a special token that is not the tokenizer's end of sequence.
-        ended = (
-            len(reply) > 0 and ids[:1] == [reply[-1]] and not self._tokenizer.decode(ids[:1], skip_special_tokens=True)
-        )
-        return ids[1:] if ended else ids
+        last = reply[-1] if len(reply) else None
+        # Gemma's replies end with a special token that is not the tokenizer's end of sequence, Llama 2's template has a
+        # space before it.
+        if last not in ids or self._tokenizer.decode([last], skip_special_tokens=True):
+            return ids
+        end = ids.index(last)
+        return ids if self._tokenizer.decode(ids[:end]).strip() else ids[end + 1 :]
 
     def encode_reply(self, reply: str) -> list[int]:
         """Token ids of a complete reply, end-of-sequence included."""

@@ -285,6 +285,20 @@ def test_the_end_of_a_turn_may_be_another_token_than_the_end_of_a_sequence(folde
     assert said.encode_after(said.encode_reply("two")[:-1], [user("one")])[0] == said.encode_reply("two")[0], "a word"
 
 
+def test_white_space_before_the_end_of_a_turn_is_left_out_with_it(tmp_path: Path):
+    """As Llama 2 has it."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} <|im_end|>"
+        "{% else %}<|im_start|>{{ m.content }}12{% endif %}{% endfor %}"
+    )
+    made = byte_level(tmp_path, "llama", "PreTrainedTokenizerFast", template=template)
+    codec, end = Codec(tmp_path), MARKS.index("<|im_end|>")
+    reply = made.encode(" ab").ids
+    assert made.decode(codec.encode_after([*reply, end], [user("ab")]), skip_special_tokens=False) == "<|im_start|>ab12"
+    cut = codec.encode_after(reply, [user("ab")])
+    assert made.decode(cut, skip_special_tokens=False) == " <|im_end|><|im_start|>ab12"
+
+
 @pytest.mark.parametrize(
     "template",
     [None, "{{ messages[0].content | upper }}", "{% for m in messages %}{{ m.content }} %s {% endfor %}assistant "],
