@@ -124,6 +124,9 @@ def completion_body(model: str, sampling: SamplingOptions, prompts: list[list[in
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
         "logprobs": 0,  # of the sampled token and no other

@@ -143,6 +143,8 @@ def test_a_request_names_every_parameter_of_sampling(script):
     plain, asked = ([request[name] for name in names] for request in script.requests)
     assert plain == [1.0, 2, 1.0, 0, 0.0, [], []]
     assert asked == [0.6, 8, 0.95, 20, 0.1, ["</action>", "\n\n"], [7]]
+    none = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    assert all(request.items() >= none.items() for request in script.requests)
 
 
 def test_requests_carry_no_seed(script):
