@@ -213,17 +213,20 @@ def _refuse_unsupported(raw: Mapping[str, Any], kind: str, source: str) -> None:
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "use_bidirectional_attention": (False, None),
+        "partial_rotary_factor": (1, None),
     }
     if kind == "qwen2":
         wanted.pop("attention_bias")
     for name, accepted in wanted.items():
         if name in raw and raw[name] not in accepted:
             raise ModelError(f"{source}: {name} is {raw[name]!r}; for {kind} only {accepted[0]!r} is implemented")
+    if kind == "llama" and raw.get("sliding_window") and SLIDING in (raw.get("layer_types") or ()):
+        raise ModelError(f"{source}: layer_types has {SLIDING!r}; for llama only {FULL!r} is implemented")
 
 
 def _window(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window, and the layers without it: by `layer_types`, or by the rule of older configs."""
-    window = raw.get("sliding_window")
+    window = raw.get("sliding_window") or None  # some configs have 0 for none
     if window is None or (family.window_switch and not raw.get("use_sliding_window")):
         return None, ()
     types = raw.get("layer_types")
@@ -289,6 +292,8 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any], source: str) -> AnyScaling | None:
+    if (part := rope.get("partial_rotary_factor")) not in (1, None):
+        raise ModelError(f"{source}: the rope's partial_rotary_factor is {part!r}; only 1 is implemented")
     kind = rope["rope_type"]
     if kind == "default":
         return None

@@ -81,6 +81,28 @@ def test_refusals(changes, message):
         parse_config(QWEN3 | changes)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+def test_what_an_engine_would_do_otherwise_is_refused(kind: str):
+    described = QWEN3 | {"model_type": kind}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    assert parse_config(described | {"rope_parameters": rope | {"partial_rotary_factor": 1.0}})
+    for changes in ({"rope_parameters": rope | {"partial_rotary_factor": 0.5}}, {"partial_rotary_factor": 0.5}):
+        with pytest.raises(ModelError, match=r"partial_rotary_factor is 0\.5; .*only 1 is implemented"):
+            parse_config(described | changes)
+    windows = {"sliding_window": 8, "layer_types": ["sliding_attention"] * int(QWEN3["num_hidden_layers"])}
+    if kind == "llama":
+        with pytest.raises(ModelError, match="layer_types has 'sliding_attention'; for llama only 'full_attention'"):
+            parse_config(described | windows)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_a_window_of_no_tokens_is_none(kind: str):
+    """As engines read it."""
+    described = QWEN3 | {"model_type": kind, "use_sliding_window": True, "max_window_layers": 0}
+    assert parse_config(described | {"sliding_window": 8}).sliding_window_tokens == 8
+    assert parse_config(described | {"sliding_window": 0}).sliding_window_tokens is None
+
+
 def test_missing_field_is_named():
     with pytest.raises(ModelError, match=r"config.json lacks the field 'hidden_size': it is not a complete qwen3"):
         parse_config({key: value for key, value in QWEN3.items() if key != "hidden_size"})
