@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from flowjax import records
 from flowjax.config import default_config
-from flowjax.dataflow.algorithms import BUILT_IN, Algorithm, Table, build_algorithms, task_name
+from flowjax.dataflow.algorithms import BUILT_IN, build_algorithms
 from flowjax.dataflow.server import Server
 from tests.dataflow.test_algorithms import PASS_RATES, Population
 from tests.dataflow.test_flow import configuration, make_flow
@@ -49,8 +49,10 @@ def test_all_fields_of_records_are_listed(name):
 
 
 def test_the_example_of_a_data_algorithm_works(tmp_path):
-    example = re.search(r"    class OnlyHard\(Algorithm\)(?:.+\n|\n+    )+", PAGE) or pytest.fail("no example")
-    names: dict[str, Any] = {"Algorithm": Algorithm, "Table": Table, "task_name": task_name}
+    example = re.search(r"    from flowjax\.dataflow\.alg\w+ import (?:.+\n|\n+    )+", PAGE) or pytest.fail(
+        "no example"
+    )
+    names: dict[str, Any] = {}
     exec(textwrap.dedent(example[0]), names)
     population = Population(tmp_path, {})
     population.flow.algorithms.by_name["mine"] = names["OnlyHard"](seed=0, threshold=0.2)
