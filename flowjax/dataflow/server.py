@@ -2,7 +2,7 @@
 
     POST /<name>     a message to the dataflow (`flowjax.dataflow.service`) -> its answer
     GET  /status     -> JSON counts, of the last half second
-    GET  /finished   -> JSON: whether the run is over; with ?hold_s= so long after at most, once it is
+    GET  /finished   -> JSON: whether the run is over; with ?hold_s= held back so long at most while it is not
     GET  /metrics    -> the same for Prometheus
     GET  /health     -> ok, without a token
 
