@@ -64,9 +64,15 @@ def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
         raise ValueError(f"--{unknown[0]} is not known: use some of {', '.join(f'--{name}' for name in _OPTIONS)}")
     if not runs:
         raise ValueError("no run is named: give the folder of one, for example runs/sokoban-nano")
+    for run in runs:  # the first look would tell it, and no more than that
+        if "serve" in options and not (run / "config.json").exists():
+            flags = "values of flags after '=', as in --serve=8700"
+            raise ValueError(f"{run} has no config.json: give the folder of a run, and {flags}")
     for name in ("groups", "serve"):
-        if options.get(name) and not options[name].isdigit():
+        if options.get(name) and not options[name].isdecimal():
             raise ValueError(f"--{name} is {options[name]!r}: give a whole number")
+    if int(port := options.get("serve") or _PORT) > 65535:
+        raise ValueError(f"--serve is {port}: give a port of at most 65535")
     if "host" in options and "serve" not in options:
         raise ValueError("--host says where --serve listens: give both")
 
@@ -86,7 +92,11 @@ def _serve(runs: Sequence[Path], options: dict[str, str]) -> int:
     """Answer every look with the page as the runs are now."""
     host, port = options.get("host") or "127.0.0.1", int(options.get("serve") or _PORT)
     handler = partial(PageHandler, runs, int(options.get("groups") or 0), {})
-    with http.server.ThreadingHTTPServer((host, port), handler) as server:
+    try:
+        server = http.server.ThreadingHTTPServer((host, port), handler)
+    except OSError as error:
+        raise ValueError(f"nobody can listen at --host={host} and --serve={port} ({error}): give others") from error
+    with server:
         print(f"http://{host}:{server.server_port}/ shows {', '.join(map(str, runs))}; Ctrl-C ends it", flush=True)
         try:
             server.serve_forever()

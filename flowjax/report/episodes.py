@@ -57,7 +57,7 @@ class RecordedGroup:
 def batches_of(run_dir: Path, policy: str) -> list[int]:
     """Batches of a policy whose transcripts were kept, by the version that was trained."""
     names = (path.name.partition(".")[0] for path in (run_dir / "trajectories" / policy).glob("*.jsonl.gz"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def evaluations_of(run_dir: Path) -> list[str]:
@@ -89,6 +89,8 @@ def read_evaluation(run_dir: Path, name: str) -> list[RecordedGroup]:
 def _grouped(lines: Iterator[dict[str, Any]]) -> Iterator[RecordedGroup]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
+        if not isinstance(line, dict) or not {"trajectory_id", "group_id", "turns"} <= line.keys():
+            continue  # of no episode, or torn
         for turn, prompt in zip(line["turns"], whole_prompts(line["turns"]), strict=True):
             turn["prompt_ids"] = prompt
         groups.setdefault(line["group_id"], []).append(line)

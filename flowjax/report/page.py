@@ -185,4 +185,4 @@ def _chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:
 def _version(evaluation: str) -> int:
     """Version of a policy in the name of an evaluation, the lowest of several."""
     versions = [part.rpartition("@")[2] for part in evaluation.split(",")]
-    return min((int(version) for version in versions if version.isdigit()), default=0)
+    return min((int(version) for version in versions if version.isdecimal()), default=0)

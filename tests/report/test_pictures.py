@@ -1,5 +1,6 @@
 """The report of runs, from the files that their own writers leave."""
 
+import gzip
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -135,3 +136,27 @@ def test_the_command_writes_both_pictures(run: Path, capsys):
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys):
     assert main([str(tmp_path), "--svg"]) == 2
     assert "no training steps" in capsys.readouterr().err
+
+
+def test_a_line_that_is_no_episode_is_left_out(tmp_path: Path):
+    path = batch_path(tmp_path, "agent", 1)
+    path.parent.mkdir(parents=True)
+    with gzip.open(path, "wt") as file:
+        file.write('{"group_id": "g"}\n[]\n{"trajectory_id": "t", "group_id": "g", "turns": []}\n')
+    (group,) = read_batch(tmp_path, "agent", 1)
+    assert len(group.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--serve=80000"], "--serve is 80000: give a port of at most 65535"),
+        (["--groups=²"], "--groups is '²': give a whole number"),
+        (["--serve=0", "--host=192.0.2.1"], "nobody can listen at --host=192.0.2.1 and --serve=0"),
+        (["--serve", "22222"], "22222 has no config.json: give the folder of a run, and values of flags after '='"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_takes_one_message(tmp_path: Path, capsys, argv: list[str], message: str):
+    save_run(default_config(), tmp_path)
+    assert main([str(tmp_path), *argv]) == 2
+    assert message in capsys.readouterr().err
