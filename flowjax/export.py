@@ -78,7 +78,7 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
 def _policy_of(checkpoint: Path) -> tuple[Run, Policy, int]:
     """The run of a checkpoint, its policy and its step."""
     steps = committed_steps(checkpoint.parent) if checkpoint.parent.is_dir() else []
-    if not checkpoint.name.isdigit() or int(checkpoint.name) not in steps:
+    if not checkpoint.name.isdecimal() or int(checkpoint.name) not in steps:
         there = f"{checkpoint.parent} has committed steps {steps}" if steps else f"{checkpoint.parent} has none"
         raise ConfigError(f"--checkpoint={checkpoint} is not a committed checkpoint: {there}")
     run, name = read_run(checkpoint.absolute().parent.parent.parent), checkpoint.absolute().parent.name
@@ -225,6 +225,9 @@ def main(argv: Sequence[str]) -> int:
         export(Path(values.checkpoint), Path(values.out), form=str(values["format"].value), dtype=values.dtype)
     except (CheckpointError, ConfigError, ModelError) as error:
         print(f"export: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"export: --out={values.out} cannot be written ({error}): name another folder", file=sys.stderr)
         return 2
     print(f"{values.out}: {values['format'].value} of {values.checkpoint}")
     return 0

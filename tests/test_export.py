@@ -204,3 +204,12 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"export: --checkpoint={tmp_path}/9 is not a committed checkpoint")
+
+
+def test_a_folder_that_cannot_be_made_is_named(runs: Path, tmp_path: Path):
+    (tmp_path / "README.md").touch()
+    out = f"{tmp_path}/README.md/m"
+    command = [sys.executable, "-m", "flowjax.export", f"--checkpoint={runs}/lora/checkpoints/agent/4", f"--out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"export: --out={out} cannot be written (")
