@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,9 @@ def parse(
     for line in _drop_options(config, {**_given(plain), **dict(entries)}):
         print(line, file=sys.stderr)
     values = _parse_flags(plain, define, config)
+    named = {section: tuple(config[section]) for section in ("policies", "bases")}
     for path, text in entries:
-        _set_entry(config, path, text)
+        _set_entry(config, path, text, named)
     if field_problems(config):
         raise ConfigError("\n".join(check_config(config)))
     return config.lock(), values
@@ -256,8 +257,9 @@ def _has_options_of(world: str, other: str) -> bool:
         return False
 
 
-def _set_entry(config: ConfigDict, path: str, text: str) -> None:
-    """Set an open section, or what `path` names in one, to what the text says.
+def _set_entry(config: ConfigDict, path: str, text: str, named: Mapping[str, Sequence[str]]) -> None:
+    """Set an open section, or what `path` names in one, to what the text says. `named` are the recipe's own policies
+    and bases.
 
     Raises:
         ConfigError: no such policy or base, or a section where a value should be, or the other way round.
@@ -269,7 +271,7 @@ def _set_entry(config: ConfigDict, path: str, text: str) -> None:
         for index, name in enumerate(parents):
             here = ".".join(parents[: index + 1])
             if now.get(name) is None:
-                _check_known(config, here)
+                _check_known(config, here, named)
                 now[name] = ConfigDict()
             now = now[name]
             if not isinstance(now, ConfigDict):
@@ -281,21 +283,15 @@ def _set_entry(config: ConfigDict, path: str, text: str) -> None:
             and (value is not None or opened.default is not None)
         ):
             raise ConfigError(f"config.{path} takes {_KINDS[ConfigDict]}, not {text!r} (now {shown(now.get(last))})")
-        _check_known(config, path)
+        _check_known(config, path, named)
         with now.ignore_type():
             now[last] = ConfigDict(value) if isinstance(value, dict) else value
 
 
-def _check_known(config: ConfigDict, path: str) -> None:
+def _check_known(config: ConfigDict, path: str, named: Mapping[str, Sequence[str]]) -> None:
     """Refuse an entry that would add a policy or base to those that a recipe names: it is one of them, mistyped."""
     section, _, name = path.partition(".")
-    if (
-        section in ("policies", "bases")
-        and name
-        and "." not in name
-        and config[section]
-        and name not in config[section]
-    ):
+    if name and "." not in name and named.get(section) and name not in config[section]:
         listed = ", ".join(config[section])
         raise ConfigError(f"config.{path} is not there{nearest(name, config[section])}: config.{section} has {listed}")
 

@@ -109,6 +109,12 @@ def test_a_section_of_free_names_is_set_as_a_whole(recipe, field, value):
     assert section.to_dict() == value
 
 
+def test_policies_are_set_one_by_one_where_the_recipe_names_none(recipe):
+    given = ["--config.policies.a={}", "--config.policies.b.optimizer.learning_rate=1e-4"]
+    config, _ = parse([f"--config={recipe}", *given])
+    assert config.policies.to_dict() == {"a": {}, "b": {"optimizer": {"learning_rate": 1e-4}}}
+
+
 def test_recipe_that_is_not_there_names_the_nearest(recipe):
     assert f"did you mean {recipe}?" in refuse([f"--config={recipe.parent}/recpie.py"])
     assert "give the path of a recipe" in refuse(["--config=/no/such/folder/x.py"])
