@@ -385,7 +385,9 @@ def read_endpoints(folder: Path) -> dict[str, str]:
     Raises:
         OSError, ValueError: they are not known (yet).
     """
-    return json.loads((folder / _ENDPOINTS_FILE).read_text())
+    if not isinstance(found := json.loads((path := folder / _ENDPOINTS_FILE).read_text()), dict):
+        raise ValueError(f"{path} holds no addresses")
+    return found
 
 
 def write_endpoints(folder: Path, urls: Mapping[str, str]) -> None:

@@ -29,7 +29,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from rich.console import Console
 
-from flowjax.config import FIELDS, ConfigError, load_run, save_run
+from flowjax.config import FIELDS, ConfigError, asks_help, load_run, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
 from flowjax.launch.devices import (
@@ -98,6 +98,10 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
         if changed := check_unchanged(load_run(run_dir), config):
             raise ConfigError("\n".join(changed))
         named = run_dir if run_dir.name.strip(".") else run_dir.resolve()  # "." is a folder that has a name, too
+        asked = config_flags.get_override_values(values["config"])
+        wanted = Path(asked.get("runs", named.parent)) / (values["name"].value or asked.get("name", named.name))
+        if wanted.resolve() != run_dir.resolve():
+            raise ConfigError(f"--resume={run_dir} keeps that folder, but {wanted} is asked for: leave that out")
         config.name, config.runs = named.name, str(named.parent)
     else:
         run_dir = _fresh_folder(config, values)
@@ -179,18 +183,14 @@ def _devices(run: Run, values: flags.FlagValues) -> Devices:
 
 
 def main(argv: Sequence[str]) -> int:
-    if {"--help", "-h", "--helpfull"} & set(argv):
-        print(__doc__)
+    if asks_help(argv, __doc__):
         return OK
-    shown, invited, evicted = (
-        [argument.partition("=")[2] for argument in argv if argument.startswith(f"--{flag}=")]
-        for flag in ("status", "invite", "evict")
-    )
-    for flag, named, change in (("invite", invited, _invite), ("evict", evicted, _evict)):
-        if named:
-            return change(Path(shown[0]), named[0]) if shown else _refuse([f"--{flag} goes with --status=<run folder>"])
-    if shown:
-        return _show_status(Path(shown[0]))
+    shown = command_line.value_of(argv, "status")
+    for flag, change in (("invite", _invite), ("evict", _evict)):
+        if (named := command_line.value_of(argv, flag)) is not None:
+            return change(Path(shown), named) if shown else _refuse([f"--{flag} goes with --status=<run folder>"])
+    if shown is not None:
+        return _show_status(Path(shown))
     if any(argument.startswith("--role") for argument in argv):
         return _train(argv)
     try:

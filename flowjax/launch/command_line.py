@@ -219,6 +219,15 @@ def _given(argv: Sequence[str]) -> dict[str, str]:
     }
 
 
+def value_of(argv: Sequence[str], flag: str) -> str | None:
+    """Value of a flag, after `=` or a space; None where it is not given."""
+    for index, argument in enumerate(argv):
+        name, given, value = argument.partition("=")
+        if name == f"--{flag}":
+            return value if given else "".join(argv[index + 1 : index + 2])
+    return None
+
+
 def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
     """Set options back to their defaults where a command names another estimator, objective or world than the recipe,
     and say so: they were chosen for the one before, and most mean nothing to the next."""
@@ -344,7 +353,8 @@ def _parse_flags(
     except (flags.Error, ValueError, TypeError, KeyError) as error:
         raise ConfigError(_value_message(error, config)) from error
     if len(left) > 1:
-        raise ConfigError(f"{left[1]!r} is not a flag: flags start with --, values follow = or a space")
+        forms = "flags start with --, values follow = or a space, an evaluation's run folders stand before them"
+        raise ConfigError(f"{left[1]!r} is not a flag: {forms}")
     return values
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowjax.config import load_run, save_run
+from flowjax.config import ConfigError, load_run, save_run
 from flowjax.launch.__main__ import main, read_request
 from flowjax.launch.devices import Devices, share_out
 from flowjax.launch.preflight import disk_bytes, examine
@@ -181,6 +181,15 @@ def test_a_run_is_resumed_from_within_its_folder(config, tmp_path, monkeypatch):
     assert request.run.bases["base"].model.path == str(tmp_path)
 
 
+@pytest.mark.parametrize("asked", ["--name=other", "--config.name=other", "--config.runs=others"])
+def test_a_resumed_run_keeps_its_folder(config, tmp_path, monkeypatch, asked):
+    monkeypatch.chdir(tmp_path)
+    save_run(config, Path("runs/run"))
+    with pytest.raises(ConfigError, match=r"--resume=runs/run keeps that folder, but .* is asked for"):
+        read_request(["--resume=runs/run", asked])
+    read_request(["--resume=runs/run", "--name=run", f"--config.runs={tmp_path}/runs"])
+
+
 def test_disk_estimate_counts_what_is_kept(config):
     plan = {"bases": {"base": {"model": {"checkpoint_bytes": 30, "adapter_bytes": 10}}}}
     config.trainer.steps, config.trainer.keep_checkpoints, config.dataflow.max_staleness = 100, 3, 1
@@ -213,7 +222,10 @@ def test_sending_a_worker_away_takes_a_run_and_a_worker_of_another_machine(tmp_p
     assert main([f"--status={tmp_path}", "--evict=far-1"]) == 2
     assert "endpoints.json cannot be read" in capsys.readouterr().err
     write_status(tmp_path, "rollout", {"worker": "here-1"})
-    assert main([f"--status={tmp_path}", "--evict=here-1"]) == 2
+    (tmp_path / "endpoints.json").write_text("[]")
+    assert main([f"--status={tmp_path}", "--evict=far-1"]) == 2
+    assert "endpoints.json holds no addresses" in capsys.readouterr().err
+    assert main(["--status", str(tmp_path), "--evict", "here-1"]) == 2
     assert "here-1 is the run's own rollout service" in capsys.readouterr().err
 
 
