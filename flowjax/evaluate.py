@@ -33,6 +33,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +159,18 @@ def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest
 def _check_sources(given: Mapping[str, Any], folder: Path | None) -> None:
     """Refuse a command that says too little or too much of what plays."""
     named = [name for name in ("checkpoint", "model", "endpoint") if given[name]]
+    if given["base"] and not given["checkpoint"]:
+        named.append("base")
     if len(named) > 1:
         raise ConfigError(f"--{' and --'.join(named)} are given: {_WHAT}")
-    if folder is None and not named:
+    if folder is None and named in ([], ["base"]):
         raise ConfigError(f"it is not said what is to be evaluated: {_WHAT}")
     if folder is not None and given["checkpoint"]:
         raise ConfigError(f"--checkpoint={given['checkpoint']} is given besides the run folder {folder}: {_WHAT}")
-    if given["steps"] and (folder is None or named or given["base"]):
+    if given["steps"] and (folder is None or named):
         raise ConfigError(f"--steps={given['steps']} is for checkpoints of a run folder: give that and no other source")
+    if given["model_name"] and not given["endpoint"]:
+        raise ConfigError(f"--model_name={given['model_name']} is for an endpoint: give --endpoint, or leave it out")
 
 
 _FLAGS = {
@@ -184,7 +189,7 @@ _FLAGS = {
 
 
 def _define(values: flags.FlagValues) -> None:
-    define = {bool: flags.DEFINE_bool, float: flags.DEFINE_float, str: flags.DEFINE_string}
+    define = {bool: flags.DEFINE_bool, float: partial(flags.DEFINE_float, lower_bound=0.0), str: flags.DEFINE_string}
     for name, (default, text) in _FLAGS.items():
         define[type(default)](name, default, text, flag_values=values)
 
@@ -289,7 +294,7 @@ def _of_steps(folder: Path, policies: Sequence[str], asked: str) -> list[dict[st
 def _check_committed(checkpoint: Path) -> None:
     policy_folder, step = checkpoint.parent, checkpoint.name
     steps = committed_steps(policy_folder) if policy_folder.is_dir() else []
-    if not step.isdigit() or int(step) not in steps:
+    if not step.isdecimal() or int(step) not in steps:
         there = f"{policy_folder} has committed steps {steps}" if steps else f"{policy_folder} has none"
         raise ConfigError(f"--checkpoint={checkpoint} is not a committed checkpoint: {there}")
     if has_arrays(policy_folder, int(step)):  # else engines are given what is there as it is

@@ -235,6 +235,10 @@ def test_checkpoints_that_do_not_fit_are_refused(run, recipe, named, message):
         (["RUN", "--base", "--steps=1"], "--steps=1 is for checkpoints of a run folder"),
         (["RUN", "--checkpoint=a/b/1"], "--checkpoint=a/b/1 is given besides the run folder"),
         (["RUN", "--model=a", "--endpoint=b"], "--model and --endpoint are given"),
+        (["RUN", "--model=a", "--base"], "--model and --base are given"),
+        (["RUN", "--model_name=a"], "--model_name=a is for an endpoint"),
+        (["RUN", "--price_prompt=-3"], "price_prompt"),
+        (["--base", "RUN"], "is not a flag: .*evaluation's run folders stand before them"),
         (["RECIPE"], "it is not said what is to be evaluated"),
         (["RECIPE", "--endpoint=http://a/v1"], "--model_name is missing"),
         (
