@@ -105,13 +105,20 @@ def _nano_conflicts(folder: Path, nano: ConfigDict) -> list[str]:
 def check_ports(run: Run) -> list[str]:
     """The ports that the config fixes are free, and no two servers' are the same."""
     wanted = {
-        in_base(name, "config.engine.port"): range(base.engine.port, base.engine.port + base.engine.replicas)
+        # Ports beyond the last are for the checks of the config to name.
+        in_base(name, "config.engine.port"): range(base.engine.port, base.engine.port + base.engine.replicas)[
+            : 65536 - base.engine.port
+        ]
         for name, base in run.bases.items()
         if base.engine.port and not base.engine.urls
     }
-    if port := run.config.dataflow.port:
+    problems, starts_dataflow = [], not run.is_node and not run.config.eval.versions
+    if starts_dataflow and (port := run.config.dataflow.port):
         wanted["config.dataflow.port"] = range(port, port + 1)
-    problems = []
+    if starts_dataflow and not _is_here(host := run.config.dataflow.host):
+        problems.append(
+            f"config.dataflow.host is {host!r}, which is no address of this machine: give one, or 0.0.0.0 for all"
+        )
     for field, ports in wanted.items():
         for port in ports:
             if not can_bind(port):
@@ -315,6 +322,17 @@ def can_bind(port: int) -> bool:
             probe.bind(("127.0.0.1", port))
         except OSError:
             return False
+    return True
+
+
+def _is_here(host: str) -> bool:
+    """True where a server of this machine could listen at that address."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError):  # the latter of what cannot be a name
+        return False
     return True
 
 

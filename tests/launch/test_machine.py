@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from flowjax.launch import machine
+from flowjax.launch.checks import check_config
 from flowjax.launch.devices import host_device_count, mesh_count, share_out, visible_accelerators
 from flowjax.rollout import sidecar
 from flowjax.run import TAUGHT_FILE, resolve
@@ -80,6 +81,23 @@ def test_taken_port_is_named(config):
     assert machine.check_ports(resolve(config)) == []
     config.dataflow.port = config.engine.port
     assert "are both" in machine.check_ports(resolve(config))[0]
+
+
+def test_ports_beyond_the_last_are_for_the_checks_of_the_config(config):
+    config.engine.port, config.engine.replicas = 65535, 3
+    assert not any("65536" in text for text in machine.check_ports(resolve(config)))
+    assert any("lower the port to 65533 or less" in text for text in check_config(config))
+
+
+def test_a_dataflow_listens_at_an_address_of_this_machine(config):
+    for host in ("0.0.0.0", "localhost", "127.0.0.1"):
+        config.dataflow.host = host
+        assert machine.check_ports(resolve(config)) == []
+    config.dataflow.host = "192.0.2.1"
+    (message,) = machine.check_ports(resolve(config))
+    assert message.startswith("config.dataflow.host is '192.0.2.1', which is no address of this machine: give one")
+    config.eval.versions = (3,)  # an evaluation starts no dataflow
+    assert machine.check_ports(resolve(config)) == []
 
 
 def test_engine_interpreter_without_vllm_is_named(config, tmp_path):
