@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ml_collections import ConfigDict
@@ -54,6 +55,11 @@ class Devices:
     @property
     def of_tpus(self) -> bool:
         return any(name.startswith(_TPU) for name in (*self.trainer, *self.engine))
+
+    @property
+    def platform(self) -> str:
+        """JAX's word for what trainers compute on."""
+        return "cpu" if not self.trainer else "tpu" if self.of_tpus else "gpu"
 
     @property
     def trainer_count(self) -> int:
@@ -176,6 +182,22 @@ def processes_here(trainer: ConfigDict) -> int:
 def mesh_count(sizes: Sequence[int]) -> int | None:
     """Devices that a mesh names; None when one of its sizes is -1 and takes what there is."""
     return None if any(size < 1 for size in sizes) else math.prod(sizes)
+
+
+def check_attention(run: Run, policy: Policy, model: "ModelConfig", sequence_parts: int, platform: str) -> None:
+    """Refuse a form of attention that the trainer cannot compute on any device of a platform.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    from flowjax.models.attention import choose_attention
+
+    if run.config.eval.versions:  # an evaluation has no trainer
+        return
+    device = SimpleNamespace(platform=platform, compute_capability="10.0" if platform == "gpu" else "")
+    section, tokens = policy.base.model, policy.trainer.row_tokens
+    options: dict[str, Any] = {"tokens": tokens, "dtype": section.dtype, "sequence_parts": sequence_parts}
+    choose_attention(section.attention, model, device=device, **options)
 
 
 def memory_plan(

@@ -163,6 +163,7 @@ def _start_probe(run: Run, devices: Devices, checkpoints: Path | None) -> subpro
         "config": json.loads(run.config.to_json()),
         "devices": devices.trainer_count,
         "checkpoints": str(checkpoints) if checkpoints else None,
+        "platform": devices.platform,
     }
     assert process.stdin is not None
     process.stdin.write(json.dumps(request))

@@ -1,8 +1,8 @@
 """Checks and sizes that need JAX and the modules that a config names: names, mesh, memory, checkpoints.
 
 Runs in a process of its own, `python -m flowjax.launch.probe`, so that the supervisor stays small and starts at once.
-Reads {"config", "devices", "checkpoints"} as JSON, writes {"problems", "here", "plan"}: what no machine can run, what
-this one lacks, and sizes.
+Reads {"config", "devices", "checkpoints", "platform"} as JSON, writes {"problems", "here", "plan"}: what no machine can
+run, what this one lacks, and sizes.
 """
 
 import itertools
@@ -27,16 +27,17 @@ from flowjax.envs.demonstrations import (
     workflow_problem,
 )
 from flowjax.launch.checks import in_base, on_each_policy
-from flowjax.launch.devices import adapter_slots_bytes, memory_plan, memory_together
+from flowjax.launch.devices import adapter_slots_bytes, check_attention, memory_plan, memory_together
 from flowjax.launch.machine import unprepared
 from flowjax.rollout.sidecar import unserved_targets
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 
 
-def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[str, Any]:
+def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform: str = "cpu") -> dict[str, Any]:
     """Problems, what is not ready on this machine, and the sizes that a plan shows.
 
-    `checkpoints` is the folder that a resumed run goes on from, with one of each policy.
+    `checkpoints` is the folder that a resumed run goes on from, with one of each policy; `platform` what its trainer
+    computes on.
     """
     plan: dict[str, Any] = {}
     here: list[str] = []
@@ -49,7 +50,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None) -> dict[s
     problems += [text for check in (_learning, *of_bases) for text in _messages(check, run, here=here)]
     if run.trains:
         problems += _messages(_rules, run, here=here) + _messages(_mesh, run, device_count, plan, here=here)
-    problems += _messages(_bases, run, device_count, plan, here=here)
+    problems += _messages(_bases, run, device_count, platform, plan, here=here)
     if checkpoints is not None:
         problems += _messages(_checkpoints, run, checkpoints, here=here)
     return {"problems": _named(problems), "here": _named(here), "plan": plan}
@@ -308,7 +309,7 @@ def _shown_axes(mesh: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in mesh.items() if size > 1 or name in ("data", "fsdp", "tensor")}
 
 
-def _bases(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
+def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> Iterator[str]:
     """Sizes of each base model and of what is trained on it; yields what does not divide over the trainer's mesh."""
     from flowjax.models.sharding import resolve_mesh
 
@@ -319,7 +320,7 @@ def _bases(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
         said = _messages(_served, run, base, part)
         memory = []
         for policy in run.policies_on(name).values():
-            said += _messages(_trained, run, policy, mesh, part)
+            said += _messages(_trained, run, policy, mesh, platform, part)
             memory += [part.pop("memory")] if "memory" in part else []
         if memory:
             part["memory"] = memory_together(memory, apart=run.config.separate_trainers)
@@ -353,7 +354,7 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, plan: dict[str, Any]) -> Iterator[str]:
+def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, plan: dict[str, Any]) -> Iterator[str]:
     """Memory that a policy takes in its trainer, if it is here; yields what does not divide, or no engine serves."""
     from jax.sharding import AbstractMesh
 
@@ -383,6 +384,7 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, plan: dic
     rows, versions = trainer.micro_batch_rows, run.config.dataflow.max_staleness + 1
     plan["memory"] = memory_plan(policy, model, lora, _shown_axes(mesh), rows=rows, versions=versions)
     make_placement(model, AbstractMesh(tuple(mesh.values()), MESH_AXES))
+    check_attention(run, policy, model, mesh["sequence"], on)
 
 
 def _model(run: Run, base: Base) -> Any:
@@ -428,7 +430,7 @@ def main() -> None:
     with config.unlocked():
         config.update(request["config"])
     folder = request["checkpoints"]
-    answer = inspect_run(resolve(config), request["devices"], Path(folder) if folder else None)
+    answer = inspect_run(resolve(config), request["devices"], Path(folder) if folder else None, request["platform"])
     json.dump(answer, answer_to)
     answer_to.flush()
 

@@ -114,6 +114,26 @@ def test_outcomes_of_a_workflow_are_by_agent(tmp_path, monkeypatch):
     assert any("flat has OUTCOMES ('helpful',): give a map" in text for text in problems(workflow="flat:play"))
 
 
+@pytest.mark.parametrize(
+    ("attention", "dtype", "platform", "message"),
+    [
+        ("flash", "bfloat16", "cpu", "config.model.attention is 'flash', but this is a cpu and no NVIDIA GPU"),
+        ("cudnn", "float32", "gpu", "config.model.attention is 'cudnn', but the model is in float32"),
+        ("splash", "bfloat16", "gpu", "config.model.attention is 'splash', but this is a gpu and no TPU"),
+        ("flash", "bfloat16", "gpu", ""),
+        ("splash", "bfloat16", "tpu", ""),
+    ],
+)
+def test_attention_that_the_trainer_cannot_compute_is_refused(attention: str, dtype: str, platform: str, message: str):
+    config = get_config("nano")
+    config.model.update({"attention": attention, "dtype": dtype, "path": "absent"})
+    config.trainer.row_tokens = 1024
+    found = inspect_run(resolve(config), 1, None, platform)["problems"]
+    assert any(text.startswith(message) for text in found) if message else not found
+    config.eval.versions = (1,)  # an evaluation has no trainer
+    assert not inspect_run(resolve(config), 1, None, platform)["problems"]
+
+
 def test_outcomes_of_another_workflow_are_not_there():
     agents = {"agent": "solver"}
     (found,) = problems(workflow="flowjax.workflows.single:play", agents=agents)
