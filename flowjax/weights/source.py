@@ -218,7 +218,10 @@ class _Coming:
             return []
         try:
             fields = [line.split() for line in self._notes.read_text().splitlines()]
-            return [(int(start), int(end)) for start, end in fields]
+            came = [(int(start), int(end)) for start, end in fields]
+            if not all(0 <= start < end <= self.size_bytes for start, end in came):
+                raise ValueError("half a line, and a whole one behind it")
+            return came
         except ValueError:  # a power cut or a full disk has left half a line: all of it comes again
             self.forget()
             return []
