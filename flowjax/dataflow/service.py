@@ -79,7 +79,8 @@ class DataflowService:
         # By policy, the batch whose rows were asked for last and not given yet: its groups, and how many were dropped.
         self._credits: dict[str, tuple[list[str], int, asyncio.Task[CreditedBatch | dict[str, str]]]] = {}
         self.failure: Exception | None = None  # that the dataflow is to end of
-        self._failing_since_s: dict[str, float] = {}  # by message: one file may be broken, the others not
+        # When the failures of a message began, and the newest one: one file may be broken, the others not.
+        self._failing_s: dict[str, tuple[float, float]] = {}
 
     async def answer(self, name: str, message: Any, *, hold_s: float = HOLD_S) -> Answer:
         """The answer to the message of that name.
@@ -97,12 +98,17 @@ class DataflowService:
             Busy: there is no room for the episodes now; those of evaluations have been taken in. Or the disk of the run
                 is full or read-only: nothing has changed, and who asks waits until it can be written.
         """
+        asked_s = time.monotonic()
         try:
             answer = await self._answer(name, message, hold_s)
-            self._failing_since_s.pop(name, None)
+            self._failing_s.pop(name, None)
             return answer
         except (sqlite3.Error, OSError) as error:
-            failing_s = time.monotonic() - self._failing_since_s.setdefault(name, time.monotonic())
+            now_s = time.monotonic()
+            since_s, newest_s = self._failing_s.get(name, (now_s, now_s))
+            if asked_s - newest_s > _UNWRITABLE_S:  # what fails is asked again at once: that fault was over
+                since_s = now_s
+            self._failing_s[name], failing_s = (since_s, now_s), now_s - since_s
             problem = unwritable(error)
             if is_damage(error) or (explain(error) and failing_s > (_UNWRITABLE_S if problem else _FAILING_S)):
                 self.failure = error

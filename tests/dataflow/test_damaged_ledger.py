@@ -79,6 +79,26 @@ def test_a_disk_that_fails_again_and_again_ends_the_dataflow_and_one_that_recove
     asyncio.run(main())
 
 
+def test_single_faults_of_a_message_that_is_rare_end_nothing(tmp_path, monkeypatch):
+    """Only a success of the same message was a success: two faults an hour apart ended the dataflow."""
+    flow, now_s = make_flow(tmp_path), [0.0]
+    monkeypatch.setattr(service_module.time, "monotonic", lambda: now_s[0])
+    service = DataflowService(flow)
+
+    def broken(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def main() -> None:
+        flow.groups.give_back = broken
+        for at_s in (0.0, 3600.0, 7200.0):
+            now_s[0] = at_s
+            with pytest.raises(OSError, match="Input/output error"):
+                await service.answer("give_back", {"worker": "w", "lease_ids": ["lease"], "error": ""})
+            assert service.failure is None
+
+    asyncio.run(main())
+
+
 def test_a_disk_that_is_full_for_the_dataflow_alone_ends_it_so_that_the_launcher_tells(tmp_path, monkeypatch):
     """The others can write, so nobody else would say why the run stands still."""
     flow, now_s = make_flow(tmp_path), [0.0]
