@@ -12,6 +12,7 @@ what was missed. No package is imported that is not named.
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -124,16 +125,16 @@ def forwarding(run_dir: Path, config: ConfigDict, say: Callable[[str], None]) ->
 
 def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event, say: Callable[[str], None]) -> None:
     progress, noted, sink = Progress(run_dir), run_dir / f"sink-{name}.json", None
-    # What a start before this one has sent. Lines of this one are new whatever their time: processes write them, whose
-    # order is not that of their stamps.
+    # What a start before this one has sent.
     before_s = sent_s = _sent_s(noted)
+    resumed = before_s > 0
     try:
         while True:
             last = stop.is_set()  # before the look: what is written until then is sent
             lines = [line for line in progress.update() if line.get("kind") in _SENT and "step" in line]
             lines = [line for line in lines if line.get("time_s", 0.0) > before_s]
             if lines and sink is None:
-                first = min(line["step"] for line in lines) if before_s else None
+                first = min(line["step"] for line in lines) if resumed else None
                 sink = _SINKS[name](run_dir, config, first)
             for line in lines:
                 assert sink is not None
@@ -143,6 +144,9 @@ def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event
                 replace_file(noted, json.dumps({"sent_s": sent_s}), durable=False)
             if last:
                 return
+            # Lines of this start are new whatever their time: several processes write them, on machines whose clocks
+            # differ, and the run may have moved to another one.
+            before_s = -math.inf
             stop.wait(_LOOK_EVERY_S)
     except Exception as error:  # a service of others may fail in any way, and training goes on
         say(f"{name} gets no more metrics: {type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ import pytest
 
 from flowjax.config import default_config
 from flowjax.launch.checks import check_config
-from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.metrics import MetricsWriter, Progress
 from flowjax.monitor.sinks import check_sinks, forwarding
 
 
@@ -65,6 +65,26 @@ def test_a_line_that_was_stamped_before_one_that_is_sent_already_is_sent_too(tmp
         monkeypatch.setattr("flowjax.monitor.metrics.time.time", lambda: earlier_s)
         writer.write("eval", step=1, success_rate=0.25)
     assert scalars(tmp_path) == {"train/loss": [(1, 0.5)], "eval/success_rate": [(1, 0.25)]}
+
+
+def test_a_run_that_goes_on_where_the_clock_is_behind_sends_every_line(tmp_path, monkeypatch):
+    """Its lines were stamped before the newest that was sent, until the clock had caught up."""
+    writer, update, looked = MetricsWriter(tmp_path), Progress.update, threading.Event()
+
+    def looks(progress: Progress) -> list[dict[str, Any]]:
+        lines = update(progress)
+        looked.set()
+        return lines
+
+    with forwarding(tmp_path, config_of("tensorboard"), print):
+        writer.write("train", step=1, loss=0.5)
+    earlier_s = time.time() - 3600
+    monkeypatch.setattr("flowjax.monitor.metrics.time.time", lambda: earlier_s)
+    monkeypatch.setattr(Progress, "update", looks)
+    with forwarding(tmp_path, config_of("tensorboard"), print):
+        assert looked.wait(60)
+        writer.write("train", step=2, loss=0.25)
+    assert sorted(scalars(tmp_path)["train/loss"]) == [(1, 0.5), (2, 0.25)]
 
 
 def test_series_of_several_policies_are_told_apart(tmp_path):
