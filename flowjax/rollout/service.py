@@ -20,7 +20,7 @@ from flowjax.broker import DataflowClient, DataflowError
 from flowjax.config import task_options
 from flowjax.envs import find_world
 from flowjax.monitor.metrics import write_status
-from flowjax.records import COUNTED_STATUSES, Episode, Lease
+from flowjax.records import COUNTED_STATUSES, Episode, Lease, pack
 from flowjax.rollout.client import EngineError, VersionAway
 from flowjax.rollout.engines import Admission, ServedBase
 from flowjax.rollout.episode import EpisodePlayer
@@ -84,7 +84,7 @@ _log = logging.getLogger(__name__)
 _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
 _ITEMS_PER_MESSAGE = 64
 _MESSAGE_BYTES = 512 * 1024  # of episodes; at the least pace that the dataflow asks for it is in before its time is up
-_NAMES_BYTES = 2048  # of the names and numbers of a turn, or of an episode's part
+_NAMES_BYTES = 2048  # of what stands in a message beside an episode
 _FAILED_ROUNDS = 4  # of all slots, after which the service ends
 _EXECUTOR_AWAY_S = 1800.0  # what a world asks may be away for so long, after which the service ends
 _PROBE_EVERY_S = 1.0
@@ -430,19 +430,8 @@ def _one_message(finished: Sequence[tuple[str, Episode]], most_bytes: int) -> li
     """The first of these episodes, as many as one message may hold; one at least, however long it is."""
     items, size_bytes = [], 0
     for lease_id, episode in finished[:_ITEMS_PER_MESSAGE]:
-        size_bytes += _size_bytes(episode)
+        size_bytes += len(pack(episode)) + _NAMES_BYTES
         if items and size_bytes > most_bytes:
             break
         items.append((lease_id, episode))
     return items
-
-
-def _size_bytes(episode: Episode) -> int:
-    """Of an episode on the wire, by its longest parts."""
-    size = _NAMES_BYTES + 4 * len(episode.error)
-    for part in episode.trajectories:
-        size += _NAMES_BYTES + 4 * len(part.error)
-        for turn in part.turns:
-            arrays = turn.prompt_ids, turn.sampled_ids, turn.logprobs
-            size += _NAMES_BYTES + sum(array.nbytes for array in arrays)
-    return size

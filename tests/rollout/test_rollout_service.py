@@ -387,11 +387,13 @@ def test_a_message_of_episodes_stays_below_its_size():
         for _ in range(random.integers(1, 30)):
             ids = np.zeros(random.integers(1, 3000), np.int32)
             sampled, logprobs = ids[: len(ids) // 2], np.zeros(len(ids) // 2, np.float32)
-            turns.append(Turn("agent", 1, ids, sampled, logprobs, "stop", 2**63, 2**63, 0.5, True, False))
+            shown = "ä" * int(random.integers(0, 10_000))
+            turns.append(Turn("agent", 1, ids, sampled, logprobs, "stop", 2**63, 2**63, 0.5, True, False, shown=shown))
         names = f"group/{number:03d}", "group", "task", number
-        return Episode(*names, [Trajectory(*names, turns, {"success": 1.0})], {"success": 1.0})
+        part = Trajectory(*names, turns, {"success": 1.0}, shown="x" * 20_000)
+        return Episode(*names, [part], {"success": 1.0})
 
-    finished, most_bytes = [(f"lease-{number}", long_episode(number)) for number in range(200)], 500_000
+    finished, most_bytes = [(f"lease-{number}", long_episode(number)) for number in range(200)], 1_500_000
     left, sent = finished, []
     while left:
         items = rollout_service._one_message(left, most_bytes)
