@@ -170,10 +170,11 @@ class RolloutService:
         self._bases, self._dataflow, self._player = bases, dataflow, player
         self._followers = {policy: base.follower for base in bases for policy in base.policies}
         self._playing: dict[str, asyncio.Task[None]] = {}  # by lease
-        self._finished: list[tuple[str, Episode]] = []  # with their leases
+        # With their leases, by kind: evaluations go apart, since training's may have to wait for the trainer.
+        self._finished: dict[str, list[tuple[str, Episode]]] = {"eval": [], "train": []}
         self._unplayed: list[tuple[str, str]] = []  # lease, why
         self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
-        self._slot_freed, self._something_to_send = asyncio.Event(), asyncio.Event()
+        self._slot_freed, self._something_to_send = asyncio.Event(), {kind: asyncio.Event() for kind in self._finished}
         self._reports = {
             policy: VersionReports(policy, follower, dataflow, presence_s=self._presence_s)
             for policy, follower in self._followers.items()
@@ -194,7 +195,8 @@ class RolloutService:
             EngineError, DataflowError, WeightsError: engine or dataflow have been away for longer than the run allows.
             RolloutError: episode after episode comes to nothing.
         """
-        loops = [self._lease, self._hand_over, self._renew, self._report]
+        loops = [self._lease, self._renew, self._report]
+        loops += [partial(self._hand_over, kind) for kind in self._finished]
         loops += [loop for base in self._bases for loop in (base.follower.run, partial(self._watch, base))]
         loops += [self._admit] if self._admission.adaptive else []
         tasks = [asyncio.create_task(loop()) for loop in (*loops, stop.wait)]
@@ -265,7 +267,7 @@ class RolloutService:
             self._unplayed.append((lease.lease_id, "" if isinstance(error, VersionAway) else reason))
             self._count_failure(reason)
         else:
-            self._finished.append((lease.lease_id, episode))
+            self._finished[lease.kind].append((lease.lease_id, episode))
             self.totals.add(episode)
             if episode.status in COUNTED_STATUSES:
                 self._failures_in_a_row, self._executor_away_since_s = 0, None
@@ -278,7 +280,8 @@ class RolloutService:
         finally:
             del self._playing[lease.lease_id]
             self._slot_freed.set()
-            self._something_to_send.set()
+            for waits in self._something_to_send.values():
+                waits.set()
 
     def _count_failure(self, why: str) -> None:
         """Single failures are data; when nothing else comes any more, going on would use up every task."""
@@ -294,33 +297,39 @@ class RolloutService:
         if (away_s := now_s - self._executor_away_since_s) > _EXECUTOR_AWAY_S and not self._fatal.done():
             self._fatal.set_exception(RolloutError(f"an executor has been away for {away_s:.0f} s: {why}"))
 
-    async def _hand_over(self) -> None:
-        """Send finished episodes, many at once."""
+    async def _hand_over(self, kind: str) -> None:
+        """Send finished episodes of a kind, many at once."""
         while True:
-            await self._something_to_send.wait()
+            await self._something_to_send[kind].wait()
             await asyncio.sleep(_GATHER_S)
-            self._something_to_send.clear()
-            await self._send()
+            self._something_to_send[kind].clear()
+            await self._send(kind)
 
-    async def _send(self) -> None:
+    async def _send(self, kind: str) -> None:
         # Deleted once they are answered: what was sent and not answered is sent again, which does no harm. Others are
         # only put in behind them meanwhile, so that the first ones are still those that were sent.
-        if finished := _one_message(self._finished, self._message_bytes):
+        if finished := _one_message(self._finished[kind], self._message_bytes):
             await self._dataflow.push(finished)
-            del self._finished[: len(finished)]
-        # As many as have one reason.
-        if unplayed := list(itertools.takewhile(lambda item: item[1] == self._unplayed[0][1], self._unplayed)):
+            del self._finished[kind][: len(finished)]
+        # As many as have one reason; with evaluation's, which wait for nobody.
+        unplayed = list(itertools.takewhile(lambda item: item[1] == self._unplayed[0][1], self._unplayed))
+        if unplayed and kind == "eval":
             await self._dataflow.give_back([lease_id for lease_id, _ in unplayed], unplayed[0][1])
             del self._unplayed[: len(unplayed)]
             self.totals.given_back += len(unplayed)
-        if self._finished or self._unplayed:
-            self._something_to_send.set()
+        if self._finished[kind] or (self._unplayed and kind == "eval"):
+            self._something_to_send[kind].set()
+
+    @property
+    def _unsent(self) -> list[str]:
+        """Leases of the episodes that are finished and not handed over yet."""
+        return [lease_id for finished in self._finished.values() for lease_id, _ in finished]
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._renew_every_s)
             # Also of episodes that are played and not handed over yet, as while the dataflow has no room for them.
-            held = [*self._playing, *(lease_id for lease_id, _ in self._finished)]
+            held = [*self._playing, *self._unsent]
             for lease_id in await self._dataflow.renew(held) if held else ():
                 if lease_id in self._playing:
                     _log.warning("lease %s is lost: another worker plays its episode", lease_id)
@@ -382,8 +391,8 @@ class RolloutService:
             "bases": {base.name: base.status() for base in self._bases},
             "worker": self._dataflow.worker,
             "metrics_url": self.metrics_url,
-            "leases": [*self._previous_leases, *self._playing, *(lease_id for lease_id, _ in self._finished)],
-            "unsent": len(self._finished),
+            "leases": [*self._previous_leases, *self._playing, *self._unsent],
+            "unsent": len(self._unsent),
             "serving_version": min(serving.values(), default=None),
             "serving_versions": serving,
             "versions_in_use": {policy: self._followers[policy].in_use(policy) for policy in self._policies},
@@ -402,12 +411,13 @@ class RolloutService:
             async with asyncio.timeout(_DRAIN_S):
                 if self._asking is not None:
                     stopped += [lease.lease_id for lease in await self._last_leases(self._asking)]
-                while self._finished or self._unplayed:
-                    await self._send()
+                for kind in self._finished:
+                    while self._finished[kind] or (self._unplayed and kind == "eval"):
+                        await self._send(kind)
                 if stopped:
                     await self._dataflow.give_back(stopped, "")  # without an error it does not count as an attempt
         except (DataflowError, TimeoutError):
-            left = len(self._finished) + len(self._unplayed) + len(stopped)
+            left = len(self._unsent) + len(self._unplayed) + len(stopped)
             _log.warning("%d leases could not be given back to the dataflow: they expire and are played again", left)
 
     async def _last_leases(self, asking: asyncio.Task[tuple[list[Lease], float]]) -> list[Lease]:

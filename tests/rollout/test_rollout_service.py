@@ -16,6 +16,7 @@ from rollout_run import RolloutRun, Servers, until
 
 from flowjax.broker import DataflowClient, DataflowError, connect
 from flowjax.config import ConfigError
+from flowjax.dataflow.leases import Groups
 from flowjax.dataflow.server import Server
 from flowjax.models.nano import SPECIAL_TOKENS
 from flowjax.records import Episode, Lease, Trajectory, Turn, pack
@@ -402,6 +403,20 @@ def test_a_message_of_episodes_stays_below_its_size():
         sent, left = sent + items, left[len(items) :]
     assert sent == finished and len(finished) > 20
     assert len(rollout_service._one_message(finished, 1)) == 1, "one that is longer alone is tried all the same"
+
+
+def test_evaluations_do_not_wait_for_the_trainer(tmp_path, monkeypatch):
+    """They stood behind a message of training's, for which there was no room."""
+    monkeypatch.setattr(Groups, "full", property(lambda groups: True))
+
+    async def scenario():
+        run = RolloutRun(tmp_path, eval__tasks=20, rollout__max_concurrent_episodes=4)
+        async with run.servers() as servers:
+            async with run.serving(servers):
+                await until(lambda: len(servers.counted) == 20, 60)
+            assert {episode.group_id.partition("-")[0] for episode in servers.counted} == {"eval"}
+
+    asyncio.run(scenario())
 
 
 def test_an_episode_that_takes_too_long_is_a_timeout(tmp_path):
