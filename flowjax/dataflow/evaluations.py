@@ -61,8 +61,8 @@ class Evaluations:
         """Versions of each evaluation that is under way, by its name; of some that are just over, too."""
         return self._unwritten
 
-    def _under_way(self) -> dict[str, dict[str, int]]:
-        return self._ledger.evaluations("open") if self._unwritten else {}
+    def _under_way(self) -> dict[str, Mapping[str, int]]:
+        return {name: versions for name, versions in self._unwritten.items() if self._ledger.is_under_way(name)}
 
     def open(self) -> None:
         """Evaluate the versions that are served, if that is due and not done yet."""

@@ -1160,6 +1160,14 @@ class Ledger:
         )
         return {row["evaluation"]: unpack(row["versions"]) for row in rows}
 
+    def is_under_way(self, evaluation: str) -> bool:
+        """True while groups of it are open. Asked with every message: the first open one says so, however many are."""
+        query = (
+            "SELECT EXISTS (SELECT 1 FROM policy_groups CROSS JOIN groups USING (group_id)"
+            " WHERE policy = '' AND state = 'open' AND evaluation = ?)"
+        )
+        return bool(self._db.execute(query, (evaluation,)).fetchone()[0])
+
     def evaluated(self, name: str) -> list[str]:
         """Groups of an evaluation that are in."""
         rows = self._db.execute(

@@ -56,6 +56,25 @@ def test_rows_of_one_content_are_one_task_wherever_they_stand():
     assert content_of(rows[0]) == content_of(rows[1]) != content_of(rows[2])
 
 
+def test_a_message_costs_no_more_where_an_evaluation_is_large(tmp_path):
+    """Every message counted the groups that are open: with 10,000 tasks half a second of the event loop for each."""
+    asked: dict[int, int] = {}
+    for tasks in (10, 300):
+        config = default_config()
+        config.eval.tasks, config.reward.components = tasks, {"success": 1.0}
+        source = grain.MapDataset.range(1000).map(lambda index: Task(f"held-{index}", "toy", index))
+        (tmp_path / str(tasks)).mkdir()
+        flow = Flow(resolve(config, tmp_path / str(tasks)), train_tasks=source, held_out_tasks=source)
+        flow.report_serving("agent", 0)
+        steps: list[None] = []
+        flow.ledger._db.set_progress_handler(lambda: steps.append(None), 1)  # noqa: B023 - SQLite's own steps
+        flow.evaluations.write_finished()
+        assert not flow.evaluations.finished and flow.evaluations.pinned("agent") == [0]
+        asked[tasks] = len(steps)
+        flow.close()
+    assert 0 < asked[300] < 2 * asked[10]
+
+
 def test_a_version_that_is_made_again_is_evaluated_again(tmp_path):
     """The trainer has lost version 2 and goes on from 1: what the lost one reached is nobody's result."""
     config = default_config()
