@@ -49,9 +49,16 @@ class Flow:
             min_group_size=min(config.dataflow.min_group_size, config.rollout.group_size),
             clock=clock,
         )
-        committed = self.ledger.commits()
+        committed, gone_back = self.ledger.commits(), self.ledger.gone_back()
         self.policies = {
-            name: PolicyStatus(run, policy, committed=committed.get(name, -1)) for name, policy in run.policies.items()
+            name: PolicyStatus(
+                run,
+                policy,
+                newest_served=gone_back.get(name, -1),  # a worker that was cut off may serve it yet
+                committed=committed.get(name, -1),
+                went_back=name in gone_back,
+            )
+            for name, policy in run.policies.items()
         }
         # Models that speak in the run's episodes and are not trained: what they do is part of no group.
         self.frozen = set(config.agents.values()) - set(run.policies)

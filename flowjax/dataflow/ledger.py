@@ -69,7 +69,7 @@ _KEEP_PRIOR = 4.0  # groups counted as kept before the first, so that a few earl
 _EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
 
 # --------------------------------------------------------------------------------------------------------------- schema
-_VERSION = 6  # of the tables
+_VERSION = 7  # of the tables
 _SCHEMA = f"""
 PRAGMA user_version = {_VERSION};
 CREATE TABLE IF NOT EXISTS groups (
@@ -145,7 +145,8 @@ CREATE TABLE IF NOT EXISTS trainers (  -- who trains each policy, and how far it
     epoch INTEGER NOT NULL,        -- of the trainer that claimed it last; 0: nobody has
     trainer TEXT NOT NULL,         -- its name
     made INTEGER NOT NULL,         -- batches that led to where it is: the next one is of this step
-    committed INTEGER NOT NULL     -- newest version on disk, -1 before the first
+    committed INTEGER NOT NULL,    -- newest version on disk, -1 before the first
+    most INTEGER NOT NULL          -- newest version that there was when it was claimed: the trainer may have gone back
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS quarantine (  -- groups that a trainer refused: kept, and never trained on
     policy TEXT NOT NULL,
@@ -818,16 +819,19 @@ class Ledger:
                 self._forget_evaluations(policy, version)
                 # Down only: a checkpoint that is on disk counts once `commit` has been heard, and flushed.
                 committed = min(owners[policy]["committed"], version)
-                self._set_trainer(policy, epoch=epoch, trainer=trainer, made=made, committed=committed)
+                most = max(owners[policy]["most"], owners[policy]["made"])
+                self._set_trainer(policy, epoch=epoch, trainer=trainer, made=made, committed=committed, most=most)
             return True, epoch
 
     def _trainer(self, policy: str) -> Mapping[str, Any]:
         row = self._db.execute("SELECT * FROM trainers WHERE policy = ?", (policy,)).fetchone()
-        return dict(row) if row else {"policy": policy, "epoch": 0, "trainer": "", "made": 0, "committed": -1}
+        nobody = {"policy": policy, "epoch": 0, "trainer": "", "made": 0, "committed": -1, "most": 0}
+        return dict(row) if row else nobody
 
     def _set_trainer(self, policy: str, **changes: int | str) -> None:
         row = {**self._trainer(policy), **changes}
-        self._db.execute("INSERT OR REPLACE INTO trainers VALUES (:policy, :epoch, :trainer, :made, :committed)", row)
+        columns = ":policy, :epoch, :trainer, :made, :committed, :most"
+        self._db.execute(f"INSERT OR REPLACE INTO trainers VALUES ({columns})", row)
 
     def _lose(self, policy: str, position: int) -> None:
         """Drop every group of a policy that may have been in a batch which the ledger has lost, and skip the tasks
@@ -1067,6 +1071,11 @@ class Ledger:
             (policy, state),
         )
         return [PolicyGroup(*row) for row in rows]
+
+    def gone_back(self) -> dict[str, int]:
+        """Newest version that there ever was of each policy whose trainer has gone back behind it."""
+        rows = self._db.execute("SELECT policy, most FROM trainers WHERE most > made")
+        return {row["policy"]: row["most"] for row in rows}
 
     def commits(self) -> dict[str, int]:
         """Newest committed version of each policy that has a trainer, -1 where there is none."""

@@ -175,3 +175,19 @@ def test_what_was_played_with_a_version_that_a_trainer_has_lost_is_no_fault_of_i
         assert status == 400, "nobody has made that one"
 
     run(tmp_path, scenario)
+
+
+def test_a_restarted_dataflow_knows_how_far_a_trainer_was_that_has_gone_back(tmp_path):
+    """A worker that was cut off meanwhile says what it serves yet: that was refused, which ended its service."""
+
+    async def goes_back(dataflow: Dataflow) -> None:
+        await train(dataflow, await dataflow.claim(0), range(2))
+        await dataflow.claim(0)
+
+    async def restarted(dataflow: Dataflow) -> None:
+        assert (await dataflow.post("/versions", worker="w", policy="agent", serving=2, in_use=[]))[0] == 200
+        assert dataflow.flow.policies["agent"].serving == 1, "the one in the making: nobody has the new version 2"
+        assert (await dataflow.post("/versions", worker="w", policy="agent", serving=3, in_use=[]))[0] == 400
+
+    run(tmp_path, goes_back)
+    run(tmp_path, restarted)
