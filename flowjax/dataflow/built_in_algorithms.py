@@ -24,8 +24,8 @@ class SkipSolved(Algorithm):
     """Passes over tasks that are solved nearly always.
 
     Each task keeps a moving average s <- decay * s + (1 - decay) * share of rewards above `solved_above`, from 0, and
-    is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565), but for `solved_above`: there it is
-    0, of rewards without a part for the format, which a wrong answer may have.
+    is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565), but for `solved_above`: it is 0
+    there, of rewards without a part for the format, which a wrong answer may have.
     """
 
     def __init__(self, *, seed: int, decay: float = 0.9, threshold: float = 0.95, solved_above: float = 0.5):
