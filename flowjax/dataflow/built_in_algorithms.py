@@ -101,7 +101,8 @@ class Greso(Algorithm):
     p_kind falls by `step` where the share of groups of that kind is at least its target, else rises by it; p stays
     within [0.01, 0.99]. Groups of tasks played for the first time, which nothing could have passed over, do not count
     in that share, as in the first epoch of the authors' program. The floors are AstraFlow's. The paper's third part,
-    batches of rollouts as large as the share that is kept makes needful, is what `flowjax.dataflow.leases` opens.
+    batches of rollouts as large as the share that is kept makes needful, is what `flowjax.dataflow.leases` opens. A
+    group of one, the others of which failed, says nothing of its task.
     """
 
     least_group_size = 2
@@ -144,6 +145,8 @@ class Greso(Algorithm):
         return max(self._chances[policy][kind] ** streak, self._floors[kind])
 
     def keep(self, result: Result) -> bool:
+        if len(result.rewards) < 2:
+            return True
         self._chances.setdefault(result.policy, {EASY: self._start, HARD: self._start})
         name = task_name(result.task)
         verdicts = self._verdicts.get(name, {})

@@ -276,6 +276,25 @@ def one(name: str, **options):
     return build_algorithms(config)[name]
 
 
+@pytest.mark.parametrize("name", ["skip_solved", "difficulty"])
+def test_a_reward_for_the_format_alone_solves_no_task(name):
+    algorithm = one(name, **({"target": 0.0} if name == "difficulty" else {}))
+    for reward, played in ((0.1, True), (1.0, False)):
+        for _ in range(100):
+            algorithm.keep(result([reward] * 8))
+        assert all(algorithm.choose(Task("t", "toy", 0), position) for position in range(30)) == played
+
+
+def test_greso_learns_nothing_from_a_group_of_one():
+    """In a group that went on short nothing differs, whatever its task is like."""
+    greso = one("greso")
+    greso.keep(result([1.0, 0.0]))
+    before = greso.state()["_verdicts"]["t"]
+    for _ in range(20):
+        assert greso.keep(result([1.0]))
+    assert greso.state()["_verdicts"]["t"] == before and not greso.state()["_counts"]
+
+
 def test_overlong_filter_leaves_out_groups_that_were_mostly_cut():
     algorithm = one("overlong_filter", limit_tokens=8)
     assert algorithm.keep(result([0, 1, 0, 1], [8, 8, 3, 4]))
