@@ -1,6 +1,7 @@
 """The world of docs/worlds/own.md is played as the page says, and what is wrong with a world is said in one line."""
 
 import asyncio
+import itertools
 import re
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 
 from flowjax.config import default_config
 from flowjax.envs import EnvDied, Past, World, WorldError, find_world
+from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.pool import EnvPool
+from flowjax.launch.__main__ import read_request
 from flowjax.launch.probe import inspect_run
 from flowjax.records import Task
 from flowjax.run import resolve
@@ -19,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 BROKEN = """
 from flowjax.envs import World
-from countdown import CountdownEnv
+from countdown import Countdown, CountdownEnv
 
 class NoTasks(World):
     def env(self): ...
@@ -31,6 +34,9 @@ class Fails(World):
 class Mute(World):
     def env(self): return CountdownEnv()
     def tasks(self, split, data_seed): ...
+
+class Untaught(Countdown):
+    expert, vocabulary = World.expert, World.vocabulary
 """
 
 
@@ -73,6 +79,30 @@ def test_the_page_s_world_is_played(countdown: type[World]):
     assert 0 < sum(asyncio.run(episodes())) < 20
 
 
+def test_the_page_s_expert_is_right_and_speaks_in_words_of_the_vocabulary(countdown: type[World]):
+    world, rng = countdown(), np.random.default_rng(0)
+    walk = demonstrations(
+        world, world.tasks("train", 0)[:50], path_noise=0.3, label_noise=0.3, max_turns=2, style="compact", rng=rng
+    )
+    words = set(world.vocabulary())
+    for [([message], reply)] in itertools.islice(walk, 200):
+        assert words >= {*message["content"].split(), *reply.split()} and len(reply.split()) == 3
+    env, tasks = world.env(), world.tasks("held_out", 0)
+    for index in range(50):
+        task = tasks[index]
+        assert task is not None
+        env.reset(task, 0)
+        assert [env.step(world.expert(env)).reward for _ in range(2)] == [0.0, 1.0]
+
+
+def test_a_dry_run_takes_the_page_s_nano_command(countdown: type[World], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "worlds" / "own.md").read_text().replace("\\\n", "")
+    [command] = re.findall(r"flowjax.launch (--config=\S+:nano .*)", page)
+    found = inspect_run(read_request([*command.split(), "--dry_run"]).run, 1, None)
+    assert found["problems"] == found["here"] == []
+
+
 def test_what_is_held_out_is_not_trained_on_under_any_seed(countdown: type[World]):
     def contents(split) -> set:
         sources = [countdown().tasks(split, seed) for seed in range(3)]
@@ -113,9 +143,9 @@ def test_a_dry_run_names_what_is_wrong_in_one_line(countdown: type[World]):
     assert wrong.startswith("config.env.name is 'countdown', but countdown has no world '' (it has Countdown): give")
     [wrong] = problems(env__name="countdown:CountdownEnv")
     assert "has no world 'CountdownEnv' (it has Countdown)" in wrong
-    expert, words = problems(model__nano={}, model__path="nowhere")
-    assert "countdown:Countdown has no expert() to imitate: write one" in expert
-    assert "Countdown has no vocabulary() of compact prompts: write one" in words
+    expert, words = problems(env__name="broken:Untaught", model__nano={}, model__path="nowhere")
+    assert "broken:Untaught has no expert() to imitate: write one" in expert
+    assert "Untaught has no vocabulary() of compact prompts: write one" in words
     [wrong] = problems(rollout__structured_outputs=True)
     assert "countdown:Countdown has no structured_outputs()" in wrong
 
