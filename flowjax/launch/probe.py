@@ -225,7 +225,7 @@ def _reward(policy: Policy, run: Run) -> Iterator[str]:
     from flowjax.rewards import check_reward
 
     components, workflow, world = policy.reward.components.to_dict(), run.config.workflow, run.config.env.name
-    agents = [agent for agent, speaker in run.agents.items() if speaker == policy.name] or [""]
+    agents = [agent for agent, model in run.agents.items() if model == policy.name] or [""]
     for agent in agents if components else ():
         who = f"the {agent} of {workflow}" if agent and len(run.agents) > 1 else world
         check_reward(components, outcomes_of(workflow, agent, find_world(world)), who)

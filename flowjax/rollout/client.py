@@ -438,7 +438,7 @@ class EngineClient:
                         raise _Away("no answer to /health")
                 return attempt.result()
             except (_Away, aiohttp.ClientError, OSError) as error:
-                if isinstance(error, _Away) and failing_s == math.inf:
+                if self._patient and isinstance(error, _Away) and failing_s == math.inf:
                     failing_s = clock()
                     _log.warning("the engine at %s fails: %s", self.url, error)
                 away_s = clock() - min(alive_s, failing_s)  # a gateway may fail after a while, and be healthy till then
