@@ -169,6 +169,27 @@ def test_a_single_file_is_split_by_content(tmp_path: Path):
     assert rows == [60]  # every one is a training problem by its words
 
 
+def test_no_problem_is_trained_on_that_is_held_out_in_other_letters_or_blanks(tmp_path: Path):
+    rows = {"test": ["Who won?"], "train": ["who  won? ", "Who lost?"]}
+    for name, questions in rows.items():
+        lines = [json.dumps({"question": text, "answer": "Ann", "problem_type": "qa"}) for text in questions]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    assert len(Canvas(path=str(tmp_path)).tasks("train", 0)) == 1
+
+
+def test_one_question_about_two_passages_is_two_states(tmp_path: Path):
+    lines = [
+        json.dumps({"question": "Who won?", "context": context, "answer": "Ann", "problem_type": "qa"})
+        for context in ("Ann beat Bob.", "Bob lost against Ann.")
+    ]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    world = Canvas(path=str(tmp_path))
+    env, tasks = world.env(), world.tasks("held_out", 0)
+    found = [task for index in range(2) if (task := tasks[index]) is not None]
+    assert len({env.reset(task, 0).state_key for task in found}) == 2
+
+
 def test_an_answer_that_does_not_follow_is_refused():
     with pytest.raises(ValueError, match="does not follow"):
         row(exercises.Exercise("arithmetic", "math", "Compute 2 + 2.", "5", 2), 1)

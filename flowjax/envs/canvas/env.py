@@ -205,7 +205,8 @@ class CanvasEnv:
             tuple((name, amount) for amount, name in budget if amount is not None),
             options.turns - self._turn,
         )
-        return Observation(view, TEMPLATES, state_key("canvas", problem.text, workflow, self._finished))
+        asked = (problem.text, problem.context, str(dict(problem.options)))
+        return Observation(view, TEMPLATES, state_key("canvas", *asked, workflow, self._finished))
 
     def _outcome(self) -> dict[str, float]:
         found, score, usage = self._structure, self._score, self._usage

@@ -360,14 +360,19 @@ def _row_task(file: Path, packages: tuple[str, ...], rows: Sequence[int], order:
     return Task(f"canvas-{file.stem}-{row}", "canvas", row, payload, kind=record.source)
 
 
+def _alike(problem: Problem) -> str:
+    """Equal for problems that differ by case and blanks alone."""
+    return " ".join(problem.text.casefold().split())
+
+
 def _split_rows(path: Path, split: Split, packages: tuple[str, ...]) -> tuple[Path, list[int]]:
     """The file that a split is in, and its rows: of a single file by content, of a folder those of its own file."""
     if path.is_dir():
         test = path / "test.jsonl"
         file = path / "train.jsonl" if split == "train" else test
-        held_out = {record.problem.text for record in records(str(test), packages)} if split == "train" else set()
+        held_out = {_alike(record.problem) for record in records(str(test), packages)} if split == "train" else set()
         found = enumerate(records(str(file), packages))
-        rows = [row for row, record in found if record.problem.text not in held_out]
+        rows = [row for row, record in found if _alike(record.problem) not in held_out]
     else:
         file = path
         found = enumerate(records(str(file), packages))
