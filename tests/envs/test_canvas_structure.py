@@ -2,15 +2,17 @@
 
 import asyncio
 import math
+from collections.abc import Mapping
 
 import pytest
 
 from flowjax.canvas.backends import OfflineBackend, Rule
 from flowjax.canvas.graph import Workflow
+from flowjax.canvas.operators import Context, Operator
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
-from flowjax.canvas.values import Problem, WorkflowRun
+from flowjax.canvas.values import Field, Problem, State, Value, WorkflowRun
 from flowjax.envs.canvas.structure import Structure, measure
 from flowjax.published.canvas import structure_parts
 
@@ -33,8 +35,19 @@ def played(source: str, *, verdict: str = FAILS) -> tuple[Workflow, WorkflowRun]
     workflow = parse(source)
     problem = Problem("How many apples?", "qa")
     backends = {"offline": OfflineBackend(rules)}
-    played = run(workflow, problem, operators=OPERATORS, backends=backends, default_backend="offline")
+    operators = {**OPERATORS, "Critic": Critic}
+    played = run(workflow, problem, operators=operators, backends=backends, default_backend="offline")
     return workflow, asyncio.run(played)
+
+
+class Critic(Operator):
+    """Writes `passed`, and is no checker."""
+
+    name, description, role, instruction = "Critic", "criticises", "reviser", ""
+    inputs, outputs = (Field("answer"),), (Field("passed", "flag"), Field("feedback"))
+
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        return {"passed": True, "feedback": f"I looked at {inputs['answer']}."}
 
 
 def measured(source: str, **options: str) -> Structure:
@@ -96,6 +109,8 @@ def test_loops_count():
     early = measured(source, verdict=PASSES)
     assert early.branching == 1 and early.distinct == 2
     assert measured("(Custom) * 1").branching == 0
+    went_on = measured("Custom -> (Critic -> Format) * 2")  # as the interpreter does: a loop ends with a checker
+    assert (went_on.branching, went_on.formats, went_on.checks) == (1, 1, 0)
 
 
 def test_parallels_count_by_the_branches_that_matter():

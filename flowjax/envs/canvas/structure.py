@@ -54,7 +54,7 @@ class Structure:
 
 def measure(workflow: Workflow, run: WorkflowRun, roles: Mapping[str, str]) -> Structure:
     """The structure behind the answer of a run; `roles` are those of the operators, by name."""
-    provenance = Provenance(workflow, run)
+    provenance = Provenance(workflow, run, roles)
     runs = provenance.contributing()
     used = frozenset(run.trace[place].node_id for place in runs)
     calls = [call for call in workflow.calls() if call.id in used]
@@ -127,8 +127,8 @@ class Provenance:
     turns       loop -> the most times that its body ran in a row
     """
 
-    def __init__(self, workflow: Workflow, run: WorkflowRun):
-        self._run = run
+    def __init__(self, workflow: Workflow, run: WorkflowRun, roles: Mapping[str, str]):
+        self._run, self._roles = run, roles
         self._waiting: defaultdict[str, list[int]] = defaultdict(list)
         for place in reversed(range(len(run.trace))):
             self._waiting[run.trace[place].node_id].append(place)
@@ -241,6 +241,8 @@ class Provenance:
                     return sources, False
                 self.turns[node.id] = max(self.turns[node.id], turn)
                 if not isinstance(step, Call) or len(self._checks) == before:
+                    continue
+                if self._roles.get(step.operator) != "checker":  # what it writes ends no loop
                     continue
                 check = self._checks[-1]
                 passed = self._run.trace[check].outputs["passed"] is True
