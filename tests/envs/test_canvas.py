@@ -14,12 +14,15 @@ import pytest
 from two_processes import printed_in_two_processes
 
 from flowjax.canvas import Sequence, Workflow, actions, load_operators, svg
+from flowjax.canvas.context import Sandbox
 from flowjax.canvas.text import show
 from flowjax.envs import NotReady, Observation, Past, Split, WorldError, find_world
 from flowjax.envs.canvas import Canvas, exercises
 from flowjax.envs.canvas.env import CanvasEnv
+from flowjax.envs.canvas.executors import RememberingSandbox
 from flowjax.envs.canvas.experts import MISTAKEN, STEPS, SUITING, wanted
 from flowjax.envs.demonstrations import demonstrations
+from flowjax.grading.code import CallCase, Suite, Verdict
 from flowjax.launch.checks import check_config
 from flowjax.launch.probe import inspect_run
 from flowjax.published.canvas import PublishedCanvas
@@ -364,6 +367,14 @@ def test_loops_earn_what_other_structures_do():
     loop = "add AnswerGenerate; add (Review -> Revise) * 2"
     assert reward(loop) >= reward("add AnswerGenerate; add Review; add Revise") + 0.4 - 1e-6
     assert reward(loop, "published_canvas") == pytest.approx(-0.8)
+
+
+def test_a_verdict_of_a_time_limit_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    said = [Verdict((False,), ("took too long",), 0.0, "none"), Verdict((True,), ("",), 0.0, "none")]
+    monkeypatch.setattr(Sandbox, "judge", lambda *_: said.pop(0))
+    suite, sandbox = Suite((CallCase((1,), 1),), "f"), RememberingSandbox()
+    judged = [sandbox.judge("def f(x): return x  # at times late", suite).success for _ in range(3)]
+    assert judged == [False, True, True]
 
 
 def test_programs_are_scored_by_hidden_tests():
