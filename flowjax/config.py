@@ -22,6 +22,7 @@ from flowjax.fields import (
     HOST_AND_PORT,
     NAME,
     NAMED,
+    NO_TILDE,
     NOT_EMPTY,
     OPTIONAL_NATS,
     URL,
@@ -46,7 +47,7 @@ class ConfigError(ValueError):
 FIELDS = Section(
     "A run. A recipe fills in what has no sensible default: `env`, `model.path`, `reward.components`, `name`.",
     name=Entry("", "name of the run; its folder is config.runs/name", form=FOLDER_NAME, resume=True),
-    runs=Entry("runs", "folder that holds run folders", resume=True),
+    runs=Entry("runs", "folder that holds run folders", form=NO_TILDE, resume=True),
     seed=Entry(
         0, "fixes the order of tasks, seeds of episodes, initial weights and shuffles", at_least=0, at_most=2**31 - 1
     ),
@@ -70,6 +71,7 @@ FIELDS = Section(
             "",
             "Hugging Face folder with config.json, tokenizer.json and safetensors; or the id of such a model, which is "
             'fetched before anything starts: "Qwen/Qwen3-8B", with "@<revision>" for one of its revisions',
+            form=NO_TILDE,
         ),
         dtype=Entry(
             "bfloat16", "of the base weights and activations in the trainer", choices=("float32", "bfloat16", "float16")
@@ -210,7 +212,7 @@ FIELDS = Section(
     engine=Section(
         "The engines that answer them.",
         resume=True,
-        python=Entry("", 'interpreter that has vLLM; "" is the one running flowjax'),
+        python=Entry("", 'interpreter that has vLLM; "" is the one running flowjax', form=NO_TILDE),
         dtype=Entry("bfloat16", "serving precision", choices=("float32", "bfloat16", "float16")),
         quantize=Entry(
             "",

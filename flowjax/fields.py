@@ -66,6 +66,7 @@ DATAFLOW_URL = Pattern(
 )
 HOST = Pattern(rf"{_HOST}|[0-9A-Fa-f:]{{2,45}}", "give a host's name or address, as in 127.0.0.1")
 HOST_AND_PORT = Pattern(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 65535")
+NO_TILDE = Pattern(r"(?!~).*", "write the home folder out: '~' is not read as one")
 NOT_EMPTY = Pattern(r".+", "give texts that are not empty")
 # The one spelling of code that a config names: a world, workflow, operator, estimator, reward, data algorithm, backend.
 NAMED = Pattern(r"|\w+(\.\w+)*:\w+", "give package.module:name, such as flowjax.workflows.single:play")

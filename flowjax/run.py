@@ -214,7 +214,8 @@ def _policy(name: str, sections: Mapping[str, ConfigDict], bases: Mapping[str, B
     trained, rest = sections["policy"], {section: sections[section] for section in PER_POLICY[1:]}
     if trained.base not in bases:
         raise ConfigError(
-            f"policy {name} is to be trained on {trained.base!r} (policy.base): use one of {', '.join(bases)}"
+            f"config.policy.base is {trained.base!r} for policy {name}, but there is no such base model: use one of "
+            f"{', '.join(bases)}"
         )
     return Policy(name, bases[trained.base], trained.train, trained.lora, **rest)
 

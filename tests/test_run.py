@@ -156,7 +156,7 @@ def test_engines_have_the_ports_and_addresses_of_their_base():
             {"judge": {"engine": {"replicas": "two"}}},
             "config.bases.judge.engine.replicas is 'two': give a whole number",
         ),
-        ({"other": {}}, r"policy verifier is to be trained on 'judge' .*: use one of base, other"),
+        ({"other": {}}, r"config.policy.base is 'judge' for policy verifier, .*: use one of base, other"),
     ],
 )
 def test_what_a_base_cannot_be_is_named(changes: dict, message: str):

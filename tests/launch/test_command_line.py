@@ -81,6 +81,8 @@ def test_field_with_no_near_name_lists_what_there_is(recipe):
         ("--config.loss.options.clip_low.x=1", ("config.loss.options.clip_low is 0.2", "set it as a whole")),
         ("--config.model.nano.layer=2", ("config.model.nano.layer is not a field", "did you mean 'layers'?")),
         ("--config.bases={'a/b': {}}", ("config.bases has 'a/b'", "give a name of letters")),
+        ("--config.runs=~/runs", ("config.runs is '~/runs'", "write the home folder out")),
+        ("--config.policy.base=judge", ("config.policy.base is 'judge' for policy agent", "use one of base")),
         ("--config.seed.x=1", ("config.seed.x is not a field",)),
         ("--dryrun", ("--dryrun is not a flag", "did you mean --dry_run?")),
         ("dry_run", ("'dry_run' is not a flag",)),
