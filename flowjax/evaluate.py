@@ -439,7 +439,8 @@ def main(argv: Sequence[str]) -> int:
             if status := _evaluate(request, console, [sys.executable, "-m", "flowjax.evaluate", *argv]):
                 return status
     except (BackendConfigError, CheckpointError, CodecError, ConfigError, ModelError, RunInUse, WorldError) as error:
-        print(error, file=sys.stderr)
+        text = str(error)
+        print(f"config.{text}" if text.startswith("env.") else text, file=sys.stderr)  # worlds name options so
         return USER_MISTAKE
     return OK
 

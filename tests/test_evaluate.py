@@ -187,6 +187,12 @@ def test_a_nano_base_that_is_not_there_is_not_waited_for(run, capsys):
     assert not (run / "evaluations").exists()
 
 
+def test_an_option_that_the_world_lacks_is_named_as_the_config_has_it(run, capsys):
+    saved(run, "one")
+    assert main([str(run), "--config.env.options.max_move=3"]) == 2
+    assert capsys.readouterr().err.startswith("config.env.options.max_move is no option of Sokoban")
+
+
 def test_a_folder_of_weights_or_an_endpoint_needs_no_run(run):
     recipe = f"--config={run.parent / 'recipe.py'}:one"
     evaluation = only([recipe, "--model=models/Qwen3-8B", "--config.name=sokoban"])

@@ -282,6 +282,8 @@ def _planned(run: Run) -> tuple[Policy, ModelConfig]:
     policy = next(iter(run.policies.values()))
     path = policy.base.model.path
     model = read_config(path) if policy.base.model.nano is None and _is_here(path) else known_shape(_name(path))
+    if model is None and policy.base.model.nano is not None:
+        raise ConfigError("--plan is for models that need such machines, but config.model.nano is set: leave it out")
     if model is None:
         raise ConfigError(
             f"--plan needs the shape of config.model.path = {path!r}, which is not on this machine and not built in: "

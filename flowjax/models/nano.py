@@ -48,26 +48,29 @@ def nano_config(vocab_size: int, **shape: Any) -> ModelConfig:
     """A tied Qwen3 of `NanoShape(**shape)`, its vocabulary padded to a multiple of 64.
 
     Raises:
-        ModelError: `shape` has a field that NanoShape lacks.
+        ModelError: `shape` has a field that NanoShape lacks, or sizes that do not go together.
     """
     try:
         sizes = NanoShape(**shape)
     except TypeError as error:
         known = ", ".join(NanoShape.__dataclass_fields__)
         raise ModelError(f"config.model.nano is {shape}: its fields are {known}") from error
-    return ModelConfig(
-        vocab_size=-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
-        hidden_size=sizes.hidden_size,
-        layers=sizes.layers,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        ffn_size=sizes.ffn_size,
-        rope_theta=sizes.rope_theta,
-        max_positions=sizes.max_positions,
-        eos_token_ids=(SPECIAL_TOKENS.index(EOS),),
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
-    )
+    try:
+        return ModelConfig(
+            vocab_size=-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+            hidden_size=sizes.hidden_size,
+            layers=sizes.layers,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            ffn_size=sizes.ffn_size,
+            rope_theta=sizes.rope_theta,
+            max_positions=sizes.max_positions,
+            eos_token_ids=(SPECIAL_TOKENS.index(EOS),),
+            pad_token_id=SPECIAL_TOKENS.index(PAD),
+        )
+    except ModelError as error:
+        raise ModelError(f"config.model.nano is {shape}: {error}") from error
 
 
 def build_tokenizer(words: Sequence[str], folder: str | Path, *, pieces: bool = False) -> int:

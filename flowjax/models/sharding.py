@@ -233,10 +233,10 @@ def resolve_mesh(stated: Mapping[str, int], device_count: int) -> dict[str, int]
     if device_count % fixed == 0:
         sizes = {name: device_count // fixed if size == -1 else size for name, size in sizes.items()}
     if math.prod(sizes.values()) != device_count:
-        raise ModelError(
-            f"config.mesh is {words}, which does not fit {device_count} devices: "
-            "make the product equal to it, or set one size to -1"
-        )
+        filled = -1 in sizes.values()
+        remedy = "let the product of the others divide that" if filled else "make the product equal to it"
+        remedy += "" if filled else ", or set one size to -1"
+        raise ModelError(f"config.mesh is {words}, which does not fit {device_count} devices: {remedy}")
     return sizes
 
 

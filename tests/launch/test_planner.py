@@ -103,6 +103,7 @@ def test_the_command_prints_layouts_and_flags(capsys):
         ("math.py:qwen3_8b", "1xL4", (), "nothing fits 1 x L4"),
         ("math.py:qwen3_8b", "8xH100", ("--config.mesh.tensor=2",), "config.mesh.tensor is 2"),
         ("math.py:qwen3_8b", "8xH100", ("--config.model.path=somewhere/else",), "needs the shape of config.model.path"),
+        ("math.py:nano", "8xH100", (), "config.model.nano is set: leave it out"),
         ("math.py:qwen3_8b", "8xH100", ("--config.trainer.processes=2",), "one trainer of one process"),
     ],
 )

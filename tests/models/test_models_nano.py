@@ -121,6 +121,8 @@ def test_words_are_distinct(tmp_path, word):
 def test_unknown_shape_field_is_refused():
     with pytest.raises(ModelError, match=r"config.model.nano is \{'width': 3\}: its fields are hidden_size, layers"):
         nano_config(10, width=3)
+    with pytest.raises(ModelError, match=r"config.model.nano is \{'heads': 3\}: heads is 3 and kv_heads is 2"):
+        nano_config(10, heads=3)
 
 
 SERVE = """

@@ -133,7 +133,7 @@ def test_mesh_sizes(stated, devices, resolved):
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ((1, -1, 3), "data=1, fsdp=-1, expert=3, which does not fit 8 devices: make the product equal to it"),
+        ((1, -1, 3), "data=1, fsdp=-1, expert=3, which does not fit 8 devices: let the product of the others divide"),
         ((1, 4), "data=1, fsdp=4, which does not fit 8 devices"),
         ((1, -1, 1, 1, -1), "data=1, fsdp=-1, tensor=-1: sizes are positive, and at most one of them may be -1"),
         ((0, -1), "data=0, fsdp=-1: sizes are positive"),

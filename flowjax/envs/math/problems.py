@@ -164,8 +164,9 @@ def read(path: Path) -> list[MathProblem]:
         WorldError: see `load`; or a row has fields of no known format.
     """
     if path.suffix not in SUFFIXES or not path.is_file():
+        found = f"is no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
         raise NotReady(
-            f"env.options path={str(path)!r} is no {', '.join(SUFFIXES)} file: download GSM8K, MATH, DeepScaleR, DAPO "
+            f"env.options path={str(path)!r} {found}: download GSM8K, MATH, DeepScaleR, DAPO "
             "or AIME from Hugging Face, or make a small file with python -m data.math.build --out=FOLDER"
         )
     problems = []
