@@ -226,7 +226,8 @@ def _reward(policy: Policy, run: Run) -> Iterator[str]:
 
     components, workflow, world = policy.reward.components.to_dict(), run.config.workflow, run.config.env.name
     agents = [agent for agent, model in run.agents.items() if model == policy.name] or [""]
-    for agent in agents if components else ():
+    module, _, name = workflow.partition(":")
+    for agent in agents if components and not workflow_problem(module, name) else ():
         who = f"the {agent} of {workflow}" if agent and len(run.agents) > 1 else world
         check_reward(components, outcomes_of(workflow, agent, find_world(world)), who)
     yield from ()
