@@ -197,6 +197,12 @@ def build_algorithms(config: ConfigDict) -> dict[str, Algorithm]:
                 f"config.rollout.group_size is {members}, but config.dataflow.algorithms.{name} compares the episodes "
                 f"of a group: raise it to {least}, or leave {name} out"
             )
+        groups = config.trainer.groups_per_step
+        if algorithm.fresh_share < 1 and fresh_groups(groups, algorithm.fresh_share) == groups:
+            raise ConfigError(
+                f"config.trainer.groups_per_step is {groups}, of which config.dataflow.algorithms.{name} replays none: "
+                f"raise it, or the share that is replayed, {1 - algorithm.fresh_share:g}"
+            )
     return algorithms
 
 

@@ -109,6 +109,14 @@ def check_loss_options(kind: str, options: Mapping[str, Any]) -> None:
             f"{field}.aggregation is 'constant', which divides by a fixed length: set {field}.sequence_tokens to the "
             "longest reply allowed"
         )
+    unread = {"sequence_tokens": "aggregation is 'constant'"} if chosen.aggregation != "constant" else {}
+    if chosen.correction == "none":
+        unread |= dict.fromkeys(("correction_low", "correction_high"), "correction is another than 'none'")
+    for option, where in unread.items():
+        if option in options:
+            raise LossError(
+                f"{field}.{option} is {options[option]}, which is read only where {where}: set that, or leave it out"
+            )
     if chosen.correction_low >= chosen.correction_high:
         raise LossError(
             f"{field}.correction_low is {chosen.correction_low}, it must be below correction_high, "

@@ -324,6 +324,17 @@ def test_groups_of_one_have_nothing_to_compare(name):
         build_algorithms(config)
 
 
+def test_a_replay_without_room_in_a_batch_is_refused():
+    config = default_config()
+    config.trainer.groups_per_step, config.dataflow.algorithms = 3, {"replay": {"ratio": 0.25}}
+    with pytest.raises(
+        ConfigError, match=r"groups_per_step is 3, of which .*replay replays none: raise it, or .* 0.25"
+    ):
+        build_algorithms(config)
+    config.trainer.groups_per_step = 4
+    assert build_algorithms(config)
+
+
 CANDIDATES = [Candidate("a", 3, 1), Candidate("b", 1, 0), Candidate("c", 2, 2)]
 
 

@@ -335,6 +335,8 @@ def test_a_trajectory_counts_once_however_its_tokens_are_spread():
         ("ppo", {"aggregation": "tokens_mean"}, "did you mean 'token_mean'"),
         ("ppo", {"aggregation": "constant"}, "set config.loss.options.sequence_tokens"),
         ("ppo", {"correction": "token_mask", "correction_low": 3.0}, "must be below correction_high"),
+        ("ppo", {"correction_high": 3.0}, "correction_high is 3.0, which is read only where correction is another"),
+        ("ppo", {"sequence_tokens": 9.0}, "sequence_tokens is 9.0, which is read only where aggregation is 'constant'"),
         ("sapo", {"tau_negative": 0}, "must be positive"),
     ],
 )
