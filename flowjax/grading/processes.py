@@ -82,18 +82,18 @@ class GraderProcesses:
             GraderError: it gave none; the worker was replaced if it took too long or died.
             NoProcessorError: it gave none in time, and had not used its processor time up; the worker was replaced.
         """
-        worker = self._free.get()
+        worker, limit_s = self._free.get(), self._start_timeout_s
         try:
             if worker is None:
                 worker = _GraderProcess(self._function, self._cpu_s)
-                worker.answer(self._start_timeout_s)
+                worker.answer(limit_s)
             worker.send(arguments)
-            error, value = worker.answer(PATIENCE * self._cpu_s)
+            limit_s = PATIENCE * self._cpu_s
+            error, value = worker.answer(limit_s)
         except TimeoutError:
             self.counts.timeouts += 1
             worker = _killed(worker)
-            waited_s = PATIENCE * self._cpu_s
-            raise NoProcessorError(f"{self._function} gave no answer within {waited_s} s on the clock") from None
+            raise NoProcessorError(f"{self._function} gave no answer within {limit_s} s on the clock") from None
         except OSError as died:
             ended_by = worker.kill() if worker is not None else 0
             worker = None
