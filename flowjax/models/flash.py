@@ -49,7 +49,7 @@ class _Form:
 
     def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """log2(e) times the scores of queries [q, dim] and keys [k, dim], in float32, before any mask."""
-        products = pl.dot(q, k.T)
+        products = plgpu.dot(q, k, trans_b=True)
         if self.soft_cap is None:
             return products * (self.scale * LOG2_E)
         return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
@@ -207,7 +207,7 @@ def _forward_kernel(*refs: Any, form: _Form) -> None:
         new_top = jnp.maximum(top, scores.max(axis=1))
         weights, shrunk = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
         v = v_ref[keys, :]
-        mixed = mixed * shrunk[:, None] + pl.dot(weights.astype(v.dtype), v)
+        mixed = mixed * shrunk[:, None] + plgpu.dot(weights.astype(v.dtype), v)
         return mixed, new_top, total * shrunk + weights.sum(axis=1)
 
     rows = blocks.queries
@@ -233,8 +233,8 @@ def _query_gradient_kernel(*refs: Any, form: _Form) -> None:
         weights = jnp.exp2(scores - log[:, None])
         if masked:
             weights = jnp.where(_mask(scores, first, last, block, blocks), weights, 0.0)
-        d_scores = weights * (pl.dot(pull, v_ref[keys, :].T) - drop[:, None]) * form.slope(scores)
-        return dq + pl.dot(d_scores.astype(k.dtype), k)
+        d_scores = weights * (plgpu.dot(pull, v_ref[keys, :], trans_b=True) - drop[:, None]) * form.slope(scores)
+        return dq + plgpu.dot(d_scores.astype(k.dtype), k)
 
     dq_ref[...] = _visit(bounds_ref, visit, jnp.zeros(q.shape, jnp.float32)).astype(dq_ref.dtype)
 
@@ -254,9 +254,9 @@ def _key_gradient_kernel(*refs: Any, form: _Form, heads: int) -> None:
         if masked:
             seen = _mask(scores, first_ref[queries], last_ref[queries], mine, blocks)
             weights = jnp.where(seen, weights, 0.0)
-        dv = dv + pl.dot(weights.astype(pull.dtype).T, pull)
-        d_scores = weights * (pl.dot(pull, v.T) - drop_ref[head, queries][:, None]) * form.slope(scores)
-        return dk + pl.dot(d_scores.astype(q.dtype).T, q), dv
+        dv = dv + plgpu.dot(weights.astype(pull.dtype), pull, trans_a=True)
+        d_scores = weights * (plgpu.dot(pull, v, trans_b=True) - drop_ref[head, queries][:, None]) * form.slope(scores)
+        return dk + plgpu.dot(d_scores.astype(q.dtype), q, trans_a=True), dv
 
     def of_head(head: jax.Array, carry: tuple) -> tuple:
         return _visit(bounds_ref, functools.partial(visit, head=head), carry)
