@@ -15,18 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from flowjax.models.cudnn import CUDNN, cudnn_attend
 from flowjax.models.flash import flash_attend
 from flowjax.models.shape import ModelConfig, ModelError
-
-try:
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # the public call takes no segments
-except ImportError:  # it is private, and may move
-    cudnn: Any = None
 
 Form = Literal["xla", "cudnn", "flash", "splash"]
 CHOICES = ("auto", "xla", "cudnn", "flash", "splash")
 FUSED_FROM_TOKENS = 1024  # below, XLA's plain attention is about as fast as a fused one
-PACKED_SEGMENTS = 32  # segments of one row that cuDNN is given; a row with more goes through flash attention
 SPLASH_BLOCK_TOKENS = 512
 LANES = 128  # splash attention's rows are multiples of it
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
@@ -266,7 +261,7 @@ def _flash_obstacle(device: Any, dtype: Any) -> str | None:
 def _cudnn_obstacle(config: ModelConfig, device: Any, dtype: Any, sequence_parts: int) -> str | None:
     if obstacle := _nvidia_obstacle("cuDNN's attention", device, dtype):
         return obstacle
-    if cudnn is None:
+    if CUDNN is None:
         return f"JAX {jax.__version__} keeps cuDNN's attention in another place than flowjax looks for it"
     if cuda_capability(device) < HOPPER:
         return "cuDNN keeps the segments of a packed row apart on Hopper GPUs and newer only"
@@ -319,80 +314,6 @@ def exchange_queries(
     """
     divides = x.shape[1] % jax.lax.axis_size(axes) == 0
     return jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=1, tiled=True) if divides else x
-
-
-def segment_bounds(
-    segments: Int[Array, "rows tokens"], count: int
-) -> tuple[Int[Array, "rows count"], Int[Array, "rows count_and_1"]]:
-    """Length of each of a row's first `count` segments and where it starts; -1 where there is none.
-
-    A segment is a run of equal numbers other than 0. This is what cuDNN wants: lengths [rows, count], starts
-    [rows, count + 1].
-    """
-    tokens = segments.shape[1]
-    before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
-    index = jnp.cumsum((segments != before) & (segments != 0), axis=1) - 1
-    owner = jnp.where(segments != 0, index, count)  # padding belongs to nobody: beyond the last
-    member = owner[:, None, :] == jnp.arange(count)[:, None]
-    lengths = member.sum(axis=2, dtype=jnp.int32)
-    starts = jnp.where(member, jnp.arange(tokens), tokens).min(axis=2).astype(jnp.int32)
-    there = lengths > 0
-    return jnp.where(there, lengths, -1), jnp.pad(jnp.where(there, starts, -1), ((0, 0), (0, 1)), constant_values=-1)
-
-
-def segment_count(segments: Int[Array, "rows tokens"]) -> Int[Array, "rows"]:
-    """Runs of equal numbers other than 0 in each row."""
-    before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
-    return jnp.sum((segments != before) & (segments != 0), axis=1)
-
-
-def cudnn_attend(
-    query: Float[Array, "rows tokens heads dim"],
-    key: Float[Array, "rows tokens kv_heads dim"],
-    value: Float[Array, "rows tokens kv_heads dim"],
-    segments: Int[Array, "rows tokens"],
-    positions: Int[Array, "rows tokens"],
-    key_segments: Int[Array, "rows tokens"],
-    key_positions: Int[Array, "rows tokens"],
-    *,
-    window_tokens: int | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    interpret: bool = False,
-) -> Float[Array, "rows tokens heads dim"]:
-    """cuDNN's flash attention over packed rows, by where each segment starts and how long it is.
-
-    Rows with more than PACKED_SEGMENTS segments go through our own instead, decided while running. cuDNN leaves places
-    outside all segments unwritten, forward and backward: they are set to zero here.
-    """
-    if soft_cap is not None:
-        raise ModelError("cuDNN's attention has no soft cap: set config.model.attention to 'xla'")
-    count = min(PACKED_SEGMENTS, segments.shape[1])
-    groups = query.shape[2] // key.shape[2]
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    real = (segments != 0)[:, :, None, None]
-
-    def fused(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        lengths, starts = segment_bounds(segments, max(count, 2))
-        # JAX turns the starts of keys into memory offsets by the number of query heads: keys need as many.
-        key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
-        mixed: Any = cudnn.dot_product_attention(
-            *(jnp.where(real, x, 0) for x in (query, key, value)),
-            q_seqlen=lengths,
-            kv_seqlen=lengths,
-            q_offsets=starts,
-            kv_offsets=starts,
-            scale=scale,
-            mask_type=cudnn.MaskType.PADDING_CAUSAL,
-            sliding_window_length=window_tokens,
-        )
-        return jnp.where(real, mixed, 0)
-
-    def ours(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        places = (segments, positions, key_segments, key_positions)
-        return flash_attend(query, key, value, *places, window_tokens=window_tokens, scale=scale, interpret=interpret)
-
-    return jax.lax.cond(segment_count(segments).max() <= count, fused, ours, query, key, value)
 
 
 # The forms of attention.py have one signature, and `attend_by` calls any of them.

@@ -83,9 +83,9 @@ def _describe_to_cudnn(gpu: Gpu) -> None:
     """JAX's call of cuDNN asks the local device for its capability, and there is none."""
     from types import SimpleNamespace
 
-    from flowjax.models import attention
+    from flowjax.models.cudnn import CUDNN
 
-    cudnn: Any = attention.cudnn
+    cudnn: Any = CUDNN
 
     def number(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(".")))

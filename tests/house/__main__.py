@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # Most files, and most lines at the 90th percentile: what has been reached is not to be lost again. A workflow is a file
 # of its own, which is named in configs: each one more than the first three may add to the 200 that there were. So may
 # another carrier of what nodes say (`flowjax/relay.py`).
-MOST_FILES = 205
+MOST_FILES = 206
 MOST_P90_LINES = 450
 
 

@@ -18,6 +18,7 @@ from packing import packed
 from tiny_models import TINY
 
 from flowjax.models import attention as kernels
+from flowjax.models import cudnn
 from flowjax.models import decoder as decoder_module
 from flowjax.models.attention import attend, segment_mask
 from flowjax.models.decoder import Decoder
@@ -36,9 +37,9 @@ MI300 = SimpleNamespace(platform="gpu", compute_capability="gfx942")
 @pytest.fixture
 def hopper(monkeypatch):
     """JAX believes that there is a Hopper GPU with a cuDNN; nothing is run on it."""
-    monkeypatch.setattr(kernels.cudnn, "cuda_versions", SimpleNamespace(cudnn_get_version=lambda: 91300))
-    monkeypatch.setattr(kernels.cudnn, "check_compute_capability", lambda capability: capability == "9.0")
-    monkeypatch.setattr(kernels.cudnn, "is_cuda_compute_capability_equal", lambda capability: capability == "9.0")
+    monkeypatch.setattr(cudnn.CUDNN, "cuda_versions", SimpleNamespace(cudnn_get_version=lambda: 91300))
+    monkeypatch.setattr(cudnn.CUDNN, "check_compute_capability", lambda capability: capability == "9.0")
+    monkeypatch.setattr(cudnn.CUDNN, "is_cuda_compute_capability_equal", lambda capability: capability == "9.0")
 
 
 @pytest.mark.parametrize(
@@ -87,16 +88,16 @@ def test_attention_that_cannot_keep_segments_apart_is_refused(wanted, changes, m
 
 def test_segment_bounds_by_hand():
     segments = jnp.array([[1, 1, 2, 3, 3, 3, 0, 0], [0, 4, 4, 0, 7, 0, 0, 0]])
-    lengths, starts = kernels.segment_bounds(segments, 4)
+    lengths, starts = cudnn.segment_bounds(segments, 4)
     np.testing.assert_array_equal(lengths, [[2, 1, 3, -1], [2, 1, -1, -1]])
     np.testing.assert_array_equal(starts, [[0, 2, 3, -1, -1], [1, 4, -1, -1, -1]])
-    np.testing.assert_array_equal(kernels.segment_count(segments), [3, 2])
+    np.testing.assert_array_equal(cudnn.segment_count(segments), [3, 2])
 
 
 def documented_cudnn(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, **options):
     """What JAX documents for packed rows: segment i starts at offsets[i] and has seqlen[i] tokens; else unwritten."""
     scale, window = options["scale"], options["sliding_window_length"]
-    assert options["mask_type"] == kernels.cudnn.MaskType.PADDING_CAUSAL
+    assert options["mask_type"] == cudnn.CUDNN.MaskType.PADDING_CAUSAL
     assert query.shape == key.shape == value.shape
     np.testing.assert_array_equal(q_seqlen, kv_seqlen)
     np.testing.assert_array_equal(q_offsets, kv_offsets)
@@ -137,16 +138,16 @@ def _compare(form: Any, arrays: list[jax.Array], places: tuple[Any, Any], **opti
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_what_cudnn_is_told_means_the_segment_mask(monkeypatch, window):
-    monkeypatch.setattr(kernels.cudnn, "dot_product_attention", documented_cudnn)
+    monkeypatch.setattr(cudnn.CUDNN, "dot_product_attention", documented_cudnn)
     monkeypatch.setattr(jax.lax, "cond", lambda fits, fused, plain, *arrays: fused(*arrays) if fits else plain(*arrays))
     places = packed([[5, 1, 7], [13]], 16)
-    _compare(kernels.cudnn_attend, _inputs(16), places, window_tokens=window, scale=0.3)
+    _compare(cudnn.cudnn_attend, _inputs(16), places, window_tokens=window, scale=0.3)
 
 
 def test_rows_of_many_segments_do_not_go_to_cudnn(monkeypatch):
-    monkeypatch.setattr(kernels, "PACKED_SEGMENTS", 2)
-    monkeypatch.setattr(kernels.cudnn, "dot_product_attention", lambda query, *rest, **options: query * jnp.nan)
-    ours = functools.partial(kernels.cudnn_attend, interpret=True)
+    monkeypatch.setattr(cudnn, "PACKED_SEGMENTS", 2)
+    monkeypatch.setattr(cudnn.CUDNN, "dot_product_attention", lambda query, *rest, **options: query * jnp.nan)
+    ours = functools.partial(cudnn.cudnn_attend, interpret=True)
     _compare(ours, _inputs(16), packed([[5, 1, 7], [13]], 16))
 
 
