@@ -11,6 +11,7 @@ CORE = [
     "grain>=0.2.15",
     "jax>=0.10.2",
     "jaxtyping>=0.3",
+    "jinja2>=3.1",
     "ml-collections>=1.1",
     "msgpack>=1.1",
     "numpy>=2.0",
