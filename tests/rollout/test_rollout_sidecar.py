@@ -179,6 +179,8 @@ def _machine(root: Path, *paths: str) -> Path:
         (("proc/driver/nvidia/gpus/0000:01:00.0",), {"CUDA_VISIBLE_DEVICES": ""}, False, True),
         (("proc/driver/nvidia/gpus/0000:01:00.0",), {"CUDA_VISIBLE_DEVICES": "1"}, False, False),
         (("proc/driver/nvidia/gpus",), {}, False, True),
+        (("dev/nvidia0",), {}, False, False),  # in containers that show the device alone
+        (("dev/nvidiactl",), {}, False, True),
         (("dev/kfd",), {}, False, False),
     ],
 )
