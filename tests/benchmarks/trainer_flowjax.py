@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
@@ -14,6 +13,7 @@ from flowjax.models.hf import load_decoder
 from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import pack
+from flowjax.trainer.log import memory_metrics
 from flowjax.trainer.optimizer import make_optimizer
 from flowjax.trainer.update import Objective, PolicyState, apply, first_pass, gradient_of
 from tests.benchmarks.trainer_case import (
@@ -49,10 +49,14 @@ def stacked(arrays: dict[str, np.ndarray], layers: int) -> dict[str, dict[str, n
     }
 
 
+def device_peak_bytes() -> int:
+    return int(memory_metrics()["device_peak_bytes"])
+
+
 def make(folder: Path) -> Trainer:
     case, arrays = read_case(folder)
     lora = Lora(rank=case.rank, alpha=float(case.rank))
-    model = load_decoder(folder / "base", lora=lora, dtype=jnp.float32, remat="dots")
+    model = load_decoder(folder / "base", lora=lora, dtype=case.dtype, remat="none" if case.on_gpu else "dots")
     set_adapter(model, stacked(arrays, case.layers))
     graph, trained, frozen = nnx.split(model, LoraParam, ...)
     options = {"name": "adamw", "learning_rate": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0}
@@ -67,7 +71,9 @@ def make(folder: Path) -> Trainer:
     def step() -> tuple[float, float]:
         nonlocal state
         total = None
-        batches = pack(rows, row_tokens=max(case.lengths), micro_batch_rows=len(case.lengths), trim=True)
+        # On a GPU one row is as long as a forward pass should be; on CPUs short rows save attention its mask.
+        size = (case.tokens, 1) if case.on_gpu else (max(case.lengths), len(case.lengths))
+        batches = pack(rows, row_tokens=size[0], micro_batch_rows=size[1], trim=True)
         batches = [jax.device_put(batch) for batch in batches]
         for batch, known in zip(batches, first_pass(objective, state, batches, start=None), strict=True):
             total, _ = gradient_of(objective, state, batch, known, total=total)
@@ -76,7 +82,7 @@ def make(folder: Path) -> Trainer:
         jax.block_until_ready(state)
         return float(metrics["loss"]), float(metrics["gradient_norm"])
 
-    return Trainer(step)
+    return Trainer(step, device_peak_bytes) if case.on_gpu else Trainer(step)
 
 
 if __name__ == "__main__":

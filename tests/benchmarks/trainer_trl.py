@@ -2,7 +2,7 @@
 """TRL's GRPOTrainer with a PEFT adapter, for `tests.benchmarks.trainer`; runs in the peers' environment.
 
 The second argument is the variant: eager or compiled (`torch_compile` of its arguments), and plain-eager or
-plain-compiled, with the model's own head in place of TRL's chunked one.
+plain-compiled, with the model's own head in place of TRL's chunked one; liger on a GPU (`use_liger_kernel`).
 """
 
 import sys
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from datasets.table import InMemoryTable
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -33,9 +34,9 @@ from tests.benchmarks.trainer_case import (
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def _trainer(case: Case, folder: Path, *, compiled: bool) -> Any:
+def _trainer(case: Case, folder: Path, variant: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
-        folder / "base", dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        folder / "base", dtype=getattr(torch, case.dtype), attn_implementation="sdpa", local_files_only=True
     )
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
@@ -51,9 +52,10 @@ def _trainer(case: Case, folder: Path, *, compiled: bool) -> Any:
         max_grad_norm=CLIP_NORM,
         gradient_checkpointing=False,
         temperature=1.0,
-        torch_compile=compiled,
-        bf16=False,
-        use_cpu=True,
+        torch_compile=variant.endswith("compiled"),
+        use_liger_kernel=variant == "liger",
+        bf16=case.on_gpu,
+        use_cpu=not case.on_gpu,
         report_to="none",
         max_steps=1000,
     )
@@ -61,7 +63,10 @@ def _trainer(case: Case, folder: Path, *, compiled: bool) -> Any:
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["never rolled out"] * len(case.lengths)}),
+        # A fingerprint of its own: some versions of dill cannot hash what some of pyarrow hold.
+        train_dataset=Dataset(
+            InMemoryTable.from_pydict({"prompt": ["never rolled out"] * len(case.lengths)}), fingerprint="prompts"
+        ),
         processing_class=AutoTokenizer.from_pretrained(folder / "base"),
         peft_config=LoraConfig(r=case.rank, lora_alpha=case.rank, lora_dropout=0.0, target_modules=_TARGETS),
     )
@@ -94,11 +99,12 @@ def _plain_head(model: torch.nn.Module, input_ids: Any, attention_mask: Any, log
 
 def make(folder: Path) -> Trainer:
     case, arrays = read_case(folder)
-    trainer = _trainer(case, folder, compiled=sys.argv[2].endswith("compiled"))
+    trainer = _trainer(case, folder, sys.argv[2])
     if sys.argv[2].startswith("plain"):
         trainer._get_per_token_logps_and_entropies = _plain_head
     _set_adapter(trainer.model, arrays)
     rows = {name: torch.from_numpy(array) for name, array in padded(make_rows(case)).items()}
+    rows = {name: array.to(trainer.args.device) for name, array in rows.items()}
     inputs = {name: rows[name].long() for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
     inputs |= {"advantages": rows["advantages"], "old_per_token_logps": rows["behaviour"]}
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
@@ -116,7 +122,7 @@ def make(folder: Path) -> Trainer:
         model.zero_grad()
         return float(loss), float(norm)
 
-    return Trainer(step)
+    return Trainer(step, torch.cuda.max_memory_allocated) if case.on_gpu else Trainer(step)
 
 
 if __name__ == "__main__":
