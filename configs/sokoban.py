@@ -33,7 +33,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
                python -m flowjax.launch --config=configs/sokoban.py:qwen3_8b
     qwen3_8b_v5e
                the same on one host of 8 TPU chips, v5e: docs/trainer.md   (never run)
-    qwen3_0_6b 1 GPU of 16 GB       6 x 6, without thinking   (never run)
+    qwen3_0_6b 1 GPU of 16 GB       6 x 6, without thinking
+               (on an H200, four steps with a random model of 10 M parameters: docs/benchmarks/accelerators.md)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
                2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
                (`flowjax.recipes.published_on_two_gpus`), and text and Qwen2.5-3B-Instruct in place of pictures and

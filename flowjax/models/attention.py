@@ -2,7 +2,8 @@
 
 XLA's plain attention runs everywhere. Flash attention (`flash.py`) and cuDNN's, for NVIDIA GPUs, and splash attention,
 for TPUs, are fused, and leave a row's segments apart without a [tokens, tokens] mask in memory. How they are called and
-what they compute is checked without such a device (tests/models); no GPU or TPU has run them here.
+what they compute is checked without such a device (tests/models). On an H200 the first three are near float32 to what
+bfloat16 allows (docs/benchmarks/accelerators.md); no TPU has run the fourth.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Kernels for accelerators against plain float32, and their speed: python -m tests.benchmarks.kernels
 
-It needs an NVIDIA GPU, jax, flax and optax. Two tables are printed in Markdown:
+It needs an NVIDIA GPU. Two tables are printed in Markdown:
 
 - attention: every form that `config.model.attention` takes there, on random packings of one row, forward and all
   gradients, beside plain attention in float32; then the time of 16,384 tokens in sequences of 2,048, and in one;

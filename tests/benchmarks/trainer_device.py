@@ -5,7 +5,7 @@
 
 Rank 64 on all seven linear maps, bfloat16, AdamW; one row of so many tokens, packed with sequences of at most 2,048,
 half of each prompt. Every measurement is a process of its own (memory is counted from its start), with the first of
-`--remats` that fits. It needs jax, flax, optax and msgpack, and no peers. With `--trace`, a profile of one more step is
+`--remats` that fits. It needs no peers. With `--trace`, a profile of one more step is
 left in the folder, for TensorBoard's or Perfetto's viewer.
 
 MFU is `flowjax.models.cost.step_flops` (no recomputation, causal attention within each sequence, head at sampled
