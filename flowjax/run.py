@@ -19,6 +19,8 @@ from flowjax.files import replace_file
 
 PER_BASE = ("model", "engine", "warm_start")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
+# Of `trainer`, what holds for the process, whichever policies it trains.
+_OF_ALL_POLICIES = ("processes", "coordinator", "compile_cache", "step_timeout_s")
 ONLY_AGENT = "agent"  # of a workflow that has one
 TAUGHT_FILE = "warm_start.json"  # in the folder of a base model that was made here: its section of that name
 _ENDPOINTS_FILE = "endpoints.json"
@@ -255,6 +257,13 @@ def policy_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
     changes = config.policies.get(name, ConfigDict())
     if not isinstance(changes, ConfigDict):
         raise ConfigError(f"config.policies.{name} is {shown(changes)}: give a dict such as {{'optimizer': {{...}}}}")
+    trainer = changes.get("trainer", {})
+    for field in _OF_ALL_POLICIES if isinstance(trainer, ConfigDict | Mapping) else ():
+        if trainer.get(field, config.trainer[field]) != config.trainer[field]:
+            raise ConfigError(
+                f"config.policies.{name}.trainer.{field} is {shown(trainer[field])}, but policies have it in common: "
+                f"set config.trainer.{field}"
+            )
     sections = _copies(config, PER_POLICY)
     sections["policy"].name = name
     _change(sections, f"config.policies.{name}", changes, config)

@@ -49,6 +49,8 @@ def test_a_run_does_not_see_what_becomes_of_the_config():
     [
         ({"env": {"max_turns": 3}}, "config.policies.solver.env is set, .* only in policy, reward"),
         ({"optimizer": {"rate": 3}}, "config.policies.solver.optimizer.rate is no field: use one of .*learning_rate"),
+        ({"trainer": {"processes": 2}}, "trainer.processes is 2, but policies have it in common: set config.trainer"),
+        ({"trainer": {"step_timeout_s": 9.0}}, "config.policies.solver.trainer.step_timeout_s is 9.0, but policies"),
         (
             {"policy": {"name": "other"}},
             "config.policies.solver.policy.name is 'other', but the policy is named 'solver'",
