@@ -236,6 +236,11 @@ def _tpu_chips(run: Run, devices: Devices) -> list[str]:
 
 def _trainer_processes(trainer: ConfigDict, devices: Devices) -> list[str]:
     count = trainer.processes
+    if count == 1 and trainer.coordinator:  # every host would train alone, and none would say so
+        return [
+            f"config.trainer.coordinator is {trainer.coordinator!r}, but config.trainer.processes is 1: set it to the "
+            "number of processes on all hosts together, or leave coordinator empty"
+        ]
     if count == 1:
         return []
     if trainer.coordinator and processes_here(trainer) > 1:

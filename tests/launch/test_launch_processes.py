@@ -76,6 +76,10 @@ def test_processes_of_several_hosts_are_started_one_on_each(config, tmp_path, mo
     monkeypatch.delenv("FLOWJAX_PROCESS", raising=False)
     (problem,) = machine.check_accelerators(resolve(config), Devices())
     assert "FLOWJAX_PROCESS is not set" in problem and "leave coordinator empty" in problem
+    config.trainer.processes = 1
+    (problem,) = machine.check_accelerators(resolve(config), Devices())
+    assert problem.startswith("config.trainer.coordinator is 'host:1', but config.trainer.processes is 1: set it to")
+    config.trainer.processes = 2
     monkeypatch.setenv("FLOWJAX_PROCESS", "0")
     assert machine.check_accelerators(resolve(config), Devices()) == []
     assert processes_here(config.trainer) == 1
