@@ -187,6 +187,23 @@ def test_the_gradient_of_a_packed_step_calls_the_kernel(hopper, monkeypatch, for
     assert "x1024x1024x" not in text  # no matrix of scores
 
 
+@pytest.mark.parametrize(("remat", "passes"), [("none", 1), ("dots", 1), ("layer", 2)])
+def test_cudnn_s_forward_pass_is_kept_with_what_linear_maps_give(hopper, monkeypatch, remat, passes):
+    """Its result alone would not do: the backward pass wants the sums of the softmax, too."""
+    monkeypatch.setattr(decoder_module, "choose_attention", lambda *args, **options: "cudnn")
+    options: dict[str, Any] = {"lora": Lora(4, 8.0), "dtype": jnp.bfloat16, "remat": remat, "key": jax.random.key(0)}
+    model = nnx.eval_shape(lambda: Decoder(BIG, **options))
+    graph, trained, frozen = nnx.split(model, LoraParam, ...)
+
+    def loss(trained: Any, frozen: Any, ids: jax.Array) -> jax.Array:
+        return nnx.merge(graph, trained, frozen)(ids, ids, ids).sum()
+
+    ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+    text = jax.jit(jax.grad(loss)).trace(trained, frozen, ids).lower(lowering_platforms=("cuda",)).as_text()
+    counts = [text.count(f"@__cudnn$fmha{name}(") for name in ("Softmax", "SoftmaxBackward")]
+    assert counts == [passes, 1]  # in the text of a layer, which all layers share
+
+
 @pytest.mark.parametrize("tokens", [1023, 8192])
 def test_float16_holds_the_sum_of_many_equal_values(tokens):
     """Undivided, they were added up to infinity."""
