@@ -125,7 +125,7 @@ class _Blockwise(NamedTuple):
             beside = (places.key_segments[:, :keys], places.key_positions[:, :keys])
             seen = segment_mask(segments[:, 0, 0], positions[:, 0, 0], places.window_tokens, *beside)
             per_query, per_key = block(keys, seen[:, None, None], *cut)
-            return tuple(s.at[:, :, :keys].add(x) for s, x in zip(sums, per_key, strict=True)), per_query
+            return tuple(map(_add_first, sums, per_key)), per_query
 
         starts = range(0, tokens, size)
         # A few blocks are unrolled, each with its own number of keys; many are a loop, where all have the same.
@@ -146,6 +146,16 @@ class _Blockwise(NamedTuple):
             sums, found = jax.lax.scan(step, sums, jnp.asarray(starts))
             whole = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, x.shape[-1]), found)
         return tuple(x[:, :, :, :tokens] for x in whole), sums
+
+
+def _add_first(total: jax.Array, found: jax.Array) -> jax.Array:
+    """`total` with `found` added to its first keys (axis 2).
+
+    All of them are a plain sum: an update of a whole array has indices of size zero, which JAX makes an input of
+    `shard_map`, and the compiler of JAX 0.11 crashes where that has an input without elements.
+    """
+    keys = found.shape[2]
+    return total + found if keys == total.shape[2] else total.at[:, :, :keys].add(found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
