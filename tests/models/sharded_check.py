@@ -18,12 +18,13 @@ from packing import packed
 
 from flowjax.models import attention as kernels
 from flowjax.models import decoder as decoder_module
+from flowjax.models.cudnn import CUDNN
 from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam
 from flowjax.models.nano import nano_config
 from flowjax.models.shape import Experts, ModelConfig
-from flowjax.models.sharding import make_mesh
+from flowjax.models.sharding import MESH_AXES, make_mesh
 from flowjax.trainer.update import sampled_logprobs
 
 VOCABULARY = 128
@@ -146,12 +147,12 @@ def shares_of_keys() -> dict[str, Any]:
 
 def kernels_on_a_mesh() -> dict[str, bool]:
     """Whether the gradient of a model on a mesh calls cuDNN and Triton, for CUDA, and a Pallas kernel, for TPU."""
-    kernels.cudnn.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91300)
-    kernels.cudnn.check_compute_capability = lambda capability: capability == "9.0"
-    kernels.cudnn.is_cuda_compute_capability_equal = lambda capability: False
+    cudnn: Any = CUDNN
+    cudnn.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91300)
+    cudnn.check_compute_capability = lambda capability: capability == "9.0"
+    cudnn.is_cuda_compute_capability_equal = lambda capability: False
     config = dataclasses.replace(DENSE, head_dim=64)
-    build = functools.partial(Decoder, config, lora=LORA, dtype=jnp.bfloat16, mesh=make_mesh(fsdp=4, tensor=2))
-    graph, trained, frozen = nnx.split(nnx.eval_shape(lambda: build(key=jax.random.key(0))), LoraParam, ...)
+    build = functools.partial(Decoder, config, lora=LORA, dtype=jnp.bfloat16, key=jax.random.key(0))
     ids = jax.ShapeDtypeStruct((4, 1024), jnp.int32)
     found = {}
     for form, platform, call in (
@@ -160,8 +161,11 @@ def kernels_on_a_mesh() -> dict[str, bool]:
         ("splash", "tpu", "tpu_custom_call"),
     ):
         decoder_module.choose_attention = lambda *args, form=form, **options: form
+        mesh = hlo.described_mesh(platform, (1, 4, 1, 1, 2), MESH_AXES)
+        model = nnx.eval_shape(functools.partial(build, mesh=mesh))
+        graph, trained, frozen = nnx.split(model, LoraParam, ...)
 
-        def loss(trained, frozen, *places):
+        def loss(trained, frozen, *places, graph=graph):
             return nnx.merge(graph, trained, frozen)(*places).astype(jnp.float32).sum()
 
         traced = jax.jit(jax.grad(loss)).trace(trained, frozen, ids, ids, ids)

@@ -9,6 +9,7 @@ import math
 import re
 from typing import Any
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.moe import ExpertMap, block_shape, lay_out, mix_experts, mixture, route
 from flowjax.models.params import Block, layer_blocks
 from flowjax.models.shape import Experts, ModelError
-from flowjax.models.sharding import Placement, ShardingRules
+from flowjax.models.sharding import MESH_AXES, Placement, ShardingRules
 
 TOKENS, HIDDEN, FFN, COUNT = 13, 6, 5, 4
 
@@ -165,7 +166,7 @@ def test_what_kernels_leave_undefined_reaches_nothing(platform, rank, monkeypatc
 )
 def test_kernels_are_called_on_a_mesh(platform, rank, kernels):
     """Lowered for the platform with the checks of what differs between devices, gradients of everything included."""
-    mesh = jax.sharding.AbstractMesh((1, 2, 2, 1, 2), ("data", "fsdp", "expert", "sequence", "tensor"))
+    mesh = hlo.described_mesh(platform, (1, 2, 2, 1, 2), MESH_AXES)
     placement = Placement(mesh, ShardingRules())
 
     def of(shape, *axes) -> Any:
