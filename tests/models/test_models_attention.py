@@ -202,7 +202,9 @@ def test_cudnn_s_forward_pass_is_kept_with_what_linear_maps_give(hopper, monkeyp
         return nnx.merge(graph, trained, frozen)(ids, ids, ids).sum()
 
     ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
-    text = jax.jit(jax.grad(loss)).trace(trained, frozen, ids).lower(lowering_platforms=("cuda",)).as_text()
+    with hlo.described_gpu():
+        traced = jax.jit(jax.grad(loss)).trace(trained, frozen, ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     counts = [text.count(f"@__cudnn$fmha{name}(") for name in ("Softmax", "SoftmaxBackward")]
     assert counts == [passes, 1]  # in the text of a layer, which all layers share
 
