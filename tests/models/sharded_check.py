@@ -161,7 +161,7 @@ def kernels_on_a_mesh() -> dict[str, bool]:
         ("splash", "tpu", "tpu_custom_call"),
     ):
         decoder_module.choose_attention = lambda *args, form=form, **options: form
-        mesh = hlo.described_mesh(platform, (1, 4, 1, 1, 2), MESH_AXES)
+        mesh: Any = hlo.described_mesh(platform, (1, 4, 1, 1, 2), MESH_AXES)
         model = nnx.eval_shape(functools.partial(build, mesh=mesh))
         graph, trained, frozen = nnx.split(model, LoraParam, ...)
 
