@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flowjax.models.cudnn import CUDNN, cudnn_attend
-from flowjax.models.flash import flash_attend
+from flowjax.models.flash import Places, flash_attend
 from flowjax.models.shape import ModelConfig, ModelError
 
 Form = Literal["xla", "cudnn", "flash", "splash"]
@@ -85,19 +85,9 @@ def attend(
     query, key, value = query.transpose(0, 2, 3, 1, 4), key.swapaxes(1, 2), value.swapaxes(1, 2)
     is_self = key.shape[2] == tokens  # the keys are the queries' own tokens
     form = _Blockwise(block_tokens or default_block_tokens(tokens if is_self else 0), is_self, soft_cap)
-    places = _Places(segments, positions, key_segments, key_positions, window_tokens)
+    places = Places(segments, positions, key_segments, key_positions, window_tokens)
     mixed: Any = _mix(form, query, key, value, places)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, dim)
-
-
-class _Places(NamedTuple):
-    """Arguments of `segment_mask`."""
-
-    segments: jax.Array
-    positions: jax.Array
-    key_segments: jax.Array
-    key_positions: jax.Array
-    window_tokens: int | jax.Array | None
 
 
 class _Blockwise(NamedTuple):
@@ -111,7 +101,7 @@ class _Blockwise(NamedTuple):
         scores = jnp.einsum("rkgtd,rksd->rkgts", query, key, preferred_element_type=jnp.float32)
         return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
-    def each(self, block: Callable, places: _Places, by_query: tuple, sums: tuple) -> tuple[tuple, tuple]:
+    def each(self, block: Callable, places: Places, by_query: tuple, sums: tuple) -> tuple[tuple, tuple]:
         """`block(keys, seen, *by_query)` for block after block of the queries (axis 3), each with the first `keys`.
 
         Gives what it gives for queries, one after the other, and what it gives for keys (axis 2), added to `sums`.
@@ -159,12 +149,12 @@ def _add_first(total: jax.Array, found: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, places: _Places) -> jax.Array:
+def _mix(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> jax.Array:
     """Mixed values [rows, kv_heads, group, queries, dim] of keys and values [rows, kv_heads, keys, dim]."""
     return _mix_forward(form, query, key, value, places)[0]
 
 
-def _mix_forward(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, places: _Places) -> tuple:
+def _mix_forward(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> tuple:
     def block(keys: int, seen: jax.Array, query: jax.Array) -> tuple:
         scores = jnp.where(seen, form.scores(query, key[:, :, :keys]), MASKED)
         top = scores.max(axis=-1, keepdims=True)

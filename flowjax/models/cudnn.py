@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from flowjax.models.flash import flash_attend
+from flowjax.models.flash import FlashForm, Places, flash_backward, flash_form, flash_forward
 from flowjax.models.shape import ModelError
 
 try:
@@ -22,18 +22,33 @@ PACKED_SEGMENTS = 16  # of one row, at most, for cuDNN, whose time grows with th
 class _Packed(NamedTuple):
     """The constants of a call."""
 
-    segments: int  # of a row, at most
-    groups: int  # heads of queries that share one of keys
+    segments: int  # of a row, at most; two or more, as one would be no packing to JAX
     scale: float
     window_tokens: int | None
+    flash: FlashForm  # for rows of more segments
 
 
+class _Kept(NamedTuple):
+    """From the forward pass, for the backward pass."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    places: Places
+    mixed: jax.Array
+    sums: jax.Array  # of each query's weights
+
+
+# The forms of attention.py have one signature, and `attend_by` calls any of them.
 def cudnn_attend(
     query: Float[Array, "rows tokens heads dim"],
     key: Float[Array, "rows tokens kv_heads dim"],
     value: Float[Array, "rows tokens kv_heads dim"],
     segments: Int[Array, "rows tokens"],
-    *places: Int[Array, "rows tokens"],
+    positions: Int[Array, "rows tokens"],
+    key_segments: Int[Array, "rows tokens"],
+    key_positions: Int[Array, "rows tokens"],
+    *,
     window_tokens: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -41,34 +56,47 @@ def cudnn_attend(
 ) -> Float[Array, "rows tokens heads dim"]:
     """Attention within the segments of packed rows, by where each starts and how long it is; padding gives zeros.
 
-    Rows with more than PACKED_SEGMENTS segments go through flash attention instead, decided while running; `places` are
-    what it takes after `segments`.
+    Rows with more than PACKED_SEGMENTS segments go through flash attention instead, decided while running.
     """
     if soft_cap is not None:
         raise ModelError("cuDNN's attention has no soft cap: set config.model.attention to 'xla'")
-    scale = float(query.shape[3] ** -0.5) if scale is None else scale
-    form = _Packed(min(PACKED_SEGMENTS, segments.shape[1]), query.shape[2] // key.shape[2], scale, window_tokens)
-
-    def ours(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        options: dict[str, Any] = {"window_tokens": window_tokens, "scale": scale, "interpret": interpret}
-        return flash_attend(query, key, value, segments, *places, **options)
-
-    def fused(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return _fused(form, query, key, value, segments)
-
-    few = segment_count(segments).max() <= form.segments
-    return jax.lax.cond(few, fused, ours, query, key, value)
+    flash = flash_form(query, scale, None, interpret)
+    form = _Packed(max(2, min(PACKED_SEGMENTS, segments.shape[1])), flash.scale, window_tokens, flash)
+    places = Places(segments, positions, key_segments, key_positions, window_tokens)
+    mixed: Any = _mix(form, query, key, value, places)
+    return mixed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
-    return _fused_forward(form, query, key, value, segments)[0]
+def _mix(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> jax.Array:
+    return _mix_forward(form, query, key, value, places)[0]
 
 
-def _fused_forward(
-    form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array
-) -> tuple[jax.Array, Any]:
-    lengths, starts = segment_bounds(segments, max(form.segments, 2))
+# Both kernels keep the same for the backward pass, the result and the sums of weights, and the choice between them lies
+# within each pass: one choice, whose backward pass JAX finds, would keep what each of the two needs.
+def _mix_forward(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> tuple:
+    forward = functools.partial(_fused_forward, form), functools.partial(_flash_forward, form)
+    kept = jax.lax.cond(_few(form, places), *forward, query, key, value, places)
+    mixed, sums = (checkpoint_name(x, "mixed") for x in kept)  # for those who keep what only this pass can give
+    return mixed, _Kept(query, key, value, places, mixed, sums)
+
+
+def _mix_backward(form: _Packed, kept: _Kept, pull: jax.Array) -> tuple:
+    backward = functools.partial(_fused_backward, form), functools.partial(_flash_backward, form)
+    return *jax.lax.cond(_few(form, kept.places), *backward, kept, pull), None
+
+
+_mix.defvjp(_mix_forward, _mix_backward)
+
+
+def _few(form: _Packed, places: Places) -> Bool[Array, ""]:
+    """No row has more segments than cuDNN is given room for."""
+    return segment_count(places.segments).max() <= form.segments
+
+
+def _fused(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> tuple:
+    """cuDNN's mixed values and a function from their gradient to those of queries and repeated keys and values."""
+    lengths, starts = segment_bounds(segments, form.segments)
 
     def run(*inputs: jax.Array) -> Any:
         return CUDNN.dot_product_attention(
@@ -83,23 +111,45 @@ def _fused_forward(
         )
 
     # JAX turns the starts of keys into memory offsets by the number of query heads: keys need as many.
-    mixed, pull = jax.vjp(run, query, *(jnp.repeat(x, form.groups, axis=2) for x in (key, value)))
-    # What only this pass can give is named for those who keep it: the result, and the sums of the softmax.
-    arrays, structure = jax.tree.flatten(pull)
-    arrays = [checkpoint_name(x, "mixed") if x is mixed or x.dtype == jnp.float32 else x for x in arrays]
+    groups = query.shape[2] // key.shape[2]
+    return jax.vjp(run, query, *(jnp.repeat(x, groups, axis=2) for x in (key, value)))
+
+
+def _fused_forward(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> tuple:
+    mixed, pull = _fused(form, query, key, value, places.segments)
+    (sums,) = (x for x in jax.tree.leaves(pull) if _is_sums(x, form, query))
     # cuDNN leaves places outside all segments unwritten, here and in the gradients.
-    return _real(mixed, segments), (jax.tree.unflatten(structure, arrays), segments)
+    return _real(mixed, places.segments), sums
 
 
-def _fused_backward(form: _Packed, kept: tuple[Any, jax.Array], g: jax.Array) -> tuple[jax.Array | None, ...]:
-    pull, segments = kept
-    by_query, *by_key = (_real(x, segments) for x in pull(_real(g, segments)))
+def _fused_backward(form: _Packed, kept: _Kept, pull: jax.Array) -> tuple[jax.Array, ...]:
+    # JAX's own, with what the forward pass kept in place of what this one would find again: its kernel is then unused,
+    # and left out of the program.
+    query, key, value, places, mixed, sums = kept
+    again, backward = _fused(form, query, key, value, places.segments)
+    arrays, structure = jax.tree.flatten(backward)
+    arrays = [mixed if x is again else sums if _is_sums(x, form, query) else x for x in arrays]
+    by_query, *by_key = jax.tree.unflatten(structure, arrays)(_real(pull, places.segments))
     # In float32: rounded to 16 bits on the way, the sums were off by 0.4 % on an H200, in place of 0.3.
-    shared = (x.reshape(*x.shape[:2], -1, form.groups, x.shape[3]) for x in by_key)
-    return by_query, *(x.sum(axis=3, dtype=jnp.float32).astype(g.dtype) for x in shared), None
+    shared = (_real(x, places.segments).reshape(*key.shape[:3], -1, key.shape[3]) for x in by_key)
+    by_key = (x.sum(axis=3, dtype=jnp.float32).astype(key.dtype) for x in shared)
+    return _real(by_query, places.segments), *by_key
 
 
-_fused.defvjp(_fused_forward, _fused_backward)
+def _is_sums(kept: jax.Array, form: _Packed, query: jax.Array) -> bool:
+    """Of what JAX keeps, each query's sum of weights, with room for a whole row of them in each segment."""
+    rows, tokens, heads, _ = query.shape
+    return kept.dtype == jnp.float32 and kept.shape == (rows * form.segments, heads, tokens)
+
+
+def _flash_forward(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> tuple:
+    mixed, log = flash_forward(form.flash, query, key, value, places)
+    return mixed, jnp.pad(log, ((0, log.shape[0] * (form.segments - 1)), (0, 0), (0, 0)))  # as many as cuDNN has
+
+
+def _flash_backward(form: _Packed, kept: _Kept, pull: jax.Array) -> tuple[jax.Array, ...]:
+    query, key, value, places, mixed, sums = kept
+    return flash_backward(form.flash, query, key, value, places, mixed, sums[: query.shape[0]], pull)
 
 
 def _real(x: jax.Array, segments: jax.Array) -> jax.Array:

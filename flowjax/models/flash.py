@@ -37,7 +37,7 @@ class _Blocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class FlashForm:
     """A call's constants: what the kernels are compiled for."""
 
     scale: float
@@ -46,6 +46,11 @@ class _Form:
     of_queries: _Blocks  # the kernel of the queries' gradient
     of_keys: _Blocks  # the kernel of the gradients of keys and values
     interpret: bool
+
+    @property
+    def most(self) -> int:
+        """Tokens of the largest block: rows are padded to a multiple of it."""
+        return max(max(x.queries, x.keys) for x in (self.forward, self.of_queries, self.of_keys))
 
     def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """log2(e) times the scores of queries [q, dim] and keys [k, dim], in float32, before any mask."""
@@ -59,6 +64,16 @@ class _Form:
         if self.soft_cap is None:
             return self.scale
         return self.scale * (1 - (scores / (self.soft_cap * LOG2_E)) ** 2)
+
+
+class Places(NamedTuple):
+    """Segments and positions, by which a query sees a key: what `segment_mask` of attention.py takes."""
+
+    segments: jax.Array
+    positions: jax.Array
+    key_segments: jax.Array
+    key_positions: jax.Array
+    window_tokens: int | jax.Array | None
 
 
 class _SeenKeys(NamedTuple):
@@ -88,19 +103,9 @@ def flash_attend(
     A segment is one run of tokens, in which positions count up by one. Memory beside the result is
     one float32 per query and head, forward and backward.
     """
-    queries, keys, dim = query.shape[1], key.shape[1], query.shape[3]
-    seen = seen_keys(segments, positions, key_segments, key_positions, window_tokens)
-    form = _form(dim, dim**-0.5 if scale is None else scale, soft_cap, interpret)
-    most = max(max(blocks.queries, blocks.keys) for blocks in (form.forward, form.of_queries, form.of_keys))
-    width = max(SMALLEST_DIM, pl.next_power_of_2(dim))
-
-    def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % most), (0, 0), (0, width - dim)))
-
-    beyond = ((0, 0), (0, -queries % most))
-    seen = _SeenKeys(jnp.pad(seen.first, beyond, constant_values=keys), jnp.pad(seen.last, beyond, constant_values=-1))
-    mixed: Any = _flash(form, pad(query), pad(key), pad(value), seen)
-    return mixed[:, :queries, :, :dim]
+    places = Places(segments, positions, key_segments, key_positions, window_tokens)
+    mixed: Any = _flash(flash_form(query, scale, soft_cap, interpret), query, key, value, places)
+    return mixed
 
 
 def seen_keys(
@@ -126,10 +131,11 @@ def seen_keys(
     return _SeenKeys(jnp.where(real, first, keys).astype(jnp.int32), jnp.where(real, last, -1).astype(jnp.int32))
 
 
-def _form(dim: int, scale: float, soft_cap: float | None, interpret: bool) -> _Form:
+def flash_form(query: jax.Array, scale: float | None, soft_cap: float | None, interpret: bool) -> FlashForm:
+    dim = query.shape[3]
     wide = dim > 128  # a program's share of registers and shared memory bounds its blocks
-    return _Form(
-        scale,
+    return FlashForm(
+        dim**-0.5 if scale is None else scale,
         soft_cap,
         forward=_Blocks(64, 32, 8) if wide else _Blocks(128, 64, 8 if dim > 64 else 4),
         of_queries=_Blocks(32, 32, 4) if wide else _Blocks(64, 64, 8 if dim > 64 else 4),
@@ -192,7 +198,7 @@ def _mask(scores: jax.Array, first: jax.Array, last: jax.Array, block: jax.Array
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 
-def _forward_kernel(*refs: Any, form: _Form) -> None:
+def _forward_kernel(*refs: Any, form: FlashForm) -> None:
     """One block of one head's queries: the running softmax of FlashAttention-2, algorithm 1."""
     q_ref, k_ref, v_ref, first_ref, last_ref, bounds_ref, out_ref, log_ref = refs
     blocks = form.forward
@@ -219,7 +225,7 @@ def _forward_kernel(*refs: Any, form: _Form) -> None:
     log_ref[...] = top + jnp.log2(total)
 
 
-def _query_gradient_kernel(*refs: Any, form: _Form) -> None:
+def _query_gradient_kernel(*refs: Any, form: FlashForm) -> None:
     """Gradient of one block of one head's queries."""
     q_ref, k_ref, v_ref, first_ref, last_ref, bounds_ref, pull_ref, log_ref, drop_ref, dq_ref = refs
     blocks = form.of_queries
@@ -239,7 +245,7 @@ def _query_gradient_kernel(*refs: Any, form: _Form) -> None:
     dq_ref[...] = _visit(bounds_ref, visit, jnp.zeros(q.shape, jnp.float32)).astype(dq_ref.dtype)
 
 
-def _key_gradient_kernel(*refs: Any, form: _Form, heads: int) -> None:
+def _key_gradient_kernel(*refs: Any, form: FlashForm, heads: int) -> None:
     """Gradients of one block of one head's keys and values, summed over the `heads` of queries that share it."""
     q_ref, k_ref, v_ref, first_ref, last_ref, bounds_ref, pull_ref, log_ref, drop_ref, dk_ref, dv_ref = refs
     blocks = form.of_keys
@@ -270,18 +276,50 @@ def _key_gradient_kernel(*refs: Any, form: _Form, heads: int) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(form: _Form, query: jax.Array, key: jax.Array, value: jax.Array, seen: _SeenKeys) -> jax.Array:
-    """Mixed values [rows, queries, heads, dim]; queries and keys are whole blocks."""
-    return _forward(form, query, key, value, seen)[0]
+def _flash(form: FlashForm, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> jax.Array:
+    return flash_forward(form, query, key, value, places)[0]
 
 
-def _forward(form: _Form, query: jax.Array, key: jax.Array, value: jax.Array, seen: _SeenKeys) -> tuple:
-    """Mixed values and log2 of each query's sum of weights [rows, heads, queries]."""
+def _keep(form: FlashForm, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> tuple:
+    # Named as all forms' results are: where these are kept, the backward pass does not run the kernel again.
+    mixed, log = (checkpoint_name(x, "mixed") for x in flash_forward(form, query, key, value, places))
+    return mixed, (query, key, value, places, mixed, log)
+
+
+def _pull(form: FlashForm, kept: tuple, pull: jax.Array) -> tuple:
+    query, key, value, places, mixed, log = kept
+    return *flash_backward(form, query, key, value, places, mixed, log, pull), None
+
+
+_flash.defvjp(_keep, _pull)
+
+
+def _pad(form: FlashForm, *arrays: jax.Array) -> list[jax.Array]:
+    """Arrays [rows, tokens, heads, dim] with whole blocks of tokens, as wide as Triton wants them."""
+    dim = arrays[0].shape[3]
+    width = max(SMALLEST_DIM, pl.next_power_of_2(dim))
+    return [jnp.pad(x, ((0, 0), (0, -x.shape[1] % form.most), (0, 0), (0, width - dim))) for x in arrays]
+
+
+def _seen(form: FlashForm, places: Places) -> _SeenKeys:
+    """The keys that each query of a padded row sees."""
+    seen = seen_keys(*places)
+    keys, beyond = places.key_segments.shape[1], ((0, 0), (0, -places.segments.shape[1] % form.most))
+    return _SeenKeys(jnp.pad(seen.first, beyond, constant_values=keys), jnp.pad(seen.last, beyond, constant_values=-1))
+
+
+def flash_forward(
+    form: FlashForm, query: jax.Array, key: jax.Array, value: jax.Array, places: Places
+) -> tuple[jax.Array, jax.Array]:
+    """Mixed values [rows, queries, heads, dim], and log2 of each query's sum of weights [rows, heads, queries]."""
+    tokens, dim = query.shape[1], query.shape[3]
+    query, key, value = _pad(form, query, key, value)
+    seen = _seen(form, places)
     rows, queries, heads, _ = query.shape
     of = _Specs(query, key)
     shapes = (of.like(query), jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32))
     blocks = form.forward
-    return _call(
+    mixed, log = _call(
         functools.partial(_forward_kernel, form=form),
         "flash_attention",
         (queries // blocks.queries, rows, heads),
@@ -290,16 +328,24 @@ def _forward(form: _Form, query: jax.Array, key: jax.Array, value: jax.Array, se
         in_specs=[of.q(blocks), of.all_k, of.all_k, *of.seen(blocks), of.bounds],
         outputs=[(shapes[0], of.q(blocks)), (shapes[1], of.per_q(blocks))],
     )(query, key, value, *seen, _key_blocks(seen, blocks))
+    return mixed[:, :tokens, :, :dim], log[:, :, :tokens]
 
 
-def _flash_forward(form: _Form, query: jax.Array, key: jax.Array, value: jax.Array, seen: _SeenKeys) -> tuple:
-    # Named as all forms' results are: where these are kept, the backward pass does not run this kernel again.
-    mixed, log = (checkpoint_name(x, "mixed") for x in _forward(form, query, key, value, seen))
-    return mixed, (query, key, value, seen, mixed, log)
-
-
-def _flash_backward(form: _Form, kept: tuple, pull: jax.Array) -> tuple:
-    query, key, value, seen, mixed, log = kept
+def flash_backward(
+    form: FlashForm,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    places: Places,
+    mixed: jax.Array,
+    log: jax.Array,
+    pull: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of queries, keys and values from what `flash_forward` gave and the gradient of its mixed values."""
+    tokens, key_tokens, dim = query.shape[1], key.shape[1], query.shape[3]
+    query, key, value, mixed, pull = _pad(form, query, key, value, mixed, pull)
+    log = jnp.pad(log, ((0, 0), (0, 0), (0, query.shape[1] - tokens)))
+    seen = _seen(form, places)
     rows, queries, heads, _ = query.shape
     keys, kv_heads = key.shape[1:3]
     of = _Specs(query, key)
@@ -344,10 +390,7 @@ def _flash_backward(form: _Form, kept: tuple, pull: jax.Array) -> tuple:
         ],
         outputs=[(of.like(key), of.k(blocks)), (of.like(value), of.k(blocks))],
     )(query, key, value, *seen, _query_blocks(seen, blocks, keys), pull, log, drop)
-    return dq, dk, dv, None
-
-
-_flash.defvjp(_flash_forward, _flash_backward)
+    return dq[:, :tokens, :, :dim], dk[:, :key_tokens, :, :dim], dv[:, :key_tokens, :, :dim]
 
 
 def _call(
@@ -355,7 +398,7 @@ def _call(
     name: str,
     grid: tuple[int, int, int],
     blocks: _Blocks,
-    form: _Form,
+    form: FlashForm,
     *,
     in_specs: list[pl.BlockSpec],
     outputs: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],

@@ -97,24 +97,56 @@ def test_segment_bounds_by_hand():
 
 
 def documented_cudnn(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, **options):
-    """What JAX documents for packed rows: segment i starts at offsets[i] and has seqlen[i] tokens; else unwritten."""
+    """What JAX documents for packed rows: segment i starts at offsets[i] and has seqlen[i] tokens; else unwritten.
+
+    The backward pass is made of what the forward pass keeps, the logarithm of each query's sum of weights among it, for
+    which every segment has room for a whole row.
+    """
     scale, window = options["scale"], options["sliding_window_length"]
     assert options["mask_type"] == cudnn.CUDNN.MaskType.PADDING_CAUSAL
     assert query.shape == key.shape == value.shape
     np.testing.assert_array_equal(q_seqlen, kv_seqlen)
     np.testing.assert_array_equal(q_offsets, kv_offsets)
-    mixed = jnp.full(query.shape, jnp.nan)
-    for row in range(query.shape[0]):
-        for start, length in zip(np.asarray(q_offsets[row]), np.asarray(q_seqlen[row]), strict=False):
-            if length <= 0:
-                continue
-            cut = slice(int(start), int(start + length))
-            far = jnp.arange(length)[:, None] - jnp.arange(length)
-            scores = scale * jnp.einsum("thd,shd->hts", query[row, cut], key[row, cut])
-            seen = (far >= 0) & (far < (window or length))
-            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-            mixed = mixed.at[row, cut].set(jnp.einsum("hts,shd->thd", weights, value[row, cut]))
-    return mixed
+    room = q_seqlen.shape[1]
+    segments = [
+        (row, slice(start, start + length), row * room + number)
+        for row in range(query.shape[0])
+        for number, (start, length) in enumerate(
+            zip(np.asarray(q_offsets[row]), np.asarray(q_seqlen[row]), strict=False)
+        )
+        if length > 0
+    ]
+
+    def scores(query, key, place):
+        far = jnp.arange(query[place].shape[0])[:, None] - jnp.arange(query[place].shape[0])
+        seen = (far >= 0) & (far < (window or query.shape[1]))
+        return jnp.where(seen, scale * jnp.einsum("thd,shd->hts", query[place], key[place]), -jnp.inf)
+
+    def forward(query, key, value):
+        mixed = jnp.full(query.shape, jnp.nan)
+        sums = jnp.full((query.shape[0] * room, query.shape[2], query.shape[1]), jnp.nan)
+        for row, cut, number in segments:
+            here = scores(query, key, (row, cut))
+            mixed = mixed.at[row, cut].set(jnp.einsum("hts,shd->thd", jax.nn.softmax(here, axis=-1), value[row, cut]))
+            sums = sums.at[number, :, : cut.stop - cut.start].set(jax.nn.logsumexp(here, axis=-1))
+        return mixed, (query, key, value, mixed, sums)
+
+    def backward(kept, pull):
+        query, key, value, mixed, sums = kept
+        by_query, by_key, by_value = (jnp.full(query.shape, jnp.nan) for _ in range(3))
+        for row, cut, number in segments:
+            q, k, v, g = (x[row, cut] for x in (query, key, value, pull))
+            weights = jnp.exp(scores(query, key, (row, cut)) - sums[number, :, : cut.stop - cut.start, None])
+            drop = jnp.einsum("thd,thd->ht", g, mixed[row, cut])[..., None]
+            slope = scale * weights * (jnp.einsum("thd,shd->hts", g, v) - drop)
+            by_query = by_query.at[row, cut].set(jnp.einsum("hts,shd->thd", slope, k))
+            by_key = by_key.at[row, cut].set(jnp.einsum("hts,thd->shd", slope, q))
+            by_value = by_value.at[row, cut].set(jnp.einsum("hts,thd->shd", weights, g))
+        return by_query, by_key, by_value
+
+    attend = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
+    attend.defvjp(forward, backward)
+    return attend(query, key, value)
 
 
 def _inputs(tokens: int, dim: int = 8, heads: int = 4, kv_heads: int = 2, rows: int = 2) -> list[jax.Array]:
@@ -148,7 +180,15 @@ def test_what_cudnn_is_told_means_the_segment_mask(monkeypatch, window):
 
 def test_rows_of_many_segments_do_not_go_to_cudnn(monkeypatch):
     monkeypatch.setattr(cudnn, "PACKED_SEGMENTS", 2)
-    monkeypatch.setattr(cudnn.CUDNN, "dot_product_attention", lambda query, *rest, **options: query * jnp.nan)
+
+    def fused(query, *rest, q_seqlen, **options):
+        rows, tokens, heads, _ = query.shape
+        nothing = jnp.full((rows * q_seqlen.shape[1], heads, tokens), jnp.nan)
+        attend = jax.custom_vjp(lambda *arrays: arrays[0] * jnp.nan)
+        attend.defvjp(lambda *arrays: (arrays[0] * jnp.nan, nothing), lambda nothing, pull: (pull + nothing.sum(),) * 3)
+        return attend(query, *rest)
+
+    monkeypatch.setattr(cudnn.CUDNN, "dot_product_attention", fused)
     ours = functools.partial(cudnn.cudnn_attend, interpret=True)
     _compare(ours, _inputs(16), packed([[5, 1, 7], [13]], 16))
 

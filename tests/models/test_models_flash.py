@@ -164,7 +164,7 @@ def test_no_scores_and_no_copies_of_keys_are_in_the_program():
 
 def test_every_head_size_has_blocks_that_triton_takes():
     for dim in (16, 64, 96, 128, 256):
-        form = flash._form(dim, 1.0, None, False)
+        form = flash.flash_form(jnp.zeros((1, 1, 1, dim)), None, None, False)
         for blocks in (form.forward, form.of_queries, form.of_keys):
             assert all(size >= 16 and size & (size - 1) == 0 for size in (blocks.queries, blocks.keys))
             assert dataclasses.astuple(blocks)[2] in (4, 8)
