@@ -41,6 +41,9 @@ check() {  # as pytest, but no test to run is no failure
   [ "$status" = 5 ] || found=1
   [ "$status" = 0 ] || [ "$status" = 5 ] || exit "$status"
 }
+# Half of the time of tests with JAX would go into optimising programs that run once. The engine's tests, the examples that
+# hypothesis draws anew and the third tier compile as a user's run does.
+plain() { JAX_DISABLE_MOST_OPTIMIZATIONS=1 "$@"; }
 case $tier in
   first)
     ruff check .
@@ -48,14 +51,14 @@ case $tier in
     pyright
     lint-imports
     python -m tests.house
-    check -n 2 --dist loadfile -m "not integration and not slow and not soak" "$@"
+    plain check -n 2 --dist loadfile -m "not integration and not slow and not soak" "$@"
     # alone, because it uses every core
     [ -n "$unit" ] || check -m "engine and not slow" "$@"
     ;;
   long)
     check -n 2 --dist loadfile --hypothesis-profile=explore -m "hypothesis and not integration and not slow and not soak" "$@"
     # Two at a time: most of their time is spent on processes that start, which leaves cores idle.
-    check -n 2 --dist loadfile -m "integration and not engine and not slow and not soak" "$@"
+    plain check -n 2 --dist loadfile -m "integration and not engine and not slow and not soak" "$@"
     ;;
   soak) check -m "soak or slow" "$@" ;;
 esac
