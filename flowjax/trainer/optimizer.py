@@ -11,11 +11,12 @@ from ml_collections import ConfigDict
 from optax.contrib import MuonDimensionNumbers, muon
 
 from flowjax.config import ConfigError
+from flowjax.fields import NotNegative, option_problems
 
 Arrays = Any
 NAMES = ("adamw", "muon", "sgd")
 SCHEDULES = ("constant", "cosine", "linear")
-_RULE_SETTINGS = ("learning_rate_scale", "weight_decay", "frozen")
+_RULE_SETTINGS: dict[str, Any] = {"learning_rate_scale": NotNegative, "weight_decay": NotNegative, "frozen": bool}
 _NOT_MATRICES = ("embedding", "lm_head")  # Muon is for maps between hidden states; a table of rows is none
 _HOST_MEMORY = "pinned_host"
 
@@ -79,7 +80,8 @@ def parse_rules(rules: Sequence[Any]) -> list[tuple[re.Pattern[str], dict[str, A
     """`config.optimizer.rules`: pairs of a regular expression and the settings of the parameters that it finds.
 
     Raises:
-        ConfigError: something else than such a pair, an invalid expression, or an unknown setting.
+        ConfigError: something else than such a pair, an invalid expression, an unknown setting or a value that it does
+            not take.
     """
     parsed = []
     for rule in rules:
@@ -91,11 +93,8 @@ def parse_rules(rules: Sequence[Any]) -> list[tuple[re.Pattern[str], dict[str, A
                 f"config.optimizer.rules has {rule!r} ({error}): a rule is (regular expression, settings), for example "
                 "('norm', {'weight_decay': 0.0})"
             ) from error
-        if unknown := sorted(set(parsed[-1][1]) - set(_RULE_SETTINGS)):
-            raise ConfigError(
-                f"config.optimizer.rules has the setting {unknown[0]!r} for {pattern!r}: "
-                f"use {', '.join(_RULE_SETTINGS)}"
-            )
+        for problem in option_problems(f"config.optimizer.rules[{pattern!r}]", parsed[-1][1], _RULE_SETTINGS, "a rule"):
+            raise ConfigError(problem)
     return parsed
 
 
