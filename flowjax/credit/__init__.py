@@ -26,5 +26,5 @@ ESTIMATORS = {
 # Estimators that compare the episodes of a group: with one episode each, this part of every advantage would be 0.
 GROUP_RELATIVE = {
     *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "pass_at_k", "best_of_group"),
-    *("gigpo", "rewardflow"),
+    *("gigpo", "rewardflow", "published.grpo", "published.rloo", "published.gigpo", "published.rewardflow"),
 }

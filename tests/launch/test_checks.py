@@ -49,7 +49,9 @@ def test_each_conflict_names_field_value_and_remedy(config, field, value, parts)
         assert part in message
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "gigpo", "reinforce_plus_plus_baseline", "rewardflow", "rloo"])
+@pytest.mark.parametrize(
+    "name", ["dr_grpo", "gigpo", "published.grpo", "reinforce_plus_plus_baseline", "rewardflow", "rloo"]
+)
 def test_groups_of_one_are_refused_where_episodes_are_compared(config, name):
     config.rollout.group_size, config.credit.name = 1, name
     (message,) = check_config(config)
