@@ -367,9 +367,12 @@ def load_named(field: str, path: object, refusal: type[Exception], remedy: str =
     """
     module = load_module(field, path, refusal, remedy)
     try:
-        return getattr(module, str(path).partition(":")[2])
+        found = getattr(module, str(path).partition(":")[2])
     except AttributeError as error:
         raise refusal(f"{field} is {path!r}, which cannot be imported ({error}): {remedy}") from error
+    if not callable(found):
+        raise refusal(f"{field} is {path!r}, which is no function or class: {remedy}")
+    return found
 
 
 def load_module(field: str, path: object, refusal: type[Exception], remedy: str) -> types.ModuleType:

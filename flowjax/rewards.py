@@ -141,7 +141,7 @@ def required_outcomes(components: Components) -> tuple[str, ...]:
 
 
 def check_reward(components: Components, world_outcomes: Sequence[str], world: str) -> None:
-    """Refuse a reward that asks for an outcome that the world does not give.
+    """Refuse a reward that asks for an outcome that the world does not give, or that cannot be computed.
 
     Raises:
         RewardError: naming the component, the outcome and what there is instead.
@@ -156,6 +156,24 @@ def check_reward(components: Components, world_outcomes: Sequence[str], world: s
                     f"config.reward.components.{component} needs the outcome {name!r}, which {world} does not report; "
                     f"it reports {', '.join(sorted(world_outcomes))}: drop the component or take another"
                 )
+        _check_traced(component, part)
+
+
+def _check_traced(name: str, part: _Part) -> None:
+    """Raise RewardError unless JAX can trace the component, and it gives one number per trajectory."""
+    trajectories = jax.ShapeDtypeStruct((3,), jnp.float32)
+    functions = ((name, part.function, tuple(part.outcomes)),)
+    arrays = dict.fromkeys(part.outcomes, trajectories)
+    try:
+        _, found = _combine.eval_shape(functions, arrays, {name: part.weight}, {name: part.options})
+        why = "" if found[name].shape == trajectories.shape else f"gives {found[name].shape} for 3 trajectories"
+    except Exception as error:  # a component of one's own may fail in any way
+        why = f"fails when JAX traces it ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if why:
+        raise RewardError(
+            f"config.reward.components.{name} {why}: give a function of jax.numpy arrays to one number per trajectory; "
+            "its options are numbers or switches, which are traced like them, so that `if` takes neither"
+        )
 
 
 def _parts(components: Components) -> dict[str, _Part]:

@@ -187,6 +187,10 @@ def test_an_outcome_is_given_by_its_whole_name():
         ({"overlong": 1.0}, "overlong.limit_tokens is missing"),
         ({"token_penalty": {"per_tokens": 0}}, "token_penalty.per_tokens is 0: it must be positive"),
         ({"mine": {"path": "nowhere:reward"}}, "components.mine.path is 'nowhere:reward', which cannot be imported"),
+        ({"mine": {"path": f"{__name__}:SOKOBAN"}}, "SOKOBAN', which is no function or class"),
+        ({"mine": {"path": f"{__name__}:on_the_host"}}, "components.mine fails when JAX traces it .TracerArray"),
+        ({"mine": {"path": f"{__name__}:by_mode", "mode": "lax"}}, "components.mine fails when JAX traces it"),
+        ({"mine": {"path": f"{__name__}:mean"}}, "components.mine .*: give a function of jax.numpy arrays"),
     ],
 )
 def test_bad_rewards_are_refused(chosen, message):
@@ -210,6 +214,18 @@ def test_a_component_of_ones_own():
 
 def doubled(success):
     return 2 * success
+
+
+def on_the_host(success, *, mode=""):
+    return np.asarray(success) * (mode == "")
+
+
+def mean(success):
+    return success.mean()
+
+
+def by_mode(success, *, mode="strict"):
+    return success * (mode == "strict")
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.credit import ESTIMATORS
@@ -28,6 +29,7 @@ from flowjax.credit.table import (
     segment_statistics,
     segment_total,
     state_visits,
+    table_from_columns,
     whiten,
 )
 from flowjax.fields import Interval, declared_types, load_named, nearest, option_problems
@@ -55,7 +57,8 @@ def get_estimator(name: str) -> Estimator:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse an unknown estimator, an unknown option, or a value that the option does not take.
+    """Refuse an unknown estimator, an unknown option, a value that the option does not take, or an estimator of one's
+    own that fails.
 
     Raises:
         CreditError: with the field, the value and what to write instead.
@@ -67,6 +70,28 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     declared = {option: kind for option, kind in declared_types(function).items() if option not in positional}
     for problem in option_problems("config.credit.options", options, declared, repr(name)):
         raise CreditError(problem)
+    if ":" in name:
+        _check_tried(name, options)
+
+
+def _check_tried(name: str, options: Mapping[str, Any]) -> None:
+    """Raise CreditError unless the estimator gives a finite number per row of a table of two episodes."""
+    row = np.arange(4)
+    by_row = {"trajectory": row // 2, "step": row % 2, "state": row % 2, "next_state": row % 2 + 1}
+    same = {"group": 0 * row, "reward": row // 3, "score": row // 2, "valid": row >= 0, "terminal": row % 2 == 1}
+    table = table_from_columns(by_row | same)
+    try:
+        found = np.asarray(estimate(table, name, **options))
+        why = "" if found.shape == table.mask.shape else f"gives {found.shape} for a table of {table.mask.shape} rows"
+        if not why and not np.isfinite(found[: len(row)]).all():
+            why = f"gives {found[: len(row)]} for two episodes of two turns"
+    except Exception as error:  # it may fail in any way
+        why = f"fails on a table of two episodes ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if why:
+        raise CreditError(
+            f"config.credit.name is {name!r}, which {why}: give a function of the table, with keyword-only options, to "
+            "one finite number per row"
+        )
 
 
 def credit_parts(table: TurnTable, name: str, **options: Any) -> dict[str, Float[Array, "turns"]]:

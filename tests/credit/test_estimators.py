@@ -188,8 +188,34 @@ def test_an_estimator_of_ones_own():
     np.testing.assert_array_equal(advantages(name, group_of(1, 0), value=2.0), [2, 2])
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("without_a_default", "fails on a table of two episodes .TypeError: .*missing 1 required keyword-only"),
+        ("one_number", ".*: give a function of the table"),
+        ("not_finite", "gives .nan .* for two episodes of two turns"),
+        ("SEVERAL_STEPS", "is no function or class"),
+    ],
+)
+def test_an_estimator_of_ones_own_that_fails_is_refused(name: str, message: str):
+    with pytest.raises(CreditError, match=f"config.credit.name is '{__name__}:{name}', which {message}"):
+        check_options(f"{__name__}:{name}", {})
+
+
 def all_the_same(table, *, value: float = 1.0):
     return value * table.mask
+
+
+def without_a_default(table, *, value: float):
+    return value * table.mask
+
+
+def one_number(table):
+    return table.score.mean()
+
+
+def not_finite(table):
+    return table.score * float("nan")
 
 
 SEVERAL_STEPS = [Path([0, 1, 0, 5], [0.0, 0.0, 1.0]), Path([0, 6], [1.0])]  # equal scores, and state 0 comes back
