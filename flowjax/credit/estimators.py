@@ -375,8 +375,9 @@ def state_values(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = 
         returns = jnp.where(table.mask, earned + gamma * after(values), 0.0)
         return segment_total(returns, state) / jnp.maximum(visits, 1)
 
-    # Every observed way leads to an end, so this converges for gamma = 1 too. A path of n turns takes n sweeps, so the
-    # bound grows with the table: it only guards against rounding that goes back and forth.
+    # Every observed way leads to an end, so this converges for gamma = 1 too. What another episode earned n turns later
+    # takes n sweeps to arrive, so the bound grows with the table: it only guards against rounding that goes back and
+    # forth.
     bound = 10 * earned.shape[0] + 1000
 
     def changing(carry: tuple[Float[Array, "turns"], Float[Array, "turns"], Int[Array, ""]]) -> Bool[Array, ""]:
@@ -384,7 +385,10 @@ def state_values(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = 
         moved = jnp.abs(values - previous) > _TOLERANCE * _highest(table, values)
         return jnp.any(moved & table.mask) & (sweeps < bound)
 
-    start = jnp.zeros_like(earned)
+    # From the mean return of each state, which is its value already where all ways earn the same. Sweeps from zero end
+    # just short of that in states with many loops, and what is left would be credit where there is none.
+    returns = discounted_sums(earned, table.successor, gamma)
+    start = segment_total(jnp.where(table.mask, returns, 0.0), state) / jnp.maximum(visits, 1)
     carry = (sweep(start), start, jnp.asarray(1))
     before, _, _ = jax.lax.while_loop(changing, lambda carry: (sweep(carry[0]), carry[0], carry[2] + 1), carry)
     before = jnp.where(table.mask, before, 0.0)
