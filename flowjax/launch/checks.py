@@ -237,6 +237,12 @@ def _episodes(run: Run) -> Iterator[str]:
         )
     if BASE_NAME in run.policies:
         yield f"a policy is named {BASE_NAME!r}, which is the engine's name of the base model: give it another name"
+    for policy in run.config.policies if not run.config.eval.versions else ():
+        if policy not in run.agents.values():
+            yield (
+                f"config.policies.{policy} speaks for no agent, and its trainer would wait for batches without end: "
+                "name it in config.agents, or leave it out"
+            )
     try:
         check_agents(run)
     except ConfigError as error:

@@ -90,8 +90,21 @@ def test_each_policy_weighs_for_itself_what_sampling_left(config):
         "one": {"loss": {"options": {"correction": "token_truncate"}}},
         "two": {"loss": {"kind": "gspo"}},
     }
+    config.agents = {"solver": "one", "verifier": "two"}
     (message,) = check_config(config)
     assert "config.policies.two.loss.options.correction is 'none'" in message
+
+
+def test_a_policy_that_speaks_for_nobody_is_refused(config):
+    config.policies = {"one": {}, "two": {}}
+    (message,) = check_config(config)
+    assert message.startswith("config.policies.two speaks for no agent") and "config.agents" in message
+    config.agents = {"solver": "one", "verifier": "two"}
+    assert check_config(config) == []
+    config.agents = {"solver": "one", "verifier": "one"}
+    assert len(check_config(config)) == 1
+    config.eval.versions = (1, 1)
+    assert check_config(config) == [], "an evaluation trains none of them"
 
 
 def test_full_training_has_no_reference_and_no_quantised_base(config):
@@ -101,6 +114,7 @@ def test_full_training_has_no_reference_and_no_quantised_base(config):
     assert "config.model.quantize is 'nf4'" in quantised and "set it to ''" in quantised
     config.loss.kl_coefficient, config.model.quantize = 0.0, ""
     config.policies = {"one": {}, "two": {"policy": {"train": "lora"}}}
+    config.agents = {"solver": "one", "verifier": "two"}
     (shared,) = check_config(config)
     assert "config.policies.one trains 'full' weights, but 2 policies share the base" in shared
 
