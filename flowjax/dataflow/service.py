@@ -353,6 +353,9 @@ class DataflowService:
         for policy, step in steps.items():
             newest = self._flow.newest_version(self._policy({"policy": policy}))
             version_of({"step": step}, "step", oldest=self._flow.policies[policy].oldest_kept, newest=newest)
+            if step >= (steps_of_run := self._flow.policies[policy].settings.trainer.steps):
+                made = f"{policy} makes its last version, {steps_of_run}, of batch {steps_of_run - 1}"
+                raise WireError(f"field step is {step}: {made} (config.trainer.steps): ask for it no more")
         until = time.monotonic() + hold_s
         while (batch := self._take(steps, epoch)) is None and time.monotonic() < until:
             self._changed.clear()

@@ -86,7 +86,8 @@ def test_a_batch_that_is_long_in_the_making_is_made_once(tmp_path, monkeypatch):
         while (answer := await answers.answer("batch", message))["state"] == "wait":
             pass
         assert answer["state"] == "run" and len(made) == 1
-        await answers.answer("batch", message)
+        while (await answers.answer("batch", message))["state"] == "wait":
+            pass
         assert len(made) == 2, "nothing is kept of what was given"
 
     run(tmp_path, scenario)
@@ -101,6 +102,19 @@ def test_a_trainer_that_goes_back_gets_the_same_batch_and_then_the_same_groups(t
         assert again == rows[1:], "each with its own version's groups: those of version 2 were left for batch 2"
 
     run(tmp_path, scenario)
+
+
+def test_no_batch_is_made_beyond_the_last_step(tmp_path):
+    """A version more than the run has would never be the one that the last evaluation waits for."""
+
+    async def scenario(dataflow: Dataflow) -> None:
+        epoch = await dataflow.claim(0)
+        await train(dataflow, epoch, range(2))
+        told = await refused(dataflow, "/batch", on_the_wire({"policy": "agent", "step": 2, "epoch": epoch}))
+        assert "field step is 2: agent makes its last version, 2, of batch 1 (config.trainer.steps)" in told
+        assert (await dataflow.post("/batch", policy="agent", step=1, epoch=epoch))[1]["state"] == "run"
+
+    run(tmp_path, scenario, steps=2)
 
 
 def test_copies_of_a_claim_change_nothing(tmp_path):
