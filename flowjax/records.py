@@ -370,11 +370,15 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], bounds: Bounds
 
 
 def check_outcomes(episode: Episode, needed: Mapping[str, Collection[str]], *, where: str = "episode") -> None:
-    """Check that an episode has the outcomes that the reward of each of its policies is made of, by policy.
+    """Check that an episode that counts has its success, and the outcomes that the reward of each of its policies is
+    made of, by policy.
 
     Raises:
-        WireError: one is missing. No reward could be given for the episode: its group could never be trained on.
+        WireError: one is missing. An evaluation would take the episode for a failure, or no reward could be given for
+            it: its group could never be trained on.
     """
+    if episode.status in COUNTED_STATUSES and "success" not in episode.outcome:
+        raise WireError(f"field {where}.outcome lacks 'success', which evaluations count: say 1 or 0 there")
     for index, part in enumerate(episode.trajectories):
         lacking = set(needed.get(part.policy, ())) - part.outcome.keys()
         if lacking and part.turns and {part.status, episode.status} <= COUNTED_STATUSES:

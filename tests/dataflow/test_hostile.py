@@ -160,7 +160,7 @@ def test_every_field_missing_or_of_the_wrong_kind(tmp_path):
 
 def test_records_with_fields_missing_or_of_the_wrong_kind(tmp_path):
     texts = {"error", "shown", "finish_reason", "trajectory_id", "lease_id", "episode_id"}
-    optional = {"status", "shown", "error", "generate_s", "env_s", "spans", "worker", "success"}
+    optional = {"status", "shown", "error", "generate_s", "env_s", "spans", "worker"}
 
     async def scenario(dataflow: Dataflow) -> None:
         await dataflow.lease()
@@ -211,6 +211,7 @@ BAD_PARTS = [
     ((*TURN[:5], "seed"), 99, "differs from the episode's"),
     ((*TURN[:3], "status"), "perfect", "one of ok"),
     ((*TURN[:5], "outcome"), {"score": 1.0}, "lacks 'success'"),
+    ((*TURN[:3], "outcome"), {"score": 1.0}, "episode.outcome lacks 'success', which evaluations count"),
     ((*TURN[:3], "outcome"), {"success": float("nan")}, "finite numbers"),
     ((*TURN[:3], "outcome"), {1: 1.0}, "finite numbers"),
     ((*TURN[:3], "trajectories"), {"__record__": "Task", "task_id": "", "world": "", "seed": 0}, "list of Trajectory"),
