@@ -196,7 +196,11 @@ def _pack_value(value: Any) -> Any:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {"__record__": type(value).__name__, **fields}
     if isinstance(value, np.ndarray):
-        kind = _ARRAY_KINDS[value.dtype.kind]
+        kind, wide = _ARRAY_KINDS.get(value.dtype.kind), value.dtype.kind == "i" and value.dtype.itemsize > 4
+        if kind is None or (wide and not np.array_equal(value.astype(kind), value)):
+            reach = f" from {value.min()} to {value.max()}" if wide else ""
+            fault = f"an array of {value.dtype}{reach} cannot go on the wire"
+            raise TypeError(f"{fault}: make it one of 32 bits, of whole numbers or floats, or of flags, or a list")
         return {"__array__": kind, "shape": list(value.shape), "data": value.astype(kind, copy=False).tobytes()}
     if isinstance(value, np.generic):
         return value.item()

@@ -69,6 +69,20 @@ def raw(envelope: dict) -> bytes:
     return packed
 
 
+@pytest.mark.parametrize(
+    ("array", "fault"),
+    [
+        (np.zeros(2, np.uint8), "an array of uint8"),
+        (np.array(["a"]), "an array of <U1"),
+        (np.array([0, 2**31]), "from 0 to 2147483648"),
+        (np.array([-(2**31) - 1]), "from -2147483649 to -2147483649"),
+    ],
+)
+def test_an_array_that_the_wire_would_change_is_refused(array, fault):
+    with pytest.raises(TypeError, match=f"{fault} cannot go on the wire: .*32 bits"):
+        pack(Task("task", "toy", 0, {"pixels": array}))
+
+
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused_with_a_wire_error(data):
     with pytest.raises(WireError):
