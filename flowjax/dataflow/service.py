@@ -331,7 +331,7 @@ class DataflowService:
     def _versions(self, message: Any) -> Answer:
         policy = self._policy(message)
         serving = version_of(message, "serving", oldest=0, newest=self._newest()[policy])
-        is_news = self._flow.workers.report(sender_of(message), policy, serving, held_of(message))
+        is_news = self._flow.workers.report(worker_of(message), policy, serving, held_of(message))
         oldest_needed = self._flow.report_serving(policy, serving)
         if is_news:  # a newer version admits further groups, and a worker that has caught up plays again
             self._notify()

@@ -147,7 +147,7 @@ def test_every_field_missing_or_of_the_wrong_kind(tmp_path):
         await dataflow.lease()
         for path, message in dataflow.fair().items():
             for place in paths(message) if path != "/episodes" else ():
-                if place[0] == "in_use" or (place[0] == "worker" and path != "/lease"):
+                if place[0] == "in_use" or (place[0] == "worker" and path not in ("/lease", "/versions")):
                     continue  # said for people, not read
                 if len(place) == 1 and place != ("kind",):
                     await refused(dataflow, path, on_the_wire(without(message, place)))
