@@ -9,7 +9,7 @@ import pytest
 from flowjax.config import ConfigError, default_config
 from flowjax.dataflow.ledger import open_tables
 from flowjax.files import replace_file
-from flowjax.monitor.token import known_token, make_token
+from flowjax.monitor.token import VARIABLE, known_token, make_token
 
 
 def mode(path: Path) -> int:
@@ -55,6 +55,13 @@ def test_a_token_is_its_owners_and_an_empty_one_is_refused(tmp_path):
         for read in (make_token, known_token):
             with pytest.raises(ConfigError, match=r"token is empty.*delete it"):
                 read(tmp_path)
+
+
+def test_a_run_of_its_own_token_heeds_no_key_that_the_shell_still_has(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "berlin:key")
+    assert known_token(tmp_path) == "berlin:key", "on a node there is no other"
+    token = make_token(tmp_path)
+    assert known_token(tmp_path) == token
 
 
 def test_a_token_that_cannot_be_written_is_not_there(tmp_path, monkeypatch):

@@ -56,13 +56,14 @@ def make_token(run_dir: Path) -> str:
 
 
 def known_token(run_dir: Path) -> str:
-    """The token that a client shows: of the environment, else of the run folder, else none ("").
+    """The token that a client shows: of the run folder, else, as on a node, of the environment, else none ("").
 
     Raises:
         ConfigError: the file is there and empty.
     """
     path = run_dir / "token"
-    return os.environ.get(VARIABLE) or (_read(path) if path.exists() else "")
+    # The folder's first: a shell in which a node was tried may still have that one's key.
+    return _read(path) if path.exists() else os.environ.get(VARIABLE, "")
 
 
 def make_run_id(run_dir: Path) -> str:
