@@ -27,7 +27,7 @@ from flowjax.envs.worker import (
     DEADLINE_NS,
     STARTING,
     Frames,
-    frame,
+    framed,
     pack_task,
     unpack_observation,
     unpack_step,
@@ -110,8 +110,17 @@ class _WorkerProcess(asyncio.Protocol):
 
     def _flush(self) -> None:
         if self.alive:
-            self._transport.write(frame(self._outbox))
+            self._transport.write(framed(self._outbox, self._unsendable))
         self._outbox.clear()
+
+    def _unsendable(self, request: list[Any], reason: str) -> bytes:
+        future = self._waiting.pop((request[0], request[1]), None)
+        if future is not None and not future.done():
+            remedy = "make payloads of tasks of texts, numbers, lists and maps"
+            future.set_exception(
+                EnvDied(f"{request[2]} cannot be sent to the environment ({reason}): {remedy}", "env_error")
+            )
+        return b""
 
     def data_received(self, data: bytes) -> None:
         self.answered = True

@@ -20,9 +20,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgpack
@@ -44,8 +44,21 @@ def frame(messages: list[Any]) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+def framed(messages: list[Any], refused: Callable[[Any, str], bytes]) -> bytes:
+    """The bytes of several messages. Of one that cannot be sent `refused` gives what is sent in its place, by the
+    message and the reason: it must not take the others with it."""
+    try:
+        return frame(messages)
+    except Exception as error:  # a view, a trace or a task of the user's own may hold anything
+        if len(messages) > 1:
+            return b"".join(framed([message], refused) for message in messages)
+        return refused(messages[0], f"{type(error).__name__}: {error}")
+
+
 def _fields(view: Any) -> list[Any]:
     """Values of a dataclass, which msgpack knows nothing of; `view_reader` puts them together again."""
+    if not is_dataclass(view):
+        raise TypeError(f"a {type(view).__name__} cannot be sent to another process")
     return [getattr(view, field.name) for field in fields(view)]
 
 
@@ -169,6 +182,11 @@ class Worker:
             self._spare[kind].append(env)
 
 
+def _unsendable(answer: list[Any], reason: str) -> bytes:
+    remedy = "make views, outcomes and traces of texts, numbers, lists and maps"
+    return frame([[*answer[:2], [f"the environment's answer cannot be sent ({reason}): {remedy}", "env_error"], None]])
+
+
 def serve(connection: socket.socket, worker: Worker) -> None:
     """Answer requests in their order until the parent hangs up; those to worlds that wait, whenever they are done."""
     frames = Frames()
@@ -178,7 +196,7 @@ def serve(connection: socket.socket, worker: Worker) -> None:
 
     def send(messages: list[Any]) -> None:
         with sending:
-            connection.sendall(frame(messages))
+            connection.sendall(framed(messages, _unsendable))
 
     def answer_later(request: list[Any]) -> None:
         answer = worker.answer_waiting(request)

@@ -171,6 +171,29 @@ def test_an_exception_in_a_world_costs_no_worker():
     assert (counts.crashes, counts.timeouts, counts.replays) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("world", [UNRULY, "waiting_world:Waiting"])
+def test_what_cannot_be_sent_costs_its_own_episode(world: str):
+    """Either way between the processes; the others would else wait for an answer for ever, or lose their worker."""
+
+    async def episode(pool: EnvPool) -> None:
+        async with pool.session(UNRULY, {}) as sibling:
+            await sibling.reset(counter(0), 0)
+            async with pool.session(world, {}) as env:
+                unsendable = Task("count-0", "unruly", 0, {"level": object()})
+                refused = asyncio.ensure_future(env.reset(unsendable, 0))
+                assert (await sibling.step("1")).reward == 1.0
+                with pytest.raises(EnvDied, match=r"reset cannot be sent .* object .* make payloads of tasks of texts"):
+                    await refused
+            async with pool.session(world, {}) as env:
+                await env.reset(counter(0), 0)
+                with pytest.raises(EnvDied, match=r"answer cannot be sent .* set .* make views, outcomes and traces"):
+                    await env.step("odd")
+            assert (await sibling.step("1")).reward == 2.0
+
+    counts = run(episode).counts
+    assert (counts.crashes, counts.timeouts, counts.replays) == (0, 0, 0)
+
+
 def test_a_worker_killed_from_outside_is_replaced():
     async def episode(pool: EnvPool) -> None:
         async with pool.session(UNRULY, {}) as env:

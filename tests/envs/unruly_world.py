@@ -1,4 +1,7 @@
-"""A counter that hangs, crashes or raises on demand. State: the sum of the actions. Refers to nothing but the task."""
+"""A counter that hangs, crashes, raises or answers what cannot be sent, on demand. State: the sum of the actions.
+
+Refers to nothing but the task.
+"""
 
 import os
 import sys
@@ -26,6 +29,8 @@ class Counter:
                 os._exit(1)
             case "raise":
                 raise ArithmeticError("two and two")
+            case "odd":
+                return Step(self._observe(), 0.0, False, True, {"success": 0.0}, trace={1, 2})
             case _:
                 self.total += int(action)
         outcome = {"success": 0.0, "process": float(os.getpid()), "jax": float("jax" in sys.modules)}
