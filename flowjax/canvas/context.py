@@ -260,7 +260,7 @@ class CallContext:
             )
         if completion.finish_reason == "content_filter":
             raise OperatorError("the backend withheld its reply (content_filter)")
-        return completion.text
+        return completion.text.encode(errors="replace").decode()  # half a surrogate pair is no text that can be sent
 
     async def _completed(self, request: Request) -> Completion:
         async with self._slots:

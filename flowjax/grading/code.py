@@ -282,7 +282,8 @@ def _checks(session: _Session, cases: Sequence[Check]) -> list[str]:
         line = tested.read_line()
         loaded = _read(line) if line is not None and len(line) <= NAMES_BYTES else []
         if loaded[:1] != ["names"]:
-            return [str(loaded[1]) if loaded[:1] == ["load"] and len(loaded) == 2 else _ending(tested)] * len(cases)
+            said = str(loaded[1]) if loaded[:1] == ["load"] and len(loaded) == 2 else _ending(tested)
+            return [_short(said)] * len(cases)
         names = [name for name in loaded[1:] if isinstance(name, str)]
         tests = {"sources": sources, "setup": session.suite.setup, "token": token, "names": names}
         tester.send(session.job("check", program="", **talk, **tests))
@@ -446,6 +447,7 @@ def _shown(answer: Any) -> str:
 
 
 def _short(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()  # half a surrogate pair is no text that can be sent
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

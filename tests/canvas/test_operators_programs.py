@@ -1,5 +1,7 @@
 """Operators that run programs in the sandbox: Programmer and Test."""
 
+from dataclasses import replace
+
 import pytest
 from operator_context import use
 
@@ -85,6 +87,15 @@ def test_public_tests_are_run():
 def test_programs_cannot_forge_what_they_pass(program: str):
     """Published: the last printed line is the verdict, so a program prints that it passes and exits."""
     assert use("Test", TESTED, {"code": program})[0]["passed"] is False
+
+
+@pytest.mark.parametrize("test", ["assert double(2) == 4", "assert sum([double(2)]) == 4"])
+@pytest.mark.parametrize("indent", ["", "    "])
+def test_what_a_program_says_can_be_sent_on(test: str, indent: str):
+    """Whatever its errors hold; a feedback with half a surrogate pair could be sent to no backend and no policy."""
+    program = f"def double(x):\n    pass\n{indent}raise ValueError('odd \\ud800')"
+    outputs, _ = use("Test", replace(TESTED, public_tests=(test,)), {"code": program})
+    assert not outputs["passed"] and "ValueError: odd \\ud800" in str(outputs["feedback"])
 
 
 def test_test_rewrites_nothing():

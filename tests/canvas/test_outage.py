@@ -247,6 +247,18 @@ def test_a_cut_reply_is_asked_for_once_more_with_more_room_and_then_fails_its_ca
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+def test_half_a_character_in_a_reply_is_replaced():
+    """It could be sent to nobody: the next request, which quotes it, would pass for an outage."""
+
+    async def scenario() -> None:
+        async with serving(lambda body: chat("a plan \ud83d"), lambda body: chat("Answer: 5")) as server:
+            result = await answered(server, "Plan -> Custom")
+            assert (result.answer, result.state["plan"]) == ("5", "a plan ?")
+            assert "a plan ?" in server.bodies[1]["messages"][0]["content"]
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_what_a_backend_withholds_is_no_answer():
     async def scenario() -> None:
         async with serving(lambda body: cut("Answer:", "content_filter")) as server:

@@ -428,10 +428,9 @@ def _question(problem: CodeProblem, recipe: Recipe | None) -> str:
 
 def _feedback(problem: CodeProblem, verdict: Verdict) -> PublicTests:
     passed, remarks = verdict.passed[: problem.public], verdict.remarks[: problem.public]
-    failed = [(_case(problem.suite, number), remark) for number, remark in enumerate(remarks) if remark]
-    # Lone surrogates, which a program may print, are no text that can be sent.
-    sendable = tuple((_escaped(case), _escaped(remark)) for case, remark in failed)
-    return PublicTests(sum(passed), len(passed), sendable)
+    # Lone surrogates, which a file's tests may hold, are no text that can be sent.
+    failed = ((_escaped(_case(problem.suite, number)), remark) for number, remark in enumerate(remarks) if remark)
+    return PublicTests(sum(passed), len(passed), tuple(failed))
 
 
 def _case(suite: Suite, number: int) -> str:
