@@ -65,7 +65,14 @@ def test_options_that_are_none_are_not_given():
         ({"base_url": "http://a:0/v1"}, r"base_url is 'http://a:0/v1': give"),
         ({"base_url": ["http://a/v1", 3]}, r"base_url is 3: give an address"),
         ({"model": None}, r"backends\.small\.model is missing"),
-        ({"model": 3}, r"model is 3: give a text"),
+        ({"model": 3}, r"model is 3: give text"),
+        ({"base_url": 8000}, r"backends\.small\.base_url is 8000: give text"),
+        ({"api_key_env": 3}, r"api_key_env is 3: give text"),
+        ({"structured": "false"}, r"structured is 'false': give True or False"),
+        ({"use_proxy": "no"}, r"use_proxy is 'no': give True or False"),
+        ({"extra_body": "top_k=5"}, r"extra_body is 'top_k=5': give a dict"),
+        ({"prices": 0.4}, r"backends\.small\.prices is 0\.4: give a dict"),
+        ({"identity": 1}, r"identity is 1: give text"),
         ({"api_key_env": "NOT_SET_HERE"}, r"api_key_env names .* NOT_SET_HERE, which is not set: export it"),
         ({"timeout_s": 0}, r"timeout_s is 0: give a number above 0"),
         ({"timeout_s": "5"}, r"timeout_s is '5': give a number above 0"),
@@ -80,6 +87,10 @@ def test_options_that_are_none_are_not_given():
         ({"kind": "no.such:thing"}, r"kind is 'no\.such:thing', which cannot be imported \(No module"),
         ({"kind": "json:nothing"}, r"cannot be imported \(.*nothing"),
         ({"kind": "tests.canvas.toy_operators:Echo"}, r"does not take the options \['base_url', 'model'\]"),
+        (
+            {"kind": "flowjax.envs.canvas.offline:SimulatedSolver", "base_url": None, "model": None, "skill": "high"},
+            r"backends\.small\.skill is 'high': give a number",
+        ),
         ({"kind": "offline", "base_url": None, "model": None}, r"rules is missing: give a list such as"),
     ],
 )
@@ -125,3 +136,20 @@ def test_an_offline_backend():
     assert (completion.text, completion.usage.cost) == ("42", 2.0)
     with pytest.raises(BackendConfigError, match=r"rules\[0\]\.anwser is not an option: did you mean answer"):
         backends_from_config({"s": {"kind": "offline", "rules": [{"anwser": "42"}]}})
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (5, r"backends\.s\.rules is 5: give a tuple"),
+        (["42"], r"backends\.s\.rules\[0\] is '42': give a dict"),
+        ([{"answer": 42}], r"backends\.s\.rules\[0\]\.answer is 42: give text"),
+        ([{"answer": ["42", 41]}], r"rules\[0\]\.answer is \('42', 41\): give text"),
+        ([{}, {"delay_s": "1"}], r"rules\[1\]\.delay_s is '1': give a number"),
+        ([{"delay_s": -1}], r"rules\[0\]\.delay_s is -1: it must be at least 0"),
+        ([{"text": "("}], r"rules\[0\]\.text is '\(', which is no regular expression: missing \)"),
+    ],
+)
+def test_rules_that_could_answer_nothing_are_refused(rules, message):
+    with pytest.raises(BackendConfigError, match=message):
+        backends_from_config({"s": {"kind": "offline", "rules": rules}})

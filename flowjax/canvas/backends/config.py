@@ -12,15 +12,16 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import runpy
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from flowjax.canvas.backends import Backend, OfflineBackend, Prices, Rule
 from flowjax.canvas.backends.openai import OpenAIBackend, Patience, RateLimits
-from flowjax.fields import load_named
+from flowjax.fields import NotNegative, declared_types, load_named, shown, type_problem
 
 Options = dict[str, Any]
 
@@ -31,7 +32,20 @@ _PATIENCE_FIELDS = (
 _LIMIT_FIELDS = ("requests_per_minute", "tokens_per_minute", "concurrency")
 _OTHER_FIELDS = ("base_url", "model", "api_key_env", "prices", "token_limit_field", "structured", "extra_body")
 _OPENAI_FIELDS = (*_OTHER_FIELDS, "identity", "use_proxy", *_PATIENCE_FIELDS, *_LIMIT_FIELDS)
-_RULE_FIELDS = ("answer", "operator", "tags", "text", "error", "delay_s")
+# Types of options that are no numbers. A text where a flag is wanted would else count as true.
+_OPENAI_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("model", "api_key_env", "identity"), str),
+    **dict.fromkeys(("structured", "use_proxy"), bool),
+    **dict.fromkeys(("prices", "extra_body"), Mapping[str, Any]),
+    "base_url": str | Sequence[Any],
+}
+_OFFLINE_TYPES: Mapping[str, Any] = {"rules": Sequence[Any], "seed": int, "prices": Mapping[str, Any], "identity": str}
+_RULE_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("operator", "text", "error"), str),
+    "answer": str | Sequence[str],
+    "tags": Mapping[str, str],
+    "delay_s": NotNegative,
+}
 
 
 class BackendConfigError(ValueError):
@@ -128,11 +142,12 @@ def _backend(where: str, options: Mapping[str, Any]) -> Backend:
 
 def _openai(where: str, given: Options) -> Backend:
     _refuse_unknown(where, given, _OPENAI_FIELDS)
+    _check_types(where, given, _OPENAI_TYPES)
     urls = _required(where, given, "base_url", "an address such as http://127.0.0.1:8000/v1, or a list of them")
     urls = [urls] if isinstance(urls, str) else list(urls)
     for url in urls or [""]:
         _check_url(f"{where}.base_url", url)
-    model = _text(where, "model", _required(where, given, "model", "the model's name at the endpoint"))
+    model = _required(where, given, "model", "the model's name at the endpoint")
     variable = given.pop("api_key_env", "")
     key = _key(where, variable) if variable else ""
     prices = _prices(where, given)
@@ -153,11 +168,15 @@ def _openai(where: str, given: Options) -> Backend:
 
 
 def _offline(where: str, given: Options) -> Backend:
-    _refuse_unknown(where, given, ("rules", "seed", "prices", "identity"))
+    _refuse_unknown(where, given, tuple(_OFFLINE_TYPES))
+    _check_types(where, given, _OFFLINE_TYPES)
     rules = _required(where, given, "rules", 'a list such as [{"operator": "Custom", "answer": "42"}]')
     for index, rule in enumerate(rules):
         if not isinstance(rule, Rule):
-            _refuse_unknown(f"{where}.rules[{index}]", rule, _RULE_FIELDS)
+            _check_types(where, {f"rules[{index}]": rule}, {f"rules[{index}]": Mapping[str, Any]})
+            _refuse_unknown(f"{where}.rules[{index}]", rule, tuple(_RULE_TYPES))
+            _check_types(f"{where}.rules[{index}]", rule, _RULE_TYPES)
+            _check_pattern(f"{where}.rules[{index}].text", rule.get("text", ""))
     prices = _prices(where, given)
     return OfflineBackend([rule if isinstance(rule, Rule) else Rule(**rule) for rule in rules], prices=prices, **given)
 
@@ -165,9 +184,17 @@ def _offline(where: str, given: Options) -> Backend:
 def _of_path(where: str, path: str, given: Options) -> Backend:
     make: Callable[..., Backend] = load_named(f"{where}.kind", path, BackendConfigError)
     try:
+        _check_types(where, given, declared_types(make.__init__ if isinstance(make, type) else make))
         return make(**given)
     except TypeError as error:
         raise BackendConfigError(f"{where}: {path} does not take the options {sorted(given)}: {error}") from error
+
+
+def _check_pattern(where: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise BackendConfigError(f"{where} is {pattern!r}, which is no regular expression: {error}") from error
 
 
 def _check_url(where: str, url: object) -> None:
@@ -227,10 +254,10 @@ def _required(where: str, given: Options, name: str, remedy: str) -> Any:
     return value
 
 
-def _text(where: str, name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise BackendConfigError(f"{where}.{name} is {value!r}: give a text")
-    return value
+def _check_types(where: str, given: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in types and (remedy := type_problem(types[name], value)):
+            raise BackendConfigError(f"{where}.{name} is {shown(value)}: {remedy}")
 
 
 def _refuse_unknown(where: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
