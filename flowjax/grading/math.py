@@ -26,7 +26,8 @@ MAX_BITS = 1 << 15  # of a number in a formula; a larger one is not computed
 MAX_TERMS = 200  # of a power of a sum, multiplied out
 DECIMALS = 6  # to which decimal fractions are rounded, as math-verify does
 
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_POWER_OF_TEN = r"[eE](?:\d{1,3}|\+\d\d\d?|-0\d)(?!\d)"  # as programs print it; `2e-3` may be a formula with e
+_NUMBER = rf"(?:(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\.\d+)(?:{_POWER_OF_TEN})?"
 _LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/\d+(?!\d|\.\d))?%?")
 _PLAIN_NUMBER = re.compile(rf"([-+]?)({_NUMBER})(?:/([-+]?\d+))?(%?)")
 _MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
@@ -35,6 +36,8 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
 _CHAIN = re.compile(r"([^<>=]+)(<=|<)([a-zA-Z])(<=|<)([^<>=]+)")
 _ONE_SIDED = re.compile(r"([a-zA-Z])(<=|<|>=|>)([^<>=]+)")
+_RELATION = re.compile(r"(<=|>=|<|>)")
+_MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 _COUNTS = ("hundred", "thousand", "million", "billion", "trillion", "dozen")
 _PARTS = ("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth")
 # Words behind a number that say another number with it: what holds one of them is no unit.
@@ -254,6 +257,7 @@ def _bare(text: str) -> str:
     text = _unwrapped(text)
     text = re.sub(r"\\text(?:bf|rm|it)?\{([^{}]*)\}|\\mathrm\{([^{}]*)\}", lambda m: m[1] or m[2] or "", text)
     text = text.replace(r"\%", "%").replace("−", "-").replace("–", "-").replace("π", r"\pi ").replace("≤", "<=")
+    text = text.replace(r"\varnothing", r"\emptyset").replace("∅", r"\emptyset")
     text = text.replace("≥", ">=").replace("×", "*").replace("·", "*").replace("°", "").replace(r"^\circ", "")
     text = re.sub(r"\\[!,;:]|\\left(?![a-z])|\\right(?![a-z])", "", text)
     text = re.sub(r"^\s*\\?[$€£]\s*(?=[-\d.])", "", text)
@@ -330,10 +334,11 @@ def _as_interval(text: str) -> str:
     """A chain of inequalities about one variable as the interval of its solutions; other texts as they are."""
     plain = "".join(text.split()).replace(r"\leq", "<=").replace(r"\le", "<=").replace(r"\geq", ">=")
     plain = plain.replace(r"\ge", ">=").replace(r"\lt", "<").replace(r"\gt", ">")
-    if chain := _CHAIN.fullmatch(plain):
+    mirrored = "".join(_MIRRORED.get(part, part) for part in reversed(_RELATION.split(plain)))  # `x>3` for `3<x`
+    if chain := _CHAIN.fullmatch(plain) or _CHAIN.fullmatch(mirrored):
         low, left, _, right, high = chain.groups()
         return f"{'[' if left == '<=' else '('}{low},{high}{']' if right == '<=' else ')'}"
-    if bound := _ONE_SIDED.fullmatch(plain):
+    if bound := _ONE_SIDED.fullmatch(plain) or _ONE_SIDED.fullmatch(mirrored):
         _, relation, value = bound.groups()
         if relation.startswith("<"):
             return rf"(-\infty,{value}{']' if '=' in relation else ')'}"
