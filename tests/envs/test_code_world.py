@@ -5,6 +5,7 @@ import json
 import os
 import string
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,17 +153,29 @@ def test_what_is_no_problem_is_refused(fields: dict):
         problem_of(fields)
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"question": "Problem 7.", "input_output": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1]]}},
+        {"question": "Problem 7.", "input_output": {"fn_name": "f", "inputs": [], "outputs": []}},
+        {"question": "Half \ud83d.", "input_output": {"fn_name": "f", "inputs": [[1]], "outputs": [[1]]}},
+        ["Problem 7."],
+        None,
+    ],
+)
 @pytest.mark.parametrize(("rows", "read"), [(200, True), (20, False)])
-def test_a_few_rows_that_are_no_problem_are_left_out_and_counted(tmp_path: Path, caplog, rows: int, read: bool):
+def test_a_few_rows_that_are_no_problem_are_left_out_and_counted(
+    tmp_path: Path, caplog, rows: int, read: bool, fault: Any
+):
     """Two unequal lists in one of 24,000 published rows are no reason to train on none of them."""
-    row = {"inputs": [[1], [2]], "outputs": [[1], [2]]}
-    lines = [{"question": f"Problem {n}.", "input_output": json.dumps({"fn_name": "f", **row})} for n in range(rows)]
-    lines[7]["input_output"] = json.dumps({"fn_name": "f", **row, "outputs": [[1]]})
+    tests = json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2]]})
+    lines = [json.dumps({"question": f"Problem {n}.", "input_output": tests}) for n in range(rows)]
+    lines[7] = json.dumps(fault) if fault else '{"question": "Problem 7.'
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(f"{line}\n" for line in lines))
     world = Code(path=str(path))
     if not read:
-        with pytest.raises(WorldError):
+        with pytest.raises(WorldError, match=r"rows\.jsonl': 1 of its 20 rows are no problems, such as: "):
             world.tasks("train", 0)
         return
     splits: tuple[Split, ...] = ("train", "held_out")

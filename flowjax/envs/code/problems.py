@@ -46,20 +46,28 @@ def problem_of(fields: Mapping[str, Any], *, public_tests: int = 1) -> CodeProbl
     """A problem from one line of a file. `public_tests` of MBPP's asserts are shown; the other formats say themselves.
 
     Raises:
-        WorldError: the line is in none of the formats.
+        WorldError: the line is in none of the formats, or has no test that counts.
     """
     try:
-        if "entry_point" in fields and "test" in fields:
-            return _human_eval(fields)
-        if "test_list" in fields:
-            return _mbpp(fields, public_tests)
-        if "public_test_cases" in fields:
-            return _live_code_bench(fields)
-        if "tests" in fields or "input_output" in fields:
-            return _deep_coder(fields)
+        problem = _read(fields, public_tests)
+        if problem is not None and not problem.suite.cases[problem.unscored :]:
+            raise ValueError("no test counts")
+        if problem is not None:
+            return problem
     except (KeyError, ValueError, TypeError, AttributeError, pickle.UnpicklingError, zlib.error) as error:
         raise WorldError(f"a problem cannot be read ({type(error).__name__}: {error}): {sorted(fields)}") from error
     raise WorldError(f"a problem has the fields {sorted(fields)}: the known formats are {FORMATS}")
+
+
+def _read(fields: Mapping[str, Any], public_tests: int) -> CodeProblem | None:
+    """The problem, None where the format is none of ours."""
+    if "entry_point" in fields and "test" in fields:
+        return _human_eval(fields)
+    if "test_list" in fields:
+        return _mbpp(fields, public_tests)
+    if "public_test_cases" in fields:
+        return _live_code_bench(fields)
+    return _deep_coder(fields) if "tests" in fields or "input_output" in fields else None
 
 
 def _human_eval(fields: Mapping[str, Any]) -> CodeProblem:
@@ -214,9 +222,19 @@ class ProblemFile:
     offsets: tuple[int, ...]
 
     def fields(self, offset: int) -> dict[str, Any]:
+        """Raises:
+        WorldError: the line is no object with fields.
+        """
         with Path(self.path).open("rb") as file:
             file.seek(offset)
-            return json.loads(file.readline())
+            line = file.readline()
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise WorldError(f"a problem cannot be read ({error}): give one JSON object a line") from error
+        if not isinstance(fields, dict):
+            raise WorldError(f"a problem is {line[:60]!r}: give one JSON object a line")
+        return fields
 
 
 @functools.lru_cache(maxsize=4)

@@ -305,10 +305,11 @@ def _contents(path: str) -> Mapping[int, int]:
     for offset in file.offsets:
         try:
             found[offset] = problem_of(file.fields(offset)).content
-        except WorldError as error:
+        except ValueError as error:  # a WorldError, or a statement with half a surrogate pair
             faults.append(error)
     if len(faults) > _MOST_UNREADABLE * len(file.offsets):
-        raise faults[0]
+        said = f"{len(faults)} of its {len(file.offsets)} rows are no problems, such as"
+        raise WorldError(f"env.options path={path!r}: {said}: {faults[0]}")
     if faults:
         logging.warning("%s: %d of %d rows are left out: %s", path, len(faults), len(file.offsets), faults[0])
     return found
