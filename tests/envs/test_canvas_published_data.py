@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from flowjax.envs import WorldError
+from flowjax.envs.canvas import Canvas
 from flowjax.envs.canvas.problem_files import KINDS, PublishedData, Record, load
 from flowjax.grading.sandbox import Limits
 from flowjax.grading.scoring import UNANSWERABLE, Scorer
@@ -117,9 +118,10 @@ def test_rows_that_nobody_could_grade_are_counted(tmp_path: Path):
         {"problem": "Double.", "source": "apps", "ground_truth": "def double..."},
         {"problem": "Double.", "source": "apps", "meta": {"test": "this is no test"}},
         {"problem": "2+4?", "source": "gsm8k", "ground_truth": "6"},
+        {"problem": "Is it?", "source": "nq", "ground_truth": True},  # no question without an answer
     )
     assert [record.row for record in found.records] == [4]
-    assert found.left_out == {"gsm8k: no answer": 1, "apps: no tests that can be run": 2}
+    assert found.left_out == {"gsm8k: no answer": 1, "apps: no tests that can be run": 2, "nq: no answer": 1}
 
 
 def test_passages_reach_the_problem(tmp_path: Path):
@@ -260,3 +262,6 @@ def test_files_that_are_no_data(tmp_path: Path, text: str, said: str):
         load(path)
     with pytest.raises(WorldError, match="cannot be read"):
         load(tmp_path / "none.jsonl")
+    for options in (path, tmp_path / "none.jsonl"):
+        with pytest.raises(WorldError, match=f"^env.options path: {options}"):
+            Canvas(path=str(options)).tasks("train", 0)

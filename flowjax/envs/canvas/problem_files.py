@@ -135,8 +135,11 @@ def load(
 
 @functools.lru_cache(maxsize=4)
 def records(file: str, packages: tuple[str, ...] = ()) -> tuple[Record, ...]:
-    """The problems of a file, which this process reads once."""
-    return load(file, packages=packages).records
+    """The problems of a file that the world's option `path` names, which this process reads once."""
+    try:
+        return load(file, packages=packages).records
+    except WorldError as error:
+        raise type(error)(f"env.options path: {error}") from error
 
 
 def _record(
@@ -185,6 +188,8 @@ def _gold(fields: Mapping[str, Any], kind: ProblemKind) -> tuple[str, ...]:
     """The right answers; `UNANSWERABLE` for a question that has none, nothing where the row has forgotten them."""
     names = ("ground_truth", "answer", "answers", "correct")
     named = [name for name in names if name in fields]
+    if named and isinstance(fields[named[0]], bool):  # which says in no words what the answer is
+        return ()
     golds = tuple(dict.fromkeys(text for name in named[:1] for text in _texts(fields[name], kind)))
     if not golds and isinstance(fields.get("solution"), str) and (boxed := last_boxed(fields["solution"])):
         golds = (boxed,)
