@@ -73,6 +73,12 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "Did you mean `Custom`?" in capsys.readouterr().err
         assert main([*options, "--workflow=absent.json"]) == 2
         assert "absent.json cannot be read" in capsys.readouterr().err
+        binary = tmp_path / "binary.json"
+        binary.write_bytes(b"\xff")
+        assert main([*options, f"--workflow={binary}"]) == 2
+        assert "binary.json cannot be read" in capsys.readouterr().err
+        assert main([options[0], f"--problem=@{binary}", "--workflow=Custom"]) == 2
+        assert "the file of --problem is no text" in capsys.readouterr().err
         assert main([*options, "--workflow=Custom"]) == 1
         told = capsys.readouterr()
         assert told.out == "" and told.err.startswith("executor_error: ") and "HTTP 401" in told.err

@@ -127,6 +127,9 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"{error.filename}: {error.strerror}: give another file", file=sys.stderr)
         return 2
+    except UnicodeDecodeError as error:
+        print(f"the file of --problem is no text ({error}): give one in UTF-8", file=sys.stderr)
+        return 2
     usage = result.usage
     tokens = usage.prompt_tokens + usage.sampled_tokens
     print(f"{result.status}: {usage.calls} calls, {tokens} tokens, {usage.cost:g} cost", file=sys.stderr)
