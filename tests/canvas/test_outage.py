@@ -191,6 +191,7 @@ def test_nothing_is_sent_to_an_endpoint_that_keeps_failing_until_one_request_is_
             ends = await asyncio.gather(*(backend.complete(REQUEST) for _ in range(20)), return_exceptions=True)
             assert all(isinstance(end, BackendUnavailable) for end in ends)
             assert len(server.bodies) == sent + 1, "one request is on trial, the others wait for its end"
+            assert sum("no answer after 1 tries" in str(end) for end in ends) == 1
             well = True
             await backend.ready(5.0)
             ends = await asyncio.gather(*(backend.complete(REQUEST) for _ in range(20)))

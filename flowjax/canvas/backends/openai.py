@@ -286,7 +286,7 @@ class OpenAIBackend:
         self._next_url = (first + 1) % len(self._urls)
         order = self._urls[first:] + self._urls[:first]
         pauses: dict[str, float] = {}  # endpoint -> when this request may go there again
-        failure = ""
+        failure, tries = "", 0
         for tries in range(1 + self._patience.retries):
             url = await self._free_url(order, connections, pauses)
             try:
@@ -304,7 +304,7 @@ class OpenAIBackend:
                     connections.paused_until_s[url] = now_s + error.after_s
                 if connections.breaker.wait_s > 0:
                     break
-        raise BackendUnavailable(f"no answer after {1 + self._patience.retries} tries, the last at {failure}")
+        raise BackendUnavailable(f"no answer after {1 + tries} tries, the last at {failure}")
 
     async def _free_url(self, order: Sequence[str], connections: _Connections, pauses: Mapping[str, float]) -> str:
         """The first endpoint that may be asked now, or else the first one to be free, once it is."""
