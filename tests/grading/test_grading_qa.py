@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowjax.grading.answers import augmented_f1, exact_match, f1_score, last_answer, normalise_answer
+from flowjax.grading.answers import augmented_f1, chosen, exact_match, f1_score, last_answer, normalise_answer
 
 TEXT = st.text(alphabet="abthen .,'-?!AÉ\n", max_size=30)
 
@@ -76,3 +76,11 @@ def test_rewordings_count_for_three_tenths():
 def test_the_last_answer_counts():
     assert last_answer("<answer>one</answer> no, <ANSWER> two\n</ANSWER>") == "two"
     assert last_answer("<answer>one") is None
+    assert last_answer("<answer>one <answer>two</answer>") == "two"
+
+
+def test_pairs_without_an_end_take_no_time():
+    """A reply that repeats itself to its last token; tried from each beginning to the end, it took minutes."""
+    reply = "<answer>" * 20_000
+    assert last_answer(reply) is None
+    assert chosen(reply, {"A": "wood", "B": "stone"}) is None
